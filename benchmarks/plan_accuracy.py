@@ -7,40 +7,25 @@ One calibration a cluster, no fitting to points. What a source does not say is a
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from published_split import Line, used
+
 from megatron_port.config.loader import load
 from megatron_port.config.schema import ModelConfig
-from megatron_port.plan.case import Case, Engine, Machine, machine_of
+from megatron_port.plan.case import Case, Machine, machine_of
+from megatron_port.plan.engines import Engine
+from megatron_port.plan.programs import MEGATRON_2021, MEGATRON_2022, MEGATRON_DEEPSPEED, NEMO, NEMO_LLAMA
 from megatron_port.plan.search import fullest
 from megatron_port.plan.step import StepPlan, plan_step
 from megatron_port.runtime.atomic import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
-POINTS = ROOT / "configs" / "published" / "points.csv"
 RESULT = ROOT / "benchmarks" / "results" / "plan-accuracy.md"
-
-# The programs of the sources: what they store, send and hide.
-MEGATRON = Engine(  # Megatron-LM of 2021: fp16 gradients summed after the backward, p2p scattered over tp, no ZeRO
-    name="Megatron-LM 2021", gradient_bytes=4, accumulate_traffic=12, reduce_bytes=4, scatter_transfers=True,
-    update_extra_bytes=26,  # cast (2 + 4), unscaled (4 + 4), clipped (4 + 4), cast back and written (4)
-)
-KORTHIKANTI = replace(MEGATRON, name="Megatron-LM 2022", tensor_overlap="backward")
-NEMO = Engine(  # per the recipes: distributed Adam with both overlaps, tp-comm-overlap, asynchronous p2p
-    name="NeMo", gradient_bytes=4, accumulate_traffic=8, reduce_bytes=4, shard_reduces=True, reduce_overlap=1.0,
-    gather_overlap=1.0, transfer_overlap=True, tensor_overlap="tiled",
-)
-MEGATRON_DEEPSPEED = Engine(
-    name="Megatron-DeepSpeed", gradient_bytes=2, accumulate_traffic=8, reduce_bytes=2, bucket_bytes=0.0,
-    duplex_transfers=False, scatter_transfers=True,  # DeepSpeed's defaults pipe_partitioned and grad_partitioned
-    update_extra_bytes=26,
-)
-
 
 @dataclass(frozen=True)
 class Source:
@@ -54,8 +39,9 @@ class Source:
 
 
 SOURCES = {
-    "Megatron-LM SC21": Source("selene", MEGATRON, 0.1),
-    "Korthikanti": Source("selene", KORTHIKANTI, 0.1),
+    "Megatron-LM SC21": Source("selene", MEGATRON_2021, 0.1),
+    "Korthikanti": Source("selene", MEGATRON_2022, 0.1),
+    "NVIDIA dgxc-benchmarking v25.02 l8": Source("dgx-h100", NEMO_LLAMA, 0.0),
     "NVIDIA dgxc": Source("dgx-h100", NEMO, 0.0),
     "vTrain": Source("a100-4hdr", MEGATRON_DEEPSPEED, 0.1),
     "Dash": Source("frontier", MEGATRON_DEEPSPEED, 0.0, calibrate=(2,)),
@@ -105,7 +91,7 @@ def case_of_row(row: dict[str, str], source: Source, assumed: dict[str, int] | N
     vp = _number(row["vp_interleave"], 1)
     return Case(
         model=model, engine=source.engine, tp=tp, pp=pp, vp=vp, dp=dp, cp=cp, cp_method="ring",
-        sequence_parallel="SP" in row["recompute"] or source.engine is NEMO,
+        sequence_parallel="SP" in row["recompute"] or source.engine in (NEMO, NEMO_LLAMA),
         zero_stage=_number(row["zero"], 0), schedule="1f1b",
         recompute=row["recompute"].removesuffix("+SP"), micro_batch=micro,
         micro_batches=math.ceil(batch / (micro * dp)), global_batch=batch, dtype=row["precision"],
@@ -135,10 +121,11 @@ def best_unknowns(case: Case, machine: Machine) -> Case:
     return best
 
 
-def rows(lines: list[dict[str, str]], machines: dict[str, Machine] | None = None) -> Iterator[Row]:
+def rows(lines: list[Line], machines: dict[str, Machine] | None = None) -> Iterator[Row]:
     """Every published point with its plan. ``machines``: by cluster name, instead of the shipped ones."""
     machines = machines or {}
-    for number, row in enumerate(lines, 2):
+    for line in lines:
+        number, row = line.number, line.row
         key = next(k for k in SOURCES if row["source"].startswith(k))
         source = SOURCES[key]
         machine = machines.setdefault(source.cluster, machine_of(load(f"clusters/{source.cluster}").config))
@@ -152,10 +139,9 @@ def rows(lines: list[dict[str, str]], machines: dict[str, Machine] | None = None
 
 def calibrate(cluster: str) -> float:
     """The ``calibration.matmul_scale`` at which the cluster's named row comes out as published (bisection)."""
-    lines = read_points()
     source = next(s for s in SOURCES.values() if s.cluster == cluster and s.calibrate)
     number = source.calibrate[0]
-    row = lines[number - 2]
+    row = next(line.row for line in read_points() if line.number == number)
     case = case_of_row(row, source, ASSUMED.get(number))
     machine = machine_of(load(f"clusters/{cluster}").config)
     low, high = 0.2, 1.5
@@ -167,10 +153,9 @@ def calibrate(cluster: str) -> float:
     return low
 
 
-def read_points() -> list[dict[str, str]]:
-    """Lines of points.csv."""
-    with POINTS.open(newline="") as f:
-        return list(csv.DictReader(f))
+def read_points() -> list[Line]:
+    """Lines of points.csv that are not set aside."""
+    return used("points.csv")
 
 
 def summary_lines(found: list[Row]) -> list[str]:

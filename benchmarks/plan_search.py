@@ -13,7 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_port.config.loader import load
-from megatron_port.plan.case import ENGINES, Case, case_of, machine_of
+from megatron_port.plan.case import Case, case_of, machine_of
+from megatron_port.plan.engines import ENGINES
 from megatron_port.plan.memory import plan_memory
 from megatron_port.plan.search import Candidate, finalists
 from megatron_port.plan.step import StepPlan, plan_step

@@ -59,7 +59,7 @@ class Line:
         """Whether it may be set aside."""
         return not self.row.get("source", "").startswith(NOT_ELIGIBLE)
 
-    def keys(self) -> list[str]:
+    def marks(self) -> list[str]:
         """What it shares with other lines of the same configuration."""
         if self.file == "mcore-memory.csv":
             told = {"golden", "n_steps", "median_iter_s", "mem_alloc_GiB", "mem_max_alloc_GiB", "case"}
@@ -89,7 +89,7 @@ def configurations(found: list[Line]) -> list[list[Line]]:
         return i
 
     for i, line in enumerate(found):
-        for key in line.keys():
+        for key in line.marks():
             parent[root(i)] = root(first.setdefault(key, i))
     out: dict[int, list[Line]] = defaultdict(list)
     for i, line in enumerate(found):
@@ -100,7 +100,10 @@ def configurations(found: list[Line]) -> list[list[Line]]:
 def draw() -> list[Line]:
     """A tenth of each family's lines, by a hash of what their configurations are."""
     groups = [g for g in configurations(lines()) if all(line.eligible for line in g)]
-    groups.sort(key=lambda g: hashlib.sha256("|".join([SEED, *sorted(k for x in g for k in x.keys())]).encode()).digest())
+    def place(group: list[Line]) -> bytes:
+        return hashlib.sha256("|".join([SEED, *sorted(k for x in group for k in x.marks())]).encode()).digest()
+
+    groups.sort(key=place)
     count: dict[str, int] = defaultdict(int)
     taken: dict[str, int] = defaultdict(int)
     for line in lines():
@@ -148,8 +151,8 @@ def opened(file: str, opening: str) -> list[Line]:
     entries = [json.loads(text) for text in OPENINGS.read_text().splitlines()] if OPENINGS.exists() else []
     if not any(entry["name"] == opening for entry in entries):
         raise SystemExit(
-            f"{opening!r} is no entry of {OPENINGS.name}: set-aside rows are looked at once, when the planner is finished. "
-            "Add a line with name, date, commit and why, commit it, and say in docs/planner.md what came out"
+            f"{opening!r} is no entry of {OPENINGS.name}: set-aside rows are looked at once, when the planner is "
+            "finished. Add a line with name, date, commit and why, commit it, and say in docs/planner.md what came out"
         )
     return _parted(file, aside=True)
 
@@ -176,8 +179,8 @@ def main() -> None:
     aside, seen = listed(), seen_before()
     for file in FILES:
         mine = [key for key in aside if key[0] == file]
-        print(f"{file}: {len(lines([file]))} rows, {len(mine)} set aside, of which {sum(k in seen for k in mine)} had been "
-              "compared before")
+        before = sum(k in seen for k in mine)
+        print(f"{file}: {len(lines([file]))} rows, {len(mine)} set aside, of which {before} had been compared before")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.main import add_run_options, load_run
+from megatron_port.cli.plan_campaign import add_campaign_options, campaign_text
 from megatron_port.config.urls import local_path
 from megatron_port.errors import EXIT_CONFIG, EXIT_OK, ConfigError
 from megatron_port.runtime.atomic import write_output
@@ -32,6 +33,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--report", type=local_path, metavar="FILE.html",
                         help="also write the plan as one page with pictures: layouts, memory, time, pipeline, scaling, "
                         "sensitivity")
+    add_campaign_options(parser)
     parser.add_argument(
         "--fractional", action="store_true",
         help="plan also where global_batch_size does not divide by micro-batch x dp, with accumulation rounded up",
@@ -60,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
         print(render(plan))
         if args.explain:
             print(explain(plan))
+        for line in campaign_text(args, config, plan):
+            print(line)
     if args.report is not None:
         write_output(args.report, report_page(config, plan))
         if not args.json:

@@ -104,6 +104,8 @@ class HardwareConfig:
     """The same for its backward (5 products where the forward has 2)."""
     launch_us: NonNegative = 4.0
     """Least time between the starts of two kernels, microseconds."""
+    host_us: NonNegative = 0.0
+    """Time of the host to start one operation of an eager program, microseconds; 0: not known, and not planned."""
     memory_bandwidth_gb: NonNegative = 0.0
     """Datasheet bandwidth of device memory, 10^9 bytes/s."""
     memory_efficiency: Share = 0.85
@@ -124,6 +126,8 @@ class HardwareConfig:
     """All local disks of a node, sequential reads, 10^9 bytes/s."""
     nvme_write_gb: NonNegative = 0.0
     """Rate of writes, in the same unit."""
+    domain_devices: CountOrZero = 0
+    """Devices that reach one another at node_gb, where these are more than a node's (NVL72: 72); 0: a node's."""
     package_devices: Count = 1
     """Devices that share a package (2 GCDs per MI250X)."""
     package_gb: NonNegative = 0.0
@@ -146,6 +150,8 @@ class HardwareConfig:
     """Nodes below one level of the network (dragonfly group, pod); 0: one level."""
     group_taper: Share = 1.0
     """Bandwidth of a node out of its group, relative to that into the network (1: not tapered)."""
+    power_w: NonNegative = 0.0
+    """Power of a device at work with its share of the node, watts; 0: not known."""
     jitter: NonNegative = 0.015
     """Spread (one sigma, share of the time) between equal devices at equal work; a job runs at the slowest's pace."""
 
@@ -156,10 +162,15 @@ class CalibrationConfig:
 
     matmul_scale: Positive = 1.0
     """Multiplies matmul_tflops, fp32_matmul_tflops and fp8_matmul_tflops; fused attention has its own rates."""
+    attention_scale: Positive = 1.0
+    """Multiplies the rates of fused attention, the table's too."""
     memory_scale: Positive = 1.0
     """Multiplies the achieved memory bandwidth."""
     network_scale: Positive = 1.0
     """Multiplies the achieved bandwidth of all links."""
+    table: str = ""
+    """CSV file with rates by op, provider and shape (``plan.kernel_table``), a path or one of configs/, e.g.
+    "tables/h100.csv"; empty: the formulas alone."""
     source: str = ""
     """What was measured, or the published rows it was taken from."""
 

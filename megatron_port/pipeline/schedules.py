@@ -145,18 +145,22 @@ def _by_groups(stages: int, chunks: int, micro_batches: int) -> list[tuple[int, 
     ]
 
 
-def interleaved(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Action]:
+def interleaved(stage: int, stages: int, chunks: int, micro_batches: int, group: int = 0) -> list[Action]:
     """Interleaved 1F1B (Narayanan et al., arXiv 2104.04473).
 
     Where the stages do not divide the micro-batches, it is the schedule of the next larger number that they divide
     without the passes of the missing micro-batches: no micro-batch waits for another, so the other passes still run.
+
+    ``group``: micro-batches that pass a chunk before the stage's next one is their turn; 0: the stages' number. Others
+    are planned for Megatron-core's runs only (``microbatch-group-size-per-virtual-pipeline-stage``).
     """
-    whole = -(-micro_batches // stages) * stages
-    order = _by_groups(stages, chunks, whole)
+    group = group or stages
+    whole = -(-micro_batches // group) * group
+    order = _by_groups(group, chunks, whole)
     forward, backward = ([_passes(kind, whole, c) for c in range(chunks)] for kind in (Kind.FORWARD, Kind.BACKWARD))
     forwards = [forward[c][m] for c, m in order]
     backwards = [backward[chunks - 1 - c][m] for c, m in order]
-    warmup = min((stages - stage - 1) * 2 + (chunks - 1) * stages, len(order))
+    warmup = min((stages - stage - 1) * 2 + (chunks - 1) * group, len(order))
     actions = forwards[:warmup]
     for f, b in zip(forwards[warmup:], backwards):
         actions += [f, b]

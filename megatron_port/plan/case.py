@@ -12,87 +12,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
+from pathlib import Path
 from typing import TypeVar
 
 from megatron_port.config.fine_tuning import NO_ADAPTERS, FineTuningConfig
 from megatron_port.config.layout import topology_sizes
+from megatron_port.config.loader import config_directories
 from megatron_port.config.schema import CalibrationConfig, ClusterConfig, HardwareConfig, ModelConfig, RunConfig
 from megatron_port.errors import ConfigError
 from megatron_port.model.activation_sites import layer_choices
 from megatron_port.model.flops import document_of, unit_costs
 from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.partition import balanced_layers
+from megatron_port.plan.engines import ENGINES, Engine
+from megatron_port.plan.kernel_table import KernelTable, read_table
 from megatron_port.plan.rule_cost import ADAMW, RuleCost, rule_cost
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Engine:
-    """How a program stores gradients and optimizer, what it sends and what it hides behind compute."""
-
-    name: str
-    gradient_bytes: int = 4
-    """Held for every parameter until the step's end: fp32 sums (4) or the dtype's own gradients (2)."""
-    accumulate_traffic: int = 10
-    """Bytes moved for each parameter and micro-batch to add its gradient: write 2, read 2 + 4, write 4, or fused 8."""
-    reduce_bytes: int = 4
-    """Sent for each gradient when replicas are summed."""
-    shard_reduces: bool = False
-    """Replicas reduce-scatter (each keeps its share) instead of all-reducing, where the optimizer is split."""
-    reduce_overlap: float = 0.0
-    """Share of a stage's last backward behind which gradient traffic hides (0 or 1)."""
-    gather_overlap: float = 0.0
-    """The same for the all-gather of weights, behind the first forward."""
-    transfer_overlap: bool = False
-    """Sends between stages hide behind compute (interleaved schedules with asynchronous transfers)."""
-    duplex_transfers: bool = True
-    """A stage sends and receives at the same time; DeepSpeed's instructions do one after the other."""
-    scatter_transfers: bool = False
-    """Tensor-parallel ranks each send their share of an activation between stages (arXiv 2104.04473, section 4.1)."""
-    tensor_overlap: str = "none"
-    """none | backward (the gradient's all-reduce beside the weight gradient) | tiled (pieces of a product)"""
-    gathers_again: bool = True
-    """Under sequence parallelism a product's gathered input is gathered again in backward instead of kept."""
-    copies_logits: bool = True
-    """The loss keeps an fp32 copy of the logits."""
-    frees_outputs: bool = True
-    """A chunk's output is freed once it has been sent (Korthikanti et al., appendix B), not held with its graph."""
-    bucket_bytes: float = 200e6
-    """Buffers that gradient reduction and weight gathering hold."""
-    update_copy_bytes: int = 0
-    """Held for each parameter of the rank's share only while the optimizer steps."""
-    update_extra_bytes: int = 8
-    """Moved for each parameter of the rank's share beside Adam's own: unscale, clip, copies between precisions."""
-    expert_overlap: str = "none"
-    """All-to-all of tokens: none | shared (one of a layer's two beside the block that every token passes) | passes
-    (beside the passes of another micro-batch: DualPipe)"""
-    keeps_keys: bool = True
-    """Under context parallelism gathered keys and values are kept for backward instead of gathered again."""
-    overlaps_keys: bool = False
-    """Their gathering runs beside attention as far as it can."""
-    sends_once_per_node: bool = False
-    """A token goes once to each node with experts of its own, and is copied there (DeepEP)."""
-    unfused_ops: float = 1.0
-    """Passes over memory of bias, GeLU, dropout and residual over those of fused kernels."""
-
-
-ENGINES = {
-    # engine/deepspeed_config.py: fp32 accumulation, fp32 all-reduce, no overlap under a pipeline.
-    "deepspeed": Engine(
-        name="deepspeed", accumulate_traffic=12, duplex_transfers=False, tensor_overlap="backward",
-        copies_logits=False, frees_outputs=False, bucket_bytes=50e6 * 4 + 500e6 * 2, update_copy_bytes=4,
-        update_extra_bytes=22,  # flattened and cast (4 + 4), unscaled and clipped (4 + 4), written back (4 + 2)
-    ),
-    # engine/native.py: the weight gradient goes straight into the fp32 sum; optim/sharded.py: reduced and gathered in
-    # place, beside the passes; pipeline/transfer.py: sends and receives are started ahead.
-    "native": Engine(
-        name="native", accumulate_traffic=8, bucket_bytes=0.0, shard_reduces=True, reduce_overlap=1.0,
-        gather_overlap=1.0, transfer_overlap=True, tensor_overlap="backward", copies_logits=False, frees_outputs=False,
-        expert_overlap="shared",
-    ),
-}
-"""The engines of this program, by the name in the run file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +38,17 @@ class Machine:
     cluster: ClusterConfig
     hardware: HardwareConfig
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+
+    @property
+    def table(self) -> KernelTable | None:
+        """The rates that were measured; None: there are none."""
+        return table_of(self.calibration.table) if self.calibration.table else None
+
+
+def table_of(name: str) -> KernelTable:
+    """The table of this name: a path, or a file of one of the folders of shipped configs."""
+    path = next((d / name for d in config_directories() if (d / name).is_file()), Path(name))
+    return read_table(path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +87,14 @@ class Case:
     """ZeRO-3's shards of the weights live on the host."""
     offload_buffers: int = 4
     schedule: str = "1f1b"
+    group: int = 0
+    """Micro-batches that interleaving takes through a chunk in one go; 0: as many as stages (other programs alone)."""
     recompute: str = "none"
+    """none | selective (the scores of attention) | full (whole layers) | experts (of a layer what its experts do, as
+    Megatron-core's selective recompute of "moe"; in no run file)"""
+    modules: tuple[str, ...] = ()
+    """Outputs that other programs drop and make again (Megatron-core's selective recompute): layernorm, moe_act,
+    mla_up_proj."""
     dropped: tuple[tuple[str, ...], ...] = ()
     """Sites that each layer recomputes, where ``recompute`` is none; empty: no layer any."""
     micro_batch: int = 1
@@ -318,6 +272,7 @@ def machine_problems(machine: Machine) -> list[str]:
     if c.gpus_per_node > 1:
         positive["hardware.node_gb"] = h.node_gb
     out += [f"{name} is {v}; a plan for {c.name} needs it above 0" for name, v in positive.items() if v <= 0]
+    out += nonsense(machine)
     shares = {
         "hardware.memory_efficiency": h.memory_efficiency, "hardware.node_efficiency": h.node_efficiency,
         "hardware.network_efficiency": h.network_efficiency, "hardware.group_taper": h.group_taper,
@@ -328,6 +283,33 @@ def machine_problems(machine: Machine) -> list[str]:
             f"hardware.matmul_tflops {h.matmul_tflops} is above cluster.peak_tflops {c.peak_tflops}: nothing reaches "
             "more than the peak"
         )
+    return out
+
+
+def nonsense(machine: Machine) -> list[str]:
+    """Numbers that no machine has: negative, infinite, beyond any device by orders of magnitude, or half a network."""
+    h, c = machine.hardware, machine.cluster
+    values = {f"hardware.{k}": v for k, v in vars(h).items()} | {
+        "cluster.memory_gb": c.memory_gb, "cluster.peak_tflops": c.peak_tflops,
+    }
+    out = [
+        f"{name} is {value}; it is a number of at least 0" for name, value in values.items()
+        if isinstance(value, (int, float)) and not (math.isfinite(value) and value >= 0)
+    ]
+    most = {
+        "cluster.peak_tflops": 1e5, "cluster.memory_gb": 1e5, "hardware.memory_bandwidth_gb": 1e6,
+        "hardware.node_gb": 1e5, "hardware.nic_gb": 1e4, "hardware.launch_us": 1e5, "hardware.host_us": 1e5,
+        "hardware.node_latency_us": 1e6, "hardware.network_latency_us": 1e6, "hardware.jitter": 1.0,
+    }
+    out += [
+        f"{name} is {values[name]:g}; no device has more than {bound:g} (bandwidths are in 10^9 bytes/s, times in "
+        "microseconds)" for name, bound in most.items() if values[name] > bound
+    ]
+    if h.nics and not h.nic_gb:
+        out.append(f"hardware.nics is {h.nics} and hardware.nic_gb 0; give the bandwidth of an adapter, or nics = 0")
+    fp8 = h.fp8_matmul_tflops
+    if fp8 and h.fp8_peak_tflops and fp8 > h.fp8_peak_tflops:
+        out.append(f"hardware.fp8_matmul_tflops {fp8} is above hardware.fp8_peak_tflops {h.fp8_peak_tflops}")
     return out
 
 
@@ -353,6 +335,10 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
     engine = ENGINES[config.engine]
     if config.precision.grad_reduce_dtype != "fp32":
         engine = replace(engine, reduce_bytes=2)
+    engine = replace(
+        engine, attention="flash3" if config.backend.attention in ("fa3", "fa4") else "flash2",
+        graphed=config.backend.graphs == "step",
+    )
     case = Case(
         model=config.model, engine=engine, tp=tp, pp=pp, vp=layout.virtual_pipeline_size, dp=dp,
         cp=layout.context_parallel_size, cp_method=layout.cp_method, cp_order=layout.cp_order,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,12 @@ class Cost:
     backward_context: float = 0.0
     fillable: float = 0.0
     """Of ``forward_exchange``: rows on their way, beside which weight passes may run."""
+    forward_starts: float = 0.0
+    """Seconds in which the host starts the operations of the forward pass."""
+    backward_starts: float = 0.0
+    forward_host: float = 0.0
+    """What the forward pass waits for the host: see :meth:`floored`."""
+    backward_host: float = 0.0
 
     @property
     def parts(self) -> tuple[float, ...]:
@@ -30,6 +36,7 @@ class Cost:
         return (
             self.forward, self.backward, self.forward_tensor, self.backward_tensor, self.forward_exchange,
             self.backward_exchange, self.forward_context, self.backward_context, self.fillable,
+            self.forward_starts, self.backward_starts, self.forward_host, self.backward_host,
         )
 
     def __add__(self, other: Cost) -> Cost:
@@ -43,6 +50,15 @@ class Cost:
     def passes(self) -> tuple[float, float]:
         """Seconds of a forward and of a backward pass, communication included."""
         return (
-            self.forward + self.forward_tensor + self.forward_exchange + self.forward_context,
-            self.backward + self.backward_tensor + self.backward_exchange + self.backward_context,
+            self.forward + self.forward_tensor + self.forward_exchange + self.forward_context + self.forward_host,
+            self.backward + self.backward_tensor + self.backward_exchange + self.backward_context + self.backward_host,
+        )
+
+    def floored(self) -> Cost:
+        """This pass no faster than the host starts it: the host runs ahead within a pass, so whole passes are compared.
+        """
+        forward, backward = self.passes
+        return replace(
+            self, forward_host=max(self.forward_starts - forward, 0.0),
+            backward_host=max(self.backward_starts - backward, 0.0),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_port.model.spec import MLPSpec, MoESpec
 from megatron_port.plan.experts import Routed, routed
-from megatron_port.plan.operations import Sizes, gated, gelu, product
+from megatron_port.plan.operations import Sizes, gated, gelu, product, saved_input
 from megatron_port.plan.tape import Block, Tape, Value
 
 INDEX = 8
@@ -118,7 +118,11 @@ def _grouped(t: Tape, s: Sizes, sizes: Routed, x: Value, mlp: MLPSpec, *, first:
 
     frozen = s.case.fine_tuning.enabled
 
+    again = not first and "moe_act" in s.case.modules  # the activation's result is dropped and made again
+
     def backward(grad: Block, saved: list[Block]) -> list[Block | None]:
+        if again:
+            t.meter.need(size_in)
         dx = product(t, s, 0.0, 0.0, size_in)
         if frozen:
             return [dx]
@@ -128,6 +132,5 @@ def _grouped(t: Tape, s: Sizes, sizes: Routed, x: Value, mlp: MLPSpec, *, first:
             t.meter.need(wide * size_out, wide * size_in, s.widening * w * inputs * outputs)
         return [dx]
 
-    return t.note(
-        product(t, s, 0.0, 0.0, size_out), [x], backward, [] if frozen else [x.block]
-    )
+    kept = t.block(0.0) if again else saved_input(t, s, x.block, made_again=False)
+    return t.note(product(t, s, 0.0, 0.0, size_out), [x], backward, [] if frozen else [kept])

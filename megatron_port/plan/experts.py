@@ -86,7 +86,7 @@ def expert_cost(case: Case, moe: MoESpec, rates: Rates, links: Links) -> Cost:
         weights += rates.product(inner, columns, sizes.each, width=pw, batch=sizes.experts)
     held = sizes.experts * sum(columns * inner for columns, inner in both)
     if case.dtype == "fp8":  # as the products of the other layers (plan.layer)
-        products += rates.stream(4.0 * (sizes.rows * (both[0][1] + both[1][1]) + held), 4)
+        products += rates.stream(4.0 * (sizes.rows * (both[0][1] + both[1][1]) + held / case.micro_batches), 4)
         inputs += rates.stream(4.0 * sizes.rows * (both[0][0] + both[1][0]), 2)
     accumulate = rates.stream(held * case.engine.accumulate_traffic, 2)
     if case.fine_tuning.enabled:  # frozen matrices have no gradient

@@ -17,7 +17,7 @@ from megatron_port.plan.advice import ways_to_fit
 from megatron_port.plan.case import Case, Machine, case_of, machine_problems
 from megatron_port.plan.memory import StageMemory, plan_memory
 from megatron_port.plan.offload import host_problem
-from megatron_port.plan.search import Candidate, nearest_fit, options_to_fit, search, settings_of
+from megatron_port.plan.search import Candidate, Options, finalists, is_legal, options_to_fit, search, settings_of
 from megatron_port.plan.step import plan_step
 
 MORE_NODES = (2, 4, 8, 16)
@@ -46,7 +46,7 @@ def planned_memory(config: RunConfig, world_size: int | None = None) -> tuple[Ca
 
 
 def memory_problem(config: RunConfig, world_size: int | None = None) -> str:
-    """Return why the run cannot fit its devices, by how much, and the nearest layout that fits; empty where it fits.
+    """Return why the run cannot fit its devices, by how much, and a layout that fits; empty where it fits.
 
     Empty as well where nothing is known of the device's memory, or ``launch.memory_check`` is off.
     """
@@ -70,7 +70,7 @@ def memory_problem(config: RunConfig, world_size: int | None = None) -> str:
 
 
 def _way_out(config: RunConfig, case: Case, machine: Machine) -> str:
-    """The cheapest change with which the run fits, else the nearest layout that does, on as many devices or more."""
+    """The cheapest change with which the run fits, else the fastest layout that does, on as many devices or more."""
     lacking = machine_problems(machine)
     if lacking:
         return f"No other layout can be looked for: {lacking[0]}."
@@ -82,18 +82,26 @@ def _way_out(config: RunConfig, case: Case, machine: Machine) -> str:
             f"step; {ways[0].case.label()})."
         )
     options = options_to_fit(config, case)
-    near = nearest_fit(case, search(case, machine, options), machine)
+    near = _fastest(config, case, machine, options)
     if near is not None:
-        return f"The nearest layout that fits: {near.case.label()} ({_gigabytes(near)}): {_flags(config, case, near)}."
+        return f"The fastest layout that fits: {near.case.label()} ({_gigabytes(near)}): {_flags(config, case, near)}."
     for factor in MORE_NODES:
         world = factor * case.world
-        near = nearest_fit(case, search(case, machine, replace(options, worlds=(world,))), machine)
+        near = _fastest(None, case, machine, replace(options, worlds=(world,)))
         if near is not None:
             return (
-                f"No layout on {case.world} devices fits; on {world} the nearest is {near.case.label()} "
+                f"No layout on {case.world} devices fits; on {world} the fastest is {near.case.label()} "
                 f"({_gigabytes(near)})."
             )
     return f"No layout fits, nor on {MORE_NODES[-1]} times the {case.world} devices."
+
+
+def _fastest(config: RunConfig | None, case: Case, machine: Machine, options: Options) -> Candidate | None:
+    """The fastest layout that fits and that training takes; None: none fits."""
+    def legal(candidate: Candidate) -> bool:
+        return config is None or is_legal(config, candidate.case)
+
+    return next(iter(finalists(search(case, machine, options), machine, legal=legal)), None)
 
 
 def _gigabytes(candidate: Candidate) -> str:

@@ -10,13 +10,17 @@ from megatron_port.plan.case import Case
 from megatron_port.plan.context import context_cost, forward_again
 from megatron_port.plan.context_balance import work_imbalance
 from megatron_port.plan.cost import Cost
-from megatron_port.plan.experts import exchange_seconds, expert_cost
-from megatron_port.plan.fp8 import WIDE_SUM, cast_seconds
+from megatron_port.plan.experts import exchange_seconds, expert_cost, routed
+from megatron_port.plan.fp8 import WIDE_SUM, cast_seconds, foreign_cast_seconds
 from megatron_port.plan.links import Links, Span
 from megatron_port.plan.rates import Rates
 
 CAUSAL = 0.5
 """Share of attention's operations that a fused causal kernel executes."""
+ROUTER_CALLS = 8
+"""Operations of the host for a router: its product, softmax, choice, balance loss (as ``model.router`` has them)."""
+MOVE_CALLS = 10
+"""The same for rows sorted by expert, two exchanges with their counts, and a token's sum."""
 HEAD_SIZES = (32, 64, 96, 128, 192, 256)
 """Head sizes that FlashAttention-2 has kernels for; others are padded to the next (the Composable Kernel build has
 32, 64, 128 and 256: its OPT_DIM)."""
@@ -37,11 +41,16 @@ def attention_seconds(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float
     if case.flash and rates.attention_forward:
         padded = next((size for size in HEAD_SIZES if size >= d), d)
         seen = layer.attention.scores_seen(m.seq_length, case.document) / m.seq_length**2
-        flops = 4 * heads * queries * keys * padded * CAUSAL * seen * _imbalance(case, layer)
-        return (
-            flops / rates.attention_forward + rates.launch,
-            2.5 * flops / rates.attention_backward + 2 * rates.launch,
-        )
+        value = layer.attention.value_size
+        if case.engine.attention == "flash2" or value == d:  # one size for all three
+            values = padded
+        else:
+            values = next((size for size in HEAD_SIZES if size >= value), value)
+        flops = 2 * heads * queries * keys * (padded + values) * CAUSAL * seen * _imbalance(case, layer)
+        length = queries if case.cp > 1 and case.cp_method == "ring" else keys  # of one kernel's queries
+        document = min(case.document or length, length)
+        forward, backward = rates.attention(case.engine.attention, document, padded)
+        return flops / forward + rates.launch, 2.5 * flops / backward + 2 * rates.launch
     if case.cp > 1 and case.cp_method == "ring":  # in full width, and without the blocks that no query sees
         w, keys = case.wide, keys * (1.0 if case.cp_order == "contiguous" else 0.5 + 0.25 / case.cp)
     scores = heads * queries * keys
@@ -117,19 +126,18 @@ def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
     if case.fp8 != "none":
         casts_forward, casts_backward = cast_seconds(case, rates, shapes)
         products, inputs = products + casts_forward, inputs + casts_backward
-    elif case.dtype == "fp8":  # each operand is cast once: read 2, write 1 and its transpose 1
-        casts = sum(r * k + k * c for r, c, k in shapes)
-        products += rates.stream(4.0 * casts, 2 * len(shapes))
-        inputs += rates.stream(4.0 * sum(r * c for r, c, _ in shapes), len(shapes))
+    elif case.dtype == "fp8":
+        casts_forward, casts_backward = foreign_cast_seconds(case, rates, shapes)
+        products, inputs = products + casts_forward, inputs + casts_backward
     if case.fine_tuning.enabled:  # frozen matrices have no gradient
         weights = accumulate = 0.0
         added, added_back = adapter_seconds(case, layer, rates, tokens)
         products, inputs = products + added, inputs + added_back
     core, core_back = attention_seconds(case, layer, rates)
     light, light_back = _elementwise(case, layer, rates)
-    routed = expert_cost(case, layer.moe, rates, links) if layer.moe is not None else Cost()
-    forward = products + core + light + routed.forward
-    backward = inputs + weights + accumulate + core_back + light_back + routed.backward
+    expert = expert_cost(case, layer.moe, rates, links) if layer.moe is not None else Cost()
+    forward = products + core + light + expert.forward
+    backward = inputs + weights + accumulate + core_back + light_back + expert.backward
     again, tensor_again, exchange_again = 0.0, 0.0, 0.0
     each = _tensor_collective(case, links, group)
     regions = 1 + (_dense_block(layer) is not None)  # at whose ends tensor-parallel ranks exchange activations
@@ -141,21 +149,66 @@ def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
         skipped = 0.5 * each if case.sequence_parallel else each
         skipped = skipped if ends_at_product(case) and layer.moe is None else 0.0
         again, tensor_again = forward, regions * each + shares + means - skipped
-        exchange_again = routed.forward_exchange
+        exchange_again = expert.forward_exchange
     elif case.recompute == "selective" and not case.flash:
         again = core
+    elif case.recompute == "experts" and layer.moe is not None:
+        again, exchange_again = expert.forward, expert.forward_exchange
+    again += _modules_again(case, layer, rates)
     forward_each = _tensor_collective(case, links, group, case.tensor_chunks)
     hidden_forward, hidden_backward = _hidden(case, regions, each, forward_each, products, weights)
     beside = _beside_exchange(case, layer, rates, links, forward, backward + again)
-    shared = context_cost(case, layer, rates, links, (core, core_back), again=case.recompute != "none")
+    starts = start_seconds(case, layer, rates)
+    shared = context_cost(case, layer, rates, links, (core, core_back), again=case.recompute in ("selective", "full"))
     return shared + Cost(
         forward=forward, backward=backward + again,
         forward_tensor=regions * forward_each - hidden_forward + means + shares,
         backward_tensor=regions * each - hidden_backward + tensor_again + means + shares,
-        forward_exchange=max(routed.forward_exchange - beside[0], 0.0),
-        backward_exchange=max(routed.backward_exchange + exchange_again - beside[1], 0.0),
-        fillable=max(routed.fillable - beside[0], 0.0),
+        forward_exchange=max(expert.forward_exchange - beside[0], 0.0),
+        backward_exchange=max(expert.backward_exchange + exchange_again - beside[1], 0.0),
+        fillable=max(expert.fillable - beside[0], 0.0), forward_starts=starts[0],
+        backward_starts=starts[1] + (starts[0] if case.recompute == "full" else 0.0),
     )
+
+
+def _modules_again(case: Case, layer: LayerSpec, rates: Rates) -> float:
+    """Seconds in which other programs make dropped outputs again (``Case.modules``)."""
+    seconds, w = 0.0, case.width
+    tokens, stream = _stream(case)
+    if "layernorm" in case.modules:
+        seconds += rates.stream(len(layer.norms) * stream * 2 * w, len(layer.norms))
+    if "moe_act" in case.modules and layer.moe is not None:
+        rows, up = routed(case, layer.moe).rows, layer.moe.experts.up
+        seconds += rates.stream(rows * layer.moe.experts.down.inputs / case.etp * w * (up.packed + 1), 1)
+    latent = layer.attention.latent
+    if "mla_up_proj" in case.modules and latent is not None:
+        for linear in (latent.query_up, latent.kv_up):
+            outputs, inputs = linear.product(case.tp)
+            seconds += rates.product(tokens, outputs, inputs, width=1 if case.dtype == "fp8" else w)
+    return seconds
+
+
+def start_seconds(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, float]:
+    """Seconds of the host to start a layer's forward and backward: its operations as the engine runs them, one by one.
+
+    Counted as in the formulas above: linear layers, the attention core, norms and element-wise passes, collectives;
+    the backward pass has two products for each of the forward's.
+    """
+    if case.engine.graphed or not rates.host:
+        return 0.0, 0.0
+    linears, core = len(_products(case, layer)) * case.engine.linear_calls, 1
+    if not case.flash:
+        core += 3 + 2 * (case.model.attention_dropout > 0)
+    light, light_back = (9, 12) if layer.attention.normalized_features(case.tp) else (6, 9)
+    exchanges = 0
+    if case.tp > 1:
+        exchanges = (2 if case.sequence_parallel else 1) * (1 + (_dense_block(layer) is not None))
+    forward, backward = linears + core + light + exchanges, 2 * linears + core + 1 + light_back + exchanges
+    if layer.moe is not None:
+        grouped, each = case.engine.linear_calls, layer.moe.num_experts / case.ep * case.engine.expert_calls
+        forward += ROUTER_CALLS + MOVE_CALLS + 2 * (grouped + each)
+        backward += ROUTER_CALLS + MOVE_CALLS + 4 * (grouped + each)
+    return forward * rates.host, backward * rates.host
 
 
 def _beside_exchange(

@@ -91,14 +91,19 @@ def occupancy(name: str, stages: int, micro_batches: int, chunks: int, stage: in
 
 
 @lru_cache(maxsize=4096)
-def quick_occupancy(name: str, stages: int, micro_batches: int, chunks: int, stage: int) -> tuple[Moment, ...]:
-    """Return the moments of a stage's step from its own list of passes, without the order of all messages."""
+def quick_occupancy(
+    name: str, stages: int, micro_batches: int, chunks: int, stage: int, group: int = 0
+) -> tuple[Moment, ...]:
+    """Return the moments of a stage's step from its own list of passes, without the order of all messages.
+
+    ``group``: as ``pipeline.schedules.interleaved`` takes it.
+    """
     schedule = Schedule(name, Topology(pp=stages, vp=chunks, folded=name == "zb-v"), micro_batches, ())
     plan: Sequence[Action]
     if name == "1f1b" and chunks == 1:
         plan = one_f_one_b(stage, stages, micro_batches)
     elif name == "1f1b":
-        plan = interleaved(stage, stages, chunks, micro_batches)
+        plan = interleaved(stage, stages, chunks, micro_batches, group)
     else:
         plan = make_schedule(name, stages, micro_batches, chunks).plans[stage]
     return _undominated(_moments(_usual_turns(schedule, stage, plan), chunks))
@@ -186,9 +191,13 @@ def peak_of(case: Case, stage: int, *, quick: bool = False) -> Peak:
     """
     chunks = [chunk_bytes(case, *ends) for ends in chunk_ends(case, stage)]
     count = steady_count(case.schedule, case.pp, case.micro_batches)
-    moments = (quick_occupancy if quick else occupancy)(case.schedule, case.pp, count, case.vp, stage)
+    if case.group:
+        moments = quick_occupancy(case.schedule, case.pp, case.micro_batches, case.vp, stage, case.group)
+    else:
+        moments = (quick_occupancy if quick else occupancy)(case.schedule, case.pp, count, case.vp, stage)
     most = max(moment.micro_batches for moment in moments) / len(chunks)
-    return max((_peak_at(moment, chunks, most) for moment in moments), key=lambda peak: peak.total)
+    away = case.engine.inputs_on_host and case.recompute == "full"
+    return max((_peak_at(moment, chunks, most, away) for moment in moments), key=lambda peak: peak.total)
 
 
 def chunk_ends(case: Case, stage: int) -> list[tuple[int, int, bool]]:
@@ -203,9 +212,11 @@ def _plugin_splits(case: Case) -> bool:
     return make_schedule(case.schedule, case.pp, case.micro_batches).splits_backward
 
 
-def _peak_at(moment: Moment, chunks: list[ChunkBytes], most: float) -> Peak:
+def _peak_at(moment: Moment, chunks: list[ChunkBytes], most: float, away: bool = False) -> Peak:
     running, stream = chunks[moment.chunk], chunks[moment.chunk].stream
     held = sum(n * (c.kept - c.logits + c.output) for n, c in zip(moment.held, chunks))
+    if away:
+        held = 0.0
     held += sum(n * c.deferred for n, c in zip(moment.deferred, chunks)) + moment.inputs * stream
     working = running.working[moment.kind]
     count = moment.micro_batches

@@ -31,9 +31,14 @@ class Span:
         return -(-self.size // self.local)
 
 
+def domain(machine: Machine) -> int:
+    """Devices that reach one another without the network: a node's, or those of several nodes in one rack."""
+    return max(machine.hardware.domain_devices, machine.cluster.gpus_per_node)
+
+
 def span(machine: Machine, size: int, stride: int) -> Span:
     """The span of ``size`` ranks, ``stride`` apart."""
-    node = machine.cluster.gpus_per_node
+    node = domain(machine)
     if (size - 1) * stride < node:  # all on one node, also where the distance does not divide it
         return Span(size=size, stride=stride, local=size)
     local = max(1, min(size, node // stride)) if stride < node else 1
@@ -48,7 +53,7 @@ class Links:
     package: float
     node: float
     adapters: float
-    """Bandwidth of a whole node's adapters."""
+    """Bandwidth of all adapters of a node, or of the nodes of a domain (``hardware.domain_devices``)."""
     near: float
     far: float
 
@@ -59,7 +64,8 @@ class Links:
         return cls(
             machine=machine, package=h.package_gb * 1e9 * h.node_efficiency * scale,
             node=h.node_gb * 1e9 * h.node_efficiency * scale,
-            adapters=h.nics * h.nic_gb * 1e9 * h.network_efficiency * scale,
+            adapters=h.nics * h.nic_gb * 1e9 * h.network_efficiency * scale * domain(machine)
+            / machine.cluster.gpus_per_node,
             near=h.node_latency_us * 1e-6, far=h.network_latency_us * 1e-6,
         )
 
@@ -70,9 +76,9 @@ class Links:
                 f"{group.size} ranks {group.stride} apart span {group.nodes} nodes, but {self.machine.cluster.name} "
                 "has no network (hardware.nics is 0); keep the run on one node, or describe the network"
             )
-        h, c = self.machine.hardware, self.machine.cluster
-        share = self.adapters * group.local / c.gpus_per_node
-        far = h.nodes_per_group and group.nodes * max(1, group.stride // c.gpus_per_node) > h.nodes_per_group
+        h, node = self.machine.hardware, domain(self.machine)
+        share = self.adapters * group.local / node
+        far = h.nodes_per_group and group.nodes * max(1, group.stride // node) > h.nodes_per_group
         return share * (h.group_taper if far else 1.0)
 
     def local_bandwidth(self, group: Span) -> float:
@@ -125,7 +131,7 @@ class Links:
     def transfer(self, size: float, case: Case) -> float:
         """Seconds of one activation between neighbouring stages, while all ranks of a node do the same."""
         distance = case.tp * case.dp * case.cp
-        node = self.machine.cluster.gpus_per_node
+        node = domain(self.machine)
         if case.engine.scatter_transfers and case.tp > 1:
             scattered = size / case.tp
             again = self.collective(size, span(self.machine, case.tp, 1), kind="half")
@@ -137,5 +143,6 @@ class Links:
         bandwidth = self.network_share(Span(size=2, stride=max(distance, node), local=1))
         crossing = min(node, distance)
         bandwidth *= node / crossing
-        bandwidth = min(bandwidth, self.adapters / max(1, self.machine.hardware.nics))
+        single = self.machine.hardware.nics * node / self.machine.cluster.gpus_per_node
+        bandwidth = min(bandwidth, self.adapters / max(1.0, single))
         return scattered / bandwidth + self.far + again

@@ -114,7 +114,8 @@ def held_bytes(case: Case, elements: int, trained: int, experts: int = 0) -> tup
         weights += count * case.width / (shards if case.zero_stage == 3 else 1)
         sums += learning * gradient / (shards if case.shards_sums else 1)
         kept = learning * (1 - case.offload_fraction) if case.offload != "none" else learning
-        state += kept * (case.rule.state + separate) * case.wide / shards
+        moments = case.rule.state * (case.engine.moment_bytes or case.wide)
+        state += kept * (moments + separate * case.wide) / shards
     if case.offload_weights:  # on the host; the windows stay
         weights = 0.0
     return weights, sums, state
@@ -131,6 +132,7 @@ def stage_memory(case: Case, machine: Machine, stage: int, *, quick: bool = Fals
     if case.weight_gathers == 1 or case.shards == 1:
         weights += copy_bytes(case, stage)
     bucket = min(e.bucket_bytes, n * 6.0) if case.dp * case.cp > 1 else 0.0
+    bucket += e.workspace_bytes
     bucket += sum_elements(case, stage) * case.wide if case.shards_sums and case.shards > 1 else 0.0
     # Only while the optimizer steps: a copy of this rank's share of the gradient, torch's square roots of a moment.
     roots = case.wide if case.kernels == "torch" else 0

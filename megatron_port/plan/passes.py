@@ -8,7 +8,7 @@ allocations of real ranks, to 2 % of a rank's peak.
 from __future__ import annotations
 
 from megatron_port.model.decoder_spec import model_spec
-from megatron_port.model.spec import LayerSpec, MLPSpec, NormSpec
+from megatron_port.model.spec import LayerSpec, MLPSpec, MoESpec, NormSpec
 from megatron_port.plan.adapters import tuned_linear
 from megatron_port.plan.attention_passes import attention
 from megatron_port.plan.expert_passes import routed_experts
@@ -74,6 +74,12 @@ def _feed_forward(t: Tape, s: Sizes, spec: LayerSpec, x: Value) -> Value:
     moe = spec.moe
     if moe is None:
         return _mlp(t, s, spec.dense, x)
+    if s.case.recompute == "experts":  # other programs alone
+        return t.checkpoint(lambda tape, x: _experts(tape, s, moe, x), x)
+    return _experts(t, s, moe, x)
+
+
+def _experts(t: Tape, s: Sizes, moe: MoESpec, x: Value) -> Value:
     return routed_experts(t, s, moe, x, None if moe.shared is None else _mlp(t, s, moe.shared, x))
 
 

@@ -18,7 +18,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_port.plan.case import Machine
+from megatron_port.plan.kernel_table import KernelTable
 
+BLOCK = 128
+"""Positions of a block of a fused attention kernel (FlashAttention-2: 128 x 64 or 128 x 128)."""
+LENGTH = 2048
+"""Positions that a cluster's attention rates are of."""
 CACHE_SHARE = 0.75
 """Share of a small tile's additional reads that the L2 cache and the overlap with arithmetic hide (unverified)."""
 
@@ -38,6 +43,11 @@ class Rates:
     memory: float
     fp32: float = 0.0
     """0: a quarter of ``matmul``."""
+    attention_scale: float = 1.0
+    host: float = 0.0
+    """Seconds of the host for one operation; 0: not known."""
+    table: KernelTable | None = None
+    """What was measured, where it is used instead of or beside the formulas."""
 
     @classmethod
     def of(cls, machine: Machine) -> Rates:
@@ -49,8 +59,23 @@ class Rates:
             attention_forward=h.attention_forward_tflops * 1e12,
             attention_backward=h.attention_backward_tflops * 1e12,
             launch=h.launch_us * 1e-6, memory=h.memory_bandwidth_gb * 1e9 * h.memory_efficiency * k.memory_scale,
-            fp32=h.fp32_matmul_tflops * 1e12 * k.matmul_scale,
+            fp32=h.fp32_matmul_tflops * 1e12 * k.matmul_scale, host=h.host_us * 1e-6,
+            attention_scale=k.attention_scale, table=machine.table,
         )
+
+    def attention(self, provider: str, length: float, head: float) -> tuple[float, float]:
+        """FLOP/s of fused attention's forward and backward over the operations of the causal half.
+
+        From the table, by the provider's own curve. Else the cluster's one number, which is of ``LENGTH`` positions,
+        by how much of the blocks of ``BLOCK`` positions on the diagonal is masked.
+        """
+        if self.table is not None:
+            forward = self.table.curve("attention-forward", provider, "", length, head)
+            backward = self.table.curve("attention-backward", provider, "", length, head)
+            if forward and backward:
+                return forward * 1e12 * self.attention_scale, backward * 1e12 * self.attention_scale
+        shape = self.attention_scale * (1 + BLOCK / LENGTH) / (1 + BLOCK / max(length, 1.0))
+        return self.attention_forward * shape, self.attention_backward * shape
 
     def stream(self, size: float, kernels: int = 1) -> float:
         """Seconds to move ``size`` bytes in ``kernels`` kernels."""
@@ -81,6 +106,24 @@ def efficiency(rates: Rates, rows: int, columns: int, inner: int, batch: float =
 def _product(rates: Rates, rows: int, columns: int, inner: int, width: int, batch: float) -> float:
     if not rows or not columns or not inner:
         return 0.0
+    ratio = _measured(rates, rows, columns, inner, width) if rates.table is not None and batch == 1 else 1.0
+    return _analytic(rates, rows, columns, inner, width, batch) / ratio
+
+
+DTYPES = {1: "fp8", 2: "bf16", 4: "fp32"}
+
+
+def _measured(rates: Rates, rows: int, columns: int, inner: int, width: int) -> float:
+    """Measured over planned rate of a product; 1 where the table has nothing near."""
+    def formula(shape: tuple[float, ...]) -> float:
+        r, c, k = (int(x) for x in shape)
+        return 2.0 * r * c * k / _analytic(rates, r, c, k, width, 1) / 1e12
+
+    assert rates.table is not None
+    return rates.table.ratio("product", "", DTYPES.get(width, ""), (rows, columns, inner), formula) or 1.0
+
+
+def _analytic(rates: Rates, rows: int, columns: int, inner: int, width: int, batch: float) -> float:
     peak = rates.fp8 if width == 1 else rates.matmul
     if width >= 4:  # no 16-bit tensor rate: fp32 a quarter of it, roughly, and fp64 half of that
         peak = (rates.fp32 or rates.matmul / 4) / (width // 4)

@@ -169,7 +169,10 @@ def _of_split(base: Case, options: Options) -> Iterator[Case]:
             continue
         for split_sequence in sequence:
             for again in recompute:
-                for zero, shard in product(options.zero or (base.zero_stage,), options.shards or (base.shard,)):
+                stages = options.zero or (base.zero_stage,)
+                if base.dp * base.cp == 1:
+                    stages = stages[:1]  # without replicas all are the same
+                for zero, shard in product(stages, options.shards or (base.shard,)):
                     legal = expert_cuts(base.tp, base.cp, base.dp, math.gcd(shard, base.dp))[1]
                     sizes = [e for e in options.experts if e in legal]
                     for name, ep, (method, order) in product(names, sizes, _ways_of_context(base, micro, options)):
@@ -282,6 +285,12 @@ def finalists(
     return sorted(chosen, key=lambda c: (-c.step.model_tflops, c.memory.total))
 
 
+def is_legal(config: RunConfig, case: Case) -> bool:
+    """Whether training would take a run with this layout."""
+    changed = replace(with_values(config, settings_of(config, case)), data=DataConfig(synthetic=True))
+    return not problems(changed, world_size=case.world)
+
+
 def distance(a: Case, b: Case) -> float:
     """Return how far two layouts are apart: octaves of tp and pp, half of those of dp, cp, ep, micro-batch and chunks;
     half a point for each switch and each ZeRO stage."""
@@ -293,15 +302,16 @@ def distance(a: Case, b: Case) -> float:
     return octaves + switches + 0.5 * abs(a.zero_stage - b.zero_stage)
 
 
-def nearest_fit(case: Case, found: list[Candidate], machine: Machine) -> Candidate | None:
-    """The fitting layout nearest to ``case``, the faster of equals; None: nothing fits."""
-    fitting = [c for c in found if c.fits(machine)]
-    return min(fitting, key=lambda c: (distance(case, c.case), c.step.seconds), default=None)
+def better(
+    case: Case, seconds: float, found: list[Candidate], machine: Machine, *, count: int = 3,
+    legal: Callable[[Candidate], bool] | None = None,
+) -> list[Candidate]:
+    """Up to ``count`` fitting layouts within two octaves that are faster, simulated, fastest first.
 
-
-def better(case: Case, seconds: float, found: list[Candidate], machine: Machine, *, count: int = 3) -> list[Candidate]:
-    """Up to ``count`` fitting layouts within two octaves that are faster, simulated, fastest first."""
+    ``seconds``: of what there is, simulated as they are; nothing slower is returned.
+    """
     near = [c for c in found if c.fits(machine) and c.case != case and distance(case, c.case) <= 2.5]
+    near = [c for c in near[: 6 * count] if legal is None or legal(c)]
     out = []
     for candidate in near[: 3 * count]:
         step = plan_step(candidate.case, machine)

@@ -43,6 +43,8 @@ class Split:
     """Gradients summed over replicas and weights gathered, beyond what compute hides."""
     optimizer: float
     """Gradient norm, update, clearing gradients; moving and updating what is offloaded."""
+    host: float
+    """Devices wait for their hosts, which start operations one by one."""
     jitter: float
     """Waiting for the slowest of many equal devices."""
 
@@ -82,7 +84,7 @@ def chunk_costs(case: Case, machine: Machine) -> list[Cost]:
     # What a layer costs does not hang on how many there are where: a search asks for few different ones.
     alike = replace(
         case, pp=1, vp=1, dp=1, shard=0, split=(), schedule="1f1b", zero_stage=0, global_batch=1,
-        micro_batches=1 if case.fp8 == "none" else case.micro_batches,  # which share the weights' casts
+        micro_batches=1 if case.dtype != "fp8" else case.micro_batches,  # which share the weights' casts
         dropped=(),
     )
     layers, first, last = _unit_costs(alike, machine)
@@ -104,7 +106,7 @@ def chunk_costs(case: Case, machine: Machine) -> list[Cost]:
         out.append(cost)
     out[0] = out[0] + first
     out[-1] = out[-1] + last
-    return out
+    return [cost.floored() for cost in out]
 
 
 @lru_cache(maxsize=1024)
@@ -154,10 +156,11 @@ def plan_step(case: Case, machine: Machine, *, quick: bool = False) -> StepPlan:
     tensor = m * sum(c.forward_tensor + c.backward_tensor for c in mine)
     sends = 0 if hidden else m * case.vp * ((worst > 0) + (worst < case.pp - 1)) * (1 if duplex else 2)
     pipeline = min(sends * transfer, line.span - line.busy[worst])
-    data = data_seconds(case, links, forward, backward)
+    data = data_seconds(case, links, chunks)
     exchange = m * sum(c.forward_exchange + c.backward_exchange for c in mine) - line.filled[worst]
     context = m * sum(c.forward_context + c.backward_context for c in mine)
-    compute = line.busy[worst] - tensor - exchange - context
+    host = m * sum(c.forward_host + c.backward_host for c in mine)
+    compute = line.busy[worst] - tensor - exchange - context - host
     # Every pass waits for its neighbours and every step for all: the pace is that of the slowest device at computing.
     jitter = machine.hardware.jitter * slowest_of(case.world) * compute
     split = Split(
@@ -165,7 +168,7 @@ def plan_step(case: Case, machine: Machine, *, quick: bool = False) -> StepPlan:
         bubble=line.span - line.busy[worst] - pipeline, data=data,
         optimizer=optimizer_seconds(case, rates) + rule_seconds(case, rates, links)
         + offloaded(case, machine).seconds,
-        jitter=jitter,
+        host=host, jitter=jitter,
     )
     return summary(case, machine, split, line)
 
@@ -190,6 +193,7 @@ def summary(case: Case, machine: Machine, split: Split, line: Timeline) -> StepP
     each = case.global_batch / seconds / case.world / 1e12
     model = model_flops(case.model, case.fine_tuning, case.document) * each
     recompute = "none" if case.recompute == "selective" and case.flash else case.recompute
+    recompute = "none" if recompute == "experts" else recompute  # of other programs: not counted among hardware FLOPs
     executed = hardware_flops(case.model, recompute, case.tp, case.dropped, case.fine_tuning, case.document)
     hardware = executed * each
     return StepPlan(
@@ -200,7 +204,7 @@ def summary(case: Case, machine: Machine, split: Split, line: Timeline) -> StepP
     )
 
 
-def data_seconds(case: Case, links: Links, forward: list[float], backward: list[float]) -> float:
+def data_seconds(case: Case, links: Links, chunks: Sequence[Cost]) -> float:
     """Exposed seconds of summing gradients over replicas and of gathering weights, on the stage that holds most."""
     e, tied = case.engine, 0.0
     if case.grid.last_stage != 0 and model_spec(case.model).embedding.word.tied:
@@ -214,15 +218,38 @@ def data_seconds(case: Case, links: Links, forward: list[float], backward: list[
         moved = _replica_seconds(case, links, n - experts)
         if experts:
             moved = [a + b for a, b in zip(moved, _expert_replica_seconds(case, links, experts))]
-        reduce, gather, beyond = moved
-        # The last chunk's traffic cannot start before its backward ends, nor the first forward before its weights.
-        shown = 1 / max(case.vp, case.chunks[stage])
-        hide_reduce = min(reduce * (1 - shown), e.reduce_overlap * sum(case.of_stage(backward, stage)))
-        times = case.micro_batches if case.shards_sums and case.shards > 1 else 1  # no whole sums to wait with
-        hide_gather = min(gather * (1 - shown), e.gather_overlap * sum(case.of_stage(forward, stage)))
-        gathers = gathered_elements(case, stage) / n * (gather - hide_gather)
-        worst = max(worst, times * (reduce - hide_reduce) + beyond + gathers)
+        exposed = _exposed_by_pass if case.weight_gathers > 1 and case.shards > 1 else _exposed_once
+        gathers = gathered_elements(case, stage) / n
+        worst = max(worst, exposed(case, stage, moved, case.of_stage(chunks, stage), gathers))
     return worst + tied
+
+
+def _exposed_once(case: Case, stage: int, moved: list[float], chunks: Sequence[Cost], gathers: float) -> float:
+    """What a step's one reduction (one for each micro-batch where sums are sharded) and its gathers do not hide."""
+    e, (reduce_, gather, beyond) = case.engine, moved
+    # The last chunk's traffic cannot start before its backward ends, nor the first forward before its weights.
+    shown = 1 / max(case.vp, case.chunks[stage])
+    hide_reduce = min(reduce_ * (1 - shown), e.reduce_overlap * sum(c.passes[1] for c in chunks))
+    times = case.micro_batches if case.shards_sums and case.shards > 1 else 1  # no whole sums to wait with
+    hide_gather = min(gather * (1 - shown), e.gather_overlap * sum(c.passes[0] for c in chunks))
+    return times * (reduce_ - hide_reduce) + beyond + gathers * (gather - hide_gather)
+
+
+def _exposed_by_pass(case: Case, stage: int, moved: list[float], chunks: Sequence[Cost], gathers: float) -> float:
+    """The same where every pass gathers the weights anew (ZeRO-3): a backward pass gathers and reduces through the same
+    links, one after the other, and neither runs beside the exchanges of the pass itself."""
+    e, m, (reduce_, gather, beyond) = case.engine, case.micro_batches, moved
+    shown = 1 / max(case.vp, case.chunks[stage])
+    each = gather * gathers / (2 * m)
+    free = [
+        sum(c.passes[0] - c.forward_exchange - c.forward_context for c in chunks),
+        sum(c.passes[1] - c.backward_exchange - c.backward_context for c in chunks),
+    ]
+    per_pass = reduce_ if case.shards_sums else 0.0
+    forward = max(each * shown, each - e.gather_overlap * free[0])
+    backward = max((each + per_pass) * shown, each + per_pass - e.reduce_overlap * free[1])
+    late = 0.0 if case.shards_sums else reduce_ - min(reduce_ * (1 - shown), e.reduce_overlap * free[1])
+    return m * (forward + backward) + late + beyond
 
 
 def _replica_seconds(case: Case, links: Links, n: int) -> list[float]:

@@ -21,8 +21,8 @@ from megatron_port.plan.verdict import Plan
 
 def render(plan: Plan) -> str:
     """Return what ``megatron-port plan`` prints."""
-    parts = _head(plan), _memory(plan), expert_lines(plan), context_lines(plan), _time(plan), _neighbours(plan)
-    return "\n".join(line for part in parts for line in part)
+    parts = _head(plan), _memory(plan), expert_lines(plan), context_lines(plan), _time(plan)
+    return "\n".join(line for part in (*parts, _neighbours(plan), _best(plan)) for line in part)
 
 
 def _head(plan: Plan) -> list[str]:
@@ -83,7 +83,7 @@ def _memory(plan: Plan) -> list[str]:
         )
     if not plan.fits:
         lines.append(
-            f"          nearest layout that fits: {_candidate(plan, plan.nearest)}" if plan.nearest else
+            f"          fastest layout that fits: {_candidate(plan, plan.nearest)}" if plan.nearest else
             f"          no layout on {plan.case.world} devices fits; use more nodes"
         )
     return lines
@@ -117,6 +117,14 @@ def _neighbours(plan: Plan) -> list[str]:
         return ["better     nothing near this layout"] if plan.fits else []
     lines = ["better    near this layout, planned:" if plan.fits else "faster    of those that fit:"]
     return lines + [f"          {_candidate(plan, c)}" for c in plan.neighbours]
+
+
+def _best(plan: Plan) -> list[str]:
+    if plan.best is None:
+        return ["best      this layout, of all on as many devices"] if plan.fits else []
+    lines = [f"best      of all layouts: {_candidate(plan, plan.best)}"]
+    lines.append("          because, one change after the other:")
+    return lines + [f"          {g.change}: {g.seconds:.2f} s ({g.reason})" for g in plan.gains]
 
 
 def _candidate(plan: Plan, candidate: Candidate | None) -> str:
@@ -215,6 +223,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "budget": asdict(plan.budget),
         "ways": [{"set": way.change, "seconds": way.seconds, "bytes": way.memory.total} for way in plan.ways],
         "nearest": candidate(plan.nearest), "better": [candidate(c) for c in plan.neighbours],
+        "best": candidate(plan.best),
+        "gains": [{"change": g.change, "seconds": g.seconds, "saved": g.saved} for g in plan.gains],
     }
 
 

@@ -14,8 +14,9 @@ from megatron_port.plan.advice import Way, ways_to_fit
 from megatron_port.plan.case import Case, Machine, case_of, machine_of
 from megatron_port.plan.memory import StageMemory, plan_memory
 from megatron_port.plan.offload import host_problem
-from megatron_port.plan.search import Candidate, better, nearest_fit, options_of, options_to_fit, search
+from megatron_port.plan.search import Candidate, better, finalists, is_legal, options_of, options_to_fit, search
 from megatron_port.plan.step import StepPlan, plan_step
+from megatron_port.plan.why import Gain, gains
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +44,12 @@ class Plan:
     step: StepPlan
     budget: Budget
     nearest: Candidate | None
-    """Only where the run does not fit: the nearest layout that does, on as many ranks."""
+    """Only where the run does not fit: the fastest layout that does, on as many ranks."""
     neighbours: tuple[Candidate, ...]
+    best: Candidate | None = None
+    """The fastest of all layouts on these ranks that training takes; None: the run's own."""
+    gains: tuple[Gain, ...] = ()
+    """What each change from the run's layout to the best one buys."""
     ways: tuple[Way, ...] = ()
     """Only where the run does not fit: changes with which it does, cheapest first."""
     host_problem: str = ""
@@ -89,14 +94,18 @@ def make_plan(
     fits = max(m.total for m in memory) <= machine.cluster.memory_gb * 1e9 and not outside
     options = options_of(config, case) if fits else options_to_fit(config, case)
     found = search(case, machine, options) if neighbours else []
-    near = tuple(better(case, step.seconds if fits else math.inf, found, machine)) if neighbours else ()
-    nearest = None if fits else nearest_fit(case, found, machine)
-    if nearest is not None:
-        nearest = replace(nearest, step=plan_step(nearest.case, machine))
+    def legal(candidate: Candidate) -> bool:
+        return is_legal(config, candidate.case)
+
+    limit = step.seconds if fits else math.inf
+    near = tuple(better(case, limit, found, machine, legal=legal)) if neighbours else ()
+    fastest = next(iter(finalists(found, machine, legal=legal)), None)
+    best = fastest if fits and fastest is not None and fastest.step.seconds < step.seconds else None
     return Plan(
         name=config.name, parameters=parameter_count(config.model), case=case, machine=machine,
         nodes=case.world / config.cluster.gpus_per_node, fractional=fraction, memory=memory, step=step,
-        budget=_budget(config, case, step, tokens), nearest=nearest, neighbours=near,
+        budget=_budget(config, case, step, tokens), nearest=None if fits else fastest, neighbours=near, best=best,
+        gains=tuple(gains(case, best.case, machine)) if best is not None else (),
         ways=tuple(ways_to_fit(config, case, machine)) if neighbours and not fits else (), host_problem=outside,
         within_documents=config.data.attention_documents == "within",
     )

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_port.config.checks import check, problems
 from megatron_port.config.choices import CHOICES
 from megatron_port.config.layout import model_ranks, with_values
-from megatron_port.config.schema import DataConfig, RunConfig
+from megatron_port.config.schema import RunConfig
 from megatron_port.errors import ConfigError
 from megatron_port.plan.case import Case, Machine, case_of, machine_of
 from megatron_port.plan.search import (
@@ -17,6 +17,7 @@ from megatron_port.plan.search import (
     NEUTRAL,
     Candidate,
     finalists,
+    is_legal,
     legal_chunks,
     options_of,
     search,
@@ -52,8 +53,7 @@ class Space:
 
     def legal(self, candidate: Candidate) -> bool:
         """Return whether training would take it (the engine's own limits included)."""
-        config = replace(self.with_candidate(candidate), data=DataConfig(synthetic=True))
-        return not problems(config, world_size=candidate.case.world)
+        return is_legal(self.config, candidate.case)
 
     def exact(self, candidate: Candidate) -> Candidate:
         """Return the candidate with its pipeline simulated instead of in closed form."""

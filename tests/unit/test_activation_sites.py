@@ -31,7 +31,8 @@ from megatron_port.model.site_tape import SiteTape
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.plan.activations import site_bytes
-from megatron_port.plan.case import Case, Engine
+from megatron_port.plan.case import Case
+from megatron_port.plan.engines import Engine
 
 LLAMA: dict[str, Any] = {
     "activation": "swiglu", "normalization": "rmsnorm", "position_embedding": "rope", "add_bias": False,

@@ -41,8 +41,9 @@ from megatron_port.model.families import family_named, family_names
 from megatron_port.model.flops import parameter_count
 from megatron_port.model.shapes import model_records
 from megatron_port.parallel.topology import Topology
-from megatron_port.plan.case import ENGINES, Case
+from megatron_port.plan.case import Case
 from megatron_port.plan.elements import stage_elements
+from megatron_port.plan.engines import ENGINES
 from megatron_port.registry import FAMILIES
 
 transformers = pytest.importorskip("transformers")

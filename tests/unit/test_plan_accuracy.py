@@ -19,7 +19,9 @@ def script() -> ModuleType:
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules["plan_accuracy"] = module
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        spec.loader.exec_module(module)
     return module
 
 
@@ -37,14 +39,19 @@ def errors(found: list, source: str = "") -> list[float]:
 
 def test_mean_error_over_all_rows(found: list) -> None:
     every = errors(found)
-    assert len(every) == 102
-    assert statistics.mean(map(abs, every)) <= 0.08
+    assert len(every) == 86  # 16 more are set aside
+    assert statistics.mean(map(abs, every)) <= 0.065
     assert sum(abs(e) > 0.25 for e in every) <= 3  # three of vTrain's; named in docs/planner.md
 
 
-def test_korthikantis_eight(found: list) -> None:
-    eight = errors(found, "Korthikanti")
-    assert len(eight) == 8 and statistics.mean(map(abs, eight)) <= 0.05
+def test_korthikantis_rows(found: list) -> None:
+    six = errors(found, "Korthikanti")  # of eight; two are set aside
+    assert len(six) == 6 and statistics.mean(map(abs, six)) <= 0.05
+
+
+def test_every_row_that_ran_fits(script: ModuleType, found: list) -> None:
+    unfit = [r.line for r in found if script.fullest(r.case, r.machine).total > r.machine.cluster.memory_gb * 1e9]
+    assert not unfit
 
 
 def test_frontier_from_22b_alone(found: list) -> None:

@@ -30,7 +30,7 @@ def test_the_committed_table_is_current_and_what_is_said_of_it_holds(script: Mod
     found = script.rows(script.read_points())
     assert script.RESULT.read_text() == script.report(found), "run: python benchmarks/plan_accuracy_long.py"
     slower = script.slowdowns(found)
-    assert len(slower) == 6 and statistics.mean(abs(s.planned / s.published - 1) for s in slower) < 0.2
+    assert len(slower) == 5 and statistics.mean(abs(s.planned / s.published - 1) for s in slower) < 0.2
     assert all(s.planned * 0.94 < s.published < s.contiguous for s in slower)  # between the two orders
     long = next(r for r in found if r.tflops and r.case.cp > 1)
     assert long.plan.causal_tflops < long.tflops < long.plan.model_tflops  # between the two counts

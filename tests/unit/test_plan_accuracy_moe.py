@@ -36,10 +36,10 @@ def mean(found: list, program: str) -> float:
 
 
 def test_errors_are_those_that_are_stated(found: list) -> None:
-    assert mean(found, "MCore folding") <= 0.08
-    assert mean(found, ", MCore") <= 0.10  # with folding and without
-    assert mean(found, "") <= 0.125
-    assert sum(r.judged for r in found) >= 50
+    assert mean(found, "MCore folding") <= 0.06
+    assert mean(found, ", MCore") <= 0.07  # with folding and without
+    assert mean(found, "") <= 0.095
+    assert sum(r.judged for r in found) >= 75
     deepseek = next(r for r in found if r.source.startswith("DeepSeek-V3 report"))
     assert deepseek.error == pytest.approx(0, abs=0.10)
 
@@ -54,7 +54,7 @@ def test_one_imbalance_explains_all_pairs(script: ModuleType, found: list) -> No
 def test_folding_gains_as_published(script: ModuleType, found: list) -> None:
     """Experts that tensor parallelism does not divide are faster in every row, most where they are narrow."""
     gains = [(a.measured / b.measured, a.plan.seconds / b.plan.seconds) for a, b in script.gains(found)]
-    assert len(gains) >= 20 and all(planned > 1 for _, planned in gains)
+    assert len(gains) >= 15 and all(planned > 1 for _, planned in gains)
     assert all(planned > 1.3 for published, planned in gains if published > 1.4)
 
 

@@ -23,8 +23,10 @@ from megatron_port.model.decoder_spec import model_spec
 from megatron_port.optim.bucket_memory import Bucket
 from megatron_port.optim.buckets import ALIGN
 from megatron_port.parallel.mesh import Mesh
-from megatron_port.plan.case import ENGINES, Machine, case_of, machine_of
+from megatron_port.plan.case import Machine, case_of, machine_of
+from megatron_port.plan.cost import Cost
 from megatron_port.plan.elements import bucket_elements, stage_elements
+from megatron_port.plan.engines import ENGINES
 from megatron_port.plan.layer import head_cost, layer_cost
 from megatron_port.plan.links import Links, span
 from megatron_port.plan.rates import Rates
@@ -196,7 +198,7 @@ def test_the_seconds_of_replicas_move_the_same_bytes(shard: int, zero_stage: int
     ring = {(axis, kind): (1 + (kind == "all-reduce")) * (r - 1) / r for axis, r in sizes.items() if r > 1
             for kind in ("all-reduce", "reduce-scatter", "all-gather")}
     moved = sum(ring[key] * size for key, size in counted.items()) - ring["dp", "all-reduce"] * (SUMS + NORM)
-    assert data_seconds(case, links, [0.0], [0.0]) * 1e9 == pytest.approx(moved, rel=1e-9)
+    assert data_seconds(case, links, [Cost()]) * 1e9 == pytest.approx(moved, rel=1e-9)
 
 
 def test_gathering_again_doubles_the_heads_backward() -> None:

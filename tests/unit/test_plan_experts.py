@@ -23,8 +23,9 @@ from megatron_port.config.schema import (
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.flops import parameter_count
 from megatron_port.parallel.mesh import Mesh
-from megatron_port.plan.case import ENGINES, Case, Machine, case_of, machine_of
+from megatron_port.plan.case import Case, Machine, case_of, machine_of
 from megatron_port.plan.elements import bucket_elements, expert_elements, stage_elements
+from megatron_port.plan.engines import ENGINES
 from megatron_port.plan.experts import exchange_seconds, expert_cost
 from megatron_port.plan.guard import memory_problem
 from megatron_port.plan.layer import layer_cost

@@ -14,8 +14,9 @@ from memory_matrix import BOUND, compared
 from megatron_port.config.schema import ModelConfig
 from megatron_port.pipeline.schedules import make_schedule, peak_in_flight
 from megatron_port.plan import chunk
-from megatron_port.plan.case import Case, Engine
+from megatron_port.plan.case import Case
 from megatron_port.plan.chunk import chunk_bytes
+from megatron_port.plan.engines import Engine
 from megatron_port.plan.ledger import Moment, occupancy, peak_of, quick_occupancy, steady_count
 from megatron_port.plan.tape import Block, Meter, Tape, Value
 

@@ -15,8 +15,9 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.topology import Topology
 from megatron_port.plan.activations import layer_activation_bytes
-from megatron_port.plan.case import Case, Engine, Machine, balanced_split, case_of, machine_of
+from megatron_port.plan.case import Case, Machine, balanced_split, case_of, machine_of
 from megatron_port.plan.elements import stage_elements
+from megatron_port.plan.engines import Engine
 from megatron_port.plan.memory import plan_memory, stage_memory
 from megatron_port.session.assemble import build_model
 

@@ -1,0 +1,9 @@
+# shellcheck shell=bash disable=SC2034,SC2154
+# Made by `megatron-port launch sites` from configs/clusters/h100-96gb.toml; edit that.
+site_name=h100-96gb
+site_interface=''
+site_cores_per_task=0
+site_srun=()
+site_setup() {
+  site_local_disk=/tmp
+}
