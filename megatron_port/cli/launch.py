@@ -13,6 +13,7 @@ from megatron_port.errors import ConfigError
 if TYPE_CHECKING:
     from megatron_port.launch.script import Order
 
+SCHEDULERS = ("slurm", "flux", "pbs", "lsf", "jobset", "skypilot")
 WITH_REST = ("submit", "sweep", "before")
 """Actions that take words after ``--``."""
 
@@ -40,6 +41,9 @@ def add_parser(subparsers: Any) -> None:
         action.add_argument("--after", metavar="JOB", default="", help="start after that job has ended")
         if name == "show":
             action.add_argument("-o", "--output", metavar="FILE", help="write the script there instead")
+            action.add_argument("--for", dest="scheduler", default="slurm", choices=SCHEDULERS,
+                                help="scheduler that it is for (default: slurm); jobset: Kubernetes")
+            action.add_argument("--gpu", default="H100", metavar="NAME", help="accelerator, by SkyPilot's name")
         else:
             action.usage = "%(prog)s [options] run.toml [-- options of sbatch]"
             action.add_argument("--dry-run", action="store_true",
@@ -91,7 +95,12 @@ def render(args: argparse.Namespace) -> int:
     from megatron_port.launch import submit
     from megatron_port.runtime.atomic import write_output
 
-    text = submit.checked_script(*_order(args))
+    config, order = _order(args)
+    text = submit.checked_script(config, order)
+    if args.scheduler != "slurm":
+        from megatron_port.launch.emit import emit
+
+        text = emit(args.scheduler, config, order, submit.interpreter_of(config), args.gpu)
     if args.output:
         write_output(Path(args.output), text, mode=0o755)
     else:

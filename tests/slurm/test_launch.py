@@ -380,3 +380,49 @@ def test_the_same_failure_three_times_stops_the_run(runs: Runs) -> None:
     log = runs.log()
     assert "3 attempts in a row failed without getting past step 0" in log, log
     assert not metrics(runs.run_folder)
+
+
+WRONG: dict[str, tuple[dict[str, str], list[str], list[str], str]] = {
+    # name: environment of sbatch, options of sbatch, arguments of the script, what the log says
+    "refused resource": ({"SRUN_OPTIONS": "--gres=gpu:99"}, [], [], "Invalid generic resource"),
+    "unknown option": ({"SRUN_OPTIONS": "--no-such-thing"}, [], [], "option '--no-such-thing'"),
+    "stale torchrun": (STALE, [], [], "this looks like torchrun, but WORLD_SIZE is not set"),
+    "bad -n": ({}, ["-n3"], [], r"3 tasks \(-n\) on 2 nodes \(-N\)"),
+    "too many spares": ({"SPARE_NODES": "2"}, [], [], "2 nodes with 2 spares leave none to train on"),
+    "no such interpreter": ({"PYTHON": "/nowhere/python"}, [], [], r"/nowhere/python \(PYTHON, .*\) is no program"),
+    "an old interpreter": ({"PYTHON": "OLD"}, [], [], "is Python 3.6.15; this needs Python 3.10 or newer"),
+    "no archive": ({"STAGE": "/nowhere/env.tar"}, [], [], r"the archive /nowhere/env.tar .* cannot be read"),
+    "no image": ({"IMAGE": "/nowhere/x.sif", "BOX": "1"}, [], [], "no module command here"),
+    "a setting that does not divide": ({}, [], ["--set", "layout.tensor_parallel_size=3"], "tensor_parallel_size"),
+    "a misspelt setting": ({}, [], ["--set", "training.stepps=3"], "did you mean 'training.steps'|unknown key"),
+    "too late": ({}, [], ["--set", "launch.preflight=true"], "comes too late for a script that is made already"),
+    "a folder that is a file": ({}, [], ["--set", "output_dir=/etc/hostname"], "cannot be written"),
+    "a full folder": ({}, [], ["--set", "output_dir=/dev/full/runs"], "cannot be written"),
+}
+
+
+@pytest.mark.slow
+def test_wrong_environments_are_named_and_never_queued_again(runs: Runs) -> None:
+    """All at once: each fails before, or in, its first attempt, and says why in one line."""
+    old = runs.folder / "old-python"
+    old.write_text('#!/bin/sh\ncase "$1" in --version) echo "Python 3.6.15" ;; *) exit 1 ;; esac\n')
+    old.chmod(0o755)
+    jobs = {}
+    for number, (name, (env, options, arguments, _)) in enumerate(WRONG.items()):
+        env = {key: str(old) if value == "OLD" else value for key, value in env.items()}
+        script = "launch/lumi_22b.sh" if "BOX" in env else "launch/slurm.sh"
+        partition = runs.cluster.run(["sinfo", "-ho", "%R"]).stdout.split()[0]
+        extra = [f"--partition={partition}", "--cpus-per-task=1"] if "BOX" in env else []
+        tasks = [] if options else ["--ntasks-per-node=1"]
+        jobs[name] = runs.cluster.sbatch(
+            f"--output={runs.folder}/{number}.out", "--nodes=2", *tasks, *options, *extra, str(ROOT / script),
+            "runs/quickstart", *settings(), "--set", f"name=job-{number}", "--set", f"output_dir={runs.folder}/runs",
+            *arguments, env=environment(**env), cwd=runs.folder,
+        )
+    for number, (name, job) in enumerate(jobs.items()):
+        record = runs.cluster.wait(job, timeout=400)
+        log = (runs.folder / f"{number}.out").read_text(errors="replace")
+        assert (record["JobState"], record["Restarts"]) == ("FAILED", "0"), f"{name}: {record}\n{log}"
+        assert re.search(WRONG[name][3], log), f"{name}:\n{log}"
+        assert "Traceback" not in log, f"{name}:\n{log}"
+    assert len(jobs) >= 12

@@ -114,8 +114,10 @@ def test_a_sweep_is_an_array_with_a_folder_for_each_task(runs: Runs) -> None:  #
     said = login(*words, "--at-once", "2", "--", f"--output={runs.folder}/%A_%a.out")
     found = re.search(r"^job array (\d+), 4 tasks", said, re.MULTILINE)
     assert found
+    written = login.file.read_text()
     login.file.write_text("nonsense")
     runs.cluster.wait_for(lambda: not runs.cluster.run(["squeue", "--noheader"]).stdout.strip(), 300, "all tasks")
+    login.file.write_text(written)
     for index, (lr, seed) in enumerate([(1e-3, 1), (1e-3, 2), (1e-2, 1), (1e-2, 2)]):
         folder = runs.folder / "runs" / f"job-{index:03d}"
         log = (runs.folder / f"{found[1]}_{index}.out").read_text()

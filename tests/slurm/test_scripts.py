@@ -5,9 +5,10 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
-from cluster import Cluster
+from cluster import Cluster, Options, Shape, start_directory, why_not
 from jobs import ROOT
 
 pytestmark = pytest.mark.slurm
@@ -16,6 +17,25 @@ pytestmark = pytest.mark.slurm
 @pytest.mark.parametrize("name", ["frontier_22b", "frontier_175b", "frontier_1t", "frontier_1t_tp4"])
 def test_frontier_accepts_the_script(directory: Cluster, name: str) -> None:
     done = directory.run(["sbatch", "--test-only", str(ROOT / "launch" / f"{name}.sh")], check=False)
+    assert done.returncode == 0 and "to start at" in done.stderr, done.stderr
+
+
+@pytest.fixture(scope="module")
+def elsewhere() -> Iterator[Cluster]:
+    """64 nodes on paper with the partitions and features of LUMI-G and Perlmutter."""
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    shape = Shape(features=("gpu", "hbm80g"), reserved_cores=0)
+    partitions = {"gpu": "MaxTime=48:00:00", "standard-g": "MaxTime=48:00:00"}
+    with start_directory(64, prefix="nid", options=Options(shape=shape, partitions=partitions)) as cluster:
+        yield cluster
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lumi_22b", "lumi_175b", "perlmutter_22b", "perlmutter_175b"])
+def test_the_other_sites_accept_the_script(elsewhere: Cluster, name: str) -> None:
+    done = elsewhere.run(["sbatch", "--test-only", str(ROOT / "launch" / f"{name}.sh")], check=False)
     assert done.returncode == 0 and "to start at" in done.stderr, done.stderr
 
 

@@ -23,6 +23,7 @@ OTHERS = {
     ".", "apt-get", "bash", "cat", "cd", "debootstrap", "docker", "done", "echo", "export", "for", "gdb",
     "getent", "git", "ip", "less", "mkdocs", "pip", "pre-commit", "py-spy", "pytest", "sacct", "sbatch", "scancel",
     "squeue", "srun", "sudo", "tar", "ssh", "scp", "module", "singularity", "podman-hpc", "flux", "kubectl", "sky",
+    "qsub", "bsub",
 }
 """Programs of others that the pages call."""
 IMPORTED = "[model]\nvocab_size = 257\n"
