@@ -20,10 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = {"sh", "toml", "python", "text"}
 OTHERS = {
-    ".", "apt-get", "bash", "cat", "cd", "debootstrap", "docker", "done", "echo", "export", "for", "gdb",
-    "getent", "git", "ip", "less", "mkdocs", "pip", "pre-commit", "py-spy", "pytest", "sacct", "sbatch", "scancel",
-    "squeue", "srun", "sudo", "tar", "ssh", "scp", "module", "singularity", "podman-hpc", "flux", "kubectl", "sky",
-    "qsub", "bsub",
+    ".", "apt-get", "bash", "bsub", "cat", "cd", "debootstrap", "docker", "done", "echo", "export", "flux", "for",
+    "gdb", "getent", "git", "ip", "kubectl", "less", "mkdocs", "module", "pip", "podman-hpc", "pre-commit", "py-spy",
+    "pytest", "qsub", "sacct", "sbatch", "scancel", "scp", "sha256sum", "singularity", "sky", "squeue", "srun", "ssh",
+    "sudo", "tar",
 }
 """Programs of others that the pages call."""
 IMPORTED = "[model]\nvocab_size = 257\n"
