@@ -14,7 +14,7 @@ from megatron_port.optim.matrices import MatrixExchange, MatrixRule, shapes_of
 from megatron_port.optim.parameter_groups import GroupSettings, settings_in
 from megatron_port.optim.rules import BlockRule, ElementwiseRule, UpdateSettings
 from megatron_port.optim.sharded import ShardedParameters
-from megatron_port.optim.sums import SumsRule, logical_tensors, run_rounds
+from megatron_port.optim.sums import SumsRule, logical_tensors, rectangles, run_rounds
 from megatron_port.parallel.record import ParameterRecord
 
 
@@ -73,6 +73,7 @@ class MatrixUpdate(HostUpdate):
         narrow = sharded.buckets[0].weights.dtype in (torch.bfloat16, torch.float16)
         self.rule, self.seed = rule, seed
         self.exchange = MatrixExchange(sharded, rule, torch.bfloat16 if narrow else sharded.wide)
+        self._factors: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
 
     @torch.no_grad()
     def _apply(self, lr: float) -> None:
@@ -88,14 +89,21 @@ class MatrixUpdate(HostUpdate):
             self._apply_piece(p, settings(p.record))
 
     def _apply_piece(self, p: StateShard, settings: UpdateSettings) -> None:
-        factors = [self.rule.factor(*shape) for shape in shapes_of(p.record)]
-        if len(factors) > 1:
-            # Of several matrices in one, the factor of each row's.
-            columns = p.record.local_shape[-1]
-            elements = torch.arange(p.start, p.start + p.gradient.numel(), device=p.gradient.device)
-            number = (elements // columns + p.record.offset[-2]) % sum(p.record.row_runs)
-            ends = torch.tensor(p.record.row_runs, device=number.device).cumsum(0)
-            of = torch.tensor(factors, dtype=p.gradient.dtype, device=number.device)
-            p.gradient.mul_(of[torch.searchsorted(ends, number, right=True)])
-            factors = [1.0]
-        self.rule.apply_(p.master, p.gradient, factors[0], settings)
+        factor = self.rule.factor(*p.record.shape[-2:])
+        if p.record.row_runs:  # of several matrices in one, the factor of each row's
+            rows, columns = p.record.local_shape[-2:]
+            for r in rectangles(p.start, p.start + p.gradient.numel(), rows, columns):
+                r.view(p.gradient).mul_(self._row_factors(p)[r.rows].unsqueeze(1))
+            factor = 1.0
+        self.rule.apply_(p.master, p.gradient, factor, settings)
+
+    def _row_factors(self, p: StateShard) -> torch.Tensor:
+        """Return the factor of each of this rank's rows of a matrix that stands for several; made once."""
+        if p.record.place not in self._factors:
+            record = p.record
+            number = (torch.arange(record.local_shape[-2]) + record.offset[-2]) % sum(record.row_runs)
+            of = torch.searchsorted(torch.tensor(record.row_runs).cumsum(0), number, right=True)
+            factors = [self.rule.factor(*shape) for shape in shapes_of(record)]
+            made = torch.tensor(factors, dtype=p.gradient.dtype)[of].to(p.gradient.device)
+            self._factors[record.place] = made
+        return self._factors[p.record.place]
