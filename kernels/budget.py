@@ -95,7 +95,10 @@ def elements(name: str, loop: Loop) -> float:
         return loop.stored / (2 * size)
     if function in _LOADED:
         return loop.loaded / size
-    return {"adamw": loop.stored / (12 + size), "cast": loop.stored, "add_gradients": loop.stored / 4}.get(function, 0)
+    return {
+        "adamw": loop.stored / (12 + size), "adamw_bf16": loop.stored / (8 + size), "lion": loop.stored / (8 + size),
+        "adamw_8bit": (loop.stored - 8) / (6 + size), "cast": loop.stored, "add_gradients": loop.stored / 4,
+    }.get(function, 0)
 
 
 def count(source: Path, arch: str) -> dict[str, Count]:

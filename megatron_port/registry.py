@@ -129,6 +129,9 @@ OPTIMIZERS = Registry("optimizer rule", "optimizer.name", {
     )},
 })
 
+OWN_UPDATES = ("adamw", "adamw-bf16", "adamw-8bit", "lion")
+"""Optimizer rules that own kernels update."""
+
 LOSSES = Registry(
     "loss", "training.loss",
     dict.fromkeys(("cross_entropy", "dpo"), "megatron_port.parallel.cross_entropy:vocab_parallel_cross_entropy"),

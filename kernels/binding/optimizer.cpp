@@ -1,7 +1,7 @@
 // megatron_port::square_norm, adamw_, add_gradients_: on lists of tensors, nothing read back to the host.
 #include "optimizer.h"
 
-#include "core.h"
+#include "lists.h"
 
 namespace mp {
 namespace {
@@ -10,39 +10,6 @@ const Function<decltype(mp_square_norm)> norm{"mp_square_norm"};
 const Function<decltype(mp_square_norm_workspace)> norm_workspace{"mp_square_norm_workspace"};
 const Function<decltype(mp_adamw)> adamw{"mp_adamw"};
 const Function<decltype(mp_add_gradients)> add{"mp_add_gradients"};
-
-std::vector<int64_t> sizes_of(const std::vector<Tensor>& tensors) {
-  std::vector<int64_t> out;
-  out.reserve(tensors.size());
-  for (const Tensor& t : tensors) out.push_back(t.numel());
-  return out;
-}
-
-template <typename T>
-std::vector<T*> pointers(const std::vector<Tensor>& tensors) {
-  std::vector<T*> out;
-  out.reserve(tensors.size());
-  for (const Tensor& t : tensors) out.push_back(static_cast<T*>(t.data_ptr()));
-  return out;
-}
-
-// Fails unless the list has as many tensors as `like`, of the same sizes, on the same device, of this dtype.
-void check_list(
-    const char* op, const char* name, const std::vector<Tensor>& tensors, const std::vector<Tensor>& like,
-    ScalarType dtype) {
-  if (tensors.size() != like.size()) {
-    fail(std::string("megatron_port::") + op + ": " + name + " has " + std::to_string(tensors.size()) +
-         " tensors, masters " + std::to_string(like.size()));
-  }
-  for (size_t i = 0; i < tensors.size(); i++) {
-    const Tensor &t = tensors[i], &first = like[0];
-    const bool good = t.is_contiguous() && t.scalar_type() == dtype && t.numel() == like[i].numel() &&
-                      t.is_cpu() == first.is_cpu() && t.get_device_index() == first.get_device_index();
-    // The name is made only where it is needed: lists are long, and every step comes through here.
-    if (!good) check_tensor(op, (std::string(name) + "[" + std::to_string(i) + "]").c_str(), t, first, dtype,
-                            like[i].numel());
-  }
-}
 
 // Sum of squares, a float64 scalar.
 Tensor square_norm(const std::vector<Tensor>& tensors) {

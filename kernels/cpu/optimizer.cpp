@@ -3,27 +3,10 @@
 
 #include <algorithm>
 
-#include "common.h"
+#include "adamw.h"
 
 namespace mp {
 namespace {
-
-// Elements that a thread takes at once. What a chunk computes depends on nothing but the chunk.
-constexpr int64_t kChunk = 1 << 14;
-// Elements that stay in the first cache between the passes over them.
-constexpr int64_t kStrip = 512;
-
-struct Chunk {
-  int64_t tensor, start, size;
-};
-
-std::vector<Chunk> chunks_of(int64_t count, const int64_t* sizes) {
-  std::vector<Chunk> out;
-  for (int64_t t = 0; t < count; t++) {
-    for (int64_t at = 0; at < sizes[t]; at += kChunk) out.push_back({t, at, std::min(kChunk, sizes[t] - at)});
-  }
-  return out;
-}
 
 bool sizes_fit(int64_t count, const int64_t* sizes) {
   return count >= 0 && std::all_of(sizes, sizes + count, [](int64_t n) { return n >= 0; });
@@ -61,25 +44,6 @@ double squares(const T* from, int64_t n) {
     total += part;
   }
   return total;
-}
-
-struct Factors {
-  float scale, decay, beta1, rest1, beta2, rest2, rate, root, eps;
-};
-
-// MEAN_FROM_OLD: which of two forms of the same mean; each is exact at its end, where the other would cancel.
-template <bool MEAN_FROM_OLD>
-void update_strip(
-    const Factors& f, const float* __restrict grad, float* __restrict master, float* __restrict exp_avg,
-    float* __restrict exp_avg_sq, int64_t n) {
-  for (int64_t i = 0; i < n; i++) {
-    const float g = grad[i] * f.scale, old = exp_avg[i];
-    const float m = MEAN_FROM_OLD ? old + f.rest1 * (g - old) : g + f.beta1 * (old - g);
-    const float v = f.beta2 * exp_avg_sq[i] + f.rest2 * (g * g);
-    exp_avg[i] = m;
-    exp_avg_sq[i] = v;
-    master[i] = f.decay * master[i] - f.rate * (m / (std::sqrt(v) * f.root + f.eps));
-  }
 }
 
 template <typename W, typename G>
@@ -148,15 +112,7 @@ extern "C" int32_t mp_adamw(
     double eps, double weight_decay) {
   if (!mp::sizes_fit(count, sizes)) return MP_BAD_SIZE;
   if (skip != nullptr && !(*skip == 0.0f)) return MP_OK;
-  const double number = step_is_int64 ? static_cast<double>(*static_cast<const int64_t*>(step))
-                                      : static_cast<double>(*static_cast<const float*>(step));
-  // 1 - beta^step, accurate also where it is small and where it is nearly 1.
-  const double correction1 = -std::expm1(number * std::log(beta1)), correction2 = -std::expm1(number * std::log(beta2));
-  const mp::Factors f{
-      grad_scale != nullptr ? *grad_scale : 1.0f, static_cast<float>(1.0 - *lr * weight_decay),
-      static_cast<float>(beta1), static_cast<float>(1.0 - beta1), static_cast<float>(beta2),
-      static_cast<float>(1.0 - beta2), static_cast<float>(*lr / correction1),
-      static_cast<float>(1.0 / std::sqrt(correction2)), static_cast<float>(eps)};
+  const mp::Factors f = mp::factors_of(step, step_is_int64, grad_scale, lr, beta1, beta2, eps, weight_decay);
   return mp::for_dtype(grad_dtype, [&](auto grad) {
     return mp::for_dtype(weights == nullptr ? static_cast<int32_t>(MP_F32) : weight_dtype, [&](auto weight) {
       return mp::adamw<decltype(weight), decltype(grad)>(

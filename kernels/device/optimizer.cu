@@ -7,9 +7,7 @@
 // element. Square norm: each element in, 8 bytes out a block. The table adds less than 4 KiB a launch, from constant
 // memory. A piece of AdamW is 4 elements for every dtype (16 bytes of float, 8 of half), so that a warp's accesses to
 // all tensors are gapless; an unaligned tensor goes element by element.
-#include <math.h>
-
-#include "common.cuh"
+#include "adamw.cuh"
 #include "optimizer.h"
 
 namespace mp {
@@ -17,27 +15,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kBlocksEach = 4;
-constexpr int64_t kMostChunks = INT32_MAX - 65536;  // leaves room for the step of a persistent grid
-
-// What is cut into chunks: tensor t has the chunks first[t] to first[t + 1] of the launch.
-template <int MOST>
-struct Table {
-  int64_t size[MOST];
-  int32_t first[MOST + 1];
-  int32_t tensors;
-};
-
-// Adds a tensor; its index. Chunks of one launch must stay below kMostChunks.
-template <int MOST>
-int add(Table<MOST>& table, int64_t size, int chunk) {
-  const int t = table.tensors++;
-  if (t == 0) table.first[0] = 0;
-  table.size[t] = size;
-  table.first[t + 1] = table.first[t] + static_cast<int32_t>((size + chunk - 1) / chunk);
-  return t;
-}
-
-inline bool aligned(const void* pointer, int bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
 
 // ---------------------------------------------------------------------------------------------- AdamW
 
@@ -54,66 +31,19 @@ struct Adam {
   float* exp_avg[kAdamTensors];
   float* exp_avg_sq[kAdamTensors];
   uint64_t vectors;  // bit t: tensor t may be read in pieces
-  const void* step;
-  const float *grad_scale, *skip;
-  const double* lr;
-  double log_beta1, log_beta2, weight_decay;
-  float beta1, rest1, beta2, rest2, eps;
-  int32_t step_is_int64;
+  AdamStep step;
 };
 static_assert(sizeof(Adam) <= 4096, "kernel parameters are at most 4 KiB");
 static_assert(kAdamTensors <= 64, "a bit a tensor");
 static_assert(kAdamChunk % kAdamVector == 0, "a chunk keeps its tensor's alignment");
 
-// In place of a weight's number type: there is none.
-struct NoWeight {};
-
-// What depends on the step, the same for every element.
-struct Corrected {
-  float scale, decay, rate, root;  // of gradients; of masters; lr / (1 - beta1^step); 1 / sqrt(1 - beta2^step)
-};
-
-__device__ inline void update(
-    const Adam& a, const Corrected& c, float grad, float& master, float& exp_avg, float& exp_avg_sq) {
-  const float g = grad * c.scale;
-  // Two forms of the same mean: each is exact at its end, where the other would cancel.
-  exp_avg = a.rest1 < 0.5f ? exp_avg + a.rest1 * (g - exp_avg) : g + a.beta1 * (exp_avg - g);
-  exp_avg_sq = a.beta2 * exp_avg_sq + a.rest2 * (g * g);
-  master = c.decay * master - c.rate * (exp_avg / (sqrtf(exp_avg_sq) * c.root + a.eps));
-}
-
-template <typename W>
-__device__ inline void put(void* weight, int64_t at, float master) {
-  static_cast<W*>(weight)[at] = from_float<W>(master);
-}
-template <>
-__device__ inline void put<NoWeight>(void*, int64_t, float) {}
-
-template <typename W>
-__device__ inline void put_piece(void* weight, int64_t at, const Pack<float, kAdamVector>& master) {
-  Pack<W, kAdamVector> out;
-#pragma unroll
-  for (int i = 0; i < kAdamVector; i++) out.at[i] = from_float<W>(master.at[i]);
-  store<kAdamVector>(static_cast<W*>(weight) + at, out);
-}
-template <>
-__device__ inline void put_piece<NoWeight>(void*, int64_t, const Pack<float, kAdamVector>&) {}
-
 template <typename W, typename G>
 __global__ void __launch_bounds__(kThreads) adamw(Adam a) {
-  if (a.skip != nullptr && !(*a.skip == 0.0f)) return;
-  __shared__ float shared_decay, shared_rate, shared_root;
-  if (threadIdx.x == 0) {
-    const double step = a.step_is_int64 ? static_cast<double>(*static_cast<const int64_t*>(a.step))
-                                        : static_cast<double>(*static_cast<const float*>(a.step));
-    const double lr = *a.lr;
-    shared_decay = static_cast<float>(fma(-lr, a.weight_decay, 1.0));
-    // 1 - beta^step, accurate also where it is small and where it is nearly 1.
-    shared_rate = static_cast<float>(lr / -expm1(step * a.log_beta1));
-    shared_root = static_cast<float>(1.0 / sqrt(-expm1(step * a.log_beta2)));
-  }
+  if (a.step.is_skipped()) return;
+  __shared__ Corrected shared;
+  if (threadIdx.x == 0) shared = corrected(a.step);
   __syncthreads();
-  const Corrected c{a.grad_scale != nullptr ? *a.grad_scale : 1.0f, shared_decay, shared_rate, shared_root};
+  const Corrected c = shared;
   const int chunks = a.table.first[a.table.tensors];
   int t = 0;
   for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
@@ -141,17 +71,17 @@ __global__ void __launch_bounds__(kThreads) adamw(Adam a) {
         const int at = base + (k * kThreads + static_cast<int>(threadIdx.x)) * kAdamVector;
         if (at >= whole) continue;
 #pragma unroll
-        for (int i = 0; i < kAdamVector; i++) update(a, c, to_float(g[k].at[i]), p[k].at[i], m[k].at[i], v[k].at[i]);
+        for (int i = 0; i < kAdamVector; i++) update(a.step, c, to_float(g[k].at[i]), p[k].at[i], m[k].at[i], v[k].at[i]);
         store<kAdamVector>(master + at, p[k]);
         store<kAdamVector>(exp_avg + at, m[k]);
         store<kAdamVector>(exp_avg_sq + at, v[k]);
-        put_piece<W>(a.weight[t], start + at, p[k]);
+        put_piece<W, kAdamVector>(a.weight[t], start + at, p[k]);
       }
     }
 #pragma unroll 1
     for (int at = whole + static_cast<int>(threadIdx.x); at < n; at += kThreads) {
       float p = master[at], m = exp_avg[at], v = exp_avg_sq[at];
-      update(a, c, to_float(grad[at]), p, m, v);
+      update(a.step, c, to_float(grad[at]), p, m, v);
       master[at] = p;
       exp_avg[at] = m;
       exp_avg_sq[at] = v;
@@ -338,19 +268,7 @@ extern "C" int32_t mp_adamw(
     if (sizes[i] < 0 || sizes[i] > mp::kMostChunks / mp::kAdamTensors * mp::kAdamChunk) return MP_BAD_SIZE;
   }
   mp::Adam a = {};
-  a.step = step;
-  a.step_is_int64 = step_is_int64;
-  a.grad_scale = grad_scale;
-  a.skip = skip;
-  a.lr = lr;
-  a.log_beta1 = log(beta1);
-  a.log_beta2 = log(beta2);
-  a.weight_decay = weight_decay;
-  a.beta1 = static_cast<float>(beta1);
-  a.rest1 = static_cast<float>(1.0 - beta1);
-  a.beta2 = static_cast<float>(beta2);
-  a.rest2 = static_cast<float>(1.0 - beta2);
-  a.eps = static_cast<float>(eps);
+  a.step = mp::adam_step(step, step_is_int64, grad_scale, skip, lr, beta1, beta2, eps, weight_decay);
   const auto send = [&] {
     const int32_t code = mp::for_dtype(grad_dtype, [&](auto zero) {
       return mp::adamw_with<decltype(zero)>(stream, weights != nullptr, weight_dtype, a);

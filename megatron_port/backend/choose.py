@@ -36,7 +36,7 @@ from megatron_port.config.attention import CAUSAL, MaskNeeds
 from megatron_port.config.moe import MoEConfig
 from megatron_port.config.schema import BackendConfig
 from megatron_port.errors import ConfigError, EnvironmentFault
-from megatron_port.registry import OPTIMIZERS, PROVIDERS
+from megatron_port.registry import OPTIMIZERS, OWN_UPDATES, PROVIDERS
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,11 @@ class Chooser:
         return self.pick("experts", [own, Candidate("torch", "", lambda: torch_experts)])
 
     def optimizer(self) -> tuple[str, ProviderRow]:
-        """Return the name of the provider of AdamW's update; a plugin's rule has its own."""
+        """Return the name of the provider of the rule's update; a plugin's rule has its own."""
+        if self.rule in OWN_UPDATES and self.rule != "adamw":
+            return self.pick("optimizer", [
+                self.own(lambda: "own"), Candidate("torch", "", lambda: "torch")
+            ])
         if self.rule != "adamw":
             whose = "is a plugin's" if self.rule in OPTIMIZERS.added else "has torch's ops alone"
             return "torch", ProviderRow("optimizer", "torch", f"the rule {self.rule} {whose}")

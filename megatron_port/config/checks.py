@@ -33,7 +33,7 @@ from megatron_port.config.secrets import secret_problems
 from megatron_port.config.unsupported import VALUES, not_supported
 from megatron_port.config.urls import is_remote, url_fault
 from megatron_port.errors import ConfigError
-from megatron_port.registry import SCHEDULES, SOURCES, choices_added
+from megatron_port.registry import OWN_UPDATES, SCHEDULES, SOURCES, choices_added
 
 __all__ = ["Neighbour", "check", "legal_neighbour", "problems", "resolve", "topology_sizes"]
 
@@ -146,7 +146,8 @@ def _relations(config: RunConfig) -> list[str]:
         out.append(f"backend.{asked[0]} is own, but backend.own_kernels is 'off'; set one of the two to auto")
     if backend.own_kernels == "on" and dtype == "fp64":
         out.append("backend.own_kernels on needs precision.dtype fp32, fp16 or bf16, not 'fp64'; use auto")
-    if backend.optimizer not in ("auto", "torch") and config.optimizer.name != "adamw":
+    kernels = config.optimizer.name in OWN_UPDATES and backend.optimizer == "own"
+    if backend.optimizer not in ("auto", "torch") and config.optimizer.name != "adamw" and not kernels:
         out.append(
             f"backend.optimizer {backend.optimizer} is an update of adamw, not of optimizer.name "
             f"{config.optimizer.name!r}, which brings its own; use auto"

@@ -15,6 +15,7 @@ import torch
 from megatron_port.backend.kernels import load as load_kernels
 from megatron_port.backend.ops.optimizer import square_norm
 from megatron_port.config.schema import OptimizerConfig
+from megatron_port.engine.fused_rule_update import FUSED_RULES, FusedRuleUpdate
 from megatron_port.engine.host_update import HostUpdate, SquareNorm, Update
 from megatron_port.engine.rule_updates import MatrixUpdate, RuleUpdate, SumsUpdate
 from megatron_port.errors import ConfigError
@@ -135,7 +136,8 @@ def offloaded_update(
 
 
 def make_update(provider: str, sharded: ShardedParameters, config: OptimizerConfig, *, seed: int = 0) -> Update:
-    """Return the update of ``sharded.rule``; of AdamW, that of a provider, ``own`` or ``torch``. ``seed``: of the run.
+    """Return the update of ``sharded.rule``; where there are kernels, that of a provider, ``own`` or ``torch``.
+    ``seed``: of the run.
 
     Raises:
         ConfigError: the rule is of a kind that this engine has no update for.
@@ -148,6 +150,8 @@ def make_update(provider: str, sharded: ShardedParameters, config: OptimizerConf
         if not own:
             return TorchUpdate(sharded, config)
         return OwnUpdate(sharded.pieces, config, sharded.ctx.device, [bucket.sums for bucket in sharded.trained])
+    if provider == "own" and isinstance(rule, FUSED_RULES):
+        return FusedRuleUpdate(sharded, config, seed=seed)
     if isinstance(rule, (ElementwiseRule, BlockRule)):
         return RuleUpdate(sharded, config, rule, seed=seed)
     if isinstance(rule, SumsRule):

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_port.config.optimizer_checks import STATE_BLOCK
+from megatron_port.backend.ops.narrow_adamw import BLOCK, LogicalRange
 from megatron_port.optim.rules import BlockRule, StateKind, UpdateSettings
 from megatron_port.parallel.counter import key_of, random_bits
 from megatron_port.parallel.record import ParameterRecord
@@ -24,21 +24,8 @@ if TYPE_CHECKING:
     from megatron_port.optim.bucket_memory import StateShard
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
-BLOCK = STATE_BLOCK
-"""Elements that share a scale."""
 _SMALLEST_SCALE = 1e-12
 _DECADES = 7
-
-
-class LogicalRange(NamedTuple):
-    """Which elements of the unsplit tensor a range has: element j is element e = start + j of this rank's part, and
-    e // run * stride + e % run + first of the unsplit tensor. ``key``: of the tensor's random numbers, int64."""
-
-    start: int
-    run: int
-    stride: int
-    first: int
-    key: int
 
 
 @lru_cache(maxsize=8)

@@ -6,27 +6,43 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from record_torchao import HYPER, RECORD, blocks, weights_and_gradients
 
+from megatron_port.backend.kernels import kernels_status
+from megatron_port.backend.kernels import load as load_kernels
+from megatron_port.backend.ops.narrow_adamw import BLOCK
+from megatron_port.backend.providers import torch_providers
 from megatron_port.config.checks import problems
-from megatron_port.config.schema import DataConfig, LayoutConfig, ModelConfig, OptimizerConfig, RunConfig
+from megatron_port.config.schema import (
+    BatchConfig,
+    DataConfig,
+    LayoutConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParameterGroup,
+    PrecisionConfig,
+    RunConfig,
+)
+from megatron_port.data.batch import MicroBatch
+from megatron_port.engine.api import StepLimits
 from megatron_port.optim.bucket_memory import StateShard
 from megatron_port.optim.narrow_adamw import (
     ADAMW_8BIT,
     ADAMW_BF16,
-    BLOCK,
     code_values,
     dequantised,
     quantise_,
     round_stochastically,
 )
 from megatron_port.optim.rules import BlockRule, UpdateSettings, state_bytes
+from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.counter import random_bits
 from megatron_port.parallel.record import InitSpec, ParameterRecord
+from megatron_port.session.assemble import build_engine
 
 CPU = torch.device("cpu")
 TORCHAO = json.loads(RECORD.read_text())
@@ -199,3 +215,45 @@ def test_a_layout_that_would_cut_blocks_is_refused(change: dict[str, Any], says:
     assert not problems(dataclasses.replace(config, optimizer=OptimizerConfig(name="adamw-bf16")))
     fits = dataclasses.replace(model, head_dim=64, ffn_hidden_size=512)
     assert not problems(dataclasses.replace(config, model=fits))
+
+
+# ------------------------------------------------------------------------------------------------ own kernels
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("rule", ["adamw-bf16", "adamw-8bit", "lion"])
+def test_kernels_train_as_torchs_ops(rule: str, dtype: Literal["fp32", "bf16"]) -> None:
+    """A few steps with a group, clipping and a value limit; a step that is refused changes nothing."""
+    if not kernels_status("cpu")[0]:
+        pytest.skip("own kernels are not built")
+    load_kernels("cpu")
+    model = ModelConfig(
+        num_layers=1, hidden_size=128, num_attention_heads=2, ffn_hidden_size=256, vocab_size=53, seq_length=16
+    )
+    config = RunConfig(
+        engine="native", model=model, batch=BatchConfig(global_batch_size=2), data=DataConfig(synthetic=True),
+        precision=PrecisionConfig(dtype=dtype), optimizer=OptimizerConfig(
+            name=rule, eps=1e-4, clip_grad=0.3, clip_value=0.01, groups=(ParameterGroup(match="norm", lr_factor=2.0),)
+        ),
+    )
+    engines = [
+        build_engine(config, ParallelContext.single(), dataclasses.replace(torch_providers(), optimizer=provider))
+        for provider in ("torch", "own")
+    ]
+    both = torch.randint(0, 53, (2, 17), generator=torch.Generator().manual_seed(1))
+    batch = MicroBatch((0, 1), tokens=both[:, :-1], labels=both[:, 1:])
+    start = {r.name: p.detach().float().clone() for r, p in engines[0].named_parameters()}
+    results = [[engine.train_step([batch], step=step, lr=3e-3) for step in range(3)] for engine in engines]
+    for ours, theirs in zip(*results):
+        assert ours.loss == pytest.approx(theirs.loss, rel=2e-3)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=2e-2)
+    weights = [{r.name: p.detach().float().clone() for r, p in engine.named_parameters()} for engine in engines]
+    for name, w in weights[0].items():
+        moved = (w - start[name]).norm()
+        if not name.endswith("qkv.bias"):  # key biases have a zero gradient, whose rounding has a sign
+            assert (w - weights[1][name]).norm() <= (0.1 if dtype == "bf16" else 0.02) * moved, name
+    own = engines[1]
+    before = {(p.name, p.kind): p.tensor.clone() for p in own.state_pieces()}
+    refused = own.train_step([batch], step=3, lr=3e-3, limits=StepLimits(loss=1e-3))
+    assert refused.skipped and all(torch.equal(before[p.name, p.kind], p.tensor) for p in own.state_pieces())
+    assert own.scalar_state()["optimizer_steps"] == 3
