@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from published_split import Line, used
+from published_split import Line, opened, used
 
 from megatron_port.config.loader import load
 from megatron_port.config.schema import ModelConfig
@@ -237,7 +237,11 @@ def main() -> None:
     """Write the table, or print a calibration."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calibrate", metavar="CLUSTER", help="print the matmul_scale from the cluster's named row")
+    parser.add_argument("--opening", help="entry of openings.jsonl: the set-aside rows instead, printed only")
     args = parser.parse_args()
+    if args.opening:
+        print("\n".join(summary_lines(list(rows(opened("points.csv", args.opening))))))
+        return
     if args.calibrate:
         print(f"matmul_scale = {calibrate(args.calibrate):.3f}")
         return
