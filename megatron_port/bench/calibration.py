@@ -15,6 +15,7 @@ from megatron_port.bench.probe import CollectiveTime, Measured, ProductTime
 from megatron_port.config.dump import toml_value
 from megatron_port.config.schema import CalibrationConfig, ClusterConfig, HardwareConfig
 from megatron_port.plan.case import Machine
+from megatron_port.plan.kernel_table import Entry, band, held_out_errors
 from megatron_port.plan.links import Links, span
 from megatron_port.plan.rates import Rates
 
@@ -75,6 +76,34 @@ def calibrated(cluster: ClusterConfig, hardware: HardwareConfig, found: Measured
     return Fit(machine, False, _error(machine, half))
 
 
+def kernel_entries(found: Measured, *, source: str) -> list[Entry]:
+    """The measurements as a table that the planner interpolates in (``plan.kernel_table``)."""
+    out = [
+        Entry("product", "", p.dtype, (p.rows, p.columns, p.inner), p.tflops, source) for p in found.products
+        if p.dtype != "fp16"
+    ]
+    out.append(Entry("stream", "", "", (64e6,), found.stream / 1e9, source))
+    out.append(Entry("host", "", "", (1,), 1e-6 / max(found.launch_s, 1e-9), source))
+    out += [
+        Entry(t.kind, "", "fp32", (found.ranks, t.size), t.size / t.seconds / 1e9, source) for t in found.collectives
+    ]
+    return out
+
+
+def held_out_band(machine: Machine, found: Measured) -> float:
+    """Share within which two thirds of the products lie when each is foretold from the others."""
+    errors: list[float] = []
+    for dtype in {p.dtype for p in found.products}:
+        def formula(shape: tuple[float, ...], dtype: str = dtype) -> float:
+            rows, columns, inner = (int(n) for n in shape)
+            planned = planned_product(machine, ProductTime(rows, columns, inner, dtype, 1.0))
+            return 2e-12 * rows * columns * inner / planned
+
+        entries = [e for e in kernel_entries(found, source="") if e.op == "product" and e.dtype == dtype]
+        errors += held_out_errors(entries, formula)
+    return band(errors)
+
+
 def _network_factor(machine: Machine, found: Measured) -> float:
     """Measured over planned bandwidth of the largest collectives; their hops, which the factor leaves alone, apart."""
     most = max(t.size for t in found.collectives)
@@ -125,8 +154,11 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def to_toml(fit: Fit, found: Measured, *, extends: str) -> str:
-    """The file: what a run extends, with the measurements as comments."""
+def to_toml(fit: Fit, found: Measured, *, extends: str, table_name: str = "") -> str:
+    """The file: what a run extends, with the measurements as comments.
+
+    ``table_name``: the file that has them as a table.
+    """
     m = fit.machine
     lines = [
         f"# Measured by megatron-port bench calibrate: {found.ranks} rank{'s' if found.ranks > 1 else ''} of "
@@ -146,7 +178,10 @@ def to_toml(fit: Fit, found: Measured, *, extends: str) -> str:
         lines += ["[calibration]", f"matmul_scale = {m.calibration.matmul_scale}",
                   f"memory_scale = {m.calibration.memory_scale}",
                   f"network_scale = {m.calibration.network_scale}  # from the links within the node"]
-    lines += [] if fit.fresh else [f"source = {toml_value(m.calibration.source)}", ""]
+    if fit.fresh and table_name:
+        lines.append("[calibration]")
+    lines += [f"table = {toml_value(table_name)}"] if table_name else []
+    lines += [f"source = {toml_value(m.calibration.source)}", ""] if table_name or not fit.fresh else []
     return "\n".join([*lines, *(f"# {line}".rstrip() for line in table(fit, found))]) + "\n"
 
 
@@ -160,6 +195,7 @@ def table(fit: Fit, found: Measured) -> list[str]:
                    f"{operations / planned_product(m, p):>8.4g}")
     out.append(f"median error of the products {fit.product_error:.1%}; memory {found.stream / 1e9:.4g} GB/s; "
                f"a small kernel {found.launch_s * 1e6:.3g} us; spread of equal work {found.jitter:.2%}")
+    out.append(f"held-out products: two thirds within {held_out_band(m, found):.1%} of what the others foretell")
     if found.attention:
         out.append(f"attention, causal half: forward {found.attention[0] / 1e12:.4g}, backward "
                    f"{found.attention[1] / 1e12:.4g} TFLOP/s")

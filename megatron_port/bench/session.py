@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 
-from megatron_port.bench.calibration import calibrated, described, table, to_toml
+from megatron_port.bench.calibration import calibrated, described, kernel_entries, table, to_toml
 from megatron_port.bench.probe import measure, shapes_of
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import ConfigError
 from megatron_port.plan.case import Machine, machine_problems
+from megatron_port.plan.kernel_table import to_csv
 from megatron_port.preflight.session import device_or_fault
 from megatron_port.runtime import process_group
 from megatron_port.runtime.atomic import write_output
@@ -70,8 +71,10 @@ def calibrate(
             source = f"bench calibrate on {platform.node()}, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}"
             fit = (calibrated if has_hardware else described)(config.cluster, *(
                 (config.hardware, found) if has_hardware else (found,)), source=source)
-            write_output(out, to_toml(fit, found, extends=extends))
-            text = "\n".join([*table(fit, found), f"written: {out}"])
+            entries = out.with_suffix(".csv")
+            write_output(entries, to_csv(kernel_entries(found, source=source)))
+            write_output(out, to_toml(fit, found, extends=extends, table_name=str(entries.absolute())))
+            text = "\n".join([*table(fit, found), f"written: {out}, {entries}"])
         failed = False
     finally:
         if group is not None:

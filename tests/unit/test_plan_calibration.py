@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_port.bench.calibration import calibrated, described, planned_product, ring_fit, table, to_toml
+from megatron_port.bench.calibration import (
+    calibrated,
+    described,
+    held_out_band,
+    kernel_entries,
+    planned_product,
+    ring_fit,
+    table,
+    to_toml,
+)
 from megatron_port.bench.probe import CollectiveTime, Measured, ProductTime, measure, shapes_of
 from megatron_port.bench.sweep import _legal, _settings, _studies
 from megatron_port.cli.main import main
@@ -17,6 +26,7 @@ from megatron_port.config.layout import with_values
 from megatron_port.config.loader import load
 from megatron_port.config.schema import CalibrationConfig, HardwareConfig
 from megatron_port.plan.case import Machine, machine_of
+from megatron_port.plan.kernel_table import to_csv
 from megatron_port.plan.links import Links, span
 from megatron_port.plan.rates import Rates
 from megatron_port.tune.space import make_space
@@ -152,3 +162,20 @@ def test_the_command_refuses(
         assert main(["bench", *arguments]) == 2
         assert words in capsys.readouterr().err
     assert not (tmp_path / "x.toml").exists()
+
+
+def test_a_table_of_measurements_is_planned_with(tmp_path: Path) -> None:
+    """One shape is far slower than the formula: planned as measured, and the band of held-out shapes shows it."""
+    machine = machine_of(load("clusters/frontier").config)
+    found = truth(machine, ranks=8, dtypes=("bf16",))
+    fit = calibrated(machine.cluster, machine.hardware, found, source="here")
+    smooth = held_out_band(fit.machine, found)
+    slow = found.products[-1]
+    found.products[-1] = replace(slow, seconds=4 * slow.seconds)
+    assert held_out_band(fit.machine, found) >= smooth and smooth < 0.05
+    entries, path = tmp_path / "mine.csv", tmp_path / "mine.toml"
+    entries.write_text(to_csv(kernel_entries(found, source="here")))
+    path.write_text(to_toml(fit, found, extends="clusters/frontier", table_name=str(entries)))
+    loaded = machine_of(load(str(path)).config)
+    planned = Rates.of(loaded).product(slow.rows, slow.columns, slow.inner)
+    assert planned == pytest.approx(4 * slow.seconds, rel=0.01)
