@@ -34,7 +34,8 @@ DIST = ROOT / "dist"
 BUILD = """
 import sys
 from setuptools import build_meta
-print("built", build_meta.build_sdist(sys.argv[1]), build_meta.build_wheel(sys.argv[1]))
+out = sys.argv[1]  # setuptools writes over it
+print("built", build_meta.build_sdist(out), build_meta.build_wheel(out))
 """
 LIBRARIES = ("libmp_cpu-v2.so", "libmp_cpu-v3.so", "libmp_cpu-v4.so", "libmp_binding.so", "manifest.json")
 
@@ -66,6 +67,8 @@ def build(commit: str, epoch: int, where: Path, out: Path) -> None:
     log.unlink()
     for path in out.glob("*.tar.gz"):
         plain_archive(path, epoch)
+    if not list(out.glob("*.whl")) or not list(out.glob("*.tar.gz")):
+        sys.exit(f"error: the build left {sorted(p.name for p in out.iterdir())}, which is no wheel and sdist")
 
 
 def plain_archive(path: Path, epoch: int) -> None:
