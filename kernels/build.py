@@ -277,7 +277,10 @@ def _compile(library: Library, source: Path, folder: Path) -> Path:
         for old in [*folder.glob(f"{source.stem}-*.o"), *folder.glob(f"{source.stem}-*.log")]:
             old.unlink()
         temporary = target.with_suffix(f".{os.getpid()}.tmp.o")
-        said = run([*library.compile, "-c", str(source), "-o", str(temporary)], library.environment)
+        # In a release, names of files in messages are not those of the folder that it was built in.
+        folders = [HERE.parent, *(Path(f).parent.parent for f in library.compile if f.endswith("/torch/include"))]
+        plain = [f"-ffile-prefix-map={f}=." for f in folders] if os.environ.get("SOURCE_DATE_EPOCH") else []
+        said = run([*library.compile, *plain, "-c", str(source), "-o", str(temporary)], library.environment)
         target.with_suffix(".log").write_text(said)  # ptxas's registers and spills
         os.replace(temporary, target)
     return target
