@@ -162,7 +162,8 @@ def test_wheel_ships_the_configs(tmp_path: Path) -> None:
     assert built.returncode == 0, built.stderr
     names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
     shipped = {name.removeprefix("megatron_port/_configs/") for name in names if "/_configs/" in name}
-    read = [*(ROOT / "configs").glob("*/*.toml"), *(ROOT / "configs").glob("kernels/*.json")]
+    configs = ROOT / "configs"
+    read = [*configs.glob("*/*.toml"), *configs.glob("kernels/*.json"), *configs.glob("tables/*.csv")]
     assert shipped == {str(path.relative_to(ROOT / "configs")) for path in read}
     families = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron_port").glob("model/families/*/models/*.toml")}
     assert families and families <= set(names)
