@@ -42,8 +42,10 @@ def model_differences(theirs: ModelConfig, mine: ModelConfig, *, any_length: boo
     ``any_length``: under rope the length of a sample is no property of the weights, and ``mine`` may leave out what
     predicts further tokens.
     """
-    there, here = (dict(leaves(without_mup(with_sizes(model)))) for model in (theirs, mine))
+    there, here = dict(leaves(with_sizes(theirs))), dict(leaves(with_sizes(mine)))
     free = FREE | {"seq_length"} if any_length and mine.position_embedding == "rope" else FREE
+    if theirs.output_divisor == mine.output_divisor:  # muP's part of it, or stated in full
+        free |= {"mup_base_size", "logits_divisor"}
     if any_length and mine.mtp_layers == 0:
         free |= {"mtp_layers"}
     return [
