@@ -21,7 +21,7 @@ MORE: dict[str, tuple[dict[str, Any], Topology, dict[str, Any]]] = {
     "one process": (LLAMA, Topology(), {}),
     "zero2-tp2-dp2": (LLAMA, Topology(tp=2, dp=2), {"zero_stage": 2, "sequence_parallel": True}),
     "zero3-tp2-pp2-dp2": (TIED, Topology(tp=2, pp=2, dp=2), {"zero_stage": 3, "reshard": "step"}),
-    "zero0-dp3": (TIED, Topology(dp=3), {"zero_stage": 0}),
+    "zero0-dp2": (TIED, Topology(dp=2), {"zero_stage": 0}),
     "small buckets": (LLAMA, Topology(tp=2, dp=2), {"zero_stage": 1, "reduce_bucket_size": 1000}),
     "interleaved": (TIED, Topology(pp=2, dp=2), {"zero_stage": 1, "virtual_pipeline_size": 2}),
     "zb-v": (LLAMA, Topology(pp=2, tp=2), {
