@@ -7,12 +7,13 @@
 // kLeastRows rows, and there are at most kSlotsEach slots a multiprocessor, so that in half precision this is at most
 // 1.09 times the least (LayerNorm without dsum: 1/2 byte beside 6; with it beside 8: 1.07).
 //
-// Rows of more than kMaxPieces pieces a thread (16,384 columns in half precision, 8,192 in fp32) are read twice (from
-// cache, if a row fits one), and their dweight, dbias read dy and sum once more; unaligned ones too, element by element.
+// Rows of more than kMaxPieces pieces a thread (16,384 columns in half precision, 8,192 in fp32), and unaligned ones, are
+// norm_backward_wide.cu's.
 #include "common.cuh"
 #include "dropout.h"
 #include "mask.cuh"
 #include "norm.h"
+#include "norm_backward.cuh"
 #include "residual_norm.h"
 
 namespace mp {
@@ -20,21 +21,9 @@ namespace {
 
 constexpr int kMaxPieces = 4;
 constexpr int kMaxBranchPieces = 2;  // with the bias and the mask of a branch, whose sums take registers too
-constexpr int kThreads = 512;
-constexpr int kBlocksEach = 16;
+constexpr int kThreads = kNormThreads;
 constexpr int kSlotsEach = 2;
 constexpr int kLeastRows = 32;
-
-struct Backward {
-  int64_t rows;
-  int cols;
-  const void *dy, *dsum, *sum, *weight;
-  const float *mean, *rstd;
-  void* dx;
-  float* partial;  // [slots, 1 to 3, cols]: dweight, dbias, dx_bias
-  int team;        // threads of a team
-  bool has_bias;
-};
 
 // With the branch that was added to the residual stream.
 struct BranchBackward : Backward {
@@ -63,12 +52,6 @@ __device__ inline void sum_teams(float (&value)[N], float* buffer, int team) {
 #pragma unroll
     for (int i = 0; i < N; i++) value[i] += buffer[i * blockDim.x + other];
   }
-}
-
-template <int N>
-__device__ inline void store_sums(float* to, const float (&value)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i += 4) store<4>(to + i, Pack<float, 4>{value[i], value[i + 1], value[i + 2], value[i + 3]});
 }
 
 // A piece of the branch's gradient from that of the sum, rounded; adds it to `total` before it is rounded again.
@@ -197,85 +180,7 @@ __global__ void __launch_bounds__(kThreads) backward_registers(typename Argument
   }
 }
 
-// Any width, N elements at a time; N = 1: and alignment: dx row by row.
-template <typename T, bool RMS, int N>
-__global__ void __launch_bounds__(kThreads) backward_any(Backward a) {
-  __shared__ float scratch[2 * kMaxWarps];
-  const T* weight = static_cast<const T*>(a.weight);
-  const int first = threadIdx.x * N, step = blockDim.x * N;
-  for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
-    const float mean = RMS ? 0.0f : a.mean[row], rstd = a.rstd[row];
-    const T* in = static_cast<const T*>(a.sum) + row * a.cols;
-    const T* dy = static_cast<const T*>(a.dy) + row * a.cols;
-    const T* dsum = a.dsum != nullptr ? static_cast<const T*>(a.dsum) + row * a.cols : nullptr;
-    float total[2] = {0.0f, 0.0f};
-    for (int c = first; c < a.cols; c += step) {
-      const Pack<T, N> x = load<N>(in + c), d = load<N>(dy + c), w = load<N>(weight + c);
-#pragma unroll
-      for (int i = 0; i < N; i++) {
-        const float g = to_float(d.at[i]) * to_float(w.at[i]);
-        total[0] += g * (to_float(x.at[i]) - mean) * rstd;
-        total[1] += g;
-      }
-    }
-    block_reduce(total, scratch, Add(), 0.0f);
-    const float along = total[0] / a.cols, shift = RMS ? 0.0f : total[1] / a.cols;
-    for (int c = first; c < a.cols; c += step) {
-      const Pack<T, N> x = load<N>(in + c), d = load<N>(dy + c), w = load<N>(weight + c);
-      Pack<T, N> more = {};
-      if (dsum != nullptr) more = load<N>(dsum + c);
-      float dx[N];
-#pragma unroll
-      for (int i = 0; i < N; i++) {
-        const float n = (to_float(x.at[i]) - mean) * rstd, g = to_float(d.at[i]) * to_float(w.at[i]);
-        dx[i] = rstd * (g - shift - n * along) + to_float(more.at[i]);
-      }
-      store<N>(static_cast<T*>(a.dx) + row * a.cols + c, to_pack<T>(dx));
-    }
-  }
-}
-
-// Any width: the partial sums of dweight and dbias; a thread N columns, a block a band of rows. Reads run along rows.
-template <typename T, bool RMS, int N>
-__global__ void __launch_bounds__(kThreads) backward_any_columns(Backward a, int64_t band, int strips) {
-  const int64_t slot = blockIdx.x / strips;
-  const int c = ((blockIdx.x % strips) * blockDim.x + threadIdx.x) * N;
-  if (c >= a.cols) return;
-  const int64_t end = (slot + 1) * band < a.rows ? (slot + 1) * band : a.rows;
-  float dweight[N] = {}, dbias[N] = {};
-#pragma unroll 2
-  for (int64_t row = slot * band; row < end; row++) {
-    const Pack<T, N> dy = load<N>(static_cast<const T*>(a.dy) + row * a.cols + c);
-    const Pack<T, N> in = load<N>(static_cast<const T*>(a.sum) + row * a.cols + c);
-    const float mean = RMS ? 0.0f : a.mean[row], rstd = a.rstd[row];
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-      dweight[i] += to_float(dy.at[i]) * (to_float(in.at[i]) - mean) * rstd;
-      dbias[i] += to_float(dy.at[i]);
-    }
-  }
-  float* partial = a.partial + slot * (a.has_bias ? 2 : 1) * a.cols + c;
-#pragma unroll
-  for (int i = 0; i < N; i++) {
-    partial[i] = dweight[i];
-    if (a.has_bias) partial[a.cols + i] = dbias[i];
-  }
-}
-
 int64_t slots_of(int64_t rows) { return persistent_blocks(rows / kLeastRows, kSlotsEach); }
-
-// dx, and the partial sums in this many slots, for rows that do not stay in registers.
-template <typename T, bool RMS, int N>
-int32_t backward_wide(void* stream, const Backward& a, int64_t slots) {
-  const unsigned threads = block_threads((a.cols + N - 1) / N, kThreads);
-  const int strips = static_cast<int>((a.cols / N + threads - 1) / threads);
-  const int32_t code =
-      launch(backward_any<T, RMS, N>, persistent_blocks(a.rows, kBlocksEach), threads, stream, a);
-  if (code != MP_OK) return code;
-  return launch(
-      backward_any_columns<T, RMS, N>, static_cast<unsigned>(slots * strips), threads, stream, a,
-      (a.rows + slots - 1) / slots, strips);
-}
 
 template <typename T>
 bool fits(const Backward& a, const void* dx_branch = nullptr) {
@@ -306,8 +211,7 @@ int32_t backward(void* stream, typename ArgumentsOf<BRANCH>::type a, void* dweig
     switch (pieces) {
       case 3: code = launch(backward_registers<T, RMS, 3, false>, blocks, a.team, stream, a); break;
       case 4: code = launch(backward_registers<T, RMS, 4, false>, blocks, a.team, stream, a); break;
-      default:
-        code = fits<T>(a) ? backward_wide<T, RMS, N>(stream, a, slots) : backward_wide<T, RMS, 1>(stream, a, slots);
+      default: code = norm_backward_wide<T, RMS>(stream, a, slots, fits<T>(a));
     }
   }
   if (code != MP_OK) return code;

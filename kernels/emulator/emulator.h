@@ -41,6 +41,14 @@ inline void check_aligned(const void* pointer, size_t bytes) {
   if (reinterpret_cast<uintptr_t>(pointer) % bytes) stop("misaligned vector access");
 }
 
+constexpr int kSharedBytes = 232448;  // of sm_90
+
+// One block at a time: all of its dynamic shared memory, with what the last block left.
+inline float* dynamic_shared() {
+  alignas(16) static float memory[kSharedBytes / sizeof(float)];
+  return memory;
+}
+
 struct Barrier {
   int arrived = 0;
   int generation = 0;

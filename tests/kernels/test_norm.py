@@ -13,9 +13,11 @@ from reference import DTYPES, compare, random_shapes
 from megatron_port.backend.ops import norm
 
 EPS = 1e-5
-# 4104, 9000: more than one 16-byte piece a thread in half precision, and wider than the registers hold in fp32; 25600:
-# wider than they hold backward in half precision too. More rows than 64: several slots of partial sums.
-SHAPES = [*random_shapes(1, 20, wide=(4104, 9000, 2051)), (2, 25600), (197, 40), (130, 65), (97, 520)]
+# 4104, 9000: more than one 16-byte piece a thread in half precision, and sums in shared memory backward in fp32; 16392,
+# 25600: that in half precision too, and in fp32 wider than even so; 30000: wider in every dtype. More rows than 64:
+# several slots of partial sums.
+SHAPES = [*random_shapes(1, 20, wide=(4104, 9000, 2051)), (3, 25600), (2, 30000), (65, 16392), (197, 40), (130, 65),
+          (97, 520)]
 
 
 def _inputs(rows: int, cols: int, count: int) -> list[torch.Tensor]:

@@ -1,0 +1,61 @@
+// Dynamic shared memory, for kernels that take more of it than a declaration may.
+#pragma once
+
+#include "common.cuh"
+
+// AMD's matrix GPUs: a lane may use 256 registers in a block of 512 threads, where NVIDIA's have 128.
+#if (defined(__HIP_PLATFORM_AMD__) || defined(MP_EMULATOR)) && MP_WARP == 64
+#define MP_REGISTERS_256
+#endif
+
+namespace mp {
+
+// A block's dynamic shared memory, 16-byte aligned.
+__device__ inline float* dynamic_shared() {
+#ifdef MP_EMULATOR
+  return emulator::dynamic_shared();
+#else
+  extern __shared__ float4 mp_dynamic_shared[];
+  return reinterpret_cast<float*>(mp_dynamic_shared);
+#endif
+}
+
+// Bytes that a block may have, those that its kernel declares included.
+inline int64_t shared_limit() {
+#ifdef MP_EMULATOR
+  return emulator::kSharedBytes;
+#elif defined(__HIP_PLATFORM_AMD__)
+  return 65536;
+#else
+  static int known[64] = {};
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device < 0 || device >= 64) return 49152;
+  if (known[device] == 0) cudaDeviceGetAttribute(&known[device], cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  return known[device];
+#endif
+}
+
+// launch() with so many bytes of it.
+template <typename... P>
+inline int32_t launch_shared(
+    void (*kernel)(P...), unsigned blocks, unsigned threads, int64_t bytes, void* stream,
+    typename Same<P>::type... args) {
+#ifdef MP_EMULATOR
+  if (bytes > emulator::kSharedBytes) emulator::stop("more shared memory than a block may have");
+  return emulator::launch<P...>(kernel, blocks, threads, stream, args...);
+#else
+  const void* function = reinterpret_cast<const void*>(kernel);
+#if !defined(__HIP_PLATFORM_AMD__)
+  if (bytes > 49152) {  // beyond that a kernel has to be told
+    const auto told =
+        cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+    if (told != cudaSuccess) return static_cast<int32_t>(told);
+  }
+#endif
+  void* list[] = {const_cast<void*>(static_cast<const void*>(&args))...};
+  return static_cast<int32_t>(cudaLaunchKernel(
+      function, dim3(blocks), dim3(threads), list, static_cast<size_t>(bytes), static_cast<cudaStream_t>(stream)));
+#endif
+}
+
+}  // namespace mp
