@@ -49,7 +49,6 @@ from megatron_port.optim.step_values import StepNumbers, StepValues
 from megatron_port.optim.unit_gather import WeightSharding
 from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.linear import WgradAccumulator
 from megatron_port.parallel.linear_kernels import QuantizedWeightCache
 from megatron_port.parallel.mesh import REPLICAS, SHARDED
 from megatron_port.parallel.random import DropoutStream
@@ -99,7 +98,7 @@ class NativeEngine:
             sharding=self._weight_sharding(), offload=config.offload,
         )
         self.gradients = gradients = GradientSink(self.sharded, together=optimizer_provider == "own")
-        self.wgrad_accumulator = WgradAccumulator(gradients.added, gradients.total)
+        self.wgrad_accumulator = gradients.accumulator()
         self.quantized_weight_cache = QuantizedWeightCache()
         for _, p in self.parameters:
             p.wgrad_accumulator = self.wgrad_accumulator  # type: ignore[attr-defined]  # see parallel.linear

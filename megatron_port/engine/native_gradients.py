@@ -8,7 +8,10 @@ from collections.abc import Callable
 import torch
 
 from megatron_port.backend.ops.optimizer import add_gradients_
+from megatron_port.backend.ops.table_rows import add_rows_
+from megatron_port.backend.table_rows import torch_add_rows
 from megatron_port.optim.sharded import ShardedParameters
+from megatron_port.parallel.linear import WgradAccumulator
 
 _LARGEST_DEFERRED = 1 << 16
 """Elements of a gradient that may wait for others: of biases and norms; the memory of a table's is to be freed."""
@@ -19,9 +22,9 @@ class GradientSink:
     through them is collected late, and so are the process groups and their threads.
 
     Args:
-        together: small gradients wait and are added to their sums by one own kernel, as soon as one arrives that is
-            reduced with others, and at the end of the pass; else each is added by itself. The sums are the same to the
-            bit.
+        together: gradients are added by own kernels, small ones together: they wait until one arrives that is reduced
+            with others, and for the end of the pass. Else each is added by itself; the sums of small ones are the same
+            to the bit.
     """
 
     def __init__(self, sharded: ShardedParameters, *, together: bool) -> None:
@@ -34,9 +37,19 @@ class GradientSink:
         assert sharded is not None, "a backward pass after its engine's end"
         return sharded
 
+    def accumulator(self) -> WgradAccumulator:
+        """Return what adds the gradients of matrices and tables, which autograd does not see, to their sums."""
+        return WgradAccumulator(
+            self.added, self.total, self.unwritten, add_rows_ if self._together else torch_add_rows
+        )
+
     def total(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the sum to add a gradient to; see ``ShardedParameters.gradient_of``."""
         return self._sharded().gradient_of(parameter)
+
+    def unwritten(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the sum to write a first gradient over; see ``ShardedParameters.unwritten_gradient_of``."""
+        return self._sharded().unwritten_gradient_of(parameter)
 
     def added(self, parameter: torch.Tensor) -> None:
         """Note that a gradient has been added to its sum."""
@@ -65,7 +78,11 @@ class GradientSink:
 
     def _add(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:  # else parallel.linear adds it itself
-            self.total(parameter).add_(parameter.grad)
+            first = self.unwritten(parameter)
+            if first is None:
+                self.total(parameter).add_(parameter.grad)
+            else:
+                first.copy_(parameter.grad)
             parameter.grad = None
             self.added(parameter)
 

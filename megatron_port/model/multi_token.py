@@ -45,9 +45,7 @@ class Prediction(nn.Module):
         self.projection = Down(name, spec.projection, build)
         self.layer = TransformerLayer(build.model.num_layers + index, spec.layer, build, name=f"{name}.layer")
         self.norm = Norm(name, spec.norm, build)
-        self.word = VocabParallelEmbedding(
-            table, ctx=build.ctx, sequence_parallel=build.sequence_parallel, apart=True
-        )
+        self.word = VocabParallelEmbedding(table, ctx=build.ctx, sequence_parallel=build.sequence_parallel)
         self.multiplier = embedding_factor(build)
         # What the pass reads of the head is to be gathered for this module too.
         self.shared = nn.ParameterList([head.weight] if head.bias is None else [head.weight, head.bias])

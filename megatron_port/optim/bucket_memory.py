@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_port.optim.buckets import BucketPlan
+from megatron_port.optim.buckets import BucketEntry, BucketPlan
 from megatron_port.optim.offload import Offload
 from megatron_port.optim.rules import StateKind
 from megatron_port.optim.state_layout import StateLayout
@@ -17,6 +17,8 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.record import ParameterRecord
 
 Recorded = tuple[ParameterRecord, nn.Parameter]
+UNCLEARED = 1 << 8
+"""Elements from which the sum of a matrix's gradient is not cleared: its first gradient is written over it."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,12 @@ class ReducedState:
     """In the shape of this rank's slice (``kind.place(record).local_shape``): padding is left out."""
 
 
+def clear(views: list[torch.Tensor]) -> None:
+    """Make tensors of one device zero, in few launches."""
+    if views:
+        torch._foreach_zero_(views)
+
+
 class Bucket:
     """Memory of one bucket and the collectives in flight on it.
 
@@ -56,6 +64,8 @@ class Bucket:
     ``gradients``: of all its parameters; ``sums``: this rank's part. With ``lasting`` the one is part of the other;
     else there are gradients only while they are in a buffer, ``grad_buffer`` or, where that is None, one of the pool's:
     those of tables and of what several units share have their own.
+
+    ``unwritten``: parameters whose gradients hold nothing yet, by index: neither a sum nor zeros.
     """
 
     def __init__(
@@ -117,3 +127,40 @@ class Bucket:
         self.reducing: dist.Work | None = None
         self.narrow: torch.Tensor | None = None
         self.gathering: dist.Work | None = None
+        self.summed = False
+        """Whether ``sums``, where they are memory of their own, hold what has been reduced in this step."""
+        self.unwritten: dict[int, BucketEntry] = {}
+        self._large = [s for s in plan.slots if s.numel >= UNCLEARED and parameters[s.index][1].dim() > 1]
+
+    def begin(self) -> list[torch.Tensor]:
+        """Begin a step's sums; return as :meth:`forget` does."""
+        self.summed = False
+        return [] if self.gradients is None else self.forget()
+
+    def forget(self) -> list[torch.Tensor]:
+        """Make ``gradients`` those of a new step. Return the views of them that the caller has to clear: all but the
+        large ones, which are ``unwritten``."""
+        assert self.gradients is not None
+        self.unwritten = {slot.index: slot for slot in self._large}
+        ends = [0, *(at for slot in self._large for at in (slot.start, slot.start + slot.numel)), self.plan.numel]
+        return [self.gradients[a:b] for a, b in zip(ends[::2], ends[1::2]) if a < b]
+
+    def close(self) -> None:
+        """Clear what nothing has been written to: gradients are complete."""
+        for slot in self.unwritten.values():
+            assert self.gradients is not None
+            self.gradients[slot.start : slot.start + slot.numel].zero_()
+        self.unwritten = {}
+
+    def add_reduced(self, reduced: torch.Tensor) -> None:
+        """Add this rank's part of reduced gradients to sums that are memory of their own; a step's first is copied."""
+        if self.summed:
+            self.sums.add_(reduced)
+        else:
+            self.sums.copy_(reduced)
+        self.summed = True
+
+    def end(self) -> None:
+        """End a step's sums: those that nothing was added to are zero."""
+        if not (self.lasting or self.summed):
+            self.sums.zero_()

@@ -20,14 +20,14 @@ class GradBufferPool:
         """Buffers that exist."""
 
     def acquire(self, numel: int, free: Callable[[], bool]) -> torch.Tensor:
-        """Return a buffer of ``numel`` zeros. With ``USUAL`` buffers lent out, ``free()`` is called until one has been
-        released; if it returns false, one more is allocated."""
+        """Return a buffer of ``numel`` elements, whatever they hold. With ``USUAL`` buffers lent out, ``free()`` is
+        called until one has been released; if it returns false, one more is allocated."""
         while not self._free and self.made >= USUAL and free():
             pass
         if not self._free:
             self._free.append(torch.empty(self.size, dtype=self.dtype, device=self.device))
             self.made += 1
-        return self._free.pop()[:numel].zero_()
+        return self._free.pop()[:numel]
 
     def release(self, buffer: torch.Tensor) -> None:
         """Return a buffer of :meth:`acquire` to the pool."""

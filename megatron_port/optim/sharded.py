@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_port.config.offload import OffloadConfig
-from megatron_port.optim.bucket_memory import Bucket, Recorded, ReducedState, StateShard
+from megatron_port.optim.bucket_memory import Bucket, Recorded, ReducedState, StateShard, clear
 from megatron_port.optim.buckets import BucketPlan, ShardRange, plan_buckets, shard_ranges
 from megatron_port.optim.grad_buffer_pool import GradBufferPool
 from megatron_port.optim.grad_ready import GradReadyTracker
@@ -110,6 +110,7 @@ class ShardedParameters:
         if self.unit_gather is not None:
             self.unit_gather.attach(self.buckets)
         self._slot_of = {slot.index: (b, slot) for b, plan in enumerate(plans) for slot in plan.slots}
+        self._bucket_of = {index: self.buckets[number] for index, (number, _) in self._slot_of.items()}
         self._lasting = {
             id(p): flat[slot.start : slot.start + slot.numel].view(p.shape)
             for bucket in self.buckets if (flat := bucket.gradients) is not None
@@ -206,20 +207,33 @@ class ShardedParameters:
         self._hold = not early
         for bucket in self.trained:
             access(COMPUTE, "sums are cleared", writes=[bucket.sums])
-            bucket.sums.zero_()
-            if bucket.gradients is not None:
-                bucket.gradients.zero_()
+        clear([view for bucket in self.trained for view in bucket.begin()])
         passes = 1 if self.shard_gradients and early else micro_batches
         for part in self._rounds.values():
             part.begin(passes, early=early and self.replicas is not None)
 
     def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the view to add a gradient to, in the parameter's shape; call :meth:`added` when it has been added."""
+        gradient, holds_nothing = self._gradient_of(parameter)
+        return gradient.zero_() if holds_nothing else gradient
+
+    def unwritten_gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return :meth:`gradient_of` to write over, where this step has added nothing to it; None: where it has."""
+        bucket = self._bucket_of[index := self._index[id(parameter)]]
+        # Where a bucket has no memory for its gradients, the first of them gives it one.
+        if index not in bucket.unwritten and bucket.gradients is not None and bucket.reducing is None:
+            return None
+        gradient, holds_nothing = self._gradient_of(parameter)
+        return gradient if holds_nothing else None
+
+    def _gradient_of(self, parameter: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """Return a parameter's gradient and whether it held nothing. From now on it does."""
         gradient = self._lasting.get(id(parameter))
         if gradient is None:
             gradient = self._buffered_gradient(parameter)
         access(COMPUTE, "a gradient is added", writes=[gradient])
-        return gradient
+        index = self._index[id(parameter)]
+        return gradient, self._bucket_of[index].unwritten.pop(index, None) is not None
 
     def _buffered_gradient(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return :meth:`gradient_of` where gradients are in a buffer while there are any: this gives them one."""
@@ -229,11 +243,12 @@ class ShardedParameters:
             self._settle()
         if bucket.gradients is None:
             if bucket.grad_buffer is not None:
-                bucket.gradients = bucket.grad_buffer.zero_()
+                bucket.gradients = bucket.grad_buffer
             else:
                 assert self.grad_buffer_pool is not None
                 bucket.gradients = self.grad_buffer_pool.acquire(bucket.plan.numel, self._free_grad_buffer)
                 self._open.append(bucket)
+            clear(bucket.forget())
         return bucket.gradients[slot.start : slot.start + slot.numel].view(parameter.shape)
 
     def reduced_with(self, parameter: torch.Tensor) -> int:
@@ -277,6 +292,7 @@ class ShardedParameters:
     @torch.no_grad()
     def _start(self, bucket: Bucket) -> None:
         group = bucket.group
+        bucket.close()
         if group is None or bucket.gradients is None or bucket.reducing is not None:
             return
         if bucket in self._open:
@@ -304,7 +320,7 @@ class ShardedParameters:
         reduced = bucket.gradients[bucket.own] if bucket.narrow is None else bucket.narrow[bucket.own]
         if not bucket.lasting:
             assert self.grad_buffer_pool is not None
-            bucket.sums.add_(reduced)
+            bucket.add_reduced(reduced)
             if bucket.grad_buffer is None:
                 self.grad_buffer_pool.release(bucket.gradients)
             bucket.gradients = None
@@ -334,6 +350,7 @@ class ShardedParameters:
         ctx = self.ctx
         partial: dict[Factors, list[torch.Tensor]] = {}
         for bucket in self.trained:
+            bucket.end()
             copies = ctx.along(bucket.plan.copies)
             if copies is not None:
                 dist.all_reduce(bucket.sums, group=copies)

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron_port.backend.direct import FirstOrderFunction, first_order
+from megatron_port.backend.table_rows import torch_add_rows
 from megatron_port.parallel.collectives import reduce_from_tp, reduce_scatter_sequence
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.linear import WgradAccumulator
 from megatron_port.parallel.record import InitSpec, Shard, attach, make_record
 
 
@@ -42,24 +44,29 @@ def vocab_parameter(
 
 
 class _Rows(FirstOrderFunction):
-    """Rows of a table [vocab, hidden], whose gradient goes to its ``wgrad_accumulator`` (``parallel.linear``)."""
+    """Rows of a table [vocab, hidden], whose gradient goes to its ``wgrad_accumulator`` (``parallel.linear``): into the
+    engine's sum at once, without a gradient of the whole table in the compute dtype. A table without one gets that
+    gradient, whose rows are rounded once: torch's own on a CPU rounds after each token. So does one ``by_autograd``.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor, by_autograd: bool) -> torch.Tensor:
         ctx.save_for_backward(tokens)
-        ctx.weight = weight
+        ctx.weight, ctx.by_autograd = weight, by_autograd
         return F.embedding(tokens, weight)
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
         (tokens,) = ctx.saved_tensors
-        ctx.weight.wgrad_accumulator.add(ctx.weight, _add_rows, tokens.flatten(), grad.flatten(0, -2))
-        return None, None
-
-
-def _add_rows(total: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor) -> None:
-    total.index_add_(0, tokens, rows.to(total.dtype))
+        weight, rows = ctx.weight, grad.flatten(0, -2)
+        accumulator: WgradAccumulator | None = getattr(weight, "wgrad_accumulator", None)
+        if accumulator is not None and not ctx.by_autograd:
+            accumulator.add(weight, accumulator.add_rows, tokens.flatten(), rows)
+            return None, None, None
+        total = torch.zeros(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
+        torch_add_rows(total, tokens.flatten(), rows)
+        return None, total.to(weight.dtype), None
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -68,22 +75,22 @@ class VocabParallelEmbedding(nn.Module):
     Each rank looks up the tokens in its slice of the vocabulary and
     contributes zeros for the others; the sum over ranks is the embedding.
 
-    ``apart``: a further use of a table. Its gradient is added to the engine's sum by itself: autograd would add those
-    of several uses in the compute dtype, which differs with the stages that they are on.
+    Where an engine has sums of gradients, that of each use of a table is added by itself: autograd would add those of
+    several uses in the compute dtype, which differs with the stages that they are on. ``by_autograd``: it does.
     """
 
-    def __init__(
-        self, weight: nn.Parameter, *, ctx: ParallelContext, sequence_parallel: bool, apart: bool = False
-    ) -> None:
+    def __init__(self, weight: nn.Parameter, *, ctx: ParallelContext, sequence_parallel: bool) -> None:
         super().__init__()
         self.weight, self.group, self.sequence_parallel = weight, ctx.over("tp"), sequence_parallel
-        self.apart = apart
+        self.by_autograd = False
 
     def _rows(self, tokens: torch.Tensor) -> torch.Tensor:
-        if self.apart and self.weight.requires_grad and hasattr(self.weight, "wgrad_accumulator"):
-            rows: torch.Tensor = _Rows.apply(tokens, self.weight)
+        w = self.weight
+        rounds = w.device.type == "cpu" and w.dtype in (torch.bfloat16, torch.float16)
+        if torch.is_grad_enabled() and w.requires_grad and (rounds or hasattr(w, "wgrad_accumulator")):
+            rows: torch.Tensor = _Rows.apply(tokens, w, self.by_autograd)
             return rows
-        return F.embedding(tokens, self.weight)
+        return F.embedding(tokens, w)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         group = self.group

@@ -238,13 +238,17 @@ def _grouped(rows: torch.Tensor, matrices: torch.Tensor, counts: Sequence[int], 
 
 
 def _add_grouped(
-    main_grad: torch.Tensor, grad: torch.Tensor, rows: torch.Tensor, counts: Sequence[int], experts: int
+    main_grad: torch.Tensor, grad: torch.Tensor, rows: torch.Tensor, counts: Sequence[int], experts: int, *,
+    first: bool = False,
 ) -> None:
-    """Add each expert's gradient, gradᵀ rows of its rows, to its part of ``main_grad`` [E * out, in]."""
+    """Add each expert's gradient, gradᵀ rows of its rows, to its part of ``main_grad`` [E * out, in]; ``first``: write
+    them over it."""
     sums = main_grad.view(experts, -1, main_grad.shape[1])
     for total, g, x, count in zip(sums, _runs(grad, counts), _runs(rows, counts), counts):
         if count:
-            add_product(total, g, x)
+            add_product(total, g, x, first=first)
+        elif first:
+            total.zero_()
 
 
 def _add_rows(main_grad: torch.Tensor, grad: torch.Tensor, counts: Sequence[int], experts: int) -> None:
@@ -254,14 +258,16 @@ def _add_rows(main_grad: torch.Tensor, grad: torch.Tensor, counts: Sequence[int]
             total.add_(part.sum(0, dtype=total.dtype))
 
 
-def _gradient(parameter: torch.Tensor, add_to: Callable[..., None], *operands: Any) -> torch.Tensor | None:
+def _gradient(
+    parameter: torch.Tensor, add_to: Callable[..., None], *operands: Any, overwrites: bool = False
+) -> torch.Tensor | None:
     """Let ``add_to`` add a gradient to the parameter's sum; return it where it has none."""
     accumulator: WgradAccumulator | None = getattr(parameter, "wgrad_accumulator", None)
     if accumulator is None:
         out = torch.zeros_like(parameter)
         add_to(out.flatten(0, -2), *operands)
         return out
-    accumulator.add(parameter, add_to, *operands)
+    accumulator.add(parameter, add_to, *operands, overwrites=overwrites)
     return None
 
 
@@ -286,7 +292,9 @@ class _GroupedLinear(FirstOrderFunction):
         grad, counts, needs = grad.contiguous(), ctx.counts, ctx.needs_input_grad
         dx = _grouped(grad, weight.flatten(1, -2), counts, ends) if needs[0] else None
         experts = weight.shape[0]
-        dw = None if rows is None else _gradient(ctx.weight, _add_grouped, grad, rows.detach(), counts, experts)
+        dw = None if rows is None else _gradient(
+            ctx.weight, _add_grouped, grad, rows.detach(), counts, experts, overwrites=True
+        )
         db = _gradient(ctx.bias, _add_rows, grad, counts, experts) if needs[2] else None
         return dx, dw, db, None
 

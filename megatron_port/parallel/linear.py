@@ -23,6 +23,7 @@ from torch import nn
 
 from megatron_port.backend.cpu_upcast import widens
 from megatron_port.backend.direct import FirstOrderFunction, first_order
+from megatron_port.backend.table_rows import torch_add_rows
 from megatron_port.parallel.adapter import Adapter
 from megatron_port.parallel.collectives import (
     Group,
@@ -45,15 +46,20 @@ class WgradAccumulator:
     """Adds weight gradients to an engine's sums, at once or deferred; weights carry it as ``wgrad_accumulator``.
 
     ``main_grad_of(weight)`` returns the sum to add to, contiguous, of the weight's shape, in float32 or wider, when the
-    product runs. ``on_added(weight)`` is called after each product added to it. While ``deferred`` is a list, products
-    are appended to it and computed later by :meth:`flush`: the weight part of a backward pass split in two
-    (zero-bubble pipelines, Qi et al., arXiv 2401.10241).
+    product runs. ``unwritten_of(weight)`` returns the same while it holds nothing: the first product of a step is then
+    written over it, and nobody has to clear it. ``on_added(weight)`` is called after each product added to it. While
+    ``deferred`` is a list, products are appended to it and computed later by :meth:`flush`: the weight part of a
+    backward pass split in two (zero-bubble pipelines, Qi et al., arXiv 2401.10241). ``add_rows(main_grad, tokens,
+    rows)`` adds the gradients of looked-up rows to a table's sum.
     """
 
     def __init__(
-        self, on_added: Callable[[torch.Tensor], None], main_grad_of: Callable[[torch.Tensor], torch.Tensor]
+        self, on_added: Callable[[torch.Tensor], None], main_grad_of: Callable[[torch.Tensor], torch.Tensor],
+        unwritten_of: Callable[[torch.Tensor], torch.Tensor | None] = lambda weight: None,
+        add_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = torch_add_rows,
     ) -> None:
-        self.on_added, self.main_grad_of = on_added, main_grad_of
+        self.on_added, self.main_grad_of, self.unwritten_of = on_added, main_grad_of, unwritten_of
+        self.add_rows = add_rows
         self.deferred: list[Callable[[], None]] | None = None
         self.computed = 0
         """Products computed so far."""
@@ -62,15 +68,24 @@ class WgradAccumulator:
         self._filling: list[Callable[[], None]] = []
         self._exchanges = 0
 
-    def add(self, weight: torch.Tensor, add_to: Callable[..., None], *operands: Any) -> None:
-        """Call ``add_to(main_grad, *operands)``, now or deferred, with the weight's sum as [out, in]."""
-        if self.deferred is None:
-            self._compute(weight, add_to, *operands)
-        else:
-            self.deferred.append(partial(self._compute, weight, add_to, *operands))
+    def add(
+        self, weight: torch.Tensor, add_to: Callable[..., None], *operands: Any, overwrites: bool = False
+    ) -> None:
+        """Call ``add_to(main_grad, *operands)``, now or deferred, with the weight's sum as [out, in].
 
-    def _compute(self, weight: torch.Tensor, add_to: Callable[..., None], *operands: Any) -> None:
-        add_to(_as_2d(self.main_grad_of(weight)), *operands)
+        ``overwrites``: it takes ``first=True`` too, and then writes over whatever the sum holds.
+        """
+        if self.deferred is None:
+            self._compute(weight, add_to, overwrites, *operands)
+        else:
+            self.deferred.append(partial(self._compute, weight, add_to, overwrites, *operands))
+
+    def _compute(self, weight: torch.Tensor, add_to: Callable[..., None], overwrites: bool, *operands: Any) -> None:
+        unwritten = self.unwritten_of(weight) if overwrites else None
+        if unwritten is None:
+            add_to(_as_2d(self.main_grad_of(weight)), *operands)
+        else:
+            add_to(_as_2d(unwritten), *operands, first=True)
         self.computed += 1
         self.on_added(weight)
 
@@ -178,7 +193,7 @@ def _wgrad(
     accumulator: WgradAccumulator | None = getattr(weight, "wgrad_accumulator", None)
     if accumulator is None:
         return kernels.wgrad(grad_output_2d, x, saved_input_scale).view(weight.shape)
-    accumulator.add(weight, kernels.wgrad_accumulate, grad_output_2d, x, saved_input_scale)
+    accumulator.add(weight, kernels.wgrad_accumulate, grad_output_2d, x, saved_input_scale, overwrites=True)
     return None
 
 

@@ -24,17 +24,38 @@ from megatron_port.backend.fp8 import Fp8, Quantised
 from megatron_port.parallel.compat import widening_addmm
 
 
-def add_product(main_grad: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add aᵀ b to ``main_grad`` [n, m], in its dtype; a [k, n] and b [k, m] have the same or a narrower dtype."""
-    if a.dtype == main_grad.dtype:
-        main_grad.addmm_(a.t(), b)
-    elif main_grad.dtype == torch.float32 and widening_addmm(a.device, a.dtype):
-        addmm: Any = torch.addmm
-        addmm(main_grad, a.t(), b, out_dtype=torch.float32, out=main_grad)
-    elif a.device.type == "cpu":  # no product to round, and none to add in a pass of its own
-        main_grad.addmm_(a.t().to(main_grad.dtype), b.to(main_grad.dtype))
+def add_product(main_grad: Tensor, a: Tensor, b: Tensor, *, first: bool = False) -> None:
+    """Add aᵀ b to ``main_grad`` [n, m], in its dtype; a [k, n] and b [k, m] have the same or a narrower dtype.
+
+    ``first``: write it over what ``main_grad`` holds, which is not read.
+    """
+    if main_grad.dtype == torch.float32 != a.dtype and widening_addmm(a.device, a.dtype):
+        mm, addmm = _WIDENING
+        if first:
+            mm(a.t(), b, out_dtype=torch.float32, out=main_grad)
+        else:
+            addmm(main_grad, a.t(), b, out_dtype=torch.float32, out=main_grad)
+        return
+    if a.dtype != main_grad.dtype and a.device.type != "cpu":
+        _add(main_grad, a.t().mm(b), first)
+        return
+    # On a CPU in the sum's dtype: no product to round, and none to add in a pass of its own.
+    left, right = a.t().to(main_grad.dtype), b.to(main_grad.dtype)
+    if first:
+        torch.mm(left, right, out=main_grad)
     else:
-        main_grad.add_(a.t().mm(b))
+        main_grad.addmm_(left, right)
+
+
+_WIDENING: tuple[Any, Any] = (torch.mm, torch.addmm)
+"""Both also take ``out_dtype``, which their types do not know."""
+
+
+def _add(main_grad: Tensor, product: Tensor, first: bool) -> None:
+    if first:
+        main_grad.copy_(product)
+    else:
+        main_grad.add_(product)
 
 
 class QuantizedWeightCache:
@@ -98,9 +119,13 @@ class LinearKernels(Protocol):
         """Gradient of the weight, dW = dyᵀ x [out, in], in the dtype of x [tokens, in]."""
 
     def wgrad_accumulate(
-        self, main_grad: Tensor, grad_output_2d: Any, x: Tensor, saved_input_scale: Tensor | None
+        self, main_grad: Tensor, grad_output_2d: Any, x: Tensor, saved_input_scale: Tensor | None, *,
+        first: bool = False,
     ) -> None:
-        """Add the gradient of the weight to ``main_grad`` [out, in] (float32 or wider) without rounding it first."""
+        """Add the gradient of the weight to ``main_grad`` [out, in] (float32 or wider) without rounding it first.
+
+        ``first``: ``main_grad`` holds nothing, and the gradient is written over it.
+        """
 
 
 class WideLinearKernels:
@@ -123,9 +148,10 @@ class WideLinearKernels:
         return (grad_output_2d.t() @ x.to(grad_output_2d.dtype)).to(x.dtype)
 
     def wgrad_accumulate(
-        self, main_grad: Tensor, grad_output_2d: Tensor, x: Tensor, saved_input_scale: Tensor | None
+        self, main_grad: Tensor, grad_output_2d: Tensor, x: Tensor, saved_input_scale: Tensor | None, *,
+        first: bool = False,
     ) -> None:
-        add_product(main_grad, grad_output_2d, x.to(grad_output_2d.dtype))
+        add_product(main_grad, grad_output_2d, x.to(grad_output_2d.dtype), first=first)
 
 
 WIDE = WideLinearKernels()
@@ -149,9 +175,10 @@ class PlainLinearKernels:
         return cpu_upcast.product(grad_output_2d.t(), x)
 
     def wgrad_accumulate(
-        self, main_grad: Tensor, grad_output_2d: Tensor, x: Tensor, saved_input_scale: Tensor | None
+        self, main_grad: Tensor, grad_output_2d: Tensor, x: Tensor, saved_input_scale: Tensor | None, *,
+        first: bool = False,
     ) -> None:
-        add_product(main_grad, grad_output_2d, x)
+        add_product(main_grad, grad_output_2d, x, first=first)
 
 
 PLAIN = PlainLinearKernels()
@@ -199,9 +226,10 @@ class TensorwiseLinearKernels:
         return self._wgrad(grad_output_2d, x, saved_input_scale, x.dtype)
 
     def wgrad_accumulate(
-        self, main_grad: Tensor, grad_output_2d: Quantised, x: Tensor, saved_input_scale: Tensor | None
+        self, main_grad: Tensor, grad_output_2d: Quantised, x: Tensor, saved_input_scale: Tensor | None, *,
+        first: bool = False,
     ) -> None:
-        main_grad.add_(self._wgrad(grad_output_2d, x, saved_input_scale, torch.float32))
+        _add(main_grad, self._wgrad(grad_output_2d, x, saved_input_scale, torch.float32), first)
 
 
 @dataclass(frozen=True)
@@ -231,9 +259,10 @@ class RowwiseLinearKernels:
         return cpu_upcast.product(grad_output_2d.t(), x)
 
     def wgrad_accumulate(
-        self, main_grad: Tensor, grad_output_2d: Tensor, x: Tensor, saved_input_scale: Tensor | None
+        self, main_grad: Tensor, grad_output_2d: Tensor, x: Tensor, saved_input_scale: Tensor | None, *,
+        first: bool = False,
     ) -> None:
-        add_product(main_grad, grad_output_2d, x)
+        add_product(main_grad, grad_output_2d, x, first=first)
 
 
 def make_linear_kernels(fp8: Fp8 | None) -> LinearKernels:

@@ -29,7 +29,7 @@ from megatron_port.model.attention import SelfAttention, rank_rows
 from megatron_port.model.layers import Embedding, Head, TransformerLayer
 from megatron_port.model.norm import Norm, ProjectionNorm
 from megatron_port.model.residual import ResidualStream
-from megatron_port.parallel.embedding import padded_vocab_size
+from megatron_port.parallel.embedding import VocabParallelEmbedding, padded_vocab_size
 from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear, linear
 from megatron_port.parallel.linear_kernels import PLAIN
 from megatron_port.parallel.positions import SequencePartition
@@ -85,6 +85,8 @@ class RoundingEmulation:
                 _cut_norm(module, tp)
             elif isinstance(module, Embedding) and self.sequence_parallel and module.position_reset:
                 _cut_positions(module, tp)
+            elif isinstance(module, VocabParallelEmbedding) and self.rounded_weight_gradients:
+                module.by_autograd = True
             elif isinstance(module, TransformerLayer) and self.sequence_parallel:
                 module.residual = _SplitResidual.of(module.residual, tp)
 
@@ -194,12 +196,15 @@ class SplitSumLinearKernels:
         return PLAIN.wgrad(grad_output_2d, x, saved_input_scale)
 
     def wgrad_accumulate(
-        self, main_grad: Tensor, grad_output_2d: Tensor, x: Tensor, saved_input_scale: Tensor | None
+        self, main_grad: Tensor, grad_output_2d: Tensor, x: Tensor, saved_input_scale: Tensor | None, *,
+        first: bool = False,
     ) -> None:
-        if self.rounded:
-            main_grad.add_(cpu_upcast.product(grad_output_2d.t(), x))
-        else:
-            PLAIN.wgrad_accumulate(main_grad, grad_output_2d, x, saved_input_scale)
+        if not self.rounded:
+            PLAIN.wgrad_accumulate(main_grad, grad_output_2d, x, saved_input_scale, first=first)
+            return
+        if first:
+            main_grad.zero_()
+        main_grad.add_(cpu_upcast.product(grad_output_2d.t(), x))
 
 
 @dataclass(frozen=True)
@@ -245,8 +250,11 @@ class SharedRowsLinearKernels:
         return main_grad
 
     def wgrad_accumulate(
-        self, main_grad: Tensor, grad_output_2d: Tensor, x: Tensor, saved_input_scale: Tensor | None
+        self, main_grad: Tensor, grad_output_2d: Tensor, x: Tensor, saved_input_scale: Tensor | None, *,
+        first: bool = False,
     ) -> None:
+        if first:  # a row may be added to by several ranks
+            main_grad.zero_()
         for own in self._split(grad_output_2d):
             for p, columns in own:
                 kernels = SplitSumLinearKernels(rounded=self.rounded)

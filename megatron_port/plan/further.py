@@ -15,7 +15,7 @@ from megatron_port.plan.tape import Tape, Value
 
 def prediction(t: Tape, s: Sizes, part: PredictionSpec, hidden: Value) -> tuple[Value, Value]:
     """Return the hidden states of a module and the losses of its logits; ``hidden``: of the depth before."""
-    embedded = normalize(t, s, token_rows(t, s, apart=True), part.embedding_norm)[0]
+    embedded = normalize(t, s, token_rows(t, s), part.embedding_norm)[0]
     hidden = normalize(t, s, hidden, part.hidden_norm)[0]
     # Each takes its half of the gradient, which is a view.
     both = t.note(t.block(embedded.size + hidden.size), [embedded, hidden], lambda grad, saved: [grad, grad])

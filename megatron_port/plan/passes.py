@@ -95,18 +95,19 @@ def _mlp(t: Tape, s: Sizes, mlp: MLPSpec, x: Value) -> Value:
     return leave(t, s, y)
 
 
-def token_rows(t: Tape, s: Sizes, *, apart: bool = False) -> Value:
+def token_rows(t: Tape, s: Sizes) -> Value:
     """``parallel.embedding.VocabParallelEmbedding``. Its tokens are not counted."""
     table = model_spec(s.case.model).embedding.word.local_numel(s.case.tp, s.case.padded_vocab) * s.case.width
-    whole = s.whole
+    whole, native = s.whole, s.case.engine.name == "native"
+    widened = whole * s.ratio if s.ratio > 1 and s.case.kernels == "torch" else 0.0
 
     def of_table(grad: Block, saved: list[Block]) -> list[Block | None]:
-        if apart and t.defers:
+        if native and t.defers:
             t.defer(grad)
-        elif apart:
-            t.meter.need(whole * s.ratio if s.ratio > 1 else 0.0)
+        elif native:
+            t.meter.need(widened)  # rows are added to the sums
         else:
-            t.meter.need(table, s.widening * table)  # a CPU widens what it adds to the sums
+            t.meter.need(table, s.widening * table)
         return []
 
     x = t.note(t.block(whole), [], of_table, trains=not s.case.fine_tuning.enabled)

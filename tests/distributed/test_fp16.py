@@ -66,7 +66,9 @@ def _steps(
     product = linear_kernels.add_product
     in_fp16 = mock.patch.object(
         linear_kernels, "add_product",
-        lambda total, a, b: total.add_(a.t().mm(b)) if rounded else product(total, a, b),
+        lambda total, a, b, first=False: (
+            (total.copy_ if first else total.add_)(a.t().mm(b)) if rounded else product(total, a, b, first=first)
+        ),
     )
     with in_fp16:
         for step in range(steps):

@@ -178,11 +178,11 @@ def test_evaluation_and_counts_know_what_training_adds() -> None:
     assert model_flops(with_two.model) - model_flops(without.model) == 3 * 2 * (2 * SEQ * matrices + scores)
 
 
-def test_a_further_use_of_a_table_is_added_to_its_wide_sum() -> None:
+def test_each_use_of_a_table_is_added_to_its_wide_sum() -> None:
     """1 + 2⁻⁹ is no bf16 number; what autograd adds up before the engine sees it would be 1."""
     weight, wide = torch.nn.Parameter(torch.zeros(5, 2, dtype=torch.bfloat16)), torch.zeros(5, 2)
     weight.wgrad_accumulator = WgradAccumulator(lambda w: None, lambda w: wide)  # type: ignore[attr-defined]
-    rows = VocabParallelEmbedding(weight, ctx=ParallelContext.single(), sequence_parallel=False, apart=True)
+    rows = VocabParallelEmbedding(weight, ctx=ParallelContext.single(), sequence_parallel=False)
     for step in (1.0, 2.0**-9):
         rows(torch.tensor([[3], [1], [3]])).backward(torch.full((3, 1, 2), step, dtype=torch.bfloat16))
     assert weight.grad is None and wide[:, 0].tolist() == [0.0, 1 + 2.0**-9, 0.0, 2 + 2.0**-8, 0.0]

@@ -94,6 +94,35 @@ def test_a_step_whose_labels_are_all_masked_has_no_gradient() -> None:
     assert engine.eval_step(masked(batches(), 1.0)).loss == pytest.approx(engine.eval_step(batches()).loss, rel=1e-14)
 
 
+def test_a_step_reads_nothing_of_the_last_ones_gradients() -> None:
+    """Matrices' sums are not cleared: the first gradient of a step is written over them, whatever they hold."""
+    runs = []
+    for poisoned in (False, True):
+        engine, found = make_engine(), []
+        for step in range(3):
+            for bucket in engine.sharded.trained:
+                assert bucket.gradients is not None
+                if poisoned:
+                    bucket.gradients.fill_(math.nan)
+            found.append(engine.train_step(batches(), step=step, lr=1e-2))
+        runs.append([(r.loss, r.grad_norm) for r in found])
+    assert runs[0] == runs[1]
+    cleared = sum(view.numel() for bucket in engine.sharded.trained for view in bucket.forget())
+    assert cleared < 0.2 * sum(bucket.plan.numel for bucket in engine.sharded.trained)
+
+
+def test_a_matrix_without_a_gradient_has_one_of_zeros() -> None:
+    """What another step left in the sums of a matrix that this one does not use is not its gradient."""
+    engine = make_engine()
+    engine.train_step(batches(), step=0, lr=1e-2)
+    record, unused = max(engine.parameters, key=lambda pair: pair[1].numel())
+    (piece,) = (piece for piece in engine.sharded.pieces if piece.record is record)
+    assert piece.gradient.any()
+    unused.requires_grad_(False)
+    engine.train_step(batches(), step=1, lr=1e-2)
+    assert not piece.gradient.any()
+
+
 def test_labels_that_do_not_count_have_no_gradient() -> None:
     """A prompt's labels may be anything: loss and every gradient are the same to the bit."""
     found = []
@@ -157,7 +186,7 @@ def test_a_schedule_changes_nothing_on_one_stage(schedule: str, chunks: int, rec
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_zero_bubble_computes_no_weight_gradient_in_the_input_pass(recompute: str) -> None:
-    """4 layers of 4 linears and the head: one product each a micro-batch, all of them in WEIGHT passes."""
+    """4 layers of 4 linears, the head, and the rows of the table: once each a micro-batch, all in WEIGHT passes."""
     engine = make_engine("zb-h1", recompute=recompute)
     seen: list[tuple[str, int]] = []
     real = engine.runner.run
@@ -177,7 +206,7 @@ def test_zero_bubble_computes_no_weight_gradient_in_the_input_pass(recompute: st
     engine.runner.run = watching  # type: ignore[method-assign]
     engine.train_step(batches(), step=0, lr=1e-2)
     assert {n for kind, n in seen if kind in "FI"} == {0}
-    assert [n for kind, n in seen if kind == "W"] == [4 * 4 + 1] * 3
+    assert [n for kind, n in seen if kind == "W"] == [4 * 4 + 2] * 3
 
 
 def test_products_wait_while_they_are_held() -> None:

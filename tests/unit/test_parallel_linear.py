@@ -124,7 +124,27 @@ def test_sums_of_any_width(a: torch.dtype, total: torch.dtype) -> None:
     out = torch.ones(4, 3, dtype=total)
     add_product(out, left, right)
     exact = 1 + left.double().t() @ right.double()
-    assert float((out.double() - exact).abs().max()) < (1e-12 if a == torch.float64 else 1e-5)
+    bound = 1e-12 if a == torch.float64 else 1e-5
+    assert float((out.double() - exact).abs().max()) < bound
+    out.fill_(float("nan"))  # what nobody has written
+    add_product(out, left, right, first=True)
+    assert float((out.double() - exact + 1).abs().max()) < bound
+
+
+def test_the_first_product_of_a_step_needs_no_zeros() -> None:
+    """The accumulator asks each time whether the sum holds anything; deferred products when they are computed."""
+    main_grad, fresh = torch.full((6, 7), float("nan"), dtype=torch.float64), [True, False, False]
+    plain, main = _weight((6, 7), torch.float64), _weight((6, 7), torch.float64)
+    accumulator = WgradAccumulator(lambda w: None, lambda w: main_grad, lambda w: main_grad if fresh.pop(0) else None)
+    main.wgrad_accumulator = accumulator  # type: ignore[attr-defined]
+    for number, (x, g) in enumerate(_pairs(torch.float64, 7, 6)):
+        linear(x, plain).backward(g)
+        accumulator.deferred = waiting = [] if number < 2 else None  # type: ignore[assignment]
+        linear(x, main).backward(g)
+        if waiting is not None:
+            assert bool(main_grad.isnan().all()) == (number == 0)
+            accumulator.flush(waiting)
+    assert not fresh and torch.allclose(main_grad, plain.grad, rtol=1e-12)  # type: ignore[arg-type]
 
 
 def test_under_recompute() -> None:
