@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         )
     preload = ["torch", "megatron_port.inference.perplexity"]
     if any(o.replace(" ", "") == "engine=deepspeed" for o in args.overrides):
-        preload.append("megatron_port.runtime.deepspeed_import")
+        preload.append("megatron_port.runtime.deepspeed_preload")
     return on_ranks(args, lambda info: evaluate(args, info), *preload)
 
 

@@ -117,7 +117,7 @@ def _apart(message: str, config: RunConfig, record: Callable[[], int]) -> None:
 
     modules = ["torch", "torch._dynamo", "megatron_port.parity.recording"]
     if config.engine == "deepspeed":
-        modules.append("megatron_port.runtime.deepspeed_import")
+        modules.append("megatron_port.runtime.deepspeed_preload")
     print(message, flush=True)
     code = run_apart(lambda: exit_code_of(record), preload=modules)
     if code:

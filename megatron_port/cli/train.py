@@ -90,7 +90,7 @@ def _modules(config: RunConfig) -> list[str]:
 
     modules = ["torch", "megatron_port.train.loop"]
     if config.engine == "deepspeed":
-        modules.append("megatron_port.runtime.deepspeed_import")
+        modules.append("megatron_port.runtime.deepspeed_preload")
         return [*modules, "torch._dynamo"] if config.backend.optimizer == "torch" else modules
     own = config.backend.own_kernels != "off" and config.backend.optimizer in ("auto", "own")
     if not own or not any(kernels_status(kind)[0] for kind in ("cpu", "cuda", "rocm")):
