@@ -69,7 +69,8 @@ def parts(folder: Path, device: str, *, tiny: bool, minutes: float) -> list[Part
     layouts = LAYOUTS[:3] if tiny else LAYOUTS
     # xdist where it is installed; a GPU takes several processes.
     kernels = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={folder / 'kernels.xml'}"]
-    kernels += ["tests/kernels/test_norm.py", "-k", "cpu"] if tiny else ["tests/kernels", "-m", "gpu"]
+    on_gpu = ["-m", "gpu"] if device == "cuda" else ["-k", "cpu"]
+    kernels += ["tests/kernels/test_norm.py" if tiny else "tests/kernels", *on_gpu]
     ops = [python, "benchmarks/gpu_kernels.py", "--device", device, *(["--tiny"] if tiny else [])]
     profiled = ["tiny"] if tiny else ["gpt2-xl", "--layers", "12", "--global-batch", "16"]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,6 +75,12 @@ TOGETHER = ("slurm", "kernels")
 WAITING = ("slurm", "faults")
 """Folders whose tests wait most of their time: for jobs, for timeouts. Where there is a worker more than cores, it runs
 these and the others run what computes, as long as there is both."""
+
+
+def pytest_configure() -> None:
+    """Let a session on a GPU (scripts/gpu_session.py) that stops the tests at their limit have those that are done."""
+    if os.environ.get("PREBUILT_KERNELS") == "1":
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:

@@ -13,6 +13,7 @@ A launch outside of an operator that this mode has seen ends the process and nam
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ NO_NUMBERS = ("empty", "new_empty", "set_", "resize_", "record_stream", "is_pinn
               "_local_scalar_dense", "_reshape_alias")
 """Operators without a kernel of their own, by their names' beginning."""
 Operator = Callable[..., Any]
+CPU_DRAWS = os.environ.get("GHOST_CPU_DRAWS") == "1"
+"""Whether the CPU's generator draws torch's random numbers: for programs that check no number of theirs."""
 
 
 def at_host(value: Any) -> Any:
@@ -96,9 +99,12 @@ class Answers(TorchDispatchMode):
     """Computes torch's operators of the GPU on the CPU, after they have launched."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Launch, then compute. Raises NotImplementedError for an operator that draws random numbers."""
+        """Launch, then compute. Raises NotImplementedError for an operator that draws random numbers, without
+        ``CPU_DRAWS``."""
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
+        if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
+            return NotImplemented  # a fake or wrapped tensor's own rules, below which this mode is asked again
         if func.namespace != "aten" or name.startswith(NO_NUMBERS) or func.is_view:
             return func(*args, **kwargs)
         if needs_values(func, name, args):  # no launch: torch would read a size that no kernel wrote
@@ -114,11 +120,14 @@ class Answers(TorchDispatchMode):
             launched = GHOST.ghost_answer_end()
         if not launched and not made:
             return out
-        if torch.Tag.nondeterministic_seeded in func.tags and name not in ANSWERS:
+        random = torch.Tag.nondeterministic_seeded in func.tags and name not in ANSWERS
+        if random and not CPU_DRAWS:
             raise NotImplementedError(f"nobody computes {func}: its random numbers are the GPU's own")
         if name in PRODUCTS:
             GHOST.ghost_mark(b"product computed by torch")
         host_args, host_kwargs = host_arguments(name, args, kwargs)
+        if random:
+            host_kwargs["generator"] = None
         answer = ANSWERS.get(name)
         computed = answer(by_name(func, host_args, host_kwargs)) if answer else func(*host_args, **host_kwargs)
         write_back(out, computed, known)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from analyse import faults
-from combinations import Case, cases
+from combinations import Case, cases, further_cases
 from machine import Ended, Machine, RankLog
 from options import ROOT, chosen_torch, commit, machine, parser
 
@@ -82,12 +82,11 @@ def run_case(made: Machine, case: Case, limit_s: float) -> dict[str, Any]:
     found: list[str] = []
     for argv in (["train", "run.toml", "--nproc", str(case.world)], what_follows(case)):
         settled = sets if argv[0] == "train" else sets_of_inference(sets) if argv[0] != "checkpoint" else []
-        # Evaluation counts tokens, generation draws them: both need numbers.
-        how = made.compute if argv[0] in ("evaluate", "generate") else made.run
+        # Evaluation counts tokens, generation draws them, and experts take their tokens by scores: all need numbers.
+        how = made.compute if argv[0] in ("evaluate", "generate") or case.experts != "none" else made.run
         now = how(*argv, *settled, seconds=limit_s)
         ended.append(now)
-        # Offloaded state is updated by the host, and torch's AdamW and norm ask it for the clipping factor.
-        found += faults(now.logs, may_wait=case.offload != "none" or case.kernels == "off")
+        found += faults(now.logs, may_wait=case.waits)
         if now.code:
             found.append(f"exit {now.code} of {argv[0]}: {' | '.join(now.output.splitlines()[-3:])[:600]}")
         if argv[0] != "checkpoint" and len(now.logs) != case.world:
@@ -116,14 +115,14 @@ def main() -> int:
     made.add_argument("--seconds", type=float, default=float("inf"), help="start no case after this long")
     made.add_argument("--limit", type=float, default=120.0,
                       help="seconds for one command; a busy machine needs more than a deadlock is worth waiting for")
-    made.add_argument("--count", type=int, default=320, help="cases in all")
+    made.add_argument("--count", type=int, default=320, help="cases of the native engine on whole sequences")
     made.add_argument("--only", default="", help="cases whose name contains this")
     a = made.parse_args()
     torch = chosen_torch(a.python)
     done = {json.loads(line)["case"] for line in a.out.read_text().splitlines()} if a.out.exists() else set()
     began, bad = time.monotonic(), 0
     with machine(torch) as node:
-        for case in cases(a.count):
+        for case in (*cases(a.count), *further_cases()):
             if case.name in done or a.only not in case.name or time.monotonic() - began > a.seconds:
                 continue
             row = run_case(node, case, a.limit) | {

@@ -1,14 +1,15 @@
 """Runs for the ghost machine: combinations of layout, schedule, ZeRO, precision, memory and what follows the training.
 
 Every pair of values of any two dimensions that may stand together is in one run at least; after that runs are drawn
-until there are as many as asked for. Pure: the same list every time.
+until there are as many as asked for. Runs on divided sequences, with experts or of DeepSpeed's engine are drawn by
+themselves, until they have every pair that one of their own dimensions is part of. Pure: the same lists every time.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 LAYOUTS = ("1x1x1", "2x1x1", "4x1x1", "1x2x1", "1x4x1", "1x1x2", "1x1x3", "1x1x4", "2x2x1", "2x1x2", "1x2x2", "2x1x3",
@@ -26,6 +27,14 @@ VALUES: dict[str, tuple[str, ...]] = {
     "kernels": ("on", "off"),
     "then": ("resume", "evaluate", "export", "generate"),
 }
+FURTHER: dict[str, tuple[str, ...]] = {
+    "context": ("1", "2-gather", "2-heads", "2-ring", "4-gather", "4-ring"),
+    "experts": ("none", "1", "2", "4"),
+    "engine": ("native", "deepspeed"),
+}
+"""Ranks that share a sequence and how they exchange; ranks that share four experts; who runs the step. Of each the
+first is what the other runs have."""
+MOST_RANKS = 8
 MOST_TRIES = 60
 Pair = tuple[str, str, str, str]
 
@@ -44,6 +53,9 @@ class Case:
     saving: str
     kernels: str
     then: str
+    context: str = FURTHER["context"][0]
+    experts: str = FURTHER["experts"][0]
+    engine: str = FURTHER["engine"][0]
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -55,7 +67,18 @@ class Case:
     def world(self) -> int:
         """Ranks."""
         tp, pp, dp = self.sizes
-        return tp * pp * dp
+        return tp * pp * dp * self.shares
+
+    @property
+    def shares(self) -> int:
+        """Ranks that share a sequence."""
+        return int(self.context[0])
+
+    @property
+    def waits(self) -> bool:
+        """Whether a step may wait for the device before its end: an update of state on the host, torch's AdamW and
+        norm, which ask it for the clipping factor, the rows of each expert, and DeepSpeed's own looks at its norm."""
+        return self.offload != "none" or self.kernels == "off" or self.experts != "none" or self.engine != "native"
 
     @property
     def stages(self) -> int:
@@ -64,27 +87,42 @@ class Case:
 
     @property
     def name(self) -> str:
-        """``2x2x1,zb-v,1,bf16,…``."""
-        return ",".join(asdict(self).values())
+        """``2x2x1,zb-v,1,bf16,…``; of FURTHER what is not the first, as ``context=2-ring``."""
+        values = asdict(self)
+        other = [f"{key}={values[key]}" for key, known in FURTHER.items() if values[key] != known[0]]
+        return ",".join([*(values[key] for key in VALUES), *other])
 
     @property
     def pairs(self) -> set[Pair]:
-        """Every two of its values."""
-        return {(a, x, b, y) for (a, x), (b, y) in itertools.combinations(asdict(self).items(), 2)}
+        """Every two of its values; of FURTHER those that are not the first."""
+        values = [(key, value) for key, value in asdict(self).items() if value != FURTHER.get(key, ("",))[0]]
+        return {(a, x, b, y) for (a, x), (b, y) in itertools.combinations(values, 2)}
 
     def legal(self) -> bool:
         """Whether the configuration allows it."""
         _, pp, dp = self.sizes
-        stage = int(self.zero[0])
-        return not any((
+        stage, parts = int(self.zero[0]), dp * self.shares
+        return self._further_legal() and not any((
             pp == 1 and self.schedule != "1f1b",
-            stage > 0 and dp == 1,
+            stage > 0 and parts == 1,
             stage == 2 and self.schedule.startswith("zb"),
             "hybrid" in self.zero and dp not in (4, 8),
             self.offload != "none" and stage == 0,
             self.offload != "none" and self.kernels == "off",  # its AdamW is the own kernel
             self.offload == "weights" and stage != 3,
             self.offload == "nvme" and self.saving == "beside",
+        ))
+
+    def _further_legal(self) -> bool:
+        """Whether sequences, experts and engine go with the rest."""
+        tp, pp, dp = self.sizes
+        method, ep = self.context[2:], 1 if self.experts == "none" else int(self.experts)
+        deepspeed = self.engine == "deepspeed"
+        return self.world <= MOST_RANKS and not any((
+            method == "heads" and 4 // tp % self.shares,
+            tp * dp * self.shares % ep,
+            deepspeed and (self.schedule != "1f1b" or self.zero not in ("0", "1") or self.offload != "none" or ep > 1),
+            deepspeed and self.zero == "0" and self.dtype != "fp32" and pp > 1,
         ))
 
     def settings(self, folder: str) -> dict[str, str]:
@@ -98,6 +136,12 @@ class Case:
             "checkpoint.asynchronous": str(self.saving == "beside").lower(), "backend.own_kernels": self.kernels,
             "model.num_layers": max(2, pp * self.stages), "batch.global_batch_size": 2 * dp * (pp > 1) or dp,
         }
+        if self.context != "1":
+            out |= {"layout.context_parallel_size": self.shares, "layout.cp_method": self.context[2:]}
+        if self.experts != "none":
+            out |= {"model.moe.num_experts": 4, "layout.expert_parallel_size": self.experts}
+        if self.engine != "native":
+            out |= {"engine": self.engine}
         more = {
             "hybrid": {"layout.shard_size": "2"}, "step": {"layout.reshard": "step"},
             "cpu": {"offload.optimizer": "cpu"}, "half": {"offload.optimizer": "cpu", "offload.fraction": "0.5"},
@@ -113,26 +157,40 @@ class Case:
         return found
 
 
-def drawn(chance: random.Random) -> Iterator[Case]:
-    """Yield legal runs for ever, small layouts more often than large ones."""
+def drawn(chance: random.Random, known: Mapping[str, tuple[str, ...]]) -> Iterator[Case]:
+    """Yield legal runs of known values for ever, small layouts more often than large ones."""
     weights = [1.0 / (1 + Case(layout, *[""] * (len(VALUES) - 1)).world) for layout in LAYOUTS]
     while True:
-        values = {name: chance.choice(values) for name, values in VALUES.items()}
+        values = {name: chance.choice(values) for name, values in known.items()}
         values["layout"] = chance.choices(LAYOUTS, weights)[0]
         case = Case(**values)
         if case.legal():
             yield case
 
 
-def possible_pairs() -> set[Pair]:
+def possible_pairs(known: Mapping[str, tuple[str, ...]]) -> set[Pair]:
     """Return every two values that some legal run has."""
-    draw = drawn(random.Random(1))
+    draw = drawn(random.Random(1), known)
     return set().union(*(case.pairs for case in itertools.islice(draw, 20_000)))
 
 
 def cases(count: int = 320) -> list[Case]:
-    """Return the runs, those that add most pairs for their ranks first."""
-    missing, draw = possible_pairs(), drawn(random.Random(0))
+    """Return the runs that differ in VALUES, those that add most pairs for their ranks first."""
+    return _covering(possible_pairs(VALUES), drawn(random.Random(0), VALUES), count)
+
+
+def further_cases(count: int = 0) -> list[Case]:
+    """Return runs on divided sequences, with experts or of DeepSpeed's engine: ``count`` at least, and every pair that
+    a value of theirs is part of."""
+    known = VALUES | FURTHER
+    # A pair's second value is FURTHER's if one of them is.
+    missing = {pair for pair in possible_pairs(known) if pair[2] in FURTHER}
+    found = _covering(missing, drawn(random.Random(2), known), count)
+    return [case for case in found if case.name.count(",") >= len(VALUES)]
+
+
+def _covering(missing: set[Pair], draw: Iterator[Case], count: int) -> list[Case]:
+    """Return drawn runs until none of these pairs is missing and there are as many as asked for."""
     out: dict[str, Case] = {}
     while missing or len(out) < count:
         tried = [case for case in itertools.islice(draw, MOST_TRIES) if case.name not in out]

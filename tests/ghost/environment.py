@@ -9,8 +9,9 @@ import venv
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGES = ("torch==2.13.0", "numpy", "safetensors", "xxhash", "psutil", "rich", "tiktoken")
-"""What ``megatron-port train`` with engine native imports."""
+PACKAGES = ("torch==2.13.0", "numpy", "safetensors", "xxhash", "psutil", "rich", "tiktoken", "pytest",
+            "deepspeed==0.19.8")
+"""What ``megatron-port train`` imports, and the session's tests of kernels (session.py)."""
 
 
 class NoCudaTorch(Exception):

@@ -199,6 +199,17 @@ int ncclAllGather(const void* from, void* to, size_t count, int type, void* comm
   const size_t all = count * static_cast<Communicator*>(comm)->size();
   return spread("all_gather", comm, {from, count, to, all}, type, -1, stream);
 }
+int ncclAlltoAll(const void* from, void* to, size_t count, int type, void* comm, void* stream) {
+  auto& c = *static_cast<Communicator*>(comm);
+  const size_t all = count * c.size(), bytes = bytes_of(count, type);
+  log_operation("all_to_all", c, count, type, -1, stream, {from, all, to, all});
+  if (!ghost_computes()) return 0;
+  ghost_finish(stream);
+  const auto parts = gather(c, from, bytes_of(all, type), -1, -1);
+  for (int rank = 0; rank < c.size(); rank++)
+    memcpy(static_cast<char*>(to) + rank * bytes, parts[rank].data() + c.rank() * bytes, bytes);
+  return 0;
+}
 int ncclSend(const void* from, size_t count, int type, int peer, void* comm, void* stream) {
   auto& c = *static_cast<Communicator*>(comm);
   log_operation("send", c, count, type, peer, stream, {from, count, nullptr, 0});

@@ -23,6 +23,8 @@ BLOCK = 21
 MOST_FAULTS = 20
 STEP_BEGINS, STEP_ENDS = "step begins", "step ends"
 """Marks around the step that is counted."""
+PEAK = "peak "
+"""How the mark after it begins, with the most bytes that the allocator had given out in the step."""
 Clock = dict[str, int]
 
 

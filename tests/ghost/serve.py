@@ -23,16 +23,19 @@ from typing import Any
 
 import torch
 from answers import GHOST, Answers, use_kernels
-from ordering import STEP_BEGINS, STEP_ENDS
+from ordering import PEAK, STEP_BEGINS, STEP_ENDS
+from torch.nn.attention import SDPBackend
 
 import megatron_port
+from megatron_port.backend import attention
 from megatron_port.engine.native import NativeEngine
+from megatron_port.parallel import linear_kernels
 
 
 def program(argv: list[str]) -> None:
     """Run a module or a script as ``python`` would, with torch's operators computed where the machine computes."""
     sys.argv = argv
-    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN cannot be loaded here
+    as_on_a_gpu()
     if os.environ.get("GHOST_COMPUTE") == "1":
         Answers().__enter__()  # until the process ends: what runs on the way out launches kernels too
     if argv[0].endswith(".py"):
@@ -43,8 +46,18 @@ def program(argv: list[str]) -> None:
         runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
 
 
+def as_on_a_gpu() -> None:
+    """Let attention be what a GPU without cuDNN takes, which cannot be loaded here, and products add to wide sums: the
+    package's own test of that looks at a value, of which there is none unless the machine computes."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if os.environ.get("GHOST_COMPUTE") != "1":
+        linear_kernels.widening_addmm = lambda *_: True  # type: ignore[assignment, attr-defined]
+    found = attention.gpu_kernels
+    attention.gpu_kernels = lambda **about: [k for k in found(**about) if k is not SDPBackend.CUDNN_ATTENTION]
+
+
 def import_all() -> None:
-    """Import what a program may need: no fork has to."""
+    """Import what a program may need: no fork has to. DeepSpeed, which looks for devices, is left to those that do."""
     for name in ("torch._dynamo", "torch.distributed.checkpoint"):
         import_module(name)
     for module in walk_packages(megatron_port.__path__, "megatron_port."):
@@ -54,15 +67,20 @@ def import_all() -> None:
 
 
 def mark_steps() -> None:
-    """Leave a mark in the log where a training step of the native engine begins and ends."""
+    """Leave a mark in the log where a training step of the native engine begins and ends, and its allocator's peak."""
     train_step = NativeEngine.train_step
 
     def marked(*args: Any, **kwargs: Any) -> Any:
+        gpu = torch.cuda.is_initialized()
+        if gpu:
+            torch.cuda.reset_peak_memory_stats()
         GHOST.ghost_mark(STEP_BEGINS.encode())
         try:
             return train_step(*args, **kwargs)
         finally:
             GHOST.ghost_mark(STEP_ENDS.encode())
+            if gpu:
+                GHOST.ghost_mark(f"{PEAK}{torch.cuda.max_memory_allocated()}".encode())
 
     NativeEngine.train_step = marked  # type: ignore[method-assign]
 
