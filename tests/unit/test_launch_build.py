@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = ("build_frontier.sh", "build_rocm.sh", "common.sh", "sites/frontier.sh")
+FILES = ("build_frontier.sh", "build_rocm.sh", "common.sh", "container.sh", "stage.sh", "sites/frontier.sh")
 NOTE = 'printf "%s %s\\n" "$(basename "$0")" "$*" >> "$CALLS"\n'
 PYTHON = NOTE + """
 case "$*" in

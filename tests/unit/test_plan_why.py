@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -59,5 +60,6 @@ def test_zero_stages_are_one_without_replicas() -> None:
 def test_nonsense_hardware_is_refused(field: str, value: float, word: str) -> None:
     machine = machine_of(load("clusters/dgx-h100").config)
     assert not machine_problems(machine)
-    broken: Machine = replace(machine, hardware=replace(machine.hardware, **{field: value}))
+    changes: dict[str, Any] = {field: value}
+    broken: Machine = replace(machine, hardware=replace(machine.hardware, **changes))
     assert any(word in problem for problem in machine_problems(broken))
