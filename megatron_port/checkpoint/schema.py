@@ -76,6 +76,7 @@ FIELDS: dict[str, _Type] = {
     "scalars.loss_scale_hysteresis_left": INTEGER, "scalars.skipped_in_a_row": COUNT,
     "extra": TABLE,
     "extra.skipped_total": COUNT, "extra.tokenizer": TEXT_OR_NULL, "extra.imported_from": TEXT,
+    "extra.compressed": TABLE,
     "extra.base": TABLE, "extra.base.fingerprint": WORD, "extra.base.path": TEXT,
     "extra.numerics": TABLE, "extra.numerics.losses": NUMBERS, "extra.numerics.grad_norms": NUMBERS,
     "extra.numerics.anomaly_steps": COUNTS, "extra.numerics.anomalies_total": COUNT,

@@ -33,6 +33,7 @@ COMMANDS = {
     "parity": "compare layouts with one process, gradient by gradient",
     "doctor": "print the machine, versions and providers, and what is wrong with them",
     "checkpoint": "list, verify, compare, convert and copy checkpoints",
+    "compress": "make a smaller model out of a trained one",
     "launch": "submit runs to a scheduler, see their state, cancel them",
     "runs": "list, show and remove runs",
     "watch": "a live page of a run, in a browser",

@@ -37,6 +37,9 @@ class Imported:
     """Our own configuration, where the source holds it."""
     extra: dict[str, Any] = field(default_factory=dict)
     tokens: int | None = None
+    tokenizer: dict[str, Any] = field(default_factory=dict)
+    """Of the source, as checkpoints record it."""
+    data: dict[str, Any] = field(default_factory=dict)
 
 
 def commit_import(
@@ -84,7 +87,7 @@ def commit_import(
         tokens=found.samples * found.model.seq_length if found.tokens is None else found.tokens,
         layout=LayoutConfig(), config=config,
         scalars={"optimizer_steps": steps} if found.scalars is None else found.scalars,
-        extra={"imported_from": str(source), **found.extra},
+        extra={"imported_from": str(source), **found.extra}, tokenizer=found.tokenizer, data=found.data,
     )
     kept = dict.fromkeys([*own.items(), *wanted])
     kinds: dict[str, list[str]] = {}

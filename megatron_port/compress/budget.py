@@ -1,0 +1,62 @@
+"""Parameters, operations and memory of a model before and after compression, from its spec and the planner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron_port.config.schema import ModelConfig, RunConfig
+from megatron_port.errors import CheckpointError, ConfigError
+from megatron_port.interop.hf_config import family_for
+from megatron_port.model.decoder_spec import model_spec
+from megatron_port.model.flops import model_flops, parameter_count
+from megatron_port.plan.verdict import make_plan
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a model takes."""
+
+    parameters: int
+    forward_flops: float
+    """Per token, of a sample of ``seq_length``: generation of a text of that length."""
+    training_flops: float
+    """Per token, forward and backward."""
+    memory: float | None
+    """Bytes of the fullest device of the run's layout in training, by the planner; None: it cannot be planned."""
+    unplanned: str
+    """Why not."""
+    family: str
+    """Hugging Face family that computes it; empty: none."""
+
+
+def budget_of(config: RunConfig, model: ModelConfig) -> Budget:
+    """Return what ``model`` takes in the run that ``config`` describes."""
+    spec, seq = model_spec(model), model.seq_length
+    forward = sum(unit.forward_flops(seq) for unit in spec.units) / seq
+    memory, unplanned = None, ""
+    try:
+        plan = make_plan(replace(config, model=model), neighbours=False)
+        memory = plan.fullest.total
+    except ConfigError as error:
+        unplanned = str(error)
+    try:
+        family = family_for(model)
+    except CheckpointError:
+        family = ""
+    return Budget(parameter_count(model), forward, model_flops(model) / seq, memory, unplanned, family)
+
+
+def rows_of(before: Budget, after: Budget) -> list[tuple[str, str, str, str]]:
+    """Return a table: the head, then what, before, after, and after as a share of before."""
+    rows = [("", "before", "after", "left")]
+    for name, a, b in (
+        ("parameters", before.parameters, after.parameters),
+        ("forward FLOPs per token", before.forward_flops, after.forward_flops),
+        ("training FLOPs per token", before.training_flops, after.training_flops),
+    ):
+        rows.append((name, f"{a:,.0f}", f"{b:,.0f}", f"{b / a:.1%}"))
+    if before.memory is not None and after.memory is not None:
+        rows.append(("memory of the fullest device, GB", f"{before.memory / 1e9:.2f}", f"{after.memory / 1e9:.2f}",
+                     f"{after.memory / before.memory:.1%}"))
+    rows.append(("Hugging Face family", before.family or "none", after.family or "none", ""))
+    return rows

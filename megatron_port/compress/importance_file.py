@@ -1,0 +1,86 @@
+"""The file that measured importance is kept in: a safetensors file whose metadata says what was measured on what.
+
+It carries a hash of its tensors and of everything else that it says, and the fingerprint of the weights: what it is
+applied to must be those.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from megatron_port.errors import CheckpointError, EnvironmentFault
+from megatron_port.runtime.atomic import write_bytes
+
+SCHEMA = "megatron_port.importance"
+_MAX_BYTES = 1 << 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Importance:
+    """Sums over the calibration set (``compress.importance``), and what they are of."""
+
+    scores: Mapping[str, np.ndarray]
+    source: str
+    """Path of the weights."""
+    fingerprint: str
+    """Of the weights (``session.base_weights``)."""
+    corpus: str
+    tokens: int
+    loss: float
+    """Nats per token of the model on the set."""
+
+    def digest(self) -> str:
+        """Return 32 hex digits of everything in the file."""
+        return _digest(self.scores, self._facts())
+
+    def _facts(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if name != "scores"}
+
+
+def _digest(scores: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> str:
+    out = xxhash.xxh3_128(json.dumps(facts, sort_keys=True).encode())
+    for name in sorted(scores):
+        values = np.ascontiguousarray(scores[name], dtype=np.float64)
+        out.update(f"{name} {values.shape}".encode() + values.tobytes())
+    return out.hexdigest()
+
+
+def write_importance(path: Path, found: Importance) -> None:
+    """Write ``path``, whole or not at all. Raises EnvironmentFault where the disk refuses."""
+    scores = {name: np.ascontiguousarray(v, dtype=np.float64) for name, v in found.scores.items()}
+    facts = json.dumps(found._facts(), sort_keys=True)
+    data = save(scores, {"schema": SCHEMA, "facts": facts, "hash": found.digest()})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(path, data)
+    except OSError as error:
+        raise EnvironmentFault(f"{path} cannot be written: {error.strerror or error}; give another --out") from None
+
+
+def read_importance(path: Path) -> Importance:
+    """Read and verify a file. Raises CheckpointError: it is another kind of file, or damaged."""
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise CheckpointError(f"{path}: {path.stat().st_size} bytes; such a file has at most {_MAX_BYTES}")
+        raw = path.read_bytes()
+        scores = load(raw)
+        told = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")]).get("__metadata__") or {}
+        if told.get("schema") != SCHEMA:
+            raise CheckpointError(f"{path}: no file of importance; `megatron-port compress measure` writes one")
+        facts = json.loads(told["facts"])
+        if _digest(scores, facts) != told["hash"]:
+            raise CheckpointError(f"{path}: damaged: its content does not match its hash; measure again")
+        return Importance(scores=scores, **facts)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from None
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: damaged, or no file of importance: {error}") from None

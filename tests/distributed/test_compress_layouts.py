@@ -1,0 +1,105 @@
+"""Compression on every kind of layout: what is measured, and what is trained, is that of one process."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import hf_models as hf
+import numpy as np
+import pytest
+import torch
+from cases import make_config
+from importance import calibration, measure_all, measured
+from pool import RankPool
+
+from megatron_port.config.schema import LayoutConfig, MoEConfig, RunConfig
+from megatron_port.parallel.topology import Topology
+from megatron_port.session.weights import open_weights
+
+LLAMA: dict[str, Any] = {
+    "num_layers": 4, "activation": "swiglu", "normalization": "rmsnorm", "position_embedding": "rope",
+    "add_bias": False, "tie_embeddings": False, "num_query_groups": 2, "ffn_hidden_size": 48,
+}
+MOE = {**LLAMA, "moe": MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=8, first_dense=1, capacity_factor=1.25)}
+
+
+def run_of(model: dict[str, Any], **layout: Any) -> RunConfig:
+    return make_config(dtype="fp64", model=model, layout=layout)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_importance_does_not_depend_on_the_layout(ranks: RankPool, world: int) -> None:
+    cases = {
+        2: [
+            (run_of(LLAMA, sequence_parallel=True), Topology(tp=2)), (run_of(LLAMA), Topology(tp=2)),
+            (run_of(LLAMA, context_parallel_size=2), Topology(cp=2)),
+            (run_of(LLAMA, virtual_pipeline_size=2), Topology(pp=2)),
+            (run_of(MOE, expert_parallel_size=2), Topology(dp=2, ep=2)), (run_of(MOE), Topology(tp=2)),
+        ],
+        8: [(run_of(LLAMA, sequence_parallel=True), Topology(2, 2, 2)), (run_of(LLAMA), Topology(tp=4, dp=2))],
+    }[world]
+    results = ranks.run(world, measure_all, cases)
+    for number, (config, topology) in enumerate(cases):
+        alone = measured(dataclasses.replace(config, layout=LayoutConfig(vocab_padding_multiple=1)), Topology())
+        for rank in results:
+            found = rank[number]
+            assert found.keys() == alone.keys()
+            for name, wanted in alone.items():
+                assert np.any(wanted) and np.abs(found[name] - wanted).max() <= 1e-9 * np.abs(wanted).max(), (
+                    topology, name
+                )
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_importance_is_what_transformers_modules_give(tmp_path: Path, family: str) -> None:
+    """The same sums by hooks of another program's modules, in float64."""
+    pytest.importorskip("transformers")
+    theirs = hf.reference(hf.llama() if family == "llama" else hf.small("mixtral"))
+    weights = open_weights(hf.saved(theirs, tmp_path / "m"))
+    theirs = theirs.double()
+    config = dataclasses.replace(make_config(dtype="fp64"), model=weights.model)
+    found = measured(config, Topology(), weights.read)
+    sums: dict[str, Any] = {"hidden": 0.0}
+
+    def add(name: str, layer: int, value: torch.Tensor) -> None:
+        sums.setdefault(name, {}).setdefault(layer, 0.0)
+        sums[name][layer] = sums[name][layer] + value.numpy()
+
+    def watch(index: int, layer: Any) -> None:
+        def whole(_: Any, args: Any, kwargs: Any, out: Any) -> None:
+            a, b = args[0] if args else kwargs["hidden_states"], out[0] if isinstance(out, tuple) else out
+            add("layers", index, (1 - torch.cosine_similarity(a, b, dim=-1)).sum())
+
+        def norm(_: Any, args: Any, out: torch.Tensor) -> None:
+            sums["hidden"] = sums["hidden"] + out.square().flatten(0, -2).sum(0).numpy()
+
+        layer.register_forward_hook(whole, with_kwargs=True)
+        layer.input_layernorm.register_forward_hook(norm)
+        layer.post_attention_layernorm.register_forward_hook(norm)
+        heads = config.model.num_attention_heads
+        layer.self_attn.o_proj.register_forward_pre_hook(
+            lambda _, args: add("heads", index, args[0].unflatten(-1, (heads, -1)).norm(dim=-1).flatten(0, -2).sum(0))
+        )
+        if family == "llama":
+            layer.mlp.down_proj.register_forward_pre_hook(
+                lambda _, args: add("ffn", index, args[0].square().flatten(0, -2).sum(0))
+            )
+        else:
+            def router(_: Any, args: Any, out: Any) -> None:
+                whole = torch.zeros(config.model.moe.num_experts, dtype=torch.float64)
+                add("experts", index, whole.index_add(0, out[2].flatten(), out[1].flatten().double()))
+
+            layer.mlp.gate.register_forward_hook(router)
+
+    for index, layer in enumerate(theirs.model.layers):
+        watch(index, layer)
+    samples = calibration(config)
+    with torch.no_grad(), hf.in_double(theirs.double()):
+        for i in range(len(samples)):
+            theirs(torch.from_numpy(samples.sample(i).tokens[:-1])[None])
+    for name, wanted in sums.items():
+        mine = found[name]
+        rows = np.stack([wanted[i] for i in range(len(wanted))]) if isinstance(wanted, dict) else wanted
+        assert np.abs(mine.reshape(rows.shape) - rows).max() <= 1e-7 * np.abs(rows).max(), name
