@@ -11,13 +11,17 @@ if TYPE_CHECKING:
     from megatron_port.config.schema import RunConfig
 
 
+WHOLE_MATRICES = ("adafactor", "came", "sm3", "lamb", "muon")
+"""Rules whose update of an element depends on others, which other ranks or buckets may have."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
     """Training state outside of the device's memory (engine native; docs/offload.md). Changes no number."""
 
     optimizer: Literal["none", "cpu", "nvme"] = "none"
-    """Where masters and moments are held and updated: none (on the device) | cpu (host memory, by the own AdamW kernel
-    for CPUs) | nvme (files in nvme_path, likewise)"""
+    """Where masters and the rule's state are held and updated: none (on the device) | cpu (host memory, by the own
+    kernels for CPUs, or torch's ops where the rule has none) | nvme (files in nvme_path, likewise)"""
     fraction: Share = 1.0
     """Share of the elements whose masters and moments are offloaded, by whole buckets, last layers first; the rest is
     updated on the device."""
@@ -47,11 +51,12 @@ def offload_problems(config: RunConfig) -> list[str]:
     if not config.layout.zero_stage:
         out.append(f"{asked} with layout.zero_stage 0, where every replica would update all the state in its host's "
                    "memory; use zero_stage 1, 2 or 3")
-    if config.optimizer.name != "adamw":
-        out.append(f'{asked} with optimizer.name "{config.optimizer.name}": only AdamW has a kernel that updates on '
-                   'the host; use optimizer.name = "adamw"')
+    if config.optimizer.name in WHOLE_MATRICES:
+        out.append(f'{asked} with optimizer.name "{config.optimizer.name}": the host updates one bucket after another, '
+                   "and this rule needs whole matrices or sums over them; use one that updates elements or blocks "
+                   '(adamw, adamw-bf16, adamw-8bit, lion, sgd, adagrad), or no offload')
     if config.precision.dtype == "fp64":
-        out.append(f'{asked} with precision.dtype "fp64": the AdamW kernel keeps fp32 masters; use fp32, bf16 or fp16')
+        out.append(f'{asked} with precision.dtype "fp64": state on the host is fp32; use fp32, bf16 or fp16')
     out += _weights_problems(config)
     return out + _nvme_problems(config)
 

@@ -63,8 +63,8 @@ def _clipping_problems(config: RunConfig) -> list[str]:
         out.append("optimizer.ema_evaluate needs averaged weights; set ema_decay, e.g. 0.999")
     if config.offload.optimizer != "none":
         out += [
-            f"offload.optimizer {config.offload.optimizer!r} with optimizer.{name} {getattr(o, name)}: state on the "
-            "host is updated by AdamW's kernel alone; use 0, or no offload"
+            f"offload.optimizer {config.offload.optimizer!r} with optimizer.{name} {getattr(o, name)}: the host "
+            "updates one bucket after another, by the norm alone and without an average; use 0, or no offload"
             for name in ("clip_value", "ema_decay") if getattr(o, name)
         ]
     if config.engine != "deepspeed":

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from megatron_port.config.schema import OptimizerConfig
+from megatron_port.optim.bucket_memory import StateShard
 from megatron_port.optim.clipping import clamp_, limited
 from megatron_port.optim.sharded import ShardedParameters
 from megatron_port.optim.step_values import StepValues
@@ -48,6 +49,8 @@ class HostUpdate(ABC):
 
     def __init__(self, sharded: ShardedParameters, config: OptimizerConfig) -> None:
         self.config, self.sharded, self._steps = config, sharded, 0
+        self.pieces: Sequence[StateShard] = sharded.pieces
+        """Those whose state is on the device."""
 
     @property
     def steps(self) -> int:
@@ -61,21 +64,34 @@ class HostUpdate(ABC):
     def step(
         self, square: torch.Tensor, values: StepValues, *, veto: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        scale = values.host.scale
-        norm = square.sqrt() / scale
-        size, vetoed = torch.stack([norm.double(), veto.double()]).tolist()
-        if vetoed or not size <= values.host.largest_norm:
+        norm, factor = self._decide(square, values, veto)
+        if factor is None:
             return norm, torch.ones_like(veto)
-        factor = self._clip_factor(size, values) / scale
-        if factor != 1.0:
-            for piece in self.sharded.pieces:
-                piece.gradient.mul_(factor)
-        if self.config.clip_value:
-            clamp_((piece.gradient for piece in self.sharded.pieces), self.config.clip_value)
+        self._clip(self.pieces, factor)
         self._apply(values.host.lr)
         self._steps += 1
         self.sharded.publish()
         return norm, veto
+
+    def _decide(
+        self, square: torch.Tensor, values: StepValues, veto: torch.Tensor
+    ) -> tuple[torch.Tensor, float | None]:
+        """Return the norm without loss scale, a scalar on the device, and the factor that takes the loss scale from
+        gradients and clips them; None: nothing is to happen."""
+        scale = values.host.scale
+        norm = square.sqrt() / scale
+        size, vetoed = torch.stack([norm.double(), veto.double()]).tolist()
+        if vetoed or not size <= values.host.largest_norm:
+            return norm, None
+        return norm, self._clip_factor(size, values) / scale
+
+    def _clip(self, pieces: Sequence[StateShard], factor: float) -> None:
+        """Multiply gradients by ``factor``, then clip their elements."""
+        if factor != 1.0:
+            for piece in pieces:
+                piece.gradient.mul_(factor)
+        if self.config.clip_value:
+            clamp_((piece.gradient for piece in pieces), self.config.clip_value)
 
     def _clip_factor(self, norm: float, values: StepValues) -> float:
         """Factor of gradients of this norm, by ``clip_grad`` and ``clip_zscore``."""

@@ -114,25 +114,40 @@ class OwnUpdate:
 
 
 def offloaded_update(
-    provider: str, sharded: ShardedParameters, offload: Offload, config: OptimizerConfig
+    provider: str, sharded: ShardedParameters, offload: Offload, config: OptimizerConfig, *, seed: int
 ) -> Update:
-    """Return the update of offloaded state.
+    """Return the update of offloaded state: by own kernels, or by a rule without one in torch's ops.
 
     Raises:
-        ConfigError: the own optimizer kernel is not what the device uses.
-        EnvironmentFault: it is not built for this machine's CPU.
+        ConfigError: the rule needs more than the elements of one bucket, or is AdamW and the own optimizer kernel is
+            not what the device uses.
+        EnvironmentFault: the kernel is not built for this machine's CPU.
     """
-    if provider != "own":
+    from megatron_port.engine.offloaded_update import OffloadedRuleUpdate, OffloadedUpdate
+
+    rule, device = sharded.rule, sharded.ctx.device
+    if not isinstance(rule, (AdamW, ElementwiseRule, BlockRule)):
+        raise ConfigError(
+            f'offload.optimizer "{offload.config.optimizer}" with optimizer.name "{config.name}": the host updates '
+            f"one bucket after another, and {type(rule).__name__} needs whole matrices or sums over them; use "
+            'optimizer.name = "adamw", "lion", "sgd" or "adagrad", or no offload'
+        )
+    on_device = [p for b, p in zip(sharded.owners, sharded.pieces) if not b.offloaded]
+    fused = provider == "own" and isinstance(rule, (AdamW, *FUSED_RULES))
+    if not fused and isinstance(rule, (ElementwiseRule, BlockRule)):
+        return OffloadedRuleUpdate(sharded, offload, config, on_device, rule, seed=seed)
+    if not fused:
         raise ConfigError(
             f'offload.optimizer "{offload.config.optimizer}" updates by the own AdamW kernel, and backend.optimizer is '
             f'"{provider}" here; build the kernels (make kernels), and set backend.optimizer = "own"'
         )
-    if sharded.ctx.device.type != "cpu":  # else the provider has loaded them
+    if device.type != "cpu":  # else the provider has loaded them
         load_kernels("cpu")
-    from megatron_port.engine.offloaded_update import OffloadedUpdate
-
-    on_device = [p for b, p in zip(sharded.owners, sharded.pieces) if not b.offloaded]
-    return OffloadedUpdate(OwnUpdate(on_device, config, sharded.ctx.device), sharded, offload, config)
+    if isinstance(rule, AdamW):
+        update: OwnUpdate | FusedRuleUpdate = OwnUpdate(on_device, config, device)
+    else:
+        update = FusedRuleUpdate(on_device, rule, config, device, seed=seed)
+    return OffloadedUpdate(update, sharded, offload, config, seed=seed)
 
 
 def make_update(provider: str, sharded: ShardedParameters, config: OptimizerConfig, *, seed: int = 0) -> Update:
@@ -144,14 +159,12 @@ def make_update(provider: str, sharded: ShardedParameters, config: OptimizerConf
     """
     rule = sharded.rule
     if sharded.offload is not None:
-        return offloaded_update(provider, sharded, sharded.offload, config)
+        return offloaded_update(provider, sharded, sharded.offload, config, seed=seed)
+    sums, device = [bucket.sums for bucket in sharded.trained], sharded.ctx.device
     if isinstance(rule, AdamW):
-        own = provider == "own"
-        if not own:
-            return TorchUpdate(sharded, config)
-        return OwnUpdate(sharded.pieces, config, sharded.ctx.device, [bucket.sums for bucket in sharded.trained])
+        return OwnUpdate(sharded.pieces, config, device, sums) if provider == "own" else TorchUpdate(sharded, config)
     if provider == "own" and isinstance(rule, FUSED_RULES):
-        return FusedRuleUpdate(sharded, config, seed=seed)
+        return FusedRuleUpdate(sharded.pieces, rule, config, device, seed=seed, sums=sums)
     if isinstance(rule, (ElementwiseRule, BlockRule)):
         return RuleUpdate(sharded, config, rule, seed=seed)
     if isinstance(rule, SumsRule):

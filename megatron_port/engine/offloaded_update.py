@@ -1,60 +1,109 @@
-"""The native engine's optimizer step where masters and moments live in host memory or on a disk.
+"""The native engine's optimizer step where masters and the rule's state live in host memory or on a disk.
 
 The norm, and with it clipping and skipping, comes from the gradients on the device, as without offload. One host
 synchronisation brings the clip factor and whether the step is skipped; then the host updates one staged bucket after
-another by the own AdamW kernel for CPUs while the next ones are on their way (``optim.offload``).
+another while the next ones are on their way (``optim.offload``): by the own kernels for CPUs, or, by a rule that has
+none, in torch's ops. Either way these are the operations of a run without offload.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
-from megatron_port.backend.ops.optimizer import adamw_, clip_factor
+from megatron_port.backend.ops.optimizer import clip_factor
 from megatron_port.config.schema import OptimizerConfig
+from megatron_port.engine.fused_rule_update import FusedCalls
 from megatron_port.engine.host_update import SquareNorm
-from megatron_port.optim.bucket_memory import Bucket
+from megatron_port.engine.rule_updates import RuleUpdate
+from megatron_port.optim.bucket_memory import Bucket, StateShard
 from megatron_port.optim.buckets import shard_ranges
 from megatron_port.optim.clipping import norm_target
 from megatron_port.optim.offload import Offload, StagedBucket
-from megatron_port.optim.parameter_groups import GroupSettings, grouped
+from megatron_port.optim.parameter_groups import grouped
+from megatron_port.optim.rules import BlockRule, ElementwiseRule, StateKind
 from megatron_port.optim.sharded import ShardedParameters
 from megatron_port.optim.step_values import StepValues
-
-if TYPE_CHECKING:
-    from megatron_port.engine.native_update import OwnUpdate
+from megatron_port.parallel.record import ParameterRecord
 
 
-class OffloadedUpdate:
-    """AdamW on offloaded buckets, and by ``on_device`` on the others (``engine.native_update.Update``)."""
+class DeviceUpdate(Protocol):
+    """The update of what stays on the device: ``engine.native_update.OwnUpdate`` or ``FusedRuleUpdate``."""
 
-    def __init__(
-        self, on_device: OwnUpdate, sharded: ShardedParameters, offload: Offload, config: OptimizerConfig
-    ) -> None:
-        self.on_device, self.sharded, self.offload, self.config = on_device, sharded, offload, config
-        self.square_norm: SquareNorm = on_device.square_norm
-        self._step = torch.zeros((), dtype=torch.int64)
-        self._ranges = {id(bucket): self._by_settings(bucket) for bucket in offload.buckets.values()}
+    square_norm: SquareNorm
+
+    def restore(self, steps: int) -> None:
+        """Continue after ``steps`` updates."""
+
+    def apply(self, factor: torch.Tensor, skip: torch.Tensor, *, lr: torch.Tensor) -> None:
+        """Apply the gradients times ``factor`` unless ``skip`` is not 0: scalars on the device."""
+
+
+class PieceRange(NamedTuple):
+    """Where a parameter's range lies in the flat tensors of its bucket: elements from ``start`` on of the flattened
+    local tensor."""
+
+    record: ParameterRecord
+    start: int
+    own: slice
+    """In this rank's share."""
+    state: dict[StateKind, slice]
+
+
+class HostPieces:
+    """The pieces of offloaded buckets, as their staged tensors hold them."""
+
+    def __init__(self, sharded: ShardedParameters, offload: Offload) -> None:
+        self._places = {id(bucket): self._of(sharded, bucket) for bucket in offload.buckets.values()}
         self._padding = {id(bucket): self._gaps(bucket) for bucket in offload.buckets.values()}
+
+    @staticmethod
+    def _of(sharded: ShardedParameters, bucket: Bucket) -> list[PieceRange]:
+        out = []
+        for f in shard_ranges(bucket.plan, shard=bucket.index):
+            at = f.at - bucket.own.start
+            state = {
+                kind: r.span for kind, layout in bucket.layouts.items() for r in layout.ranges if r.index == f.index
+            }
+            out.append(PieceRange(sharded.parameters[f.index][0], f.start, slice(at, at + f.numel), state))
+        return out
 
     def _gaps(self, bucket: Bucket) -> list[slice]:
         """The ranges of this rank's share of a bucket that hold no parameter."""
         end, out = 0, []
-        for taken in sorted((r for _, ranges in self._ranges[id(bucket)] for r in ranges), key=lambda r: r.start):
+        for taken in sorted((place.own for place in self._places[id(bucket)]), key=lambda r: r.start):
             out.append(slice(end, taken.start))
             end = taken.stop
         out.append(slice(end, bucket.own.stop - bucket.own.start))
         return [gap for gap in out if gap.start < gap.stop]
 
-    def _by_settings(self, bucket: Bucket) -> list[tuple[GroupSettings, list[slice]]]:
-        """The ranges of this rank's share of a bucket that hold parameters, by learning rate and weight decay."""
-        owned = shard_ranges(bucket.plan, shard=bucket.index)
-        starts = [f.at - bucket.own.start for f in owned]
-        pairs = [
-            (self.sharded.parameters[f.index][0], slice(start, start + f.numel)) for f, start in zip(owned, starts)
+    def of(self, staged: StagedBucket) -> list[StateShard]:
+        """Return the pieces of a staged bucket. Clears the padding between weights that are about to be written."""
+        for gap in self._padding[id(staged.bucket)]:
+            staged.weights[gap].zero_()  # else what the staging buffer held before would reach the device
+        return [
+            StateShard(
+                place.record, place.start, staged.weights[place.own], staged.masters[place.own],
+                staged.gradient[place.own], {kind.name: staged.state[kind][span] for kind, span in place.state.items()},
+            ) for place in self._places[id(staged.bucket)]
         ]
-        return list(grouped(pairs, self.config.weight_decay).items())
+
+
+class OffloadedUpdate:
+    """An update of offloaded buckets by own kernels, and by ``on_device`` of the others
+    (``engine.native_update.Update``)."""
+
+    def __init__(
+        self, on_device: DeviceUpdate, sharded: ShardedParameters, offload: Offload, config: OptimizerConfig, *,
+        seed: int,
+    ) -> None:
+        self.on_device, self.offload, self.config = on_device, offload, config
+        self.square_norm: SquareNorm = on_device.square_norm
+        self._step = torch.zeros((), dtype=torch.int64)
+        self._pieces = HostPieces(sharded, offload)
+        self._calls = FusedCalls(sharded.rule, config, self._step, seed=seed, separate=True)
 
     @property
     def steps(self) -> int:
@@ -82,20 +131,39 @@ class OffloadedUpdate:
         self._step += 1
         lr = torch.tensor(values.host.lr, dtype=torch.float64)
         for staged in self.offload.updates():
-            self._update(staged, host_factor, lr)
+            pieces = self._pieces.of(staged)
+            for settings, alike in grouped(((p.record, p) for p in pieces), self.config.weight_decay).items():
+                for call in self._calls.of(settings, alike):
+                    call(lr, host_factor, None)
         return norm, skip
 
-    def _update(self, staged: StagedBucket, factor: torch.Tensor, lr: torch.Tensor) -> None:
-        config, state = self.config, staged.state
-        for gap in self._padding[id(staged.bucket)]:
-            staged.weights[gap].zero_()  # else what the staging buffer held before would reach the device
-        for settings, ranges in self._ranges[id(staged.bucket)]:
-            weights, masters, gradients, first, second = (
-                [flat[r] for r in ranges]
-                for flat in (staged.weights, staged.masters, staged.gradient, state["exp_avg"], state["exp_avg_sq"])
-            )
-            adamw_(
-                weights, masters, gradients, first, second, step=self._step, grad_scale=factor, skip=None,
-                lr=lr * settings.lr_factor, beta1=config.beta1, beta2=config.beta2, eps=config.eps,
-                weight_decay=settings.weight_decay,
-            )
+
+class OffloadedRuleUpdate(RuleUpdate):
+    """An update of offloaded buckets and of the others by a rule in torch's ops."""
+
+    def __init__(
+        self, sharded: ShardedParameters, offload: Offload, config: OptimizerConfig, on_device: Sequence[StateShard],
+        rule: ElementwiseRule | BlockRule, *, seed: int,
+    ) -> None:
+        super().__init__(sharded, config, rule, seed=seed)
+        self.offload, self.pieces, self._host = offload, on_device, HostPieces(sharded, offload)
+
+    @torch.no_grad()
+    def step(
+        self, square: torch.Tensor, values: StepValues, *, veto: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        norm, factor = self._decide(square, values, veto)
+        if factor is None:
+            self.offload.discard()
+            return norm, torch.ones_like(veto)
+        self._clip(self.pieces, factor)
+        self._update(self.pieces, values.host.lr)
+        for staged in self.offload.updates():
+            pieces = self._host.of(staged)
+            self._clip(pieces, factor)
+            self._update(pieces, values.host.lr)
+            for piece in pieces:
+                piece.weight.copy_(piece.master)
+        self._steps += 1
+        self.sharded.publish()
+        return norm, veto

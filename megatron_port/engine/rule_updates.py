@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -42,10 +42,13 @@ class RuleUpdate(HostUpdate):
         super().__init__(sharded, config)
         self.rule, self.seed = rule, seed
 
-    @torch.no_grad()
     def _apply(self, lr: float) -> None:
+        self._update(self.pieces, lr)
+
+    @torch.no_grad()
+    def _update(self, pieces: Sequence[StateShard], lr: float) -> None:
         settings = settings_of(self.config, step=self.steps + 1, lr=lr, seed=self.seed)
-        for p in self.sharded.pieces:
+        for p in pieces:
             if isinstance(self.rule, BlockRule):
                 self.rule.update_(p, settings(p.record))
             else:

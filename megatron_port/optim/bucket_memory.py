@@ -114,8 +114,7 @@ class Bucket:
         elif offload is not None and self.offloaded:
             if offload.weights_on_host:
                 self.shard = offload.host_zeros(size, first.dtype).copy_(self.shard)
-            self.masters, held = offload.allocate(number)
-            self.state = {StateKind(name): flat for name, flat in held.items()}
+            self.masters, self.state = offload.allocate(number)
         else:
             if first.dtype != wide:
                 self.masters = torch.zeros_like(self.shard, dtype=wide)

@@ -13,12 +13,14 @@ import mmap
 import os
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from megatron_port.errors import EnvironmentFault
+from megatron_port.optim.rules import StateKind
 from megatron_port.parallel.staging import ALIGN
 
 
@@ -79,12 +81,14 @@ class StateFile:
             f"{advice}"
         )
 
-    def mapped(self, offset: int, numel: int) -> torch.Tensor:
-        """Return ``numel`` fp32 elements from byte ``offset`` on as a view of the file, for whoever is not in a hurry.
+    def mapped(self, offset: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return ``numel`` elements from byte ``offset`` on as a view of the file, for whoever is not in a hurry.
 
         No read or write of these bytes may be under way while the view is used.
         """
-        return torch.frombuffer(self._map, dtype=torch.float32, count=numel, offset=offset)
+        if not numel:
+            return torch.zeros(0, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
 
     def forget_pages(self) -> None:
         """Unmap the pages that views have touched; the next look reads them again."""
@@ -122,36 +126,55 @@ class StateFile:
             done += count
 
 
+@dataclass(frozen=True)
+class StatePart:
+    """Flat tensor of one kind of a bucket's state, this rank's share."""
+
+    kind: StateKind
+    numel: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the kind asks for, or fp32."""
+        return self.kind.dtype or torch.float32
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in a file or a staging buffer."""
+        return aligned(self.numel * self.dtype.itemsize)
+
+
 class DiskState:
-    """Files of one rank, and the place of each bucket in them.
+    """Files of one rank, one of each kind, and the place of each bucket in them.
 
     Args:
-        sizes: fp32 elements of this rank's share of each bucket, by the bucket's number.
-        kinds: of state, each with a file.
+        parts: of each bucket, by its number.
     """
 
-    def __init__(self, folder: Path, sizes: dict[int, int], kinds: Sequence[str]) -> None:
-        self.offsets: dict[int, int] = {}
-        at = 0
-        for number, numel in sizes.items():
-            self.offsets[number] = at
-            at += aligned(4 * numel)
-        self.sizes = sizes
-        self.files = {kind: StateFile(folder, max(at, ALIGN), kind) for kind in kinds}
+    def __init__(self, folder: Path, parts: Mapping[int, Sequence[StatePart]]) -> None:
+        self._places: dict[tuple[int, StateKind], tuple[int, StatePart]] = {}
+        ends: dict[StateKind, int] = {}
+        for number, all_of_bucket in parts.items():
+            for part in all_of_bucket:
+                at = ends.get(part.kind, 0)
+                self._places[number, part.kind] = at, part
+                ends[part.kind] = at + part.nbytes
+        self.files = {kind: StateFile(folder, max(end, ALIGN), kind.name) for kind, end in ends.items()}
 
-    def mapped(self, number: int, kind: str) -> torch.Tensor:
+    def mapped(self, number: int, kind: StateKind) -> torch.Tensor:
         """Return a bucket's state of a kind as a view of its file."""
-        return self.files[kind].mapped(self.offsets[number], self.sizes[number])
+        at, part = self._places[number, kind]
+        return self.files[kind].mapped(at, part.numel, part.dtype)
 
-    def read(self, number: int, memory: dict[str, torch.Tensor]) -> None:
+    def read(self, number: int, memory: Mapping[StateKind, torch.Tensor]) -> None:
         """Read a bucket's state into uint8 tensors by kind."""
         for kind, into in memory.items():
-            self.files[kind].read(self.offsets[number], into)
+            self.files[kind].read(self._places[number, kind][0], into)
 
-    def write(self, number: int, memory: dict[str, torch.Tensor]) -> None:
+    def write(self, number: int, memory: Mapping[StateKind, torch.Tensor]) -> None:
         """Write a bucket's state."""
         for kind, source in memory.items():
-            self.files[kind].write(self.offsets[number], source)
+            self.files[kind].write(self._places[number, kind][0], source)
 
     def flush(self) -> None:
         """Write what views have changed to the files, and forget the pages."""

@@ -21,12 +21,14 @@ import torch
 
 from megatron_port.config.offload import OffloadConfig
 from megatron_port.optim.buckets import BucketPlan
-from megatron_port.optim.disk_state import DiskState, aligned
+from megatron_port.optim.disk_state import DiskState, StatePart, aligned
+from megatron_port.optim.rules import StateKind
+from megatron_port.optim.state_layout import StateLayout
 from megatron_port.parallel.device_streams import HOST, access, is_observed
 from megatron_port.parallel.staging import StagingBuffer, StagingRing
 from megatron_port.runtime.pinned import host_bytes
 
-MASTER = "master"
+MASTER = StateKind("master")
 WIDTH = 4
 """Bytes of an fp32 element."""
 
@@ -53,7 +55,7 @@ class StagedBucket:
     weights: torch.Tensor
     """To be written by the update: in the buffer, or where the weights live on the host."""
     masters: torch.Tensor
-    state: dict[str, torch.Tensor]
+    state: dict[StateKind, torch.Tensor]
 
 
 class Offload:
@@ -61,7 +63,7 @@ class Offload:
 
     Args:
         plans: all buckets of the rank.
-        kinds: of the optimizer's state, beside the masters.
+        layouts: of each bucket's optimizer state, beside the masters.
         weight: a parameter, whose dtype and device the weights have.
 
     Raises:
@@ -69,20 +71,23 @@ class Offload:
     """
 
     def __init__(
-        self, config: OffloadConfig, plans: Sequence[BucketPlan], *, kinds: Sequence[str], weight: torch.Tensor,
+        self, config: OffloadConfig, plans: Sequence[BucketPlan], *, layouts: Sequence[Sequence[StateLayout]],
+        weight: torch.Tensor,
     ) -> None:
         self.config, self.device = config, weight.device
-        self.kinds = tuple(kinds)
         sizes = [plan.numel // plan.shards for plan in plans]
         self.numbers = offloaded_numbers(sizes, config.fraction)
         self._sizes = {number: sizes[number] for number in self.numbers}
+        self._state = {
+            number: [StatePart(MASTER, sizes[number]), *(StatePart(s.kind, s.numel) for s in layouts[number])]
+            for number in self.numbers
+        }
+        """Masters and state of each offloaded bucket."""
         self._weight_dtype = weight.dtype
-        self.disk: DiskState | None = None
-        if config.optimizer == "nvme":
-            self.disk = DiskState(Path(config.nvme_path), self._sizes, [MASTER, *self.kinds])
-        largest = max(self._sizes.values(), default=0)
+        self.disk = DiskState(Path(config.nvme_path), self._state) if config.optimizer == "nvme" else None
         self.ring = StagingRing(
-            self.device, count=max(1, min(config.buffers, len(self.numbers))), nbytes=self._room(largest)
+            self.device, count=max(1, min(config.buffers, len(self.numbers))),
+            nbytes=max(map(self._room, self.numbers), default=0),
         )
         self.buckets: dict[int, Any] = {}
         """Offloaded buckets by number."""
@@ -102,13 +107,13 @@ class Offload:
         """Return whether the state of bucket ``number`` is offloaded."""
         return number in self._sizes
 
-    def allocate(self, number: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return where the masters and the state, by kind, of an offloaded bucket live: zeros, fp32."""
+    def allocate(self, number: int) -> tuple[torch.Tensor, dict[StateKind, torch.Tensor]]:
+        """Return where the masters and the state, by kind, of an offloaded bucket live: zeros."""
         if self.disk is not None:
-            return self.disk.mapped(number, MASTER), {kind: self.disk.mapped(number, kind) for kind in self.kinds}
-        size = self._sizes[number]
-        state = {kind: self.host_zeros(size, torch.float32) for kind in self.kinds}
-        return self.host_zeros(size, torch.float32), state
+            found = {part.kind: self.disk.mapped(number, part.kind) for part in self._state[number]}
+        else:
+            found = {part.kind: self.host_zeros(part.numel, part.dtype) for part in self._state[number]}
+        return found.pop(MASTER), found
 
     def attach(self, buckets: Sequence[Any]) -> None:
         """Take the buckets (``optim.sharded.Bucket``) of the plans."""
@@ -117,13 +122,12 @@ class Offload:
 
     # -- staging -----------------------------------------------------------------------------------------------------
 
-    def _parts(self) -> int:
-        """fp32 parts of a buffer: the gradient, and of state on a disk the masters and each kind."""
-        return 1 if self.disk is None else 2 + len(self.kinds)
-
-    def _room(self, numel: int) -> int:
+    def _room(self, number: int) -> int:
+        """Bytes of a buffer: the gradient, of state on a disk the masters and each kind, and the weights."""
+        numel = self._sizes[number]
         weights = 0 if self.weights_on_host else aligned(self._weight_dtype.itemsize * numel)
-        return self._parts() * aligned(WIDTH * numel) + weights
+        state = 0 if self.disk is None else sum(part.nbytes for part in self._state[number])
+        return aligned(WIDTH * numel) + state + weights
 
     def _home(self, bucket: Any) -> list[torch.Tensor]:
         return [bucket.masters, *bucket.state.values()]
@@ -138,26 +142,29 @@ class Offload:
         """Start to copy a bucket's gradient to the host, and to read its state from the disk."""
         bucket, numel = self.buckets[number], self._sizes[number]
         buffer = self.ring.take()
-        part = aligned(WIDTH * numel)
-        views = [buffer.view(torch.float32, numel, offset=i * part) for i in range(self._parts())]
-        weights = bucket.shard
+        gradient = buffer.view(torch.float32, numel)
+        masters, state, weights = bucket.masters, dict(bucket.state), bucket.shard
         if not self.weights_on_host:
-            weights = buffer.view(self._weight_dtype, numel, offset=len(views) * part)
-        masters, state = bucket.masters, {kind.name: flat for kind, flat in bucket.state.items()}
+            end = self._room(number) - aligned(self._weight_dtype.itemsize * numel)
+            weights = buffer.view(self._weight_dtype, numel, offset=end)
         if self.disk is not None:
-            masters, state = views[1], dict(zip(self.kinds, views[2:]))
-            disk, memory = self.disk, self._bytes(buffer, part)
+            disk, memory = self.disk, self._bytes(number, buffer)
+            views = {p.kind: memory[p.kind][: p.numel * p.dtype.itemsize].view(p.dtype) for p in self._state[number]}
+            masters, state = views.pop(MASTER), views
             self.ring.start_io(
                 buffer, "state is read from its files", lambda: disk.read(number, memory), reads=self._home(bucket),
                 writes=list(memory.values()),
             )
-        self.ring.copy_out(bucket.sums, views[0], buffer)
-        self._staged[number] = StagedBucket(bucket, buffer, views[0], weights, masters, state)
+        self.ring.copy_out(bucket.sums, gradient, buffer)
+        self._staged[number] = StagedBucket(bucket, buffer, gradient, weights, masters, state)
 
-    def _bytes(self, buffer: StagingBuffer, part: int) -> dict[str, torch.Tensor]:
+    def _bytes(self, number: int, buffer: StagingBuffer) -> dict[StateKind, torch.Tensor]:
         """The parts of a buffer that go to the disk and come from there, as bytes by kind, padding included."""
-        kinds = (MASTER, *self.kinds)
-        return {kind: buffer.memory[i * part : (i + 1) * part] for i, kind in enumerate(kinds, 1)}
+        out, at = {}, aligned(WIDTH * self._sizes[number])
+        for part in self._state[number]:
+            out[part.kind] = buffer.memory[at : at + part.nbytes]
+            at += part.nbytes
+        return out
 
     def updates(self) -> Iterator[StagedBucket]:
         """Yield each bucket when its gradient and state are there for the host to update, in the order in which the
@@ -187,7 +194,7 @@ class Offload:
             self.ring.copy_in(staged.weights, bucket.shard, buffer)
             self.ring.wait_target(buffer)
         if self.disk is not None:
-            disk, memory = self.disk, self._bytes(buffer, aligned(WIDTH * self._sizes[number]))
+            disk, memory = self.disk, self._bytes(number, buffer)
             self.ring.start_io(
                 buffer, "state is written to its files", lambda: disk.write(number, memory),
                 reads=list(memory.values()), writes=self._home(bucket),

@@ -89,8 +89,7 @@ class ShardedParameters:
         plans = [*trained, *(replace(plan, frozen=True) for plan in frozen)]
         weight, self.offload = self.parameters[0][1], None
         if offload is not None and offload.optimizer != "none":
-            kinds = self.rule.kinds(self.parameters[0][0])
-            self.offload = Offload(offload, trained, kinds=kinds, weight=weight)
+            self.offload = Offload(offload, trained, layouts=[self._layouts(plan) for plan in trained], weight=weight)
         self.unit_gather = None
         if sharding is not None and (shards > 1 or sharding.on_host):
             streams = None if self.offload is None else self.offload.ring.streams
@@ -389,9 +388,9 @@ class ShardedParameters:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the masters into this rank's weights, unless the update already has."""
+        """Round the masters on the device into this rank's weights, unless the update already has."""
         for bucket in self.trained:
-            if bucket.masters.dtype != bucket.shard.dtype:
+            if not bucket.offloaded and bucket.masters.dtype != bucket.shard.dtype:
                 bucket.shard.copy_(bucket.masters)
 
     def defer_gather(self) -> None:

@@ -1,8 +1,8 @@
 """Optimizer state outside of the device (``[offload]``): bytes on device, host and disk, and the seconds that it costs.
 
-Per element of a rank's share of what is offloaded (docs/offload.md): the host or the disk holds master and two moments,
-12 bytes; a step moves the fp32 gradient to the host and the rounded weight back, updates in host memory at some
-28 + w bytes, and with a disk reads and writes the 12. The step waits for all of it: the norm comes first.
+Per element of a rank's share of what is offloaded (docs/offload.md): the host or the disk holds master and the rule's
+state, of AdamW 12 bytes; a step moves the fp32 gradient to the host and the rounded weight back, updates in host memory
+at some 28 + w bytes, and with a disk reads and writes the 12. The step waits for all of it: the norm comes first.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from megatron_port.plan.case import Case, Machine
 from megatron_port.plan.elements import expert_elements, stage_elements, trained_elements
 from megatron_port.plan.swap import most_swapped
 
-STATE = 12.0
-"""Bytes per element: fp32 master and AdamW's moments."""
-GRADIENT = 4.0
+GRADIENT = MASTER = 4.0
+"""Bytes per element."""
 PAGE = 4096
 
 
@@ -50,19 +49,20 @@ def offloaded(case: Case, machine: Machine) -> Offloaded:
     if not mine:
         return Offloaded(0.0, 0.0, 0.0)
     on_disk = case.offload == "nvme"
+    state = MASTER + MASTER * case.rule.state
     weights = most * held / trained * case.width if case.offload_weights else 0.0
-    staged = min(case.bucket, trained) / case.shards * (GRADIENT * (4 if on_disk else 1) + case.width)
-    host = (0.0 if on_disk else STATE * mine) + weights + case.offload_buffers * (staged + PAGE)
+    staged = min(case.bucket, trained) / case.shards * (GRADIENT + (state if on_disk else 0.0) + case.width)
+    host = (0.0 if on_disk else state * mine) + weights + case.offload_buffers * (staged + PAGE)
     back = weights * case.weight_gathers if case.offload_weights else mine * case.width
     parts = [
         (mine * GRADIENT, hardware.host_link_gb), (back, hardware.host_link_gb),
-        (mine * (28.0 + case.width) * ranks, hardware.host_bandwidth_gb),
+        (mine * (GRADIENT + 2.0 * state + case.width) * ranks, hardware.host_bandwidth_gb),
     ]
     if on_disk:
-        parts += [(STATE * mine * ranks, hardware.nvme_read_gb), (STATE * mine * ranks, hardware.nvme_write_gb)]
+        parts += [(state * mine * ranks, hardware.nvme_read_gb), (state * mine * ranks, hardware.nvme_write_gb)]
     # Buckets follow one another through the ring, so the slowest of these sets the pace.
     seconds = max(size / (rate * 1e9) if rate > 0 else 0.0 for size, rate in parts)
-    return Offloaded(host, STATE * mine if on_disk else 0.0, seconds)
+    return Offloaded(host, state * mine if on_disk else 0.0, seconds)
 
 
 def host_problem(case: Case, machine: Machine) -> str:

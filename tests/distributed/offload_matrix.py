@@ -31,10 +31,19 @@ Steps = list[tuple[Any, ...]]
 State = dict[tuple[Any, ...], list[float]]
 
 
-def case(dtype: str, zero: int, *, dp: int = 2, micro_batches: int = 2, **layout: Any) -> RunConfig:
+RULES = ("adamw-bf16", "adamw-8bit", "lion", "sgd", "adagrad")
+"""Beside AdamW: those that an offload serves."""
+STRIPES: dict[str, Any] = {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 128, "head_dim": 32}
+"""A model whose rows are whole blocks of 8-bit state."""
+
+
+def case(
+    dtype: str, zero: int, *, dp: int = 2, micro_batches: int = 2, rule: str = "adamw", **layout: Any
+) -> RunConfig:
+    shape = STRIPES if rule == "adamw-8bit" else {"num_layers": 3}
     config = make_config(
         dtype=dtype, micro_batch_size=1, global_batch_size=micro_batches * dp, own_kernels="on",
-        model={"num_layers": 3, "hidden_dropout": 0.1, "tie_embeddings": layout.pop("tied", True)},
+        model={**shape, "hidden_dropout": 0.1, "tie_embeddings": layout.pop("tied", True)},
         layout={"zero_stage": zero, "reduce_bucket_size": 4000, "data_parallel_size": dp, **layout},
     )
     if dtype == "fp16":  # the first steps overflow
@@ -42,7 +51,7 @@ def case(dtype: str, zero: int, *, dp: int = 2, micro_batches: int = 2, **layout
             config.precision, initial_loss_scale=2.0**24, loss_scale_hysteresis=1, loss_scale_window=3
         )
         config = dataclasses.replace(config, precision=precision)
-    return config
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name=rule))
 
 
 def offloaded(config: RunConfig, folder: str = "", **offload: Any) -> RunConfig:
@@ -118,6 +127,14 @@ def matrix(folder: str) -> dict[str, tuple[RunConfig, RunConfig, Topology]]:
         plain = case("bf16", 1, **layout)
         topology = Topology(layout.get("tensor_parallel_size", 1), layout.get("pipeline_parallel_size", 1), 2)
         out[f"bf16 zero-1 nvme {name}"] = (plain, offloaded(plain, folder, optimizer="nvme"), topology)
+    for rule in RULES:
+        for dtype, zero, offload in (
+            ("bf16", 1, {"optimizer": "cpu"}), ("fp32", 2, {"optimizer": "nvme", "fraction": 0.5}),
+            ("fp16", 3, {"optimizer": "nvme", "weights": "cpu"}),
+        ):
+            plain = case(dtype, zero, rule=rule, tied=zero != 3)
+            name = f"{rule} {dtype} zero-{zero} " + " ".join(f"{k} {v}" for k, v in offload.items())
+            out[name] = (plain, offloaded(plain, folder, **offload), Topology(1, 1, 2))
     return out
 
 

@@ -78,6 +78,17 @@ def test_two_replicas_in_fp32_and_bf16(ranks: RankPool) -> None:
         ])
 
 
+def test_other_rules(ranks: RankPool) -> None:
+    """By own kernels and by torch's ops, with state of several kinds, widths and lengths."""
+    with tempfile.TemporaryDirectory() as folder:
+        for rule, dtype, zero, offload in (
+            ("adamw-8bit", "bf16", 3, {"optimizer": "nvme", "weights": "cpu"}),
+            ("lion", "fp32", 1, {"optimizer": "nvme", "fraction": 0.5}), ("adagrad", "bf16", 2, {"fraction": 0.5}),
+        ):
+            plain = case(dtype, zero, rule=rule, tied=zero != 3)
+            assert_equal(ranks, TWO, plain, [offloaded(plain, folder, **offload)], steps=3)
+
+
 def test_skipped_steps_in_fp16(ranks: RankPool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         two = case("fp16", 2)

@@ -31,6 +31,7 @@ from megatron_port.config.schema import (
     DataConfig,
     LayoutConfig,
     ModelConfig,
+    OptimizerConfig,
     PrecisionConfig,
     RunConfig,
 )
@@ -238,6 +239,7 @@ def test_a_snapshot_is_read_when_it_is_complete(tmp_path: Path, monkeypatch: pyt
     ({"engine": "deepspeed"}, 'use engine = "native"'),
     ({"layout": {"zero_stage": 0}}, "use zero_stage 1, 2 or 3"),
     ({"precision": PrecisionConfig(dtype="fp64")}, "use fp32, bf16 or fp16"),
+    ({"optimizer": OptimizerConfig(name="muon")}, "needs whole matrices or sums over them"),
     ({"offload": OffloadConfig(optimizer="cpu", weights="cpu")}, "use zero_stage 3"),
     ({"offload": OffloadConfig(weights="cpu")}, 'set offload.optimizer = "cpu"'),
     ({"offload": OffloadConfig(fraction=0.5)}, "which offloads nothing"),

@@ -12,13 +12,14 @@ from megatron_port.cli.main import main
 from megatron_port.config.checks import problems
 from megatron_port.config.loader import load
 from megatron_port.config.offload import OffloadConfig
-from megatron_port.config.schema import RunConfig
+from megatron_port.config.schema import OptimizerConfig, RunConfig
 from megatron_port.plan.advice import ways_to_fit
 from megatron_port.plan.case import case_of, machine_of
 from megatron_port.plan.elements import stage_elements
 from megatron_port.plan.guard import memory_problem, planned_memory
 from megatron_port.plan.memory import stage_memory
 from megatron_port.plan.offload import offloaded
+from megatron_port.plan.rule_cost import rule_cost
 from megatron_port.plan.verdict import make_plan
 
 TOO_FEW = "layout.pipeline_parallel_size=4"
@@ -172,3 +173,5 @@ def test_offload_costs_what_moves_and_what_the_host_updates() -> None:
     disk = offloaded(replace(case, offload="nvme"), machine)
     assert disk.seconds == pytest.approx(elements * 12 / h.nvme_write_gb / 1e9)
     assert disk.disk == 12 * elements and disk.host < 0.05 * found.host
+    lion = replace(case, offload="nvme", rule=rule_cost(OptimizerConfig(name="lion"), config.model))
+    assert offloaded(lion, machine).disk == 8 * elements  # master and momentum
