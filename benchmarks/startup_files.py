@@ -1,14 +1,17 @@
-"""What a rank opens while it starts, from a checkout and after staging; and how long N ranks take to their first step.
+"""What the ranks of a node open while they start, from a checkout and after staging; and how long they take to step 1.
 
-``python benchmarks/startup_files.py --image env.tar [--ranks 8] [--out FILE]`` (the image: ``megatron-port launch
-image -o env.tar``; needs strace) unpacks the image as a job does (launch/stage.sh), and starts a tiny run twice:
+``python benchmarks/startup_files.py --image env.tar [--ranks 8] [--rounds 3] [--out FILE]`` (the image:
+``megatron-port launch image -o env.tar``; needs strace and fincore) unpacks the image as a job does (launch/stage.sh),
+and starts a tiny run of N ranks:
 
 - ``checkout``: the interpreter of this environment, the code of a launch record, its config.toml read by each rank;
-- ``staged``: what ``STAGE=env.tar`` gives the ranks.
+- ``staged``: what ``STAGE=env.tar`` gives the ranks;
+- ``staged, cold``: the same, after the node's page cache has forgotten what was unpacked (seconds only).
 
-One rank runs under ``strace -f`` for the counts: opens and path calls (open, stat, readlink, access, …) of files below
-the environment, the record and the working directory, which a shared file system would have to answer. The system's
-own folders (/etc, /usr, /lib, /proc, /sys, /dev) are each node's. N ranks run without it for the seconds.
+All ranks run under ``strace -f`` for the counts: opens and path calls (open, stat, readlink, access, …) of files below
+the environment, the record and the working directory, which a shared file system would have to answer, until they end
+after one step. The system's own folders (/etc, /usr, /lib, /proc, /sys, /dev) are each node's. The ranks run without
+strace for the seconds, the kinds in turn, so that all meet the same load of the machine.
 """
 
 from __future__ import annotations
@@ -18,10 +21,13 @@ import collections
 import json
 import os
 import re
+import resource
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,74 +81,128 @@ def shared(path: str, folder: Path) -> bool:
     return path.startswith("/") and not path.startswith((*SYSTEM, *inside)) and not above and path != "/tmp"
 
 
-def trace(kind: str, folder: Path) -> dict[str, object]:
-    """Count what one rank asks of the shared file system before its first step."""
-    command, env = command_of(kind, folder)
-    log = folder / f"{kind}.strace"
-    subprocess.run(["rm", "-rf", folder / "runs"], check=True)
-    done = subprocess.run(["strace", "-f", "-qq", "-y", "-e", "trace=%file", "-e", "signal=none", "-o", log, *command],
-                          cwd=folder / "work", env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    opens, calls, size = 0, 0, 0
-    where: collections.Counter[str] = collections.Counter()
-    asked: collections.Counter[str] = collections.Counter()
-    seen = set()
-    for line in log.read_text(errors="replace").splitlines():
-        found = re.match(r'\d+ +(\w+)\((?:[^"]*?<([^>]*)>, )?"([^"]*)"', line)
-        if not found:
-            continue
-        name, place, path = found[1], found[2], found[3]
-        whole = path if path.startswith("/") else os.path.normpath(f"{place or folder / 'work'}/{path}")
-        if not shared(whole, folder):
-            continue
-        calls += 1
-        asked["/".join(whole.split("/")[:5])] += 1
-        if name.startswith("open") and " = -1 " not in line:
-            opens += 1
-            where[str(Path(whole).parent)] += 1
-            if whole not in seen and os.path.isfile(whole):
-                seen.add(whole)
-                size += os.path.getsize(whole)
-    return {"opens": opens, "path_calls": calls, "bytes": size, "opened": where.most_common(3),
-            "asked": asked.most_common(5)}
-
-
-def seconds(kind: str, folder: Path, ranks: int) -> float:
-    """Wall seconds until all of ``ranks`` processes have done a step and ended."""
+def start(
+    kind: str, folder: Path, ranks: int, before: Callable[[int], list[str | Path]]
+) -> list[subprocess.Popen[str]]:
+    """Start the ranks; ``before``: rank → words ahead of its command."""
     command, env = command_of(kind, folder)
     subprocess.run(["rm", "-rf", folder / "runs"], check=True)
-    begun = time.monotonic()
-    port = str(20000 + os.getpid() % 10000)
-    processes = [
-        subprocess.Popen(command, cwd=folder / "work", stdout=subprocess.DEVNULL, env={
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    return [
+        subprocess.Popen([*before(r), *command], cwd=folder / "work", stdout=subprocess.DEVNULL, text=True, env={
             **env, "RANK": str(r), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(r), "LOCAL_WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}) for r in range(ranks)
     ]
-    codes = [p.wait() for p in processes]
+
+
+def trace(kind: str, folder: Path, ranks: int) -> dict[str, object]:
+    """Count what each rank, and the node, ask of the shared file system before the end of the first step."""
+    def strace(rank: int) -> list[str | Path]:
+        return ["strace", "-f", "-qq", "-y", "-e", "trace=%file", "-e", "signal=none", "-o",
+                folder / f"{kind}.{rank}.strace"]
+
+    codes = [process.wait() for process in start(kind, folder, ranks, strace)]
     assert not any(codes), codes
-    return round(time.monotonic() - begun, 1)
+    opens, calls = [0] * ranks, [0] * ranks
+    where: collections.Counter[str] = collections.Counter()
+    asked: collections.Counter[str] = collections.Counter()
+    sizes: dict[str, int] = {}
+    for rank in range(ranks):
+        for name, whole, failed in paths(folder / f"{kind}.{rank}.strace", folder / "work"):
+            if not shared(whole, folder):
+                continue
+            calls[rank] += 1
+            asked[place_of(whole, folder)] += 1
+            if name.startswith("open") and not failed:
+                opens[rank] += 1
+                where[place_of(whole, folder)] += 1
+                sizes[whole] = os.path.getsize(whole) if os.path.isfile(whole) else 0
+    return {"ranks": ranks, "opens": max(opens), "path_calls": max(calls), "bytes": sum(sizes.values()),
+            "node_opens": sum(opens), "node_path_calls": sum(calls), "opened": where.most_common(3),
+            "asked": asked.most_common(5)}
+
+
+def place_of(path: str, folder: Path) -> str:
+    """Return whose a path is: the environment's, the record's, the working directory's."""
+    places = {folder / "record": "record", folder / "work": "working directory", Path(sys.base_prefix): "interpreter",
+              Path(sys.prefix): "environment", Path(sys.prefix).resolve(): "environment"}
+    return next((name for place, name in places.items() if Path(path).is_relative_to(place)), "folders above, /tmp")
+
+
+def paths(log: Path, cwd: Path) -> Iterator[tuple[str, str, bool]]:
+    """Yield the calls that strace logged: name, absolute path, whether it failed."""
+    for line in log.read_text(errors="replace").splitlines():
+        found = re.match(r'\d+ +(\w+)\((?:[^"]*?<([^>]*)>, )?"([^"]*)"', line)
+        if found:
+            name, place, path = found[1], found[2], found[3]
+            whole = path if path.startswith("/") else os.path.normpath(f"{place or cwd}/{path}")
+            yield name, whole, " = -1 " in line
+
+
+def resident(folder: Path) -> dict[str, int]:
+    """Return how many bytes of the unpacked environment there are, and how many are in the page cache."""
+    done = subprocess.run(["find", folder / "node" / "staged" / "env", "-type", "f", "-size", "+0", "-exec", "fincore",
+                           "--noheadings", "--bytes", "--output", "res,size", "{}", "+"],
+                          capture_output=True, text=True, check=True)
+    rows = [line.split() for line in done.stdout.splitlines()]
+    return {"bytes": sum(int(r[1]) for r in rows), "resident": sum(min(int(r[0]), int(r[1])) for r in rows)}
+
+
+def forget(folder: Path) -> None:
+    """Have the page cache drop the staged files."""
+    staged = folder / "node" / "staged"
+    subprocess.run(["sync", "-f", staged], check=True)
+    for path in staged.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as stream:
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def seconds(kind: str, folder: Path, ranks: int) -> dict[str, object]:
+    """Return the wall seconds from the start of the ranks until step 1 is in metrics.jsonl, and what they read."""
+    if kind.endswith("cold"):
+        forget(folder)
+    load, read = os.getloadavg()[0], resource.getrusage(resource.RUSAGE_CHILDREN).ru_inblock
+    begun = time.monotonic()
+    processes = start(kind, folder, ranks, lambda rank: [])
+    metrics, took = folder / "runs" / "x" / "metrics.jsonl", 0.0
+    while not took:
+        time.sleep(0.02)
+        assert not any(p.poll() for p in processes), [p.poll() for p in processes]
+        if metrics.exists() and '"loss"' in metrics.read_text():
+            took = time.monotonic() - begun
+    assert not any(p.wait() for p in processes)
+    read = resource.getrusage(resource.RUSAGE_CHILDREN).ru_inblock - read
+    return {"seconds": round(took, 1), "read_from_disk": 512 * read, "load": round(load, 1)}
 
 
 def main() -> int:
-    """Measure both, print, and append to a record."""
+    """Measure, print, and write a record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--image", type=Path, required=True)
-    parser.add_argument("--ranks", type=int, default=8, help="0: no timing")
-    parser.add_argument("--kinds", nargs="*", default=["checkout", "staged"])
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3, help="times that each kind is timed; 0: counts only")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    lines: list[dict[str, object]] = []
+
+    def note(kind: str, found: dict[str, object]) -> None:
+        lines.append({"kind": kind, "cores": os.cpu_count(), **found})
+        print(json.dumps(lines[-1]), flush=True)
+
     with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
         folder = Path(name)
         prepare(folder, args.image)
-        for kind in args.kinds:
-            found = {"kind": kind, "cores": os.cpu_count(), **trace(kind, folder)}
-            if args.ranks:
-                found |= {"ranks": args.ranks, "seconds": seconds(kind, folder, args.ranks)}
-            line = json.dumps(found)
-            print(line, flush=True)
-            if args.out:
-                with open(args.out, "a") as stream:
-                    stream.write(line + "\n")
+        note("page cache after unpacking", {**resident(folder)})
+        for kind in ("checkout", "staged"):
+            note(kind, trace(kind, folder, args.ranks))
+        for turn in range(args.rounds):
+            for kind in ("checkout", "staged", "staged, cold"):
+                note(kind, {"round": turn, "ranks": args.ranks, **seconds(kind, folder, args.ranks)})
+    if args.out:
+        args.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return 0
 
 

@@ -25,8 +25,8 @@ def add_actions(actions: Any) -> None:
     """Declare the actions."""
     show = actions.add_parser(
         "status", help="queue and progress of runs, one row each",
-        description="State in the queue, step, loss, tokens/s, time left, next save, attempts, node-hours spent and "
-        "predicted.",
+        description="State of its job or process, step, loss, tokens/s, time left, next save, attempts, node-hours "
+        "spent and predicted.",
     )
     show.add_argument("folders", nargs="*", type=local_path, metavar="FOLDER",
                       help="of a run, or of several (default: runs)")
@@ -49,7 +49,8 @@ def add_actions(actions: Any) -> None:
     cancel = actions.add_parser(
         "cancel", help="cancel runs for good",
         description="Cancel every job of the runs, those in the queue and those that follow too. A running one saves "
-        "first if KillWait leaves it the time. A new `launch submit` continues from what was saved.",
+        "first if KillWait leaves it the time; so does a run that was started without a scheduler, by hand or by "
+        "torchrun. A new `launch submit` continues from what was saved.",
     )
     cancel.add_argument("runs", nargs="+", metavar="RUN", help=RUN_HELP)
     cancel.set_defaults(act=cancel_runs)
@@ -71,25 +72,26 @@ def add_sweep(actions: Any) -> None:
     vary.set_defaults(act=queue_sweep)
 
 
-def _queue() -> dict[str, QueueEntry]:
-    """The queue; where SLURM does not answer what the folders say is still worth a table."""
+def _queue() -> tuple[dict[str, QueueEntry], str]:
+    """The queue and, where SLURM does not answer, why not: what the folders say is still worth a table."""
     from megatron_port.runtime.job import ask_queue
 
     try:
-        return ask_queue()
+        return ask_queue(), ""
     except EnvironmentFault as error:
-        print(f"note: {error}; the states of the queue are missing below", file=sys.stderr)
-        return {}
+        return {}, f"note: {error}; the states of the queue are missing below"
 
 
 def print_status(args: argparse.Namespace) -> int:
     """Print the table."""
     from megatron_port.launch import status
 
-    queue = _queue()
+    queue, note = _queue()
     found = list(status.rows(status.run_folders(args.folders or [Path(DEFAULT_FOLDER)]), queue))
+    if note and any(row.job[:1].isdigit() for row in found):  # a scheduler's; direct starts need none
+        print(note, file=sys.stderr)
     if args.live:
-        found = [row for row in found if row.job in queue]
+        found = [row for row in found if row.live]
     if args.json:
         print_json([asdict(row) for row in found])
     else:
@@ -108,7 +110,7 @@ def print_list(args: argparse.Namespace) -> int:
     if args.json:
         print_json([asdict(one) for one in found])
     elif not found and not record.numbers(folder):
-        print(f"no job has started {folder}: attempts are noted by job scripts (`launch submit`)")
+        print(f"nothing is known of a start of {folder}: job scripts and `megatron-port train` note theirs")
     else:
         print(status.attempts_table(folder))
     return 0
@@ -132,7 +134,10 @@ def print_logs(args: argparse.Namespace) -> int:
             print(text, end="", flush=True)
         return 0
     if not files:
-        raise ConfigError(f"{folder} has no log yet; `megatron-port launch status {folder}` shows its job")
+        raise ConfigError(
+            f"{folder} has no log: its job has not started, or the run was started on a terminal (`megatron-port train "
+            f"… > FILE 2>&1` would keep one). `megatron-port launch status {folder}` shows its state"
+        )
     for path in files if not args.lines else files[-1:]:
         print(f"==> {path} <==\n{control.last_lines(path, args.lines)[0]}", end="")
     return 0

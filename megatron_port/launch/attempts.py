@@ -28,7 +28,7 @@ from megatron_port.errors import (
 )
 from megatron_port.launch.outcome import FINISHED, GONE, SAVED, AttemptOutcome, Failure, read_failure, read_outcome
 from megatron_port.launch.srun_log import first_srun_failure, refused_by_srun
-from megatron_port.runtime.job import Fate, Job
+from megatron_port.runtime.job import LOCAL, Fate, Job
 from megatron_port.telemetry.metrics import FILE_NAME, read_metrics
 
 HISTORY = "attempts.jsonl"
@@ -44,11 +44,11 @@ class Attempt:
     """Start of the run by a job, and its end."""
 
     attempt: str
-    """JOB.RESTART"""
+    """JOB.RESTART; LAUNCHER.EPOCH of a direct start."""
     series: str
     """First job of the chain."""
     nodes: str
-    """SLURM's node list."""
+    """SLURM's node list; rank 0's host of a direct start."""
     status: str = ""
     """finished | saved | failed; empty: still running, or it ended without a word."""
     step: int = 0
@@ -61,6 +61,8 @@ class Attempt:
     """Number of its launch record."""
     log: str = ""
     """File of the job's output."""
+    node_count: int = 0
+    """Nodes of a direct start, of which ``nodes`` names the first; 0: count the names."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ def read_history(run_folder: Path) -> list[Attempt]:
     return list(found.values())
 
 
-def _append(run_folder: Path, entry: Attempt) -> None:
+def add_attempt(run_folder: Path, entry: Attempt) -> None:
+    """Append a start or an end. Raises OSError."""
     run_folder.mkdir(parents=True, exist_ok=True)
     with open(run_folder / HISTORY, "ab", buffering=0) as stream:
         stream.write((json.dumps(asdict(entry)) + "\n").encode())
@@ -130,6 +133,33 @@ def fruitless(history: Sequence[Attempt], series: str) -> list[Attempt]:
     return last
 
 
+def close_lost(
+    run_folder: Path, *, asking: str, nodes_down: Callable[[str], list[str]], now: float | None = None
+) -> list[Attempt]:
+    """Return the history; an attempt at its end that ended without a word is completed first.
+
+    Args:
+        asking: the attempt that asks, which is not lost.
+        nodes_down: SLURM node list → those of them that are down, described.
+    """
+    history = read_history(run_folder)
+    if history and not history[-1].status and history[-1].attempt != asking:
+        lost = history[-1]
+        now, outcome = time.time() if now is None else now, read_outcome(run_folder)
+        status, step, cause = FAILED, steps_done(run_folder), ""
+        own = outcome is not None and (
+            outcome.attempt == lost.attempt
+            or (outcome.attempt == LOCAL and lost.node_count > 0 and outcome.time >= lost.began)
+        )
+        if outcome is not None and own:
+            status, step, cause = outcome.status, outcome.step, outcome.signal
+        else:
+            cause = _silent_cause(run_folder, lost, nodes_down)
+        history[-1] = replace(lost, status=status, step=step, cause=cause, time=now)
+        add_attempt(run_folder, history[-1])
+    return history
+
+
 def before(
     run_folder: Path,
     job: Job,
@@ -151,18 +181,8 @@ def before(
         EnvironmentFault: ``launch.max_attempts`` attempts of this series failed without getting any further.
     """
     now = time.time() if now is None else now
-    history = read_history(run_folder)
     lines: list[str] = []
-    if history and not history[-1].status and history[-1].attempt != job.attempt:
-        lost = history[-1]
-        outcome = read_outcome(run_folder)
-        if outcome is not None and outcome.attempt == lost.attempt:
-            ended = Attempt(lost.attempt, lost.series, lost.nodes, outcome.status, outcome.step, outcome.signal, now)
-        else:
-            cause = _silent_cause(run_folder, lost, nodes_down)
-            ended = Attempt(lost.attempt, lost.series, lost.nodes, FAILED, steps_done(run_folder), cause, now)
-        _append(run_folder, ended)
-        history[-1] = ended
+    history = close_lost(run_folder, asking=job.attempt, nodes_down=nodes_down, now=now)
     if history:
         last = history[-1]
         lines.append(f"attempt {last.attempt} before this one {_told(last)}")
@@ -174,7 +194,8 @@ def before(
             f"so the run stops here (launch.max_attempts {launch.max_attempts}):\n{table}\n"
             f"Mend the cause and submit it again: a new submission counts anew"
         )
-    _append(run_folder, Attempt(job.attempt, job.series, job.node_list, time=now, began=now, record=record, log=log))
+    start = Attempt(job.attempt, job.series, job.node_list, time=now, began=now, record=record, log=log)
+    add_attempt(run_folder, start)
     lines.append(f"attempt {job.attempt} starts on {job.node_list or 'this host'}; {steps_done(run_folder)} steps done")
     return lines
 
@@ -198,7 +219,9 @@ def _silent_cause(run_folder: Path, lost: Attempt, nodes_down: Callable[[str], l
         parts.append(f"of its nodes {', '.join(down)} cannot run jobs now")
     if not parts:
         noticed = read_failure(run_folder, lost.attempt, lost_peer=True)
-        parts.append("its job script was ended from outside" + (f"; {_failure_text(noticed)}" if noticed else ""))
+        what = "process" if lost.node_count else "job script"
+        parts.append(f"its {what} was ended from outside")
+        parts += [_failure_text(noticed)] if noticed else []
     return "; ".join(parts)
 
 
@@ -235,14 +258,14 @@ def after(
         return _under(fate, _without_ranks(run_folder, job, launch, not_started, code, now))
     outcome = read_outcome(run_folder)
     if outcome is not None and outcome.attempt == job.attempt:
-        _append(run_folder, _ended(job, outcome.status, outcome.step, outcome.signal, now))
+        add_attempt(run_folder, _ended(job, outcome.status, outcome.step, outcome.signal, now))
         if outcome.status == FINISHED:
             return NextAction("done", EXIT_OK, ())
         return _under(fate, _after_save(run_folder, job, launch, outcome, fate == "limit"))
     step = steps_done(run_folder)
     failure = read_failure(run_folder, job.attempt)
     found = _cause(run_folder, job, failure, code, srun_log, asked, nodes_down)
-    _append(run_folder, _ended(job, FAILED, step, found.text, now))
+    add_attempt(run_folder, _ended(job, FAILED, step, found.text, now))
     head = f"attempt {job.attempt} failed after step {step}; srun ended with {code}"
     action, why = _after_failure(run_folder, job, launch, found, step)
     return _under(fate, NextAction(action, found.exit_code, (head, why, FIRST_FAILURE + found.text)))
@@ -277,7 +300,7 @@ def _without_ranks(run_folder: Path, job: Job, launch: LaunchConfig, why: str, c
     """Choose what follows a job that did not get as far as its ranks: only other nodes can help."""
     step = steps_done(run_folder)
     cause = NOT_STARTED[why]
-    _append(run_folder, _ended(job, FAILED, step, cause, now))
+    add_attempt(run_folder, _ended(job, FAILED, step, cause, now))
     action, line = "stop", ""
     if why == "nodes":
         action, line = _after_failure(run_folder, job, launch, None, step)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron_port.errors import ConfigError, EnvironmentFault
+from megatron_port.launch import direct
 from megatron_port.launch import record as records
 from megatron_port.launch.attempts import read_history
 from megatron_port.launch.submit import who
@@ -105,30 +106,37 @@ def _added(path: Path, place: dict[Path, int]) -> str:
 
 
 def cancel(run_folder: Path, *, wait: Callable[[float], None] = time.sleep) -> list[str]:
-    """Cancel every job of a run for good; return lines on what was done.
+    """Cancel every job of a run for good, and the process of a direct start; return lines on what was done.
 
     The mark in the record comes first: a job script that is about to queue its job again, or a chained one, sees it.
 
     Raises:
         ConfigError: nothing of the run is there to cancel.
-        EnvironmentFault: SLURM does not answer, or refuses.
+        EnvironmentFault: SLURM does not answer, or refuses; or the process is another user's.
     """
     newest = records.newest(run_folder)
-    jobs = live_jobs(run_folder, ask_queue())
+    process = direct.running(run_folder, newest) if newest is not None else None
+    done: list[str] = []
+    jobs = [] if direct.only(run_folder) else live_jobs(run_folder, ask_queue())
     if newest is None and not jobs:
-        raise ConfigError(f"{run_folder} has no launch record: no job of it is known; use scancel JOB")
+        raise ConfigError(
+            f"{run_folder} has no launch record: no job and no process of it is known, so nothing is cancelled"
+        )
+    by = f"{who()} at {time.strftime('%Y-%m-%d %H:%M:%S')}"
     if newest is not None:
         try:
-            records.cancel(newest, f"{who()} at {time.strftime('%Y-%m-%d %H:%M:%S')}")
+            if process is not None:
+                done.append(direct.stop(process, by))
+            records.cancel(newest, by)
         except OSError as error:
-            raise EnvironmentFault(f"{newest} cannot be written: {error.strerror}; use scancel JOB") from None
+            raise EnvironmentFault(f"{run_folder} cannot be cancelled: {error.strerror}") from None
     if not jobs:
-        return [f"{run_folder}: no job waits or runs; marked as cancelled"]
-    done: list[str] = []
+        return done or [f"{run_folder}: nothing waits or runs; marked as cancelled"]
     until = time.monotonic() + SETTLE_S
     while jobs and time.monotonic() < until:
         _scancel([e.job for e in jobs])
-        done += [f"job {e.job} ({e.state}) cancelled" for e in jobs if e.job not in {line.split()[1] for line in done}]
+        told = {line.split()[1] for line in done}
+        done += [f"job {e.job} ({e.state}) cancelled" for e in jobs if e.job not in told]
         wait(1.0)
         jobs = [e for e in live_jobs(run_folder, ask_queue()) if e.state != "COMPLETING"]
         jobs = [e for e in jobs if e.state == "PENDING" or f"job {e.job} " not in " ".join(done)]

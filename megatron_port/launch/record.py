@@ -64,7 +64,8 @@ class Record:
     time: float
     """Seconds since 1970, at submission."""
     by: str
-    """submit: ``launch submit``, before the job was queued | script: a job script, at its first start."""
+    """submit: ``launch submit``, before the job was queued | script: a job script, at its first start | command: rank 0
+    of a run that no job script started (``launch.direct``)."""
     run: str
     """The run file, as it was named."""
     overrides: tuple[str, ...] = ()
@@ -94,14 +95,17 @@ class QueuedJob:
     """A line of ``jobs.jsonl``."""
 
     job: str
-    """SLURM's id; JOB_TASK of a task of an array."""
+    """SLURM's id; JOB_TASK of a task of an array; LAUNCHER.EPOCH of a direct start."""
     why: str = "submitted"
-    """submitted | chained | started (a job script that nobody submitted through a record)"""
+    """submitted | chained | started (nobody submitted it through a record)"""
     time: float = 0.0
     log: str = ""
     """File of its output."""
     asked: Mapping[str, str] = field(default_factory=dict)
     """Fields of SLURM's record of the job as it was queued."""
+    process: Mapping[str, Any] = field(default_factory=dict)
+    """Of a direct start, rank 0: ``host``, ``pid``, ``born`` (its start in clock ticks since boot), ``space``
+    (``processes.process_space``), and the ``epoch`` of its lease."""
 
 
 def record_folder(run_folder: Path, number: int) -> Path:

@@ -18,6 +18,7 @@ from typing import Any
 from megatron_port.errors import ConfigError, EnvironmentFault
 from megatron_port.launch import record as records
 from megatron_port.launch.attempts import HISTORY, Attempt, read_history
+from megatron_port.launch.direct import running
 from megatron_port.launch.outcome import FINISHED
 from megatron_port.launch.record import Planned, QueuedJob, RecordFault
 from megatron_port.runtime.job import QueueEntry
@@ -42,7 +43,10 @@ class RunStatus:
     folder: str
     job: str = ""
     state: str = ""
-    """SLURM's, with its reason while the job waits; else finished | saved | failed | cancelled | ended | -"""
+    """SLURM's, with its reason while the job waits; ``running (HOST:PID)`` of a direct start; else finished | saved |
+    failed | cancelled | ended | local (steps of a version without records) | -"""
+    live: bool = False
+    """A job of it waits or runs, or its process does."""
     step: int = 0
     steps: int | None = None
     loss: float | None = None
@@ -129,18 +133,22 @@ def status_of(folder: Path, queue: Mapping[str, QueueEntry], now: float | None =
             plan = records.read_record(newest).planned
     history, last = read_history(folder), last_steps(folder)
     live = next((queue[j.job] for j in reversed(jobs) if j.job in queue), None)
+    process = running(folder, newest) if jobs and jobs[-1].process and not (history and history[-1].status) else None
     done = int(last[-1]["step"]) if last else 0
     pace = _pace(last) or plan.seconds_per_step or None
-    spent, nodes = _spent(history, live, now), _nodes(history, plan)
+    at_work = process is not None or (live is not None and live.state == "RUNNING")
+    spent, nodes = _spent(history, now, running=at_work), _nodes(history, plan)
     state = _state(newest, jobs, history, live, trained=bool(last))
+    if process is not None:
+        state = f"running ({process.holder.host}:{process.holder.pid})"
     ended = state in (FINISHED, "cancelled")
     left = max(0, plan.steps - done) if plan.steps else None
     return RunStatus(
         run=folder.name, folder=str(folder), job=live.job if live else jobs[-1].job if jobs else "", state=state,
-        step=done, steps=plan.steps or None, loss=_number(last, "loss"),
+        live=live is not None or process is not None, step=done, steps=plan.steps or None, loss=_number(last, "loss"),
         tokens_per_second=_number(last, "tokens_per_second"),
         seconds_left=left * pace if left is not None and pace and not ended else None,
-        seconds_to_save=_to_save(plan, done, pace) if live and live.state == "RUNNING" else None,
+        seconds_to_save=_to_save(plan, done, pace) if at_work else None,
         attempts=len(history), node_hours=spent,
         node_hours_predicted=spent + left * pace * nodes / 3600 if left is not None and pace and nodes else None,
         cause=history[-1].cause if history else "",
@@ -156,18 +164,21 @@ def _number(last: Sequence[Mapping[str, Any]], name: str) -> float | None:
     return float(last[-1][name]) if last and name in last[-1] else None
 
 
-def _spent(history: Sequence[Attempt], live: QueueEntry | None, now: float) -> float:
-    """Node-hours of all attempts; one without an end counts until now only while its job runs."""
+def _spent(history: Sequence[Attempt], now: float, *, running: bool) -> float:
+    """Node-hours of all attempts; the last, if it has no end, counts until now while its job or process runs."""
     hours = 0.0
     for entry in history:
-        running = not entry.status and live is not None and live.state == "RUNNING"
-        end = now if running else entry.time
-        hours += nodes_in(entry.nodes) * max(0.0, end - (entry.began or entry.time)) / 3600
+        end = now if running and not entry.status else entry.time
+        hours += _count(entry) * max(0.0, end - (entry.began or entry.time)) / 3600
     return hours
 
 
+def _count(entry: Attempt) -> int:
+    return entry.node_count or nodes_in(entry.nodes)
+
+
 def _nodes(history: Sequence[Attempt], plan: Planned) -> int:
-    return (nodes_in(history[-1].nodes) if history else 0) or plan.nodes
+    return (_count(history[-1]) if history else 0) or plan.nodes
 
 
 def _to_save(plan: Planned, done: int, pace: float | None) -> float | None:
@@ -228,10 +239,12 @@ def attempts_table(folder: Path) -> str:
             continue
         who = records.cancelled(place)
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(made.time))
-        code = str(made.code.get("commit", ""))[:12] or str(made.code.get("version", "?"))
+        commit = str(made.code.get("commit", ""))
+        code = commit[:12] + "+" * commit.endswith("+") or str(made.code.get("version", "?"))
         lines.append(f"  {place.name}  {when}  by {made.by}, code {code}" + (f"; cancelled by {who}" if who else ""))
         for job in records.jobs(place):
-            lines.append(f"    job {job.job} ({job.why}), log {job.log or '?'}")
+            where = f" on {job.process.get('host')}, process {job.process.get('pid')}" if job.process else ""
+            lines.append(f"    job {job.job} ({job.why}){where}, log {job.log or ('none' if job.process else '?')}")
         lines += [f"    {line}" for a in history.values() if a.record == place.name for line in [_attempt_line(a)]]
     others = [a for a in history.values() if not a.record]
     return "\n".join([str(folder), *lines, *(f"  {_attempt_line(a)}" for a in others)])
@@ -239,7 +252,7 @@ def attempts_table(folder: Path) -> str:
 
 def _attempt_line(entry: Attempt) -> str:
     took = duration(max(0.0, entry.time - entry.began)) if entry.status and entry.began else "-"
-    nodes = nodes_in(entry.nodes)
+    nodes = _count(entry)
     end = f"{entry.status} at step {entry.step}" if entry.status else "no end noted"
     why = f": {entry.cause}" if entry.cause else ""
     return f"attempt {entry.attempt}: {nodes or '?'} nodes, {took}, {end}{why}"

@@ -20,8 +20,8 @@ from megatron_port.config.launch_checks import launch_problems
 from megatron_port.config.loader import Loaded, config_directories
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import ConfigError, EnvironmentFault
+from megatron_port.launch import direct, shipped, snapshot
 from megatron_port.launch import record as records
-from megatron_port.launch import shipped, snapshot
 from megatron_port.launch.continuation import asked_fields
 from megatron_port.launch.forecast import planned
 from megatron_port.launch.record import QueuedJob, Record
@@ -128,6 +128,13 @@ def refuse_while_queued(run_folder: Path, *, after: str = "") -> None:
     newest = records.newest(run_folder)
     if newest is None:
         return
+    process = direct.running(run_folder, newest)
+    if process is not None:
+        raise ConfigError(
+            f"{run_folder} is being trained by process {process.holder.pid} on {process.holder.host}, which no job "
+            f"script started. Wait for it, end it (megatron-port launch cancel {run_folder}), or give this run another "
+            "name (--set name=NAME)"
+        )
     known = records.jobs(newest)
     queue = ask_queue()
     live = [queue[entry.job] for entry in known if entry.job in queue]

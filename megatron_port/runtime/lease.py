@@ -176,6 +176,8 @@ class Lease(Fence):
         self.run_folder = run_folder
         self.taken_from = taken_from
         """A line on the attempt that held the folder before and did not release it; empty: none."""
+        self.each_beat: Callable[[], None] | None = None
+        """Called by the thread at every heartbeat."""
         self._holder, self._process = holder, os.getpid()
         self._lost: str = ""
         self._writing = threading.Lock()
@@ -184,6 +186,11 @@ class Lease(Fence):
             target=self._beat, args=(silence_seconds / BEATS,), name="lease", daemon=True
         )
         self._thread.start()
+
+    @property
+    def holder(self) -> Holder:
+        """This process, as its file says."""
+        return self._holder
 
     @property
     def lost(self) -> bool:
@@ -209,6 +216,8 @@ class Lease(Fence):
             try:
                 self.check()
                 self._write(released=False)
+                if self.each_beat is not None:
+                    self.each_beat()
             except LeaseLost:
                 return
             except OSError:

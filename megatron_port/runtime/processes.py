@@ -40,6 +40,33 @@ def kill(processes: Iterable[tuple[int, int]], number: int = signal.SIGKILL) -> 
                 os.kill(pid, number)
 
 
+def signal_same(pid: int, start: int, number: int) -> bool:
+    """Send a signal to a process if it is the one that was born at ``start``; False: that one has ended.
+
+    A handle is opened first: no process that takes the number over between the look and the signal can get it.
+
+    Raises:
+        PermissionError: it is another user's.
+    """
+    try:
+        handle = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
+    except ProcessLookupError:
+        return False
+    try:
+        if not start or born(pid) != start:
+            return False
+        if handle >= 0:
+            signal.pidfd_send_signal(handle, number)
+        else:
+            os.kill(pid, number)
+        return True
+    except ProcessLookupError:
+        return False
+    finally:
+        if handle >= 0:
+            os.close(handle)
+
+
 def out_of_memory_kills() -> int:
     """Return how many processes this host's kernel has killed for memory since boot; 0 where it is not known."""
     with contextlib.suppress(OSError, ValueError):

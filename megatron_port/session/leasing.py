@@ -11,6 +11,8 @@ from megatron_port.checkpoint.disk import disk_error
 from megatron_port.checkpoint.lineage import Committer
 from megatron_port.checkpoint.writer import remove_leftovers
 from megatron_port.errors import PortError
+from megatron_port.launch.direct import DirectStart, note_start
+from megatron_port.launch.record import RecordFault
 from megatron_port.runtime.agreement import agreed, broadcast_text
 from megatron_port.runtime.lease import Fence, Lease, acquire, refuse_array_in_one_folder
 from megatron_port.session.folders import FOLDER, run_folder
@@ -29,14 +31,35 @@ def leased_session(session: Session) -> Iterator[Session]:
         EnvironmentFault: the folder cannot be written.
     """
     lease: Lease | None = None
+    direct: DirectStart | None = None
+    error: BaseException | None = None
     try:
         lease = agreed(lambda: _take(session) if session.is_rank_zero else None)
+        if lease is not None:
+            direct = _note_start(session, lease)
         told = json.dumps([lease.epoch, lease.attempt]) if lease is not None else None
         epoch, attempt = json.loads(broadcast_text(told) or "[0, \"\"]")
         yield replace(session, fence=lease or Fence(epoch, attempt))
+    except BaseException as raised:
+        error = raised
+        raise
     finally:
+        if direct is not None:
+            direct.end(error)
         if lease is not None:
             lease.release()
+
+
+def _note_start(session: Session, lease: Lease) -> DirectStart | None:
+    """Write the launch record of a run that no job script started. A disk that refuses it does not end the run."""
+    try:
+        direct = note_start(run_folder(session.config), session.config, session.info, lease.holder)
+    except (OSError, RecordFault) as fault:
+        session.logger.log(f"note: no launch record of this start ({fault}); `launch status` will not show its state")
+        return None
+    if direct is not None:
+        lease.each_beat = direct.look
+    return direct
 
 
 def _take(session: Session) -> Lease:

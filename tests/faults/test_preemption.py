@@ -20,6 +20,8 @@ from commands import Command, Commands
 from small_runs import Layout, Run, resumed_at, trajectory
 
 from megatron_port.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE
+from megatron_port.launch import record as records
+from megatron_port.launch.attempts import read_history
 
 LAYOUT = Layout(tp=2)
 STEPS = 10
@@ -149,3 +151,29 @@ def test_a_job_that_is_cancelled_after_its_warning_does_not_ask_to_come_back(
         command.end()
     assert ended == EXIT_OK, command.output()
     assert json.loads((run.folder / "outcome.json").read_text())["signal"] == "SIGTERM"
+
+
+def test_launch_cancel_stops_a_run_that_no_scheduler_started(commands: Commands, tmp_path: Path) -> None:
+    """By its process on this host; on another host by a mark that rank 0 sees at its next heartbeat (every second)."""
+    run = Run(tmp_path, "cancelled", LAYOUT, *SETS, "checkpoint.lease_seconds=6", steps=100000)
+    for number, here in enumerate((True, False), 1):
+        begun = len(run.steps_done())
+        command = commands.start(*run.command())
+        try:
+            until = time.monotonic() + 90
+            while len(run.steps_done()) < begun + 2:
+                assert command.poll() is None and time.monotonic() < until, command.output()
+                time.sleep(0.01)
+            if here:
+                code, said = commands.run("launch", "cancel", str(run.folder))
+                assert code == 0 and "SIGTERM sent" in said, said
+            else:
+                records.cancel(records.record_folder(run.folder, number), "ann@elsewhere")
+            ended = command.wait(LEAVE_S)
+        finally:
+            command.end()
+        done = run.steps_done()[-1]["step"]
+        assert ended == EXIT_OK and run.committed() == done, command.output()
+    [first, second] = read_history(run.folder)
+    assert (first.status, second.status, second.record, second.step) == ("saved", "saved", "0002", done)
+    assert second.cause == "SIGTERM" and first.step < second.step

@@ -141,7 +141,7 @@ def test_cancel_marks_first_and_catches_what_is_queued_meanwhile(
     assert control.cancel(run, wait=wait) == ["job 123 (RUNNING) cancelled", "job 124 (PENDING) cancelled"]
     assert (queue / "scancelled").read_text().split() == ["123", "124"]
     assert main(["launch", "cancel", "runs/my run"]) == 0
-    assert "no job waits or runs" in capsys.readouterr().out
+    assert "nothing waits or runs" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="no launch record"):
         control.cancel(queue)
 
