@@ -44,7 +44,8 @@ p{margin:4px 0 12px}.soft,section>p{color:var(--soft)}b.good{color:var(--good)}b
 .tile b{display:block;font-size:22px;font-weight:600;font-variant-numeric:tabular-nums;line-height:1.3}
 .tile span{color:var(--soft);font-size:13px}
 svg{display:block;width:100%;height:auto}
-.scroll{overflow-x:auto}table{border-collapse:collapse;font-size:14px;width:100%}
+.scroll{overflow-x:auto}@media (max-width:700px){.scroll>svg{min-width:640px}}
+table{border-collapse:collapse;font-size:14px;width:100%}
 th,td{text-align:left;padding:6px 14px 6px 0;border-bottom:1px solid var(--rule);vertical-align:top}
 th{font-weight:600;color:var(--soft)}td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 td.wide{overflow-wrap:anywhere}tr.bad td.kind{color:var(--bad)}

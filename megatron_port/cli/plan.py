@@ -33,6 +33,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--report", type=local_path, metavar="FILE.html",
                         help="also write the plan as one page with pictures: layouts, memory, time, pipeline, scaling, "
                         "sensitivity")
+    parser.add_argument("--no-search", action="store_true", help="plan this layout alone, look for no better one")
     add_campaign_options(parser)
     parser.add_argument(
         "--fractional", action="store_true",
@@ -43,6 +44,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan; return 0 if the run fits, 2 if not. Raises ConfigError for what cannot be planned."""
     from megatron_port.data.document_length import with_document_length
+    from megatron_port.plan.assumed import with_assumed_hardware
     from megatron_port.plan.page import report_page
     from megatron_port.plan.text import as_json, explain, render
     from megatron_port.plan.verdict import make_plan
@@ -52,10 +54,10 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--nodes {args.nodes}: a plan needs at least 1 node")
         args.overrides = [*args.overrides, f"cluster.nodes={args.nodes}", "layout.data_parallel_size=0"]
     config, assumed = with_nodes(load_run(args))
-    config = with_document_length(config)
-    plan = make_plan(config, tokens=args.tokens, fractional=args.fractional)
-    if assumed:
-        print(assumed, file=sys.stderr if args.json else sys.stdout)
+    config, described = with_assumed_hardware(with_document_length(config))
+    plan = make_plan(config, tokens=args.tokens, fractional=args.fractional, neighbours=not args.no_search)
+    for line in filter(None, (assumed, described)):
+        print(line, file=sys.stderr if args.json else sys.stdout)
     if args.json:
         print(json.dumps(as_json(plan), indent=2))
     else:

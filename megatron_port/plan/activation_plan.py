@@ -39,7 +39,7 @@ WAYS: Ways = ("recompute", "swap", "partition")
 
 def stage_plan(
     case: Case, machine: Machine, stage: int, *, budget: float = 0.0, ways: Ways = WAYS,
-    measures: StageMeasures | None = None,
+    measures: StageMeasures | None = None, quick: bool = False,
 ) -> Counts | None:
     """Return how many layers of a stage make each choice; None: it does not fit whatever they choose.
 
@@ -47,6 +47,7 @@ def stage_plan(
         budget: bytes for activations and the working memory of a layer; 0: what the rest leaves of the device.
         ways: what may be chosen; engine deepspeed only recomputes.
         measures: seconds and bytes of the stage's sites; None: the planner's.
+        quick: messages between stages are estimated, for a search.
     """
     case = replace(case, recompute="none", dropped=())
     ways = ways if case.engine.name == "native" else ("recompute",)
@@ -57,7 +58,7 @@ def stage_plan(
     found: Counts | None = {}
     for _ in range(ROUNDS):
         tried = replace(case, dropped=_dropped(case.model.num_layers, layers, found)) if found else case
-        memory = stage_memory(tried, machine, stage)
+        memory = stage_memory(tried, machine, stage, quick=quick)
         over = _over(memory, machine, budget)
         if over <= 0:
             return found
@@ -130,9 +131,10 @@ def _dropped(count: int, layers: list[int], counts: Counts) -> tuple[tuple[str, 
 
 def plan_activations(
     case: Case, machine: Machine, *, budget: float = 0.0, ways: Ways = WAYS,
-    measures: Sequence[StageMeasures] = (),
+    measures: Sequence[StageMeasures] = (), quick: bool = False,
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the choices of each layer of the model. ``measures``: by stage; empty: the planner's times.
+    """Return the choices of each layer of the model. ``measures``: by stage; empty: the planner's times. ``quick``: as
+    :func:`stage_plan` takes it.
 
     A stage that does not fit whatever it chooses, recomputes everything.
     """
@@ -140,7 +142,8 @@ def plan_activations(
     for stage in range(case.pp):
         layers = stage_layers(case, stage)
         counts = stage_plan(
-            case, machine, stage, budget=budget, ways=ways, measures=measures[stage] if measures else None
+            case, machine, stage, budget=budget, ways=ways, measures=measures[stage] if measures else None,
+            quick=quick,
         )
         if counts is None:
             counts = dict.fromkeys(RECOMPUTED, len(layers))

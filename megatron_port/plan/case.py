@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar
@@ -218,7 +218,7 @@ class Case:
     @cached_property
     def grid(self) -> Topology:
         """Which chunk of the model lies on which stage."""
-        return Topology(pp=self.pp, vp=self.vp, folded=self.schedule == "zb-v")
+        return grid_of(self.pp, self.vp, self.schedule == "zb-v")
 
     def of_stage(self, values: Sequence[T], stage: int) -> list[T]:
         """Those of a stage's chunks, of values given for each chunk of the model."""
@@ -237,6 +237,12 @@ class Case:
         parts += ["ZeRO-3"] if self.zero_stage == 3 else []
         parts += [f"optimizer on {self.offload}"] if self.offload != "none" else []
         return ", ".join(parts)
+
+
+@lru_cache(maxsize=1024)
+def grid_of(stages: int, chunks: int, folded: bool) -> Topology:
+    """The pipeline of so many stages and chunks; ``folded``: as zb-v lays them out."""
+    return Topology(pp=stages, vp=chunks, folded=folded)
 
 
 def machine_of(config: RunConfig) -> Machine:

@@ -15,9 +15,10 @@ from megatron_port.errors import ConfigError
 from megatron_port.plan.activation_plan import with_activation_plan
 from megatron_port.plan.advice import ways_to_fit
 from megatron_port.plan.case import Case, Machine, case_of, machine_problems
+from megatron_port.plan.fastest import fastest
 from megatron_port.plan.memory import StageMemory, plan_memory
 from megatron_port.plan.offload import host_problem
-from megatron_port.plan.search import Candidate, Options, finalists, is_legal, options_to_fit, search, settings_of
+from megatron_port.plan.search import Candidate, flags_of
 from megatron_port.plan.step import plan_step
 
 MORE_NODES = (2, 4, 8, 16)
@@ -81,36 +82,21 @@ def _way_out(config: RunConfig, case: Case, machine: Machine) -> str:
             f"The cheapest change that fits: {ways[0].flags} ({ways[0].memory.total / 1e9:.1f} GB, {more:+.2f} s a "
             f"step; {ways[0].case.label()})."
         )
-    options = options_to_fit(config, case)
-    near = _fastest(config, case, machine, options)
+    near = next(iter(fastest(config, case, machine, finalists=1)), None)
     if near is not None:
-        return f"The fastest layout that fits: {near.case.label()} ({_gigabytes(near)}): {_flags(config, case, near)}."
+        flags = flags_of(config, case, near.case)
+        return f"The fastest layout that fits: {near.case.label()} ({_gigabytes(near)}): {flags}."
     for factor in MORE_NODES:
         world = factor * case.world
-        near = _fastest(None, case, machine, replace(options, worlds=(world,)))
+        near = next(iter(fastest(config, case, machine, world=world, finalists=1)), None)
         if near is not None:
+            devices = f"{case.world} device{'' if case.world == 1 else 's'}"
             return (
-                f"No layout on {case.world} devices fits; on {world} the fastest is {near.case.label()} "
+                f"No layout on {devices} fits; on {world} the fastest is {near.case.label()} "
                 f"({_gigabytes(near)})."
             )
     return f"No layout fits, nor on {MORE_NODES[-1]} times the {case.world} devices."
 
 
-def _fastest(config: RunConfig | None, case: Case, machine: Machine, options: Options) -> Candidate | None:
-    """The fastest layout that fits and that training takes; None: none fits."""
-    def legal(candidate: Candidate) -> bool:
-        return config is None or is_legal(config, candidate.case)
-
-    return next(iter(finalists(search(case, machine, options), machine, legal=legal)), None)
-
-
 def _gigabytes(candidate: Candidate) -> str:
     return f"{candidate.memory.total / 1e9:.1f} GB"
-
-
-def _flags(config: RunConfig, case: Case, near: Candidate) -> str:
-    """Return ``--set`` of what has to change."""
-    was, wanted = settings_of(config, case), settings_of(config, near.case)
-    words = {True: "true", False: "false"}
-    return " ".join(f"--set {k}={words.get(v, v) if isinstance(v, bool) else v}" for k, v in wanted.items()
-                    if was.get(k) != v) or "as it is"

@@ -191,6 +191,8 @@ def peak_of(case: Case, stage: int, *, quick: bool = False) -> Peak:
     """
     chunks = [chunk_bytes(case, *ends) for ends in chunk_ends(case, stage)]
     count = steady_count(case.schedule, case.pp, case.micro_batches)
+    if quick and count < case.micro_batches:
+        count = min(count, STEADY * case.pp)  # one schedule for all numbers of micro-batches
     if case.group:
         moments = quick_occupancy(case.schedule, case.pp, case.micro_batches, case.vp, stage, case.group)
     else:

@@ -14,7 +14,7 @@ from megatron_port.plan.pictures import heat_map, memory_bars, passes, pipeline_
 from megatron_port.plan.search import options_of, search
 from megatron_port.plan.sensitivity import SHARE, choice_bars, machine_bars
 from megatron_port.plan.studies import RATIO, Planned, Study, planned, studies
-from megatron_port.plan.text import explain, render
+from megatron_port.plan.text import best, explain, hours, render, span
 from megatron_port.plan.verdict import Plan
 
 SHOWN_STAGES, SHOWN_MICRO_BATCHES = 16, 12
@@ -52,8 +52,9 @@ def report_page(config: RunConfig, plan: Plan) -> str:
         f"{escape(machine.cluster.device_label)}s of {escape(machine.cluster.name)}</h1>",
         f'<p><b class="{verdict[0]}">{verdict[1]}</b> · {escape(case.label())} · {plan.step.seconds:.4g} s per step · '
         f"model {plan.step.model_tflops:.4g} TFLOP/s per device (MFU {plan.step.mfu:.1%}), hardware "
-        f"{plan.step.hardware_tflops:.4g} (HFU {plan.step.hfu:.1%}) · {plan.budget.days:.3g} days, "
-        f"{plan.budget.node_hours:,.0f} node-hours for {plan.budget.tokens:.4g} tokens</p>",
+        f"{plan.step.hardware_tflops:.4g} (HFU {plan.step.hfu:.1%}) · {span(plan.budget.days)}, "
+        f"{hours(plan.budget.node_hours)} node-hours for {plan.budget.tokens:.4g} tokens</p>",
+        *(f"<p>{escape(line.strip())}</p>" for line in best(plan)[:2]),
     ]
     devices = max(4 * case.world, machine.cluster.gpus_per_node)
     made = {s.name: (s, planned(s, machine)) for s in studies(case, devices=devices, tensor=options.tensor)}
@@ -65,8 +66,8 @@ def report_page(config: RunConfig, plan: Plan) -> str:
                 f"of {case.global_batch}; micro-batch, recompute and sequence parallelism by the planner. The "
                 "run's own pair is framed.", heat_map(found, case, machine)),
         section("Memory by stage", "Of one rank at its peak, against what a device has.",
-                memory_bars(plan.memory, plan.limit)),
-        section("Time of a step", "On the busiest stage; the parts add up.", waterfall(plan.step)),
+                _wide(memory_bars(plan.memory, plan.limit))),
+        section("Time of a step", "On the busiest stage; the parts add up.", _wide(waterfall(plan.step))),
         *_pipeline(plan),
         section("Scaling", "Planned, more or fewer replicas of this layout; hollow points do not fit.",
                 columns(scaling)) if scaling else "",
@@ -85,6 +86,11 @@ def report_page(config: RunConfig, plan: Plan) -> str:
     return page(f"plan of {plan.name}", "".join(body))
 
 
+def _wide(picture: str) -> str:
+    """A picture that scrolls where the window is too narrow for its words."""
+    return f'<div class="scroll">{picture}</div>'
+
+
 def _pipeline(plan: Plan) -> list[str]:
     case = plan.case
     if case.pp == 1:
@@ -100,4 +106,4 @@ def _pipeline(plan: Plan) -> list[str]:
     words += f", {shown.pp} of {case.pp} stages" if shown.pp < case.pp else ""
     found = passes(shown, plan.machine, micro_batches=count)
     return [section("Pipeline", f"{words}; transfers left out. The bubble shrinks as micro-batches are added.",
-                    pipeline_picture(found, shown))]
+                    _wide(pipeline_picture(found, shown)))]

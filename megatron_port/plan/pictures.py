@@ -118,7 +118,7 @@ def memory_bars(stages: Sequence[StageMemory], limit: float) -> str:
 
 def waterfall(step: StepPlan) -> str:
     """Return where the seconds of a step go, one after the other."""
-    parts = [(n, s) for n, s in step.split.parts().items()] + [("step", step.seconds)]
+    parts = [(n, s) for n, s in step.split.parts().items() if s > 0] + [("step", step.seconds)]
     width, each, left = 900.0, 30.0, 92.0
     right = width - 150
     scale = (right - left) / step.seconds

@@ -7,6 +7,7 @@ to a user, are simulated with the schedule that the engine runs.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -15,8 +16,10 @@ from typing import Any
 
 from megatron_port.config.checks import problems
 from megatron_port.config.choices import CHOICES
+from megatron_port.config.dump import leaves
 from megatron_port.config.layout import divisors, expert_cuts, legal_tensor_sizes, with_values
 from megatron_port.config.schema import DataConfig, RunConfig
+from megatron_port.model.activation_sites import layer_choices
 from megatron_port.plan.case import Case, Machine, balanced_split
 from megatron_port.plan.context_balance import work_imbalance
 from megatron_port.plan.elements import expert_elements, stage_elements, trained_elements
@@ -85,13 +88,6 @@ def legal_chunks(schedule: str, chunks: int) -> bool:
     return schedule == "1f1b" or chunks == (2 if schedule == "zb-v" else 1)
 
 
-def options_to_fit(config: RunConfig, case: Case) -> Options:
-    """Return the options of a run that does not fit: those of :func:`options_of`, state sharded over all replicas and,
-    under engine native, weights as well (ZeRO stage 3)."""
-    zero = (case.zero_stage, 3) if config.engine == "native" and case.zero_stage < 3 else (case.zero_stage,)
-    return replace(options_of(config, case), zero=zero, shards=(case.shard, 0) if case.shard else ())
-
-
 def options_of(config: RunConfig, case: Case) -> Options:
     """Return what a run's engine and model allow on the ranks of ``case``."""
     interleaves = not any(
@@ -107,6 +103,21 @@ def options_of(config: RunConfig, case: Case) -> Options:
         experts=_expert_sizes(config), context=_context_sizes(config, case.world),
         methods=_context_choices(config, "cp_method"), orders=_context_choices(config, "cp_order"),
     )
+
+
+def allowed(neutral: RunConfig, name: str, asked: RunConfig) -> tuple[Any, ...]:
+    """Return a choice's values that the run's engine takes, with one or two chunks per stage; the run's own first."""
+    table, _, key = name.rpartition(".")
+    now = getattr(getattr(asked, table), key)
+
+    def taken(value: Any) -> bool:
+        changed = [
+            with_values(neutral, {name: value, "layout.virtual_pipeline_size": v, "layout.pipeline_parallel_size": p})
+            for v, p in ((1, 1), (2, 2)) if v * p <= neutral.model.num_layers
+        ]
+        return any(not problems(c, world_size=c.layout.pipeline_parallel_size) for c in changed)
+
+    return (now, *(v for v in CHOICES[name] if v != now and taken(v)))
 
 
 def _expert_sizes(config: RunConfig) -> tuple[int, ...]:
@@ -219,26 +230,51 @@ def settings_of(config: RunConfig, case: Case) -> dict[str, Any]:
         }
     if config.model.moe.enabled:
         out["layout.expert_parallel_size"] = case.ep
-    if config.activations.policy == "plan" and not case.dropped:
-        out |= {"activations.layers": (), "activations.budget": 0.0}
-    if config.layout.shard_size:
+    if config.activations.policy == "plan" or case.dropped:
+        own = config.activations
+        kept = case.dropped and case.dropped == layer_choices(own, config.model.num_layers)
+        out |= {} if kept else {"activations.layers": (), "activations.budget": 0.0}
+    if config.layout.shard_size or case.shard:
         out["layout.shard_size"] = case.shard_size if case.shard else 0
-    if config.layout.reshard != "forward" and case.zero_stage != 3:
-        out["layout.reshard"] = "forward"
-    if config.layout.pipeline_split and case.split != config.layout.pipeline_split:
-        out["layout.pipeline_split"] = ()
+    if (case.reshard if case.zero_stage == 3 else "forward") != config.layout.reshard:
+        out["layout.reshard"] = case.reshard if case.zero_stage == 3 else "forward"
+    balanced = case.split == balanced_split(case.model, case.pp * case.vp)
+    if case.split != config.layout.pipeline_split and (config.layout.pipeline_split or not balanced):
+        out["layout.pipeline_split"] = () if balanced else case.split
+    if case.engine.name != config.engine:
+        out["engine"] = case.engine.name
+    if (case.offload, case.offload_weights) != (config.offload.optimizer, config.offload.weights == "cpu"):
+        out |= {
+            "offload.optimizer": case.offload, "offload.weights": "cpu" if case.offload_weights else "none",
+            "offload.nvme_path": config.cluster.local_disk if case.offload == "nvme" else "",
+        }
     out["cluster.nodes"] = -(-case.world // config.cluster.gpus_per_node) if config.cluster.nodes else 0
     return out
 
 
-def _ends(case: Case) -> list[int]:
+def flags_of(config: RunConfig, case: Case, other: Case) -> str:
+    """``--set`` of what has to change from one layout of a run to another."""
+    was, wanted = settings_of(config, case), settings_of(config, other)
+    words = {True: "true", False: "false"}
+    texts = {
+        k: words[v] if isinstance(v, bool) else json.dumps(list(v)).replace(" ", "") if isinstance(v, tuple) else v
+        for k, v in wanted.items() if was.get(k, _plain(config, k)) != v
+    }
+    return " ".join(f"--set {k}={v}" for k, v in texts.items()) or "as it is"
+
+
+def _plain(config: RunConfig, name: str) -> Any:
+    return dict(leaves(config))[name]
+
+
+def ends(case: Case) -> list[int]:
     """Activations fall from the first stage on: only the ends and one between can need most."""
     return sorted({0, min(1, case.pp - 1), case.pp - 1})
 
 
 def fullest(case: Case, machine: Machine) -> StageMemory:
     """The stage that needs most."""
-    return max((stage_memory(case, machine, s, quick=True) for s in _ends(case)), key=lambda m: m.total)
+    return max((stage_memory(case, machine, s, quick=True) for s in ends(case)), key=lambda m: m.total)
 
 
 def _state_alone_is_more(case: Case, limit: float) -> bool:
@@ -248,7 +284,7 @@ def _state_alone_is_more(case: Case, limit: float) -> bool:
             case, stage_elements(case, stage), trained_elements(case, stage),
             expert_elements(case, stage, trained=False),
         )) > limit
-        for stage in _ends(case)
+        for stage in ends(case)
     )
 
 

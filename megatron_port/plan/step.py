@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, reduce
 from statistics import NormalDist
+from typing import Any
 
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.flops import causal_flops, hardware_flops, model_flops
@@ -89,7 +90,9 @@ def chunk_costs(case: Case, machine: Machine) -> list[Cost]:
     )
     layers, first, last = _unit_costs(alike, machine)
     spec = model_spec(case.model)
-    sites = {id(layer): _site_costs(alike, machine, layer) for layer in _kinds(case)} if case.dropped else {}
+    if not case.dropped:
+        return _plain_chunks(case, layers, first, last)
+    sites = {id(layer): _site_costs(alike, machine, layer) for layer in _kinds(case)}
     out = []
     for start, stop in case.layer_ranges:
         kinds = [_of_kind(layers, layer).times(count) for layer, count in spec.kinds(start, stop)]
@@ -107,6 +110,35 @@ def chunk_costs(case: Case, machine: Machine) -> list[Cost]:
     out[0] = out[0] + first
     out[-1] = out[-1] + last
     return [cost.floored() for cost in out]
+
+
+def _plain_chunks(
+    case: Case, layers: tuple[tuple[LayerSpec, Cost], ...], first: Cost, last: Cost
+) -> list[Cost]:
+    """The cost of each chunk where every layer keeps all; chunks of equal layers are added up once."""
+    spec, ranges = model_spec(case.model), case.layer_ranges
+    alone = len(layers) == 1
+    known: dict[Any, Cost] = {}
+    out = []
+    for index, (start, stop) in enumerate(ranges):
+        ends = index == 0, index == len(ranges) - 1
+        key = (stop - start if alone else tuple((id(x), n) for x, n in spec.kinds(start, stop)), ends)
+        if key not in known:
+            kinds = [_of_kind(layers, layer).times(count) for layer, count in spec.kinds(start, stop)]
+            cost = reduce(Cost.__add__, kinds, Cost())
+            cost = cost + first if ends[0] else cost
+            known[key] = (cost + last if ends[1] else cost).floored()
+        out.append(known[key])
+    return out
+
+
+def unit_seconds(case: Case, machine: Machine) -> list[float]:
+    """Seconds of both passes of [embedding, layer 0, …, head] for one micro-batch, for a split of the layers."""
+    whole = replace(case, pp=1, vp=1, dp=1, shard=0, split=(), schedule="1f1b", zero_stage=0, global_batch=1,
+                    micro_batches=1 if case.dtype != "fp8" else case.micro_batches, dropped=())
+    layers, first, last = _unit_costs(whole, machine)
+    found = [_of_kind(layers, layer) for layer in model_spec(case.model).layers]
+    return [sum(cost.passes) for cost in (first, *found, last)]
 
 
 @lru_cache(maxsize=1024)
@@ -141,12 +173,30 @@ def plan_step(case: Case, machine: Machine, *, quick: bool = False) -> StepPlan:
     """Plan one step. ``quick``: the pipeline in closed form instead of simulated (for a search)."""
     rates, links = Rates.of(machine), Links.of(machine)
     chunks = chunk_costs(case, machine)
+    line, parts = _passes(case, machine, chunks, quick=quick)
+    split = Split(
+        **parts, data=data_seconds(case, links, chunks),
+        optimizer=optimizer_seconds(case, rates) + rule_seconds(case, rates, links)
+        + offloaded(case, machine).seconds,
+    )
+    return summary(case, machine, split, line)
+
+
+def pass_seconds(case: Case, machine: Machine) -> float:
+    """Seconds of a step's passes by the closed form; what replicas exchange and the update come on top."""
+    return sum(_passes(case, machine, chunk_costs(case, machine), quick=True)[1].values())
+
+
+def _passes(
+    case: Case, machine: Machine, chunks: Sequence[Cost], *, quick: bool
+) -> tuple[Timeline, dict[str, float]]:
+    """The pipeline of a step, and the parts of :class:`Split` that its passes take on the busiest stage."""
     forward, backward = ([c.passes[i] for c in chunks] for i in (0, 1))
     m = case.micro_batches
     transfer, hidden, duplex = 0.0, case.engine.transfer_overlap, case.engine.duplex_transfers
     if case.pp > 1:
         stream = case.model.seq_length / case.cp * case.micro_batch * case.model.hidden_size * case.width
-        transfer = links.transfer(stream / (case.tp if case.sequence_parallel else 1), case)
+        transfer = Links.of(machine).transfer(stream / (case.tp if case.sequence_parallel else 1), case)
     line = timeline(
         case.schedule, case.pp, forward, backward, micro_batches=m, transfer=transfer, hidden=hidden, duplex=duplex,
         quick=quick, exchanges=exchanges_of(case, chunks),
@@ -156,21 +206,16 @@ def plan_step(case: Case, machine: Machine, *, quick: bool = False) -> StepPlan:
     tensor = m * sum(c.forward_tensor + c.backward_tensor for c in mine)
     sends = 0 if hidden else m * case.vp * ((worst > 0) + (worst < case.pp - 1)) * (1 if duplex else 2)
     pipeline = min(sends * transfer, line.span - line.busy[worst])
-    data = data_seconds(case, links, chunks)
     exchange = m * sum(c.forward_exchange + c.backward_exchange for c in mine) - line.filled[worst]
     context = m * sum(c.forward_context + c.backward_context for c in mine)
     host = m * sum(c.forward_host + c.backward_host for c in mine)
     compute = line.busy[worst] - tensor - exchange - context - host
     # Every pass waits for its neighbours and every step for all: the pace is that of the slowest device at computing.
     jitter = machine.hardware.jitter * slowest_of(case.world) * compute
-    split = Split(
-        compute=compute, tensor=tensor, experts=exchange, context=context, pipeline=pipeline,
-        bubble=line.span - line.busy[worst] - pipeline, data=data,
-        optimizer=optimizer_seconds(case, rates) + rule_seconds(case, rates, links)
-        + offloaded(case, machine).seconds,
-        host=host, jitter=jitter,
-    )
-    return summary(case, machine, split, line)
+    return line, {
+        "compute": compute, "tensor": tensor, "experts": exchange, "context": context, "pipeline": pipeline,
+        "bubble": line.span - line.busy[worst] - pipeline, "host": host, "jitter": jitter,
+    }
 
 
 def exchanges_of(case: Case, chunks: Sequence[Cost]) -> Exchanges | None:

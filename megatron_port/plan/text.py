@@ -22,7 +22,7 @@ from megatron_port.plan.verdict import Plan
 def render(plan: Plan) -> str:
     """Return what ``megatron-port plan`` prints."""
     parts = _head(plan), _memory(plan), expert_lines(plan), context_lines(plan), _time(plan)
-    return "\n".join(line for part in (*parts, _neighbours(plan), _best(plan)) for line in part)
+    return "\n".join(line for part in (*parts, _neighbours(plan), best(plan)) for line in part)
 
 
 def _head(plan: Plan) -> list[str]:
@@ -79,13 +79,12 @@ def _memory(plan: Plan) -> list[str]:
         change = way.seconds / plan.step.seconds - 1
         lines.append(
             f"          {'ways to fit, cheapest first:' if i == 0 else '':28} {way.flags}: "
-            f"{way.memory.total / 1e9:.1f} GB, {way.seconds:.2f} s ({change:+.1%})"
+            f"{way.memory.total / 1e9:.1f} GB, {_figure(way.seconds)} s ({change:+.1%})"
         )
-    if not plan.fits:
-        lines.append(
-            f"          fastest layout that fits: {_candidate(plan, plan.nearest)}" if plan.nearest else
-            f"          no layout on {plan.case.world} devices fits; use more nodes"
-        )
+    if not plan.fits and plan.searched:
+        lines += [
+            f"          fastest layout that fits: {_candidate(plan, plan.nearest)}", f"          {plan.flags}",
+        ] if plan.nearest else [f"          no layout on {plan.case.world} devices fits; use more nodes"]
     return lines
 
 
@@ -94,37 +93,52 @@ def _time(plan: Plan) -> list[str]:
     unused = {"experts": not plan.case.model.moe.enabled, "context": plan.case.cp == 1}
     shown = {name: s for name, s in step.split.parts().items() if not unused.get(name)}
     parts = "  ".join(f"{name} {s / step.seconds:.1%}" for name, s in shown.items())
+    model, causal, hardware = (_figure(x, 1) for x in (step.model_tflops, step.causal_tflops, step.hardware_tflops))
     return [
-        f"step      {step.seconds:.2f} s: {parts}",
-        f"rate      model {step.model_tflops:.1f} TFLOP/s per {label} (MFU {step.mfu:.1%}), hardware, recompute "
-        f"counted, {step.hardware_tflops:.1f} (HFU {step.hfu:.1%}); {step.tokens_per_second:,.0f} tokens/s",
+        f"step      {_figure(step.seconds)} s: {parts}",
+        f"rate      model {model} TFLOP/s per {label} (MFU {step.mfu:.1%}), hardware, recompute "
+        f"counted, {hardware} (HFU {step.hfu:.1%}); {step.tokens_per_second:,.0f} tokens/s",
         f"          {attention_counted(plan.case.model, plan.case.document)}; with the causal half of it model "
-        f"{step.causal_tflops:.1f} TFLOP/s (MFU {step.mfu * step.causal_tflops / step.model_tflops:.1%})",
-        f"budget    {budget.tokens:.4g} tokens: {budget.steps:,} steps, {_span(budget.days)}, "
-        f"{budget.node_hours:{',.0f' if budget.node_hours >= 10 else '.2g'}} node-hours",
+        f"{causal} TFLOP/s (MFU {step.mfu * step.causal_tflops / step.model_tflops:.1%})",
+        f"budget    {budget.tokens:.4g} tokens: {budget.steps:,} steps, {span(budget.days)}, "
+        f"{hours(budget.node_hours)} node-hours",
     ]
 
 
-def _span(days: float) -> str:
+def _figure(value: float, digits: int = 2) -> str:
+    """A number with so many digits after the point; below 1 with three that count."""
+    return f"{value:.{digits}f}" if value >= 1 else f"{value:.3g}"
+
+
+def span(days: float) -> str:
     """A time in the unit in which it is at least 1, minutes at the least."""
     if days >= 1:
         return f"{days:.3g} days"
     return f"{days * 24:.3g} hours" if days * 24 >= 1 else f"{days * 1440:.2g} minutes"
 
 
+def hours(value: float) -> str:
+    """Node-hours: whole ones, below 10 with two digits that count."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
 def _neighbours(plan: Plan) -> list[str]:
+    if not plan.searched:
+        return []
     if not plan.neighbours:
         return ["better     nothing near this layout"] if plan.fits else []
     lines = ["better    near this layout, planned:" if plan.fits else "faster    of those that fit:"]
     return lines + [f"          {_candidate(plan, c)}" for c in plan.neighbours]
 
 
-def _best(plan: Plan) -> list[str]:
+def best(plan: Plan) -> list[str]:
+    """The fastest of all layouts, how to have it, and what each change buys."""
     if plan.best is None:
-        return ["best      this layout, of all on as many devices"] if plan.fits else []
-    lines = [f"best      of all layouts: {_candidate(plan, plan.best)}"]
+        return ["best      this layout, of all on as many devices"] if plan.fits and plan.searched else []
+    lines = [f"best      of all layouts, engines and schedules: {_candidate(plan, plan.best)}"]
+    lines += [f"          {plan.flags}"]
     lines.append("          because, one change after the other:")
-    return lines + [f"          {g.change}: {g.seconds:.2f} s ({g.reason})" for g in plan.gains]
+    return lines + [f"          {g.change}: {_figure(g.seconds)} s ({g.reason})" for g in plan.gains]
 
 
 def _candidate(plan: Plan, candidate: Candidate | None) -> str:
@@ -132,8 +146,11 @@ def _candidate(plan: Plan, candidate: Candidate | None) -> str:
         return ""
     change = candidate.step.seconds / plan.step.seconds - 1
     more = (candidate.memory.total - plan.fullest.total) / 1e9
+    own, other = plan.case, candidate.case
+    also = [x for x, y in ((other.engine.name, own.engine.name), (other.schedule, own.schedule)) if x != y]
+    also += [f"ZeRO-{other.zero_stage}"] if other.zero_stage != own.zero_stage and other.zero_stage != 3 else []
     return (
-        f"{candidate.case.label()}: {candidate.step.seconds:.2f} s ({change:+.1%}), "
+        f"{', '.join([other.label(), *also])}: {_figure(candidate.step.seconds)} s ({change:+.1%}), "
         f"{candidate.memory.total / 1e9:.1f} GB ({more:+.1f})"
     )
 
@@ -223,7 +240,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "budget": asdict(plan.budget),
         "ways": [{"set": way.change, "seconds": way.seconds, "bytes": way.memory.total} for way in plan.ways],
         "nearest": candidate(plan.nearest), "better": [candidate(c) for c in plan.neighbours],
-        "best": candidate(plan.best),
+        "best": candidate(plan.best), "flags": plan.flags,
         "gains": [{"change": g.change, "seconds": g.seconds, "saved": g.saved} for g in plan.gains],
     }
 
@@ -231,7 +248,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
 def _layout(case: Any) -> dict[str, Any]:
     keys = (
         "tp", "pp", "vp", "dp", "cp", "sequence_parallel", "recompute", "micro_batch", "micro_batches", "zero_stage",
-        "schedule", "shard", "offload", "ep", "imbalance", "cp_method", "cp_order",
+        "schedule", "shard", "reshard", "offload", "offload_weights", "ep", "imbalance", "cp_method", "cp_order",
     )
     rule = {"rule": case.rule.name, "state_tensors": case.rule.state, "matrix_bytes": sum(matrix_bytes(case))}
-    return {key: getattr(case, key) for key in keys} | rule | {"split": list(case.split)}
+    named = {"engine": case.engine.name, "split": list(case.split)}
+    return {key: getattr(case, key) for key in keys} | rule | named

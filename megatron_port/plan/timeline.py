@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.schedules import Action, Kind, make_schedule
 from megatron_port.pipeline.simulate import Span, flow, simulate
+from megatron_port.plan.case import grid_of
 from megatron_port.registry import SCHEDULES
 
 
@@ -79,7 +79,7 @@ def timeline(
     ``quick``: an estimate without a simulation, for a search. ``exchanges``: None where passes exchange no rows.
     """
     chunks = len(forward) // stages
-    grid = Topology(pp=stages, vp=chunks, folded=schedule == "zb-v")
+    grid = grid_of(stages, chunks, schedule == "zb-v")
     both = [f + b for f, b in zip(forward, backward)]
     each = [sum(both[grid.virtual_stage(s, c)] for c in range(chunks)) for s in range(stages)]
     costs = _prices(forward, backward, exchanges)

@@ -12,9 +12,10 @@ from megatron_port.model.flops import parameter_count
 from megatron_port.plan.activation_plan import with_activation_plan
 from megatron_port.plan.advice import Way, ways_to_fit
 from megatron_port.plan.case import Case, Machine, case_of, machine_of
+from megatron_port.plan.fastest import fastest
 from megatron_port.plan.memory import StageMemory, plan_memory
 from megatron_port.plan.offload import host_problem
-from megatron_port.plan.search import Candidate, better, finalists, is_legal, options_of, options_to_fit, search
+from megatron_port.plan.search import Candidate, better, flags_of, is_legal, options_of, search
 from megatron_port.plan.step import StepPlan, plan_step
 from megatron_port.plan.why import Gain, gains
 
@@ -44,12 +45,16 @@ class Plan:
     step: StepPlan
     budget: Budget
     nearest: Candidate | None
-    """Only where the run does not fit: the fastest layout that does, on as many ranks."""
+    """Only where the run does not fit: the fastest of all layouts that do, on as many ranks."""
     neighbours: tuple[Candidate, ...]
     best: Candidate | None = None
-    """The fastest of all layouts on these ranks that training takes; None: the run's own."""
+    """The fastest of all layouts on these ranks that training takes, on any engine; None: the run's own."""
     gains: tuple[Gain, ...] = ()
     """What each change from the run's layout to the best one buys."""
+    searched: bool = True
+    """Other layouts were looked for."""
+    flags: str = ""
+    """The best layout, or the nearest that fits, as ``--set`` options."""
     ways: tuple[Way, ...] = ()
     """Only where the run does not fit: changes with which it does, cheapest first."""
     host_problem: str = ""
@@ -92,22 +97,21 @@ def make_plan(
     step = plan_step(case, machine)
     outside = host_problem(case, machine)
     fits = max(m.total for m in memory) <= machine.cluster.memory_gb * 1e9 and not outside
-    options = options_of(config, case) if fits else options_to_fit(config, case)
-    found = search(case, machine, options) if neighbours else []
-    def legal(candidate: Candidate) -> bool:
-        return is_legal(config, candidate.case)
-
-    limit = step.seconds if fits else math.inf
-    near = tuple(better(case, limit, found, machine, legal=legal)) if neighbours else ()
-    fastest = next(iter(finalists(found, machine, legal=legal)), None)
-    best = fastest if fits and fastest is not None and fastest.step.seconds < step.seconds else None
+    near: tuple[Candidate, ...] = ()
+    best: Candidate | None = None
+    if neighbours:
+        found, limit = search(case, machine, options_of(config, case)), step.seconds if fits else math.inf
+        near = tuple(better(case, limit, found, machine, legal=lambda c: is_legal(config, c.case)))
+        best = min([*fastest(config, case, machine), *near], key=lambda c: c.step.seconds, default=None)
+    faster = best if fits and best is not None and best.step.seconds < step.seconds else None
     return Plan(
         name=config.name, parameters=parameter_count(config.model), case=case, machine=machine,
         nodes=case.world / config.cluster.gpus_per_node, fractional=fraction, memory=memory, step=step,
-        budget=_budget(config, case, step, tokens), nearest=None if fits else fastest, neighbours=near, best=best,
-        gains=tuple(gains(case, best.case, machine)) if best is not None else (),
+        budget=_budget(config, case, step, tokens), nearest=None if fits else best, neighbours=near, best=faster,
+        gains=tuple(gains(case, faster.case, machine)) if faster is not None else (),
+        flags=flags_of(config, case, best.case) if best is not None else "",
         ways=tuple(ways_to_fit(config, case, machine)) if neighbours and not fits else (), host_problem=outside,
-        within_documents=config.data.attention_documents == "within",
+        searched=neighbours, within_documents=config.data.attention_documents == "within",
     )
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_port.plan.case import Case, Machine
-from megatron_port.plan.step import StepPlan, plan_step
+from megatron_port.plan.step import plan_step
 
 GROUPS: dict[str, tuple[str, ...]] = {
+    "engine {engine.name}": ("engine",),
     "tp {tp}, pp {pp}, cp {cp}, dp {dp}": ("tp", "pp", "cp", "dp", "vp", "split", "micro_batches", "ep", "cp_method",
                                            "cp_order", "sequence_parallel"),
     "sequence parallelism": ("sequence_parallel",),
@@ -20,6 +21,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "recompute {recompute}": ("recompute", "dropped"),
     "{schedule}": ("schedule",),
     "ZeRO-{zero_stage}": ("zero_stage", "shard", "reshard"),
+    "optimizer on {offload}": ("offload", "offload_weights", "offload_fraction"),
 }
 """What changes together, by how it is called."""
 
@@ -39,6 +41,10 @@ class Gain:
         most = max((abs(s) for _, s in order), default=0.0)
         told = [(name, s) for name, s in order if abs(s) >= 0.15 * most and abs(s) > 1e-4]
         return ", ".join(f"{name} {-s:+.3g} s" for name, s in told[:3])
+
+
+def _told(name: str, case: Case) -> str:
+    return "recompute by plan" if case.dropped and name.startswith("recompute") else name.format(**vars(case))
 
 
 def _changed(case: Case, best: Case, names: tuple[str, ...]) -> Case:
@@ -61,18 +67,19 @@ def gains(case: Case, best: Case, machine: Machine) -> list[Gain]:
         name: fields for name, fields in GROUPS.items() if any(getattr(case, f) != getattr(best, f) for f in fields[:5])
     }
     while open_groups:
-        tried: list[tuple[float, str, Case, StepPlan]] = []
-        for name, fields in open_groups.items():
-            one = best if len(open_groups) == 1 else _changed(now, best, fields)
+        names = [n for n in open_groups if n.startswith("engine")] or list(open_groups)  # what has it, depends on it
+        tried: list[tuple[float, str, Case]] = []
+        for name in names:
+            one = best if len(open_groups) == 1 else _changed(now, best, open_groups[name])
             if one != now and _legal(one):
-                found = plan_step(one, machine)
-                tried.append((found.seconds, name, one, found))
+                tried.append((plan_step(one, machine, quick=True).seconds, name, one))
         if not tried:
             break
-        _, name, one, found = min(tried, key=lambda t: t[0])
+        _, name, one = min(tried, key=lambda t: t[0])
+        found = plan_step(one, machine)
         before, after = step.split.parts(), found.split.parts()
         out.append(Gain(
-            name.format(**vars(one)), found.seconds, {cause: before[cause] - after[cause] for cause in before},
+            _told(name, one), found.seconds, {cause: before[cause] - after[cause] for cause in before},
         ))
         now, step = one, found
         del open_groups[name]

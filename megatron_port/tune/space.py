@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_port.config.checks import check, problems
-from megatron_port.config.choices import CHOICES
+from megatron_port.config.checks import check
 from megatron_port.config.layout import model_ranks, with_values
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import ConfigError
@@ -16,6 +15,7 @@ from megatron_port.plan.search import (
     FINALISTS,
     NEUTRAL,
     Candidate,
+    allowed,
     finalists,
     is_legal,
     legal_chunks,
@@ -101,8 +101,8 @@ def make_space(config: RunConfig, *, world_size: int | None = None, nodes: Seque
     base, _ = case_of(neutral, 1)
     options = replace(
         options_of(with_values(neutral, {"cluster.nodes": many}), replace(base, dp=max(worlds))), worlds=worlds,
-        schedules=_allowed(neutral, "layout.pipeline_schedule", config),
-        zero=_allowed(neutral, "layout.zero_stage", config),
+        schedules=allowed(neutral, "layout.pipeline_schedule", config),
+        zero=allowed(neutral, "layout.zero_stage", config),
     )
     found = search(base, machine, options, keep_unfit=True)
     found.sort(key=lambda c: (not c.fits(machine), -c.step.model_tflops))
@@ -123,21 +123,6 @@ def _world(config: RunConfig, world_size: int | None) -> int:
         )
     told = model_ranks(layout) * layout.data_parallel_size
     return config.cluster.nodes * config.cluster.gpus_per_node or told
-
-
-def _allowed(neutral: RunConfig, name: str, asked: RunConfig) -> tuple[Any, ...]:
-    """Return a choice's values that the run's engine takes, with one or two chunks per stage; the run's own first."""
-    table, _, key = name.rpartition(".")
-    now = getattr(getattr(asked, table), key)
-
-    def taken(value: Any) -> bool:
-        changed = [
-            with_values(neutral, {name: value, "layout.virtual_pipeline_size": v, "layout.pipeline_parallel_size": p})
-            for v, p in ((1, 1), (2, 2)) if v * p <= neutral.model.num_layers
-        ]
-        return any(not problems(c, world_size=c.layout.pipeline_parallel_size) for c in changed)
-
-    return (now, *(v for v in CHOICES[name] if v != now and taken(v)))
 
 
 def best_legal(space: Space, count: int) -> list[Candidate]:

@@ -23,6 +23,7 @@ from megatron_port.plan.rule_cost import rule_cost
 from megatron_port.plan.verdict import make_plan
 
 TOO_FEW = "layout.pipeline_parallel_size=4"
+ONE_DEVICE = ["cluster.nodes=1", "cluster.gpus_per_node=1", "layout.pipeline_parallel_size=1"]
 SMALL = """
 extends = ["models/gpt-tiny"]
 name = "guarded"
@@ -51,17 +52,17 @@ def flags(text: str) -> list[str]:
 def test_the_message_has_numbers_limit_and_a_layout_that_passes() -> None:
     loaded = load("runs/frontier-175b", [TOO_FEW]).config
     text = memory_problem(loaded)
-    plan = make_plan(loaded)
+    plan = make_plan(loaded, neighbours=False)
     over = (plan.fullest.total - plan.limit) / 1e9
     assert f"{over:.1f} GB too much" in text and "a device of frontier has 64 GB (cluster.memory_gb)" in text
-    assert plan.nearest is not None and "The cheapest change that fits: " in text
+    assert "The cheapest change that fits: " in text
     fixed = load("runs/frontier-175b", [TOO_FEW, *flags(text)]).config
     assert not problems(fixed) and memory_problem(fixed) == "" and make_plan(fixed, neighbours=False).fits
 
 
 def test_more_devices_are_named_where_no_layout_fits() -> None:
-    text = memory_problem(load("runs/frontier-1t", ["cluster.nodes=16", "layout.pipeline_parallel_size=16"]).config)
-    assert "No layout on 128 devices fits; on 512 " in text
+    text = memory_problem(load("runs/frontier-22b", ONE_DEVICE).config)
+    assert "No layout on 1 device fits; on 2 the fastest is " in text
 
 
 @pytest.mark.parametrize("overrides", [

@@ -32,7 +32,7 @@ def base(run: str = "runs/frontier-175b") -> tuple[Case, Machine]:
 @pytest.fixture(scope="module")
 def page() -> str:
     config = load("runs/frontier-175b").config
-    return report_page(config, make_plan(config))
+    return report_page(config, make_plan(config, neighbours=False))
 
 
 def drawings(page: str) -> list[ElementTree.Element]:
@@ -164,5 +164,5 @@ def test_the_command_writes_it_whole(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_plan_that_does_not_fit_has_a_page_too(tmp_path: Path) -> None:
-    config = load("runs/frontier-175b", ["layout.pipeline_parallel_size=4"]).config
-    assert "does not fit" in report_page(config, make_plan(config))
+    config = load("runs/frontier-22b", ["layout.pipeline_parallel_size=1"]).config
+    assert "does not fit" in report_page(config, make_plan(config, neighbours=False))
