@@ -28,7 +28,7 @@ from twin.model import (
     root_mean_square,
     rotated,
 )
-from twin.run import Adam, clip
+from twin.update import Adam, clip
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ GPT: dict[str, Any] = {
     "activation": "gelu", "add_bias": True, "tie_embeddings": True, "hidden_dropout": 0.1, "attention_dropout": 0.0,
     "init_std": 0.1, "norm_epsilon": 1e-5,
 }
-LLAMA = {
+LLAMA: dict[str, Any] = {
     **GPT, "num_query_groups": 2, "ffn_hidden_size": 88, "position_embedding": "rope", "normalization": "rmsnorm",
     "activation": "swiglu", "add_bias": False, "tie_embeddings": False, "rope_theta": 500.0,
 }
@@ -71,19 +71,33 @@ class Case:
 
 CASES = {
     "native-fp64-tp2-dp2": Case(
-        "native", "fp64", LLAMA,
+        "native", "fp64", {**LLAMA, "mup_base_size": 16},
         {"tensor_parallel_size": 2, "sequence_parallel": True, "zero_stage": 2, "reduce_bucket_size": 16000,
          "recompute": "full", "vocab_padding_multiple": 8}, 4, 1e-9, 1e-9, 1e-7, {"attention_documents": "within"},
+        {
+            "clip_value": 0.03, "clip_zscore": 0.4, "clip_warmup": 3, "clip_decay": 0.8, "ema_decay": 0.8,
+            "ema_evaluate": True, "groups": [
+                {"match": "norm", "lr_factor": 0.5, "weight_decay": 0.2},
+                {"match": "layers.*.mlp.down.*", "lr_factor": 2.0}, {"match": "matrix", "lr_factor": 0.7},
+                {"match": "embedding", "weight_decay": 0.0},
+            ],
+        },
     ),
     "native-fp32-pp2-dp2": Case(
         "native", "fp32", GPT,
         {"pipeline_parallel_size": 2, "pipeline_schedule": "zb-h1", "zero_stage": 1, "recompute": "none",
          "vocab_padding_multiple": 8}, 2, 1e-5, 1e-4, 1e-3, {"attention_documents": "within", "position_reset": True},
+        {
+            "ema_decay": 0.9,
+            "groups": [{"match": "embedding.position.*", "lr_factor": 0.0}, {"match": "bias", "lr_factor": 3.0}],
+        },
     ),
     "deepspeed-fp32-tp2-pp2": Case(
-        "deepspeed", "fp32", {**GPT, "attention_dropout": 0.1},
+        "deepspeed", "fp32", {**GPT, "attention_dropout": 0.1, "mup_base_size": 16},
         {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "sequence_parallel": True, "recompute": "none",
-         "vocab_padding_multiple": 8}, 2, 1e-5, 1e-4, 1e-3, optimizer={"decay": "wsd", "wsd_steps": 7},
+         "vocab_padding_multiple": 8}, 2, 1e-5, 1e-4, 1e-3, optimizer={
+            "decay": "wsd", "wsd_steps": 7, "groups": [{"match": "matrix", "lr_factor": 1.5, "weight_decay": 0.1}],
+        },
         training={"z_loss": 0.01},
     ),
 }
@@ -122,7 +136,9 @@ def toml(tables: dict[str, Any]) -> str:
     lines = [f"{k} = {json.dumps(v)}" for k, v in top.items()]
     for name, table in tables.items():
         if isinstance(table, dict):
-            lines += [f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in table.items())]
+            lines += [f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in table.items() if k != "groups")]
+    for group in tables["optimizer"].get("groups", ()):
+        lines += ["[[optimizer.groups]]", *(f"{k} = {json.dumps(v)}" for k, v in group.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -175,16 +191,19 @@ def compare_step(ours: dict[str, Any], theirs: dict[str, Any], case: Case) -> No
 
 
 def compare_weights(folder: Path, twin: Twin, case: Case) -> None:
-    """Masters and moments of the last checkpoint, tensor by tensor."""
+    """Masters, moments and average of the last checkpoint, tensor by tensor."""
     start = Twin(twin.config).weights
-    for kind, theirs in (("weight", twin.weights), ("exp_avg", twin.adam.first), ("exp_avg_sq", twin.adam.second)):
+    for kind, theirs in (
+        ("weight", twin.weights), ("exp_avg", twin.adam.first), ("exp_avg_sq", twin.adam.second),
+        ("ema", twin.average.weights),
+    ):
         ours = checkpoint.read(folder, kind)
         assert set(ours) == set(theirs)
         for name, value in theirs.items():
             if name.endswith("attention.qkv.bias"):
                 continue  # a third of it, the keys' part, has a zero gradient: Adam makes steps of its rounding noise
             want = value.numpy()
-            moved = want - start[name].numpy() if kind == "weight" else want
+            moved = want - start[name].numpy() if kind in ("weight", "ema") else want
             off = np.sqrt(np.mean((ours[name] - want) ** 2))
             assert off <= case.weights * np.sqrt(np.mean(moved**2)), f"{kind} of {name}: off by {off:.2e}"
 
@@ -209,6 +228,9 @@ def test_every_field_is_the_twins(name: str, corpora: list[str], commands: Comma
         else:
             compare_step(ours, theirs, case)
     compare_weights(tmp_path / "run" / "checkpoints" / f"step-{STEPS:08d}", twin, case)
+    if "clip_value" in case.optimizer:  # each kind of clipping decided something, and not everything
+        assert 2 <= twin.clip.adapted < STEPS - 5
+        assert 0 < twin.clip.cut < 0.1 * STEPS * sum(w.numel() for w in twin.weights.values())
 
 
 def test_the_run_has_what_could_go_wrong(corpora: list[str]) -> None:

@@ -12,7 +12,8 @@ TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 
 
 def read(folder: Path, kind: str) -> dict[str, np.ndarray]:
-    """Name → whole tensor of a kind: ``weight`` (masters under half precision), ``exp_avg`` or ``exp_avg_sq``."""
+    """Name → whole tensor of a kind: ``weight`` (masters under half precision), ``exp_avg``, ``exp_avg_sq`` or
+    ``ema``."""
     pieces = json.loads((folder / "manifest.json").read_text())["manifest"]["pieces"]
     out: dict[str, np.ndarray] = {}
     for piece in pieces:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from twin.model import Shape, Weights, initial, no_dropout, token_losses
-from twin.run import Adam, clip
+from twin.update import Adam, clip
 
 
 @cache

@@ -39,6 +39,12 @@ class Shape:
     norm_epsilon: float
     rope_theta: float = 10000.0
     qk_norm: bool = False
+    mup_base_size: int = 0
+
+    @property
+    def width(self) -> float:
+        """muP's m."""
+        return self.hidden_size / self.mup_base_size if self.mup_base_size else 1.0
 
     @property
     def head(self) -> int:
@@ -82,11 +88,13 @@ def shapes(m: Shape) -> dict[str, tuple[tuple[int, ...], str]]:
 
 def initial(m: Shape, seed: int) -> Weights:
     """Float32 weights before the first step."""
-    stds = {"normal": m.init_std, "output": m.init_std / math.sqrt(2 * m.num_layers)}
+    hidden = m.init_std / math.sqrt(m.width)
+    stds = {"normal": hidden, "output": hidden / math.sqrt(2 * m.num_layers)}
     out = {}
     for name, (shape, kind) in shapes(m).items():
         if kind in stds:
-            out[name] = initial_normal(seed, name, shape, stds[kind])
+            of_layer = name.startswith("layers.")
+            out[name] = initial_normal(seed, name, shape, stds[kind] if of_layer else m.init_std)
         else:
             out[name] = torch.ones(shape) if kind == "ones" else torch.zeros(shape)
     return out
@@ -185,7 +193,7 @@ def token_losses(
         y = activated(product(normed(x, w, f"{layer}.norm2", m), w, f"{layer}.mlp.up"), m.activation)
         x = x + drop(product(y, w, f"{layer}.mlp.down"), f"{layer}.mlp", m.hidden_dropout)
     head = w["embedding.word.weight" if m.tie_embeddings else "head.weight"]
-    logits = normed(x, w, "final_norm", m) @ head.t()
+    logits = normed(x, w, "final_norm", m) @ head.t() / m.width
     wide = logits if logits.dtype == torch.float64 else logits.float()
     log_z = wide.logsumexp(-1)
     return log_z - wide.gather(-1, labels[..., None])[..., 0] + z * log_z * log_z

@@ -1,4 +1,4 @@
-"""The loop: schedule, batches, AdamW in float64, evaluations, and a line for each of metrics.jsonl.
+"""The loop: schedule, batches, updates in float64, evaluations, and a line for each of metrics.jsonl.
 
 ``python -m twin.run RUN.json`` (in tests/) prints the lines; the file has the tables and keys of a run file.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ import torch
 from torch import Tensor
 
 from twin import data, streams
-from twin.model import Drop, Shape, Weights, decays, initial, no_dropout, operations, parameters_of, token_losses
+from twin.model import Drop, Shape, Weights, initial, no_dropout, operations, parameters_of, token_losses
+from twin.update import Adam, Average, Clipping
 
 
 def learning_rate(optimizer: dict[str, Any], step: int) -> float:
@@ -40,41 +40,6 @@ def batch_size(batch: dict[str, Any], consumed: int) -> int:
     return last if consumed >= ramp else first + batch["rampup_increment"] * (consumed * stages // ramp)
 
 
-@dataclass
-class Adam:
-    """AdamW with decoupled decay; moments of every weight."""
-
-    settings: dict[str, Any]
-    first: Weights = field(default_factory=dict)
-    second: Weights = field(default_factory=dict)
-    updates: int = 0
-
-    def step(self, weights: Weights, gradients: Weights, lr: float) -> None:
-        """Change ``weights`` in place."""
-        s = self.settings
-        self.updates += 1
-        for name, g in gradients.items():
-            m = self.first.setdefault(name, torch.zeros_like(g))
-            v = self.second.setdefault(name, torch.zeros_like(g))
-            m.mul_(s["beta1"]).add_((1 - s["beta1"]) * g)
-            v.mul_(s["beta2"]).add_((1 - s["beta2"]) * g * g)
-            unbiased = m / (1 - s["beta1"] ** self.updates)
-            size = torch.sqrt(v / (1 - s["beta2"] ** self.updates)) + s["eps"]
-            w = weights[name]
-            if decays(name):
-                w.mul_(1 - lr * s["weight_decay"])
-            w.sub_(lr * unbiased / size)
-
-
-def clip(gradients: Weights, limit: float) -> float:
-    """The global norm before clipping; gradients are scaled down in place where it is above ``limit``."""
-    norm = math.sqrt(sum(float((g.double() ** 2).sum()) for g in gradients.values()))
-    if 0 < limit < norm:
-        for g in gradients.values():
-            g.mul_(limit / (norm + 1e-6))
-    return norm
-
-
 class Twin:
     """A run, from the tables of its run file."""
 
@@ -85,7 +50,8 @@ class Twin:
         self.train, self.valid = data.datasets(d["train"], d["weights"], d["split"], self.model.seq_length)
         self.eod = 256 if d["mask_eod_loss"] else None  # of the byte tokenizer
         self.weights = {k: v.double() for k, v in initial(self.model, self.seed).items()}
-        self.adam = Adam(config["optimizer"])
+        self.adam = Adam(config["optimizer"], self.model.width)
+        self.clip, self.average = Clipping(config["optimizer"]), Average(config["optimizer"].get("ema_decay", 0.0))
         self.lines: list[dict[str, float]] = []
 
     def losses(self, rows: list[data.Row], drop: Drop = no_dropout, z: float = 0.0) -> tuple[Tensor, float]:
@@ -122,7 +88,11 @@ class Twin:
         """Add an evaluation's line: the same samples each time, in stored order, every token weighs the same."""
         size = self.config["batch"]["global_batch_size"]
         samples = min(self.config["training"]["eval_batches"] * size, self.valid.size)
+        trained, averaged = self.weights, self.average.weights
+        if self.config["optimizer"].get("ema_evaluate") and averaged:
+            self.weights = averaged
         total, count = self.losses([self.valid.stored(k) for k in range(samples)])
+        self.weights = trained
         self.lines.append({"step": step, "validation_loss": float(total) / count})
 
     def scores(self) -> float:
@@ -141,8 +111,10 @@ class Twin:
             size = batch_size(c["batch"], consumed)
             lr = learning_rate(c["optimizer"], step)
             loss, gradients = self.gradients(step, list(range(consumed, consumed + size)))
-            norm = clip(gradients, c["optimizer"]["clip_grad"])
+            norm = self.clip(gradients)
             self.adam.step(self.weights, gradients, lr)
+            if self.average.decay:
+                self.average.update(self.weights)
             consumed += size
             again = {"none": 0.0, "full": needed - 2 * m.seq_length * m.vocab_size * m.hidden_size}
             self.lines.append({
