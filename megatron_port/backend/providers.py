@@ -52,6 +52,8 @@ class Providers:
     """Router and moving of rows of layers of experts."""
     row_exchange: RowExchange | None = None
     """Exchange of those rows between ranks; None: torch's all-to-all."""
+    teacher: Providers | None = None
+    """Of the model that teaches this one, which may need others; None: the same."""
 
     def describe(self) -> str:
         """Return the table as text."""

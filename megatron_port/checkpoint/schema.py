@@ -78,6 +78,7 @@ FIELDS: dict[str, _Type] = {
     "extra.skipped_total": COUNT, "extra.tokenizer": TEXT_OR_NULL, "extra.imported_from": TEXT,
     "extra.compressed": TABLE,
     "extra.base": TABLE, "extra.base.fingerprint": WORD, "extra.base.path": TEXT,
+    "extra.teacher": TABLE, "extra.teacher.fingerprint": WORD, "extra.teacher.path": TEXT,
     "extra.numerics": TABLE, "extra.numerics.losses": NUMBERS, "extra.numerics.grad_norms": NUMBERS,
     "extra.numerics.anomaly_steps": COUNTS, "extra.numerics.anomalies_total": COUNT,
     "extra.numerics.first_loss": NUMBER,

@@ -30,6 +30,7 @@ COMMANDS = {
     "data": "fetch, tokenize, index, verify, inspect and blend corpora",
     "generate": "continue prompts from a checkpoint or a Hugging Face folder",
     "evaluate": "perplexity on a corpus, and tasks of lm-eval-harness",
+    "distill": "compute a teacher's predictions ahead of training",
     "parity": "compare layouts with one process, gradient by gradient",
     "doctor": "print the machine, versions and providers, and what is wrong with them",
     "checkpoint": "list, verify, compare, convert and copy checkpoints",

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_port.config.architecture import architecture_problems
 from megatron_port.config.attention import attention_problems
 from megatron_port.config.choices import CHOICES, RANGES, SIZES
+from megatron_port.config.distillation import distillation_problems
 from megatron_port.config.dump import leaves
 from megatron_port.config.fine_tuning import fine_tuning_problems
 from megatron_port.config.fp8 import fp8_problems
@@ -62,7 +63,7 @@ def problems(config: RunConfig, *, world_size: int | None = None) -> list[str]:
         found += [*_relations(config), *fp8_problems(config), *moe_problems(config)]
     found += [*_data_problems(config), *optimizer_problems(config), *_precision_problems(config)]
     found += [*_engine_problems(config), *offload_problems(config), *graph_problems(config)]
-    found += [*fine_tuning_problems(config), *preference_problems(config)]
+    found += [*fine_tuning_problems(config), *preference_problems(config), *distillation_problems(config)]
     found += activation_problems(
         config.activations, num_layers=config.model.num_layers,
         described=config.cluster.memory_gb > 0 and bool(config.hardware.device or config.hardware.matmul_tflops),
@@ -181,6 +182,7 @@ def _data_problems(config: RunConfig) -> list[str]:
         if (is_remote(url) or (name == "mirror" and url)) and (fault := url_fault(url, writable=True)):
             out.append(f"checkpoint.{name}: {fault}")
     here_only = {"output_dir": config.output_dir, "checkpoint.initial_weights": config.checkpoint.initial_weights,
+                 "distillation.teacher": config.distillation.teacher, "distillation.logits": config.distillation.logits,
                  "data.index_cache": data.index_cache, "data.remote_cache": data.remote_cache}
     out += [f"{name} {place!r}: a store is not supported there; give a folder of this machine or of a file system that "
             "all nodes share (checkpoint.mirror copies checkpoints into a store)"

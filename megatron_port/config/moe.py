@@ -124,7 +124,7 @@ def moe_problems(config: RunConfig) -> list[str]:
     """Name the options of experts that do not fit together, or that the engine and layout asked for cannot serve."""
     moe, ep = config.model.moe, config.layout.expert_parallel_size
     if not moe.enabled:
-        out = [] if ep == 1 else [
+        out = [] if ep == 1 or config.distillation.online else [  # the teacher may have some
             f"layout.expert_parallel_size {ep} with model.moe.num_experts 0: no layer has experts to divide; use 1"
         ]
         asked = [name for name in ("routes", "replay") if getattr(config.moe, name) not in ("none", "")]

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from megatron_port.config.distillation import DistillationConfig
 from megatron_port.config.fine_tuning import FineTuningConfig
 from megatron_port.config.machine import (
     CalibrationConfig,
@@ -49,9 +50,9 @@ from megatron_port.config.ranges import (
 
 __all__ = [
     "ActivationsConfig", "BackendConfig", "BatchConfig", "CalibrationConfig", "CheckpointConfig", "ClusterConfig",
-    "DataConfig", "FineTuningConfig", "HardwareConfig", "LaunchConfig", "LayoutConfig", "MoEConfig",
-    "ModelConfig", "NumericsConfig", "OptimizerConfig", "ParameterGroup", "PrecisionConfig", "PreflightConfig",
-    "RoutesConfig", "RunConfig", "TelemetryConfig", "TrainingConfig", "WatchConfig",
+    "DataConfig", "DistillationConfig", "FineTuningConfig", "HardwareConfig", "LaunchConfig", "LayoutConfig",
+    "MoEConfig", "ModelConfig", "NumericsConfig", "OptimizerConfig", "ParameterGroup", "PrecisionConfig",
+    "PreflightConfig", "RoutesConfig", "RunConfig", "TelemetryConfig", "TrainingConfig", "WatchConfig",
 ]
 
 
@@ -386,6 +387,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     fine_tuning: FineTuningConfig = field(default_factory=FineTuningConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -8,6 +8,7 @@ import torch
 
 from megatron_port.parallel.ahead import LookAhead
 from megatron_port.parallel.positions import Division
+from megatron_port.parallel.stored_teacher import Stored
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,9 @@ class MicroBatch:
     ahead: LookAhead | None = None
     """What each depth of multi-token prediction reads and predicts, on the last stage; None: the model predicts no
     further tokens, or the rank holds whole samples, whose labels say it"""
+
+    stored: Stored | None = None
+    """Of each label [batch, seq], on the last stage: what a file keeps of the teacher's distribution (float32 or 64)"""
 
     @property
     def masked(self) -> bool:

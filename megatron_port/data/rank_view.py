@@ -18,6 +18,7 @@ from megatron_port.parallel.ahead import look_ahead
 from megatron_port.parallel.balance import attention_work, balanced_chunks, block_size
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.positions import WHOLE_SEQUENCE, Division, SequencePartition, sequence_partition
+from megatron_port.parallel.stored_teacher import Stored
 
 
 def balanced_windows(config: RunConfig) -> tuple[int, ...]:
@@ -81,6 +82,7 @@ class RankView:
     def micro_batch(
         self, ids: tuple[int, ...], tokens: np.ndarray | None, *, mask: torch.Tensor | None = None,
         starts: Iterable[np.ndarray | None] = (), labels_masked: bool = False, reference: torch.Tensor | None = None,
+        stored: Stored | None = None,
     ) -> MicroBatch:
         """Return the rank's part of some samples.
 
@@ -89,6 +91,7 @@ class RankView:
             mask: float32 [batch, seq]: which labels count; None: all, or another stage knows.
             starts: of each sample, int32 [seq]; none where a sample is one document.
             reference: as the micro-batch has it.
+            stored: of whole sequences [batch, seq], on the last stage.
         """
         rows = [row for row in starts if row is not None]
         documents = np.stack(rows) if rows else None
@@ -108,4 +111,6 @@ class RankView:
             ids, tokens=held(read) if self.need_tokens else None, labels=held(labels) if self.need_labels else None,
             loss_mask=None if mask is None else held(mask), labels_masked=labels_masked, document_starts=whole,
             division=division, reference=reference, ahead=None if ahead is None else ahead.map(held),
+            stored=None if stored is None else stored.map(
+                lambda x: partition.held(x.shape[1]).take(x, dim=1).contiguous()),
         )

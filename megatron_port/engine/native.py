@@ -77,13 +77,16 @@ def _record_weights(check: StateCheck, sharded: weakref.ref[ShardedParameters], 
 class NativeEngine:
     """Engine (``engine.api.Engine``) without DeepSpeed. ``chunks``: this rank's stage modules, one per virtual stage.
 
+    ``beside``: around a reader of the run's state, that of frozen weights which the run's checkpoints do not hold.
     ``on_gradients`` sees every final gradient (summed over dp, unclipped, unscaled); costs a gather of all of them.
     """
 
     def __init__(
         self, chunks: Sequence[Any], config: RunConfig, ctx: ParallelContext, stream: DropoutStream, *,
         dtype: torch.dtype, optimizer_provider: str = "torch", progress: ProgressTracker | None = None,
+        beside: Callable[[StateReader], AbstractContextManager[StateReader]] = nullcontext,
     ) -> None:
+        self.beside = beside
         self.chunks, self.config, self.ctx, self.stream, self.dtype = list(chunks), config, ctx, stream, dtype
         self.stage: nn.Module = self.chunks[0] if len(self.chunks) == 1 else nn.ModuleList(self.chunks)
         self.progress = progress or ProgressTracker()
@@ -404,8 +407,9 @@ class NativeEngine:
     @torch.no_grad()
     def load_state(self, read: StateReader, scalars: dict[str, float | int]) -> None:
         """Set masters, weights, optimizer state and counters. Each rank reads its own slices, without communication."""
-        native_state.load_state(self.sharded, self.parameters, read)
-        load_buffers(self.buffers, read)
+        with self.beside(read) as whole:
+            native_state.load_state(self.sharded, self.parameters, whole)
+            load_buffers(self.buffers, whole)
         if self.sharded.unit_gather is not None:
             self.sharded.unit_gather.release()
         if self.sharded.offload is not None:

@@ -168,8 +168,8 @@ class Passes:
             self.step, () if recorded else batch.sample_ids, loss_factor=self.loss_factor,
             global_tokens=self.global_tokens, ahead_tokens=self.ahead_tokens,
             ahead=batch.ahead if self.ahead_tokens else None, document_starts=batch.document_starts,
-            division=batch.division, reference=batch.reference, auxiliary=self.auxiliary, tallies=self.tallies,
-            sample_factor=self.sample_factor,
+            division=batch.division, reference=batch.reference, stored=batch.stored, auxiliary=self.auxiliary,
+            tallies=self.tallies, sample_factor=self.sample_factor,
             keys=self.keys[number] if recorded else None,
         )
 

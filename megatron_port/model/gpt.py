@@ -3,7 +3,7 @@ contiguous run of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from megatron_port.model.moe import MoE
 from megatron_port.model.multi_token import Prediction, auxiliary_names, build_predictions, further_losses
 from megatron_port.model.preference import REWARDS, pair_loss_sum
 from megatron_port.model.router import tally_specs
+from megatron_port.parallel.step import StepContext
 
 
 class GPTStage(nn.Module):
@@ -52,6 +53,8 @@ class GPTStage(nn.Module):
             further = build_predictions(spec.head, build, self.head, table)
         self.predictions = nn.ModuleList(further)
         self.auxiliary_names = (*auxiliary_names(build.model.mtp_layers), *(REWARDS if build.dpo_beta else ()))
+        self.on_logits: Callable[[torch.Tensor, StepContext], None] | None = None
+        """Looks at the logits of each micro-batch before their loss."""
         self.mtp_weight, self.dpo_beta, self.stream = build.model.mtp_weight, build.dpo_beta, build.stream
 
     @property
@@ -81,6 +84,8 @@ class GPTStage(nn.Module):
         """
         if self.head is None:
             raise ValueError("loss_sum on a stage without the head")
+        if self.on_logits is not None and self.stream.current is not None:
+            self.on_logits(logits, self.stream.current)
         losses = self.head.token_losses(logits, labels, z_loss=self.head.z_loss)
         if self.dpo_beta:
             return pair_loss_sum(losses, mask, self.stream.current, self.dpo_beta)

@@ -36,6 +36,7 @@ from megatron_port.parallel.step import (
     earliest_start,
     pack_documents,
 )
+from megatron_port.parallel.stored_teacher import Stored
 from megatron_port.parallel.to_device import to_device_async
 
 
@@ -92,7 +93,7 @@ class DropoutStream:
         auxiliary: AuxiliarySums | None = None, tallies: Tallies | None = None,
         sample_factor: float | torch.Tensor = 1.0, keys: torch.Tensor | None = None,
         ahead_tokens: tuple[float, ...] = (), ahead: LookAhead | None = None, division: Division | None = None,
-        reference: torch.Tensor | None = None,
+        reference: torch.Tensor | None = None, stored: Stored | None = None,
     ) -> None:
         """Set the context of the next forward pass; see :class:`~megatron_port.parallel.step.StepContext`.
 
@@ -106,6 +107,7 @@ class DropoutStream:
             division=division, ahead=None if ahead is None else ahead.map(partial(to_device_async, device=self.device)),
             document_starts=None if document_starts is None else to_device_async(document_starts, self.device),
             reference=None if reference is None else to_device_async(reference, self.device),
+            stored=None if stored is None else stored.map(partial(to_device_async, device=self.device)),
             packed_documents=None if document_starts is None else cache(
                 partial(pack_documents, document_starts, self.device)
             ),

@@ -20,6 +20,7 @@ from megatron_port.backend.mask import PackedDocuments, PackedKeys
 from megatron_port.parallel.ahead import LookAhead
 from megatron_port.parallel.counter import key_of
 from megatron_port.parallel.positions import Division, Positions
+from megatron_port.parallel.stored_teacher import Stored
 from megatron_port.parallel.to_device import to_device_async
 
 
@@ -190,6 +191,8 @@ class StepContext:
     """How this micro-batch's sequences are divided between context-parallel ranks; None: as the layout says."""
     reference: torch.Tensor | None = None
     """float64 [batch, 2], last stage only: of pairs, the reference's log-probability of either answer."""
+    stored: Stored | None = None
+    """Of the labels [batch, seq], on the last stage only: what a file keeps of the teacher's distributions."""
     packed_documents: Callable[..., PackedDocuments] | None = None
     """Gives the same for kernels that take documents as sequences of their own, of all queries or of those given
     (:func:`pack_documents`); made at the first call."""

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_port.config.schema import ModelConfig
+from megatron_port.model.distilled import PREFIX
 from megatron_port.parity.run_record import RankTrace, assemble, differing_copies
 
 
@@ -148,7 +149,8 @@ def _relative(a: float, b: float) -> float:
 
 
 def _without_keys(name: str, t: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    return t[~keys] if name.endswith("attention.qkv.bias") else t
+    mine = name.endswith("attention.qkv.bias") and not name.startswith(PREFIX)  # a teacher's are not trained
+    return t[~keys] if mine else t
 
 
 def rms_of(gradients: dict[str, torch.Tensor]) -> float:

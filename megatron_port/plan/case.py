@@ -15,11 +15,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar
 
+from megatron_port.config.distillation import as_teacher
 from megatron_port.config.fine_tuning import NO_ADAPTERS, FineTuningConfig
 from megatron_port.config.layout import topology_sizes
 from megatron_port.config.loader import config_directories
 from megatron_port.config.schema import CalibrationConfig, ClusterConfig, HardwareConfig, ModelConfig, RunConfig
 from megatron_port.errors import ConfigError
+from megatron_port.interop.model_at import model_at
 from megatron_port.model.activation_sites import layer_choices
 from megatron_port.model.flops import document_of, unit_costs
 from megatron_port.parallel.topology import Topology
@@ -118,9 +120,21 @@ class Case:
     bucket: int = 33_554_432
     """Elements that one collective of gradients moves."""
     fine_tuning: FineTuningConfig = NO_ADAPTERS
+    """Which adapters are trained; without any, all weights are."""
     document: float = 0.0
     """Mean length of the document that a token is in, which attention does not leave; 0: it sees the whole sample."""
-    """Which adapters are trained; without any, all weights are."""
+    teacher: ModelConfig | None = None
+    """Which predicts the same tokens beside the model; None: nobody."""
+
+    @property
+    def of_teacher(self) -> Case | None:
+        """The teacher by itself, split over the same ranks; None: there is none."""
+        if self.teacher is None:
+            return None
+        return replace(
+            self, model=self.teacher, teacher=None, fine_tuning=NO_ADAPTERS, recompute="none", dropped=(),
+            split=balanced_split(self.teacher, self.pp * self.vp),
+        )
 
     @property
     def world(self) -> int:
@@ -363,6 +377,7 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
         quantise="torch" if config.backend.quantise == "torch" else kernels,
         split=layout.pipeline_split, vocab_multiple=layout.vocab_padding_multiple, bucket=layout.reduce_bucket_size,
         fine_tuning=config.fine_tuning, document=document_of(config.data),
+        teacher=as_teacher(model_at(config.distillation.teacher)) if config.distillation.online else None,
     )
     if not case.split:
         case = replace(case, split=balanced_split(config.model, pp * layout.virtual_pipeline_size))

@@ -47,6 +47,14 @@ class Cost:
         return Cost(*(seconds * count for seconds in self.parts))
 
     @property
+    def forward_alone(self) -> Cost:
+        """This forward pass without a backward one."""
+        return Cost(
+            forward=self.forward, forward_tensor=self.forward_tensor, forward_exchange=self.forward_exchange,
+            forward_context=self.forward_context, forward_starts=self.forward_starts, forward_host=self.forward_host,
+        )
+
+    @property
     def passes(self) -> tuple[float, float]:
         """Seconds of a forward and of a backward pass, communication included."""
         return (

@@ -121,6 +121,21 @@ def held_bytes(case: Case, elements: int, trained: int, experts: int = 0) -> tup
     return weights, sums, state
 
 
+def teacher_bytes(case: Case, stage: int) -> tuple[float, float]:
+    """Return the bytes that a rank of ``stage`` holds of the teacher: weights, and the logits of one micro-batch."""
+    teacher = case.of_teacher
+    if teacher is None:
+        return 0.0, 0.0
+    weights = held_bytes(teacher, stage_elements(teacher, stage), 0)[0]
+    if teacher.zero_stage == 3 and teacher.shards > 1:
+        whole = stage_elements(teacher, stage)
+        weights += case.width * (whole if case.reshard == "step" else min(whole, window_elements(teacher, stage)))
+    if stage != case.grid.last_stage:
+        return weights, 0.0
+    tokens = case.micro_batch * case.model.seq_length / case.cp
+    return weights, tokens * case.padded_vocab / case.tp * case.width
+
+
 def stage_memory(case: Case, machine: Machine, stage: int, *, quick: bool = False) -> StageMemory:
     """Bytes of a rank of ``stage`` at its peak. ``quick``: messages between stages are estimated, for a search."""
     n, trained, w, e = stage_elements(case, stage), trained_elements(case, stage), case.width, case.engine
@@ -146,10 +161,12 @@ def stage_memory(case: Case, machine: Machine, stage: int, *, quick: bool = Fals
     if update > peak.total:
         peak = Peak(activations=0.0, logits=0.0, working=update, messages=0.0, in_flight=peak.in_flight,
                     at="the optimizer step")
-    allocated = weights + gradients + optimizer + peak.total + bucket
+    of_teacher, judged = teacher_bytes(case, stage)
+    weights, judged = weights + of_teacher, judged * max(1.0, peak.in_flight)
+    allocated = weights + gradients + optimizer + peak.total + judged + bucket
     return StageMemory(
         stage=stage, elements=n, experts=experts, weights=weights, gradients=gradients, optimizer=optimizer,
-        activations=peak.activations, working=peak.working, logits=peak.logits, buffers=peak.messages + bucket,
+        activations=peak.activations, working=peak.working, logits=peak.logits + judged, buffers=peak.messages + bucket,
         fragmentation=allocated * machine.hardware.fragmentation, reserved=machine.hardware.reserved_gb * 1e9,
         in_flight=peak.in_flight, peak_at=peak.at, host=swap_host_bytes(case, stage) if case.dropped else 0.0,
     )

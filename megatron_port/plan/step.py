@@ -81,7 +81,14 @@ class StepPlan:
 
 
 def chunk_costs(case: Case, machine: Machine) -> list[Cost]:
-    """The cost of each chunk of the model, for one micro-batch."""
+    """The cost of each chunk of the model, for one micro-batch, with the forward pass of the teacher's."""
+    out, teacher = _model_costs(case, machine), case.of_teacher
+    if teacher is None:
+        return out
+    return [cost + beside.forward_alone for cost, beside in zip(out, _model_costs(teacher, machine), strict=True)]
+
+
+def _model_costs(case: Case, machine: Machine) -> list[Cost]:
     # What a layer costs does not hang on how many there are where: a search asks for few different ones.
     alike = replace(
         case, pp=1, vp=1, dp=1, shard=0, split=(), schedule="1f1b", zero_stage=0, global_batch=1,

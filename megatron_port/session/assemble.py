@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 
 from megatron_port.backend.providers import Providers
+from megatron_port.config.distillation import teacher_run
 from megatron_port.config.schema import RunConfig
 from megatron_port.engine.api import Engine
 from megatron_port.engine.native import NativeEngine
@@ -15,6 +17,7 @@ from megatron_port.model.adapter_reader import InitialAdapters
 from megatron_port.model.adapter_spec import adapter_parameters
 from megatron_port.model.adapters import freeze_all_but_adapters
 from megatron_port.model.build import BuildContext
+from megatron_port.model.distilled import PREFIX, build_distilled, silent_stream
 from megatron_port.model.flops import unit_costs
 from megatron_port.model.gpt import GPTStage, build_chunks
 from megatron_port.model.shapes import parameter_shapes
@@ -22,6 +25,7 @@ from megatron_port.optim.parameter_groups import check_groups, set_parameter_gro
 from megatron_port.optim.unit_gather import without_memory
 from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.parallel.distillation import Objective
 from megatron_port.parallel.init import initial_reader
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import record_of
@@ -30,6 +34,7 @@ from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.partition import balanced_layers
 from megatron_port.registry import LOSSES
 from megatron_port.runtime.progress import ProgressTracker
+from megatron_port.session.teacher import open_teacher, teacher_state
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -57,7 +62,11 @@ def layers_by_chunk(config: RunConfig, topology: Topology) -> tuple[int, ...]:
 def build_model(
     config: RunConfig, ctx: ParallelContext, providers: Providers, stream: DropoutStream
 ) -> list[GPTStage]:
-    """Return this rank's chunks of the model; their parameters are allocated, not yet initialised."""
+    """Return this rank's chunks of the model; their parameters are allocated, not yet initialised.
+
+    Raises:
+        CheckpointError, ConfigError: the run's teacher is not there, or does not fit (``session.teacher``).
+    """
     build = BuildContext(
         model=config.model, layout=config.layout, ctx=ctx, providers=providers, stream=stream,
         dtype=DTYPES[config.precision.dtype], loss=LOSSES.function(config.training.loss),
@@ -67,11 +76,30 @@ def build_model(
         fine_tuning=config.fine_tuning, dpo_beta=config.training.dpo_beta if config.training.on_pairs else 0.0,
         z_loss=config.training.z_loss,
     )
-    chunks = build_chunks(build, layers_by_chunk(config, ctx.topology))
+    if config.distillation.enabled:
+        chunks = _build_distilled(config, build)
+    else:
+        chunks = build_chunks(build, layers_by_chunk(config, ctx.topology))
     set_parameter_groups((p for chunk in chunks for p in chunk.parameters()), config)
     if config.fine_tuning.enabled:
         freeze_all_but_adapters(chunks)
     return chunks
+
+
+def _build_distilled(config: RunConfig, build: BuildContext) -> list[GPTStage]:
+    """Return the chunks with those of the teacher, unless a file has what it predicts."""
+    d, topology, teacher = config.distillation, build.ctx.topology, None
+    if d.online:
+        weights = open_teacher(config)
+        weights.close()
+        run, providers = teacher_run(config, weights.model), build.providers.teacher or build.providers
+        context = BuildContext(
+            model=run.model, layout=run.layout, ctx=build.ctx, providers=replace(providers, fp8=None),
+            stream=silent_stream(build.stream), dtype=build.dtype, position_reset=config.data.position_reset,
+        )
+        teacher = context, layers_by_chunk(run, topology)
+    objective = Objective(d.alpha, d.temperature, reverse=d.divergence == "reverse")
+    return build_distilled(build, layers_by_chunk(config, topology), objective, teacher)
 
 
 def check_parameter_groups(config: RunConfig) -> None:
@@ -100,7 +128,8 @@ def build_engine(
     engine: Engine
     if config.engine == "native":
         engine = NativeEngine(
-            chunks, config, ctx, stream, dtype=dtype, optimizer_provider=providers.optimizer, progress=progress
+            chunks, config, ctx, stream, dtype=dtype, optimizer_provider=providers.optimizer, progress=progress,
+            beside=teacher_state(config) if config.distillation.online else nullcontext,
         )
     else:
         from megatron_port.engine.deepspeed_engine import DeepSpeedEngine
@@ -113,6 +142,7 @@ def build_engine(
         of_parameters = [record_of(p) for chunk in chunks for p in chunk.parameters()]
         of_buffers = [record for chunk in chunks for record, _ in recorded_buffers(chunk)]
         records = {record.name: record for record in of_parameters + of_buffers}
+        records = {name: record for name, record in records.items() if not name.startswith(PREFIX)}
         read: StateReader = initial_reader(records, config.seed, ctx.device)
         if config.fine_tuning.enabled:
             read = InitialAdapters(config.model, config.fine_tuning, config.seed, read)

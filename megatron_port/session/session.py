@@ -17,6 +17,7 @@ from megatron_port.backend.jit_guard import install_guard
 from megatron_port.backend.providers import Providers
 from megatron_port.config.attention import MaskNeeds
 from megatron_port.config.checks import problems, resolve
+from megatron_port.config.distillation import teacher_run
 from megatron_port.config.elastic import elastic_layout
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import ConfigError, EnvironmentFault
@@ -32,6 +33,7 @@ from megatron_port.runtime.peers import explain_peer_failure
 from megatron_port.runtime.progress import COMMUNICATOR, START, ProgressTracker
 from megatron_port.session.assemble import DTYPES, topology_of
 from megatron_port.session.folders import check_output
+from megatron_port.session.teacher import open_teacher
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,15 @@ def open_session(
         process_group.stop(group, failed=failed)
 
 
+def _providers(config: RunConfig, device: DeviceInfo) -> Providers:
+    """Return the implementations that serve a run's model. Raises PortError."""
+    return choose_providers(
+        config.backend, device, DTYPES[config.precision.dtype], engine=config.engine,
+        attention_dropout=config.model.attention_dropout, fp8=config.precision.fp8, rule=config.optimizer.name,
+        shape=(config.model.head_size, config.model.seq_length), mask=MaskNeeds.of(config), moe=config.model.moe,
+    )
+
+
 def _choose_device(config: RunConfig, info: ProcessInfo) -> DeviceInfo:
     """Return this rank's device. Raises PortError."""
     device = choose_device(
@@ -204,12 +215,11 @@ def _assemble(
         two_way=config.engine == "native", progress=progress,
     )
     progress.at(START)
-    providers = agreed(lambda: choose_providers(
-        config.backend, device, DTYPES[config.precision.dtype], engine=config.engine,
-        attention_dropout=config.model.attention_dropout, fp8=config.precision.fp8, rule=config.optimizer.name,
-        shape=(config.model.head_size, config.model.seq_length), mask=MaskNeeds.of(config),
-        moe=config.model.moe,
-    ), where=str(ctx.coords))
+    providers = agreed(lambda: _providers(config, device), where=str(ctx.coords))
+    if config.distillation.online:
+        model = agreed(lambda: open_teacher(config), where=str(ctx.coords)).model
+        of_teacher = agreed(lambda: _providers(teacher_run(config, model), device), where=str(ctx.coords))
+        providers = replace(providers, teacher=of_teacher)
     agreed(lambda: install_guard(config.backend.allow_jit), where=str(ctx.coords))
     if config.backend.allow_jit:
         logger.log("backend.allow_jit = true: ops may be compiled while this run trains")

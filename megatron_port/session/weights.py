@@ -6,10 +6,11 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_port.checkpoint.reader import Checkpoint, find_latest, open_checkpoint
+from megatron_port.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron_port.config.fine_tuning import NO_ADAPTERS
 from megatron_port.config.loader import load
 from megatron_port.config.same_model import model_differences, upcycling_differences
@@ -22,6 +23,7 @@ from megatron_port.interop.hf_files import HFFolder, is_hf
 from megatron_port.interop.hf_tokenizer import kept_files
 from megatron_port.interop.import_hf import KEPT, copy_companions
 from megatron_port.interop.import_peft import PeftFolder
+from megatron_port.interop.model_at import checkpoint_at, nothing_at
 from megatron_port.interop.pinned_chat import PinnedChat, end_ids, folder_chat, pinned_chat
 from megatron_port.interop.pinned_tokenizer import FILES, Trained, pinned_file, tokenizer_in, trained_with
 from megatron_port.interop.sidecar import model_of, tuning_of
@@ -34,7 +36,9 @@ from megatron_port.runtime.agreement import agreed
 from megatron_port.session.averaged import AveragedCheckpoint
 from megatron_port.session.base_weights import check_base, fingerprint, other_references
 from megatron_port.session.folders import FOLDER, run_folder
-from megatron_port.session.session import Session
+
+if TYPE_CHECKING:
+    from megatron_port.session.session import Session
 
 
 @dataclass(frozen=True)
@@ -107,18 +111,12 @@ def open_weights(path: Path | str, *, base: str = "", averaged: bool = False) ->
     if is_hf(path):
         folder = HFFolder(path)
         return Weights(path, folder.model, folder.read, None, "", path, lambda: None)
-    if (path / "manifest.json").is_file():
-        return _of_checkpoint(_opened(path, averaged), base)
-    for place in (path / "checkpoints", path):
-        found = find_latest(place) if place.is_dir() else None
-        if found is not None:
-            return _of_checkpoint(_opened(found, averaged), base)
+    found = checkpoint_at(path)
+    if found is not None:
+        return _of_checkpoint(_opened(found, averaged), base)
     if (path / "config.json").is_file():
         HFFolder(path)  # says what is wrong with it
-    raise CheckpointError(
-        f"{path} is neither a Hugging Face folder (config.json and safetensors), nor a checkpoint, nor a folder with "
-        "one in it"
-    )
+    raise nothing_at(path)
 
 
 def _opened(path: Path, averaged: bool) -> Checkpoint:

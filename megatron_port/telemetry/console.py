@@ -34,6 +34,8 @@ def cells(record: Record) -> dict[str, str]:
     for field, label, form in (
         ("loss", "loss", "{:.4f}"),
         ("mtp_loss", "further tokens", "{:.4f}"),
+        ("cross_entropy", "CE", "{:.4f}"),
+        ("teacher_kl", "KL", "{:.4f}"),
         ("reward_margin", "reward margin", "{:.4f}"),
         ("reward_accuracy", "accuracy", "{:.3f}"),
         ("validation_loss", "validation loss", "{:.4f}"),

@@ -33,6 +33,8 @@ FIELDS: Mapping[str, type] = {
     "chosen_reward": float,
     "reward_margin": float,
     "reward_accuracy": float,
+    "cross_entropy": float,
+    "teacher_kl": float,
     "learning_rate": float,
     "grad_norm": float,
     "loss_scale": float,

@@ -25,6 +25,8 @@ TAGS = {
     "chosen_reward": "rewards/chosen",
     "reward_margin": "rewards/margin",
     "reward_accuracy": "rewards/accuracy",
+    "cross_entropy": "loss/cross_entropy",
+    "teacher_kl": "loss/teacher_kl",
     "validation_loss": "loss/validation",
     "learning_rate": "optimizer/learning_rate",
     "grad_norm": "optimizer/grad_norm",

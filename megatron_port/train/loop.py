@@ -23,6 +23,7 @@ from megatron_port.health.numerics import NumericsGuard
 from megatron_port.health.replay import check_replay_settings, replay_on_neighbour
 from megatron_port.health.replicas import check_replicas
 from megatron_port.launch.outcome import FINISHED, SAVED, AttemptOutcome, write_outcome
+from megatron_port.model.distilled import distillation_means
 from megatron_port.model.flops import counted, hardware_flops, model_flops
 from megatron_port.model.multi_token import further_loss
 from megatron_port.model.preference import reward_means
@@ -42,6 +43,7 @@ from megatron_port.session.folders import run_folder
 from megatron_port.session.identity import settle
 from megatron_port.session.provenance import record_event, record_start
 from megatron_port.session.session import Session
+from megatron_port.session.teacher import teacher_identity
 from megatron_port.session.weights import base_identity, carry_companions, load_initial
 from megatron_port.telemetry.sinks import Telemetry
 from megatron_port.train.activations import ActivationPlanner
@@ -100,6 +102,7 @@ class Trainer:
             self.config, self.ctx, session.providers, initialise=fresh and not initial, progress=session.progress
         )
         self.base = agreed(lambda: base_identity(session))
+        self.teacher = agreed(lambda: teacher_identity(self.config) if session.is_rank_zero else None)
         if fresh and initial:
             session.logger.log(load_initial(self.engine, session))
         loaded: Checkpoint | None = None
@@ -385,7 +388,7 @@ class Trainer:
         hardware = executed * size / seconds / devices / 1e12
         record = {
             "step": p.step, "loss": r.loss if r.tokens else None, "mtp_loss": further_loss(r.auxiliary),
-            **reward_means(r.auxiliary, r.tokens),
+            **reward_means(r.auxiliary, r.tokens), **distillation_means(r.auxiliary, r.tokens),
             "learning_rate": lr, "loss_scale": r.loss_scale, "skipped": r.skipped,
             "skipped_total": p.skipped, "anomalies_total": self.numerics.anomalies_total,
             "samples": p.samples, "tokens": p.samples * c.model.seq_length,
@@ -428,5 +431,5 @@ class Trainer:
         return Position(
             step=p.step, samples=p.samples, skipped=p.skipped, tokenizer=self.loaders.tokenizer_name,
             numerics=self.numerics.state(), tokenizer_identity=self.loaders.tokenizer,
-            corpora=self.loaders.data_fingerprint, base=self.base,
+            corpora=self.loaders.data_fingerprint, base=self.base, teacher=self.teacher,
         )

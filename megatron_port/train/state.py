@@ -38,6 +38,7 @@ from megatron_port.session.changes import check_batch, check_rule, check_seed, s
 from megatron_port.session.folders import FOLDER, run_folder
 from megatron_port.session.identity import own_checkpoints
 from megatron_port.session.session import Session
+from megatron_port.session.teacher import check_teacher
 from megatron_port.session.weights import resumed_reader
 
 
@@ -247,6 +248,8 @@ def load_into(engine: Engine, path: Path, session: Session) -> Checkpoint:
             raise
         fresh = starts_fresh(checkpoint.manifest, session.config)
         check_resumable(checkpoint, session.config, fresh=fresh)
+        if session.is_rank_zero:
+            check_teacher(checkpoint.extra, session.config, str(checkpoint.path))
         if not has_optimizer_state(checkpoint.kinds()):  # an import of weights alone
             engine.load_weights(checkpoint.read)
         else:
@@ -320,6 +323,8 @@ class Position:
     """What the corpora are (``data.fingerprint``)."""
     base: dict[str, Any] | None = None
     """Which weights are frozen (``session.base_weights``); None: none are."""
+    teacher: dict[str, Any] | None = None
+    """Which model it learns from (``session.teacher``); None: from none."""
 
 
 def state_of(
@@ -348,7 +353,7 @@ def state_of(
         config=as_dict(config), scalars=engine.scalar_state(),
         extra={
             "skipped_total": at.skipped, "tokenizer": at.tokenizer, "numerics": at.numerics or {},
-            **({"base": at.base} if at.base else {}),
+            **({"base": at.base} if at.base else {}), **({"teacher": at.teacher} if at.teacher else {}),
         },
         rng=rng, data=data, schedule=schedule, config_hash=config_hash(config),
         tokenizer=at.tokenizer_identity or (identity(at.tokenizer) if at.tokenizer in NAMES else {}),

@@ -1,0 +1,87 @@
+"""Section ``[distillation]``: a teacher whose predictions the model learns, and what stands against it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from megatron_port.config.fine_tuning import NO_ADAPTERS
+from megatron_port.config.ranges import Fraction, Positive
+
+if TYPE_CHECKING:
+    from megatron_port.config.schema import ModelConfig, RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationConfig:
+    """Learning from a teacher: the loss of a token is alpha · CE + (1 - alpha) · T² · KL, with both distributions of KL
+    at temperature T (Hinton et al., arXiv 1503.02531; engine native; docs/compression.md)."""
+
+    teacher: str = ""
+    """The teacher: a Hugging Face folder (safetensors), a run folder, or a checkpoint, of any layout. Its layers are
+    split over the same ranks as the model's. Empty: there is none."""
+    logits: str = ""
+    """Folder that `distill logits` writes: the teacher's most likely tokens at every position of the training order.
+    Where it is set, training reads it instead of running the teacher."""
+    alpha: Fraction = 0.5
+    """Share of the cross-entropy of the data; the rest is the teacher's."""
+    temperature: Positive = 1.0
+    """T, by which the logits of both are divided in KL."""
+    divergence: Literal["forward", "reverse"] = "forward"
+    """forward (KL of the teacher from the model: cover all that the teacher does) | reverse (KL of the model from the
+    teacher: do only what the teacher does; Gu et al., arXiv 2306.08543)"""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the loss has a teacher's part."""
+        return bool(self.teacher or self.logits)
+
+    @property
+    def online(self) -> bool:
+        """Whether the teacher runs beside the model."""
+        return bool(self.teacher) and not self.logits
+
+
+NO_TEACHER = DistillationConfig()
+
+
+def as_teacher(model: ModelConfig) -> ModelConfig:
+    """Return a model as it teaches: it predicts one token ahead, drops nothing, and is not trained under muP."""
+    return replace(
+        model, mtp_layers=0, hidden_dropout=0.0, attention_dropout=0.0, mup_base_size=0,
+        logits_divisor=model.output_divisor,
+    )
+
+
+def teacher_run(config: RunConfig, teacher: ModelConfig) -> RunConfig:
+    """Return the run of the teacher alone on the layout of ``config``: no adapters or recompute, a split of its own."""
+    ep = config.layout.expert_parallel_size if teacher.moe.enabled else 1
+    reset = config.data.position_reset and teacher.position_embedding == "learned"
+    return replace(
+        config, model=teacher, distillation=NO_TEACHER, fine_tuning=NO_ADAPTERS, activations=type(config.activations)(),
+        layout=replace(config.layout, pipeline_split=(), expert_parallel_size=ep),
+        precision=replace(config.precision, fp8="none"), data=replace(config.data, position_reset=reset),
+    )
+
+
+def distillation_problems(config: RunConfig) -> list[str]:
+    """Return what in a configuration contradicts its ``[distillation]``."""
+    d = config.distillation
+    if not d.enabled:
+        return [] if d == NO_TEACHER else [
+            "a [distillation] section without distillation.teacher or distillation.logits, which learns from nobody; "
+            "name a checkpoint or a Hugging Face folder, or leave the section out"
+        ]
+    found = {
+        f'engine "{config.engine}", whose pipeline has one loss and no teacher; use engine = "native"':
+            config.engine != "native",
+        f"training.loss {config.training.loss!r}, of which the teacher knows nothing; use cross_entropy":
+            config.training.loss != "cross_entropy",
+        f"training.z_loss {config.training.z_loss}, which is not in its loss; leave one of the two out":
+            config.training.z_loss > 0,
+        'distillation.logits and backend.graphs "step": recorded steps have no place for them; use graphs = "off"':
+            bool(d.logits) and config.backend.graphs == "step",
+        f"model.mtp_layers {config.model.mtp_layers}: the teacher predicts one token ahead; set 0":
+            config.model.mtp_layers > 0,
+    }
+    return [f"[distillation] with {problem}" for problem, there in found.items() if there]
