@@ -5,6 +5,8 @@ DEVICE ?= cpu
 TORCH_VERSION ?= 2.13.0
 # An index URL or a folder that has the wanted build of torch; empty: where pip is pointed anyway.
 TORCH_INDEX ?=
+# 1: hold every package to its SHA-256 (constraints/hashes). PyPI's torch; one of TORCH_INDEX is taken as it is.
+HASHES ?=
 SMALL ?=
 SHARE_GPU ?=
 SHARD ?=
@@ -22,7 +24,7 @@ APT := sudo apt-get install -y git make g++ python3-dev python3-venv
 export SMALL SHARE_GPU SHARD MOE LONG DEVICE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test mutations soak kernels budgets lint gpu-check gpu-session ghost-check compare site-report release lock clean
+.PHONY: help setup quickstart test docs mutations soak kernels budgets lint gpu-check gpu-session ghost-check compare site-report release lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -30,7 +32,7 @@ help:  ## this list
 
 setup:  ## make or update the environment in .venv; does nothing when it is up to date
 	@command -v $(PYTHON) >/dev/null || { echo "setup: no $(PYTHON) here. Once, as root:"; echo "  $(APT)"; exit 3; }
-	@$(if $(NO_SETUP),:,$(PYTHON) scripts/setup.py) --device '$(DEVICE)' --torch-version '$(TORCH_VERSION)' --torch-index '$(TORCH_INDEX)' $(NEEDS)
+	@$(if $(NO_SETUP),:,$(PYTHON) scripts/setup.py) --device '$(DEVICE)' --torch-version '$(TORCH_VERSION)' --torch-index '$(TORCH_INDEX)' --hashes '$(HASHES)' $(NEEDS)
 
 # These use the device: without one they stop before anything is downloaded. An environment alone may be made anywhere.
 quickstart gpu-check: NEEDS := --needs-device
@@ -40,6 +42,10 @@ quickstart: setup  ## fetch a corpus and train a GPT with tp 2 x pp 2 x dp 2 (SM
 
 test: setup  ## every test that this machine can run
 	@$(VENV) scripts/run_tests.py $(ARGS)
+
+docs: setup  ## the documentation as a site in site/, strictly: a broken link or an unlisted page is an error
+	@$(VENV) -m pip install --quiet --require-hashes -r constraints/hashes/docs.txt
+	@NO_MKDOCS_2_WARNING=1 $(VENV) -m mkdocs build --strict $(ARGS) && echo "docs: open site/index.html"
 
 mutations: setup  ## are silent faults caught? each of tests/mutants.toml in a copy of the tree (ARGS='--only rope')
 	@$(VENV) tests/mutants.py $(ARGS)

@@ -18,7 +18,7 @@ RUN apt-get update \
 WORKDIR /opt/megatron-port
 # What the slow phases depend on, first: a change of the sources alone keeps this layer.
 COPY constraints constraints
-COPY scripts/setup.py scripts/setup_cuda.py scripts/setup_machine.py scripts/setup_ops.py scripts/
+COPY scripts/setup.py scripts/setup_cuda.py scripts/setup_hashes.py scripts/setup_machine.py scripts/setup_ops.py scripts/
 RUN python3 scripts/setup.py --device cpu --torch-version "${TORCH_VERSION}" --torch-index "${TORCH_INDEX}" \
     --until deepspeed
 ENV PATH=/opt/megatron-port/.venv/bin:${PATH}

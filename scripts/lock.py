@@ -14,6 +14,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+from setup import FILES_ONLY
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).resolve().parent.parent
 TORCH_VERSIONS = ("2.11.0", "2.12.0", "2.13.0")
 TORCH_ONLY = re.compile(r"(torch|triton|nvidia-|cuda-)")
@@ -36,9 +43,10 @@ def resolve(sources: list[str], work: Path, pin: str = "") -> list[str]:
 
 def shorten(line: str) -> str:
     """``line`` without the clauses of its marker that hold everywhere we run."""
-    pin, _, marker = line.partition(" ; ")
+    entry = line.removesuffix(" \\")  # hashes follow on lines of their own
+    pin, _, marker = entry.partition(" ; ")
     clauses = [clause for clause in marker.split(" and ") if clause and clause not in GIVEN]
-    return f"{pin} ; {' and '.join(clauses)}" if clauses else pin
+    return (f"{pin} ; {' and '.join(clauses)}" if clauses else pin) + line[len(entry):]
 
 
 def write(name: str, head: str, lines: list[str]) -> None:
@@ -47,7 +55,20 @@ def write(name: str, head: str, lines: list[str]) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(head + NOTE + "\n".join(lines) + "\n")
     os.replace(temporary, path)
-    print(f"{path.relative_to(ROOT)}: {len(lines)} pins")
+    print(f"{path.relative_to(ROOT)}: {sum('==' in line for line in lines)} pins")
+
+
+def extra(name: str) -> str:
+    """The requirements of one extra of pyproject.toml, a line each."""
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        return "\n".join(tomllib.load(file)["project"]["optional-dependencies"][name])
+
+
+def write_hashes(name: str, head: str, pins: list[str], work: Path) -> None:
+    """Replace constraints/hashes/``name``: ``pins`` with the SHA-256 of every file that the index has of them."""
+    request = work / "pins.in"
+    request.write_text("\n".join(pins) + "\n")
+    write(f"hashes/{name}", head, resolve([str(request), "--generate-hashes", "--no-deps"], work))
 
 
 def main() -> int:
@@ -63,6 +84,11 @@ def main() -> int:
             lines = [line for line in resolve([str(request)], work) if TORCH_ONLY.match(line)]
             head = f"# torch {version} and what only it brings; pip takes the build that it is pointed at.\n"
             write(f"torch-{version}.txt", head, lines)
+        pins = [line for line in everything if not TORCH_ONLY.match(line)] + lines + list(FILES_ONLY)
+        write_hashes("packages.txt", "# HASHES=1 make setup: everything, with hashes.\n", pins, work)
+        request.write_text(extra("docs") + "\n")
+        site = resolve([str(request)], work)
+        write_hashes("docs.txt", "# make docs: the site's packages, with hashes.\n", site, work)
     return 0
 
 

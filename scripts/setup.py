@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -34,7 +33,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from setup_cuda import Toolkit, advice, find_toolkit, gpu_missing, in_path, pip_folders, torch_cuda, with_headers
-from setup_machine import check_machine, compiler_jobs, fail, gpu_architectures, processor_flags
+from setup_hashes import requirements, source
+from setup_machine import check_machine, compiler_jobs, fail, gpu_architectures, only_one, processor_flags
 from setup_ops import DEVICE_OPS, PROBE_OPS, found_binaries, op_problems, ops_for, wanted_binaries
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -91,10 +91,11 @@ class Phase:
 class Setup:
     """The phases and what they share."""
 
-    def __init__(self, *, device: str, torch_version: str, torch_index: str) -> None:
+    def __init__(self, *, device: str, torch_version: str, torch_index: str, hashes: bool = False) -> None:
         self.device = device
         self.torch_version = torch_version
         self.torch_index = torch_index
+        self.hashes = ROOT / "constraints" / "hashes" / "packages.txt" if hashes else None
         self.ops = ops_for(device)
         self.venv = ROOT / ".venv"
         self.cache = ROOT / ".cache"
@@ -136,8 +137,9 @@ class Setup:
     def pip(self, *arguments: str) -> None:
         """``pip install`` into .venv under the pins."""
         pins = ["-c", str(ROOT / "constraints" / "common.txt"), "-c", str(self.torch_pins())]
+        offline = ["--no-index"] if self.hashes and not self.torch_index else []  # all of it is installed already
         command = [self.python, "-m", "pip", "install", "--no-input", "--progress-bar", "off"]
-        self.call([*command, *pins, *arguments])
+        self.call([*command, *offline, *pins, *arguments])
 
     def torch_pins(self) -> Path:
         """Pins of torch. Another index has other companions (CUDA 12, ROCm): there only torch itself is held."""
@@ -173,7 +175,8 @@ class Setup:
         default = "" if self.torch_index else " (pip's own choice of build)"
         chain = [
             Phase("venv", "environment in .venv", "10 to 60 s",
-                  {"python": sys.version, "at": os.path.realpath(sys.executable), "root": str(ROOT)}, self.make_venv),
+                  {"python": sys.version, "at": os.path.realpath(sys.executable), "root": str(ROOT),
+                   **({"hashes": digest(text_of(self.hashes))} if self.hashes else {})}, self.make_venv),
             Phase("torch", f"torch {self.torch_version}{default}", "1 min; with CUDA 3 GB to download, 3 to 10 min",
                   {"version": self.torch_version, "index": self.torch_index, "pins": pins}, self.install_torch),
             Phase("deepspeed", f"DeepSpeed {DEEPSPEED}, ops {' '.join(self.ops)} for {self.device}",
@@ -206,7 +209,12 @@ class Setup:
             print(f"      removing {self.venv}: unfinished, or of another Python or place")
             shutil.rmtree(self.venv)
         self.call([sys.executable, "-m", "venv", str(self.venv)])
-        self.pip("--upgrade", "pip")
+        if self.hashes:
+            print(f"      every package is held to its hash{', but torch of TORCH_INDEX' if self.torch_index else ''}")
+            wanted = requirements(self.hashes, self.cache / "setup" / "hashed.txt", other_torch=bool(self.torch_index))
+            self.call([self.python, "-m", "pip", "install", "--progress-bar", "off", "--no-deps", *wanted])
+        else:
+            self.pip("--upgrade", "pip")
 
     def install_torch(self) -> None:
         """torch from wherever pip is pointed, and what builds extensions against it."""
@@ -254,7 +262,7 @@ class Setup:
         folder = self.cache / "wheels" / f"deepspeed-{DEEPSPEED}-{digest(inputs)}"
         self.pip(*DEEPSPEED_NEEDS)
         if not list(folder.glob("deepspeed-*.whl")):
-            with self.downloads():
+            with contextlib.nullcontext() if self.hashes else self.downloads():
                 self.build_wheel(folder, inputs, environment)
         else:
             print(f"      from {folder.relative_to(ROOT)}")
@@ -313,9 +321,12 @@ class Setup:
         jobs = compiler_jobs()
         print(f"      compiling, {jobs} at a time")
         # --no-cache-dir: pip's cache would answer with a wheel that was built without ops. ninja: in parallel.
+        pinned = [f"deepspeed=={DEEPSPEED}"]
+        if self.hashes:
+            pinned = source(self.hashes, self.cache / "setup" / "source.txt", "deepspeed")
         self.call([self.python, "-m", "pip", "wheel", "-v", "--no-input", "--progress-bar", "off", "--no-cache-dir",
                    "--no-build-isolation", "--no-deps", "--no-binary", "deepspeed", "--wheel-dir", str(temporary),
-                   f"deepspeed=={DEEPSPEED}"],
+                   *pinned],
                   {**environment, "MAX_JOBS": str(jobs), "DS_ENABLE_NINJA": "1",
                    "PATH": f"{self.venv / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"})
         (temporary / "inputs.json").write_text(json.dumps(inputs, indent=1))
@@ -387,24 +398,12 @@ class Setup:
         print(f"environment ready in {time.monotonic() - started:.0f} s, {size} MB in .venv", flush=True)
 
 
-@contextmanager
-def only_one(path: Path) -> Iterator[None]:
-    """Hold a lock file, so that two makes at once do not write one .venv."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print("setup: another one is at work here; waiting for it", flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="make or update the environment in .venv")
     parser.add_argument("--device", choices=("cpu", "cuda", "rocm"), default="cpu", help="what the ops are built for")
     parser.add_argument("--torch-version", default="2.13.0", help="a version from constraints/torch-*.txt")
     parser.add_argument("--torch-index", default="", help="index URL or folder with the wanted build of torch")
+    parser.add_argument("--hashes", default="", help="not empty: hold every download to constraints/hashes")
     parser.add_argument("--check", action="store_true", help="only look for what the machine lacks")
     parser.add_argument("--until", choices=("venv", "torch", "deepspeed", "project"), default="",
                         help="stop after this phase; those up to deepspeed need only constraints/ and this file")
@@ -417,7 +416,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
-    setup = Setup(device=chosen.device, torch_version=chosen.torch_version, torch_index=chosen.torch_index)
+    setup = Setup(device=chosen.device, torch_version=chosen.torch_version, torch_index=chosen.torch_index,
+                  hashes=bool(chosen.hashes))
     missing = gpu_missing(chosen.device) if chosen.needs_device else ""
     if missing:
         fail(f"{missing}. Nothing was downloaded, and nothing was trained: DEVICE=cpu trains on the CPU; `make setup "

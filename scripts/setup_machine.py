@@ -1,7 +1,11 @@
-"""What this machine has: Python, packages, disk, compilers. Standard library only (setup.py)."""
+"""What this machine has: Python, packages, disk, compilers; and a lock, so that one set-up runs at a time.
+
+Standard library only (setup.py).
+"""
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import platform
@@ -9,7 +13,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -98,3 +103,16 @@ def compiler_jobs() -> int:
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(cores, memory // COMPILER_BYTES))
+
+
+@contextmanager
+def only_one(path: Path) -> Iterator[None]:
+    """Hold a lock file, so that two makes at once do not write one .venv."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("setup: another one is at work here; waiting for it", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
