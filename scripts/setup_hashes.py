@@ -1,7 +1,7 @@
 """Hold what pip downloads to SHA-256 hashes: ``HASHES=1 make setup``.
 
 ``constraints/hashes/packages.txt`` lists every pinned package with the hashes of its files on PyPI; ``make lock``
-writes it. With HASHES=1 the environment's first phase installs all of them by ``pip install --require-hashes --no-deps``, and
+writes it. With HASHES=1 the first phase installs all of them by ``pip install --require-hashes --no-deps``, and
 no later phase asks an index again. DeepSpeed's sources are held to their hash as well, before they are compiled.
 
 torch is left out where TORCH_INDEX points elsewhere: a build that is not PyPI's has other hashes.
