@@ -91,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     from megatron_port.checkpoint.reader import open_checkpoint
+    from megatron_port.compress.plain import plain
     from megatron_port.interop.export_dcp import export_dcp
     from megatron_port.interop.export_universal import export_universal
     from megatron_port.interop.sidecar import tuning_of
@@ -110,6 +111,7 @@ def _export(args: argparse.Namespace) -> int:
             raise CheckpointError(f"{args.source} holds adapters, and {args.to} a whole model; use --to peft or hf")
         checkpoint = MergedCheckpoint(checkpoint, args.base)
     if args.to == "hf":
+        checkpoint = plain(checkpoint)
         return _export_hf(args, checkpoint)
     if args.to == "dcp":
         export_dcp(checkpoint, args.out)

@@ -68,6 +68,13 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
     prune.add_argument("--ffn", type=int, default=0, metavar="N", help="rows of the MLP of dense layers")
     prune.add_argument("--experts", type=int, default=0, metavar="N", help="experts of a layer")
     prune.add_argument("--hidden", type=int, default=0, metavar="N", help="width of the residual stream")
+    factor = parser.add_argument_group("low rank", "matrices become products of two thin ones, which are both trained")
+    factor.add_argument("--factor", default="", metavar="A=R,B=R", help="qkv, output, up, down with their ranks, or "
+                        "the names alone, or all, with --energy or --budget")
+    factor.add_argument("--energy", type=float, default=0.0, metavar="SHARE",
+                        help="least rank that keeps this share of the squared singular values in every layer")
+    factor.add_argument("--budget", type=float, default=0.0, metavar="SHARE",
+                        help="largest rank whose factors have at most this share of the matrix's elements")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -131,7 +138,21 @@ def _request(args: argparse.Namespace) -> Request:
         raise ConfigError(f"--drop-layers {args.drop_layers}: give numbers of layers, e.g. 3,4") from None
     sizes = Sizes(layers=args.layers, heads=args.heads, groups=args.groups, ffn=args.ffn, experts=args.experts,
                   hidden=args.hidden)
-    return Request(sizes=sizes, drop=drop, importance=args.importance)
+    return Request(sizes=sizes, drop=drop, importance=args.importance, factor=_factor(args.factor), energy=args.energy,
+                   budget=args.budget)
+
+
+def _factor(text: str) -> dict[str, int] | None:
+    """Return the ranks that ``--factor`` names, 0 where it names none; empty: all linears; None: it was not given."""
+    if text in ("", "all"):
+        return {} if text else None
+    out = {}
+    for part in text.split(","):
+        name, _, rank = part.strip().partition("=")
+        if rank and not rank.isdecimal():
+            raise ConfigError(f"--factor {text}: {rank!r} is no rank; give e.g. qkv=64,up=128, or all")
+        out[name] = int(rank or 0)
+    return out
 
 
 def _plan(args: argparse.Namespace) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron_port.compress.factor import FactoredWeights, ranks_by_budget, ranks_by_energy, with_ranks
 from megatron_port.compress.importance_file import Importance, read_importance
 from megatron_port.compress.pruned_reader import PrunedWeights
 from megatron_port.compress.selection import Selection, select
@@ -28,36 +29,79 @@ class Request:
     drop: tuple[int, ...] = ()
     """Layers that go."""
     importance: Path | None = None
+    factor: Mapping[str, int] | None = None
+    """Linears that become two factors, and their ranks, 0 where ``energy`` or ``budget`` says it; empty: all."""
+    energy: float = 0.0
+    budget: float = 0.0
 
     def planned(self, model: ModelConfig) -> ModelConfig:
         """Return the model that would be made of ``model``, without its weights. Raises ConfigError.
 
         Without measured importance the first of everything stays, which has the same sizes.
         """
-        self._check()
+        self._check(model)
+        if self.factor is not None:
+            if self.energy:
+                raise ConfigError("--energy needs the weights' singular values, which `compress run` computes; plan "
+                                  "with --budget, or ranks")
+            return with_ranks(model, self._ranks(model, None, lambda name: None))
         measured = read_importance(self.importance).scores if self.importance is not None else _any(model)
         return select(model, self.sizes, measured, self.drop).model
 
-    def made_of(self, source: Weights) -> tuple[ModelConfig, StateReader, dict[str, Any]]:
+    def made_of(
+        self, source: Weights, note: Callable[[str], None] = lambda text: None
+    ) -> tuple[ModelConfig, StateReader, dict[str, Any]]:
         """Return the smaller model, the reader of its weights, and what was done.
 
         Raises:
             ConfigError: what is asked for cannot be had.
             CheckpointError: the importance is of other weights.
         """
-        self._check()
+        self._check(source.model)
+        if self.factor is not None:
+            ranks = self._ranks(source.model, source.read, note)
+            model = with_ranks(source.model, ranks)
+            return model, FactoredWeights(model, source.read), {
+                "method": "factor", "ranks": ranks, "energy": self.energy, "budget": self.budget
+            }
         measured = None if self.importance is None else read_importance(self.importance)
         if measured is not None:
             self._check_source(measured, source)
         chosen = select(source.model, self.sizes, {} if measured is None else measured.scores, self.drop)
         return chosen.model, PrunedWeights(chosen, source.read), self._provenance(chosen, measured)
 
-    def _check(self) -> None:
-        if not self.sizes.asked and not self.drop:
+    def _check(self, model: ModelConfig) -> None:
+        prunes = bool(self.sizes.asked or self.drop)
+        if self.factor is None and (self.energy or self.budget):
+            raise ConfigError("--energy and --budget are of --factor; name the linears with it, or `all`")
+        if not prunes and self.factor is None:
             raise ConfigError(
-                "nothing is to become smaller: give --layers, --drop-layers, --heads, --groups, --ffn, --experts or "
-                "--hidden"
+                "nothing is to become smaller: give --layers, --drop-layers, --heads, --groups, --ffn, --experts, "
+                "--hidden or --factor"
             )
+        if prunes and self.factor is not None:
+            raise ConfigError("--factor with sizes to prune: make two conversions, the pruning first")
+        if model.ranks:
+            raise ConfigError(f"the source has factored linears ({', '.join(model.ranks)}) already: prune before "
+                              "factoring, and factor once")
+
+    def _ranks(
+        self, model: ModelConfig, read: StateReader | None, note: Callable[[str], None]
+    ) -> dict[str, int]:
+        """Return the ranks asked for, found by energy or by budget."""
+        asked = dict(self.factor or {})
+        if all(asked.values()) and asked:
+            if self.energy or self.budget:
+                raise ConfigError("--factor with ranks and --energy or --budget: give one of the two")
+            return asked
+        if any(asked.values()) or bool(self.energy) == bool(self.budget):
+            raise ConfigError("--factor: give each linear a rank (qkv=64,up=128), or all of them none and either "
+                              "--energy or --budget")
+        if not 0 < (self.energy or self.budget) < 1:
+            raise ConfigError(f"--energy {self.energy}, --budget {self.budget}: a share is between 0 and 1")
+        if self.budget or read is None:
+            return ranks_by_budget(model, tuple(asked), self.budget)
+        return ranks_by_energy(model, tuple(asked), self.energy, read, note)
 
     def _check_source(self, measured: Importance, source: Weights) -> None:
         found = fingerprint(source.model, source.read)

@@ -155,7 +155,22 @@ class ModelConfig:
     2412.19437); 0: none."""
     mtp_weight: NonNegative = 0.3
     """Multi-token prediction: weight of the mean of the modules' losses, added to the model's own."""
+    qkv_rank: SizeOrZero = 0
+    """The fused projection of queries, keys and values is a product of two trained factors, [rows, r] and [r, h]
+    (`megatron-port compress run --factor`); 0: one matrix."""
+    output_rank: SizeOrZero = 0
+    """The same of attention's output projection."""
+    up_rank: SizeOrZero = 0
+    """The same of the first matrix (with its gate) of dense layers' MLP."""
+    down_rank: SizeOrZero = 0
+    """The same of its last matrix."""
     moe: MoEConfig = field(default_factory=MoEConfig)
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """Rank of each factored linear, by ``qkv``, ``output``, ``up``, ``down``."""
+        found = {name: getattr(self, f"{name}_rank") for name in ("qkv", "output", "up", "down")}
+        return {name: rank for name, rank in found.items() if rank}
 
     def window_of(self, layer: int) -> int:
         """Return the window of a layer's attention; 0: its queries see all keys before them."""

@@ -10,6 +10,7 @@ from torch import nn
 from megatron_port.backend.fused import ProbabilityDropout
 from megatron_port.backend.mask import AttentionMask
 from megatron_port.model.build import BuildContext
+from megatron_port.model.factored import column_linear, row_linear
 from megatron_port.model.norm import Norm, ProjectionNorm
 from megatron_port.model.recompute import recompute
 from megatron_port.model.spec import AttentionSpec, Groups
@@ -71,14 +72,14 @@ class SelfAttention(nn.Module):
         self.op = f"{self.name}.probs"
         self.sinks = None if spec.sinks is None else build.per_head(spec.sinks, layer)
         self._build_projection(layer, spec, build)
-        self.output = build.row(layer, spec.output)
+        self.output = row_linear(layer, spec.output, build)
         self.core: AttentionCore = SelfAttention.attend
         """Replaced by inference, which keeps keys and values; training leaves it as it is."""
 
     def _build_projection(self, layer: str, spec: AttentionSpec, build: BuildContext) -> None:
         """Build what makes queries, keys and values."""
         assert spec.qkv is not None
-        self.qkv = build.column(layer, spec.qkv, rows=projection_rows(spec.groups, build.ctx))
+        self.qkv = column_linear(layer, spec.qkv, build, rows=projection_rows(spec.groups, build.ctx))
         self.query_norm, self.key_norm = (
             None if norm is None else (Norm if norm.split is None else ProjectionNorm)(layer, norm, build)
             for norm in (spec.query_norm, spec.key_norm)

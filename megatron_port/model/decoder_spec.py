@@ -129,14 +129,14 @@ def _attention(model: ModelConfig, index: int) -> AttentionSpec:
     groups = Groups(model.num_attention_heads, model.kv_heads, model.head_size)
     qkv = LinearSpec(
         name="attention.qkv", inputs=model.hidden_size, outputs=groups.rows_held(1), parallel="column",
-        bias=model.add_bias or model.qkv_bias, std=model.matrix_std, groups=groups,
+        bias=model.add_bias or model.qkv_bias, std=model.matrix_std, groups=groups, rank=model.qkv_rank,
     )
     return AttentionSpec(
         qkv=None if model.kv_lora_rank else qkv, latent=_latent(model) if model.kv_lora_rank else None,
         query_norm=_qk_norm("query", model, groups), key_norm=_qk_norm("key", model, groups),
         output=LinearSpec(
             name="attention.output", inputs=groups.heads * model.value_size, outputs=model.hidden_size,
-            parallel="row", bias=model.add_bias, std=_residual_std(model),
+            parallel="row", bias=model.add_bias, std=_residual_std(model), rank=model.output_rank,
         ),
         groups=groups, rotation=_rotation(model, index), window=model.window_of(index), softcap=model.attention_softcap,
         sinks=_sinks(groups) if model.attention_sinks else None,
@@ -181,16 +181,17 @@ def _latent(model: ModelConfig) -> LatentSpec:
 
 
 def _mlp(model: ModelConfig, name: str = "mlp", width: int = 0) -> MLPSpec:
-    bias = model.add_bias or model.mlp_bias
+    """Of dense layers alone the matrices may be factored."""
+    bias, dense = model.add_bias or model.mlp_bias, name == "mlp"
     width = width or model.ffn_size
     return MLPSpec(
         up=LinearSpec(
             name=f"{name}.up", inputs=model.hidden_size, outputs=width, parallel="column", bias=bias,
-            std=model.matrix_std, packed=2 if model.gated else 1,
+            std=model.matrix_std, packed=2 if model.gated else 1, rank=model.up_rank if dense else 0,
         ),
         down=LinearSpec(
             name=f"{name}.down", inputs=width, outputs=model.hidden_size, parallel="row", bias=bias,
-            std=_residual_std(model),
+            std=_residual_std(model), rank=model.down_rank if dense else 0,
         ),
         activation=model.activation,
     )

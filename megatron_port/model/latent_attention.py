@@ -10,29 +10,13 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from megatron_port.model.attention import SelfAttention
 from megatron_port.model.build import BuildContext
+from megatron_port.model.factored import UnsplitLinear
 from megatron_port.model.norm import Norm
-from megatron_port.model.spec import AttentionSpec, LinearSpec
+from megatron_port.model.spec import AttentionSpec
 from megatron_port.parallel.collectives import enter_region
-from megatron_port.parallel.linear import linear
-
-
-class Down(nn.Module):
-    """A product that is not split: [seq(/tp), batch, in] → [seq(/tp), batch, out]."""
-
-    def __init__(self, layer: str, spec: LinearSpec, build: BuildContext) -> None:
-        super().__init__()
-        self.weight, self.kernels = build.unsplit(spec.parameters[0], layer), build.kernels
-        self.adapter = build.adapter(layer, spec)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.adapter is not None:
-            out: torch.Tensor = self.adapter(x, (self.weight,), None, group=None, sequence=False, kernels=self.kernels)
-            return out
-        return linear(x, self.weight, kernels=self.kernels)
 
 
 class LatentAttention(SelfAttention):
@@ -48,9 +32,9 @@ class LatentAttention(SelfAttention):
         self.rotary_size, self.value_size = latent.rotary_size, latent.value_size
         self.latent_size = latent.kv_norm.size
         self.group, self.sequence_parallel = build.ctx.over("tp"), build.sequence_parallel
-        self.query_down = None if latent.query_down is None else Down(layer, latent.query_down, build)
+        self.query_down = None if latent.query_down is None else UnsplitLinear(layer, latent.query_down, build)
         self.query_up = build.column(layer, latent.query_up)
-        self.kv_down = Down(layer, latent.kv_down, build)
+        self.kv_down = UnsplitLinear(layer, latent.kv_down, build)
         self.kv_up = build.column(layer, latent.kv_up)
         self.query_norm = None if latent.query_norm is None else Norm(layer, latent.query_norm, build)
         self.kv_norm = Norm(layer, latent.kv_norm, build)

@@ -12,6 +12,7 @@ from megatron_port.backend.direct import FirstOrderFunction, first_order
 from megatron_port.backend.providers import Providers
 from megatron_port.config.model import CLAMP, SHARPNESS
 from megatron_port.model.build import BuildContext
+from megatron_port.model.factored import column_linear, row_linear
 from megatron_port.model.spec import MLPSpec
 
 
@@ -61,8 +62,8 @@ class MLP(nn.Module):
     def __init__(self, layer: str, spec: MLPSpec, build: BuildContext) -> None:
         super().__init__()
         self.activation, self.gated, self.providers = spec.activation, spec.gated, build.providers
-        self.up = build.column(layer, spec.up, skip_bias=not spec.gated)
-        self.down = build.row(layer, spec.down)
+        self.up = column_linear(layer, spec.up, build, skip_bias=not spec.gated)
+        self.down = row_linear(layer, spec.down, build)
 
     @property
     def bias(self) -> torch.nn.Parameter | None:

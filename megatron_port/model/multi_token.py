@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megatron_port.model.build import BuildContext
-from megatron_port.model.latent_attention import Down
+from megatron_port.model.factored import UnsplitLinear
 from megatron_port.model.layers import Head, TransformerLayer, embedding_factor
 from megatron_port.model.norm import Norm
 from megatron_port.model.unit_spec import HeadSpec, PredictionSpec
@@ -42,7 +42,7 @@ class Prediction(nn.Module):
         name = spec.name
         self.embedding_norm = Norm(name, spec.embedding_norm, build)
         self.hidden_norm = Norm(name, spec.hidden_norm, build)
-        self.projection = Down(name, spec.projection, build)
+        self.projection = UnsplitLinear(name, spec.projection, build)
         self.layer = TransformerLayer(build.model.num_layers + index, spec.layer, build, name=f"{name}.layer")
         self.norm = Norm(name, spec.norm, build)
         self.word = VocabParallelEmbedding(table, ctx=build.ctx, sequence_parallel=build.sequence_parallel)

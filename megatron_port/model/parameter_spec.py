@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
@@ -126,10 +127,30 @@ class LinearSpec:
     packed: int = 1
     groups: Groups | None = None
     """The rows are a fused projection of queries, keys and values."""
+    rank: int = 0
+    """Its weight is a product of two factors, [out, rank] and [rank, in]; 0: it is one matrix."""
+
+    @property
+    def factors(self) -> tuple[LinearSpec, ...]:
+        """The products that it consists of, in turn.
+
+        What ranks exchange lies between the two, so it has ``rank`` features: behind a factor that every rank has
+        whole where outputs are divided, before one where inputs are. Their product has the initial deviation ``std``.
+        """
+        if not self.rank:
+            return (self,)
+        column, std = self.parallel == "column", math.sqrt(self.std / math.sqrt(self.rank))
+        low = LinearSpec(
+            name=f"{self.name}_low", inputs=self.inputs, outputs=self.rank, parallel="none" if column else "row",
+            bias=False, std=std,
+        )
+        return low, replace(self, inputs=self.rank, parallel="column" if column else "none", rank=0, std=std)
 
     @property
     def parameters(self) -> tuple[ParameterSpec, ...]:
-        """Weight, and bias where it has one."""
+        """Weight, and bias where it has one; of a factored one, both weights."""
+        if self.rank:
+            return tuple(p for factor in self.factors for p in factor.parameters)
         lead = (self.packed,) if self.packed > 1 else ()
         column = self.parallel == "column"
         rows = Split(len(lead), groups=self.groups)
@@ -148,6 +169,8 @@ class LinearSpec:
     @property
     def weight_numel(self) -> int:
         """Elements of the weight; a forward takes two operations for each and each token."""
+        if self.rank:
+            return sum(factor.weight_numel for factor in self.factors)
         return self.packed * self.outputs * self.inputs
 
     def outputs_held(self, tp: int) -> int:

@@ -86,13 +86,13 @@ class AttentionSpec:
     @property
     def projections(self) -> tuple[LinearSpec, ...]:
         """What makes queries, keys and values, in the order of the forward pass."""
-        found = () if self.qkv is None else (self.qkv,)
+        found = () if self.qkv is None else self.qkv.factors
         return found if self.latent is None else self.latent.linears
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
         """In the order of the forward pass."""
-        return *self.projections, self.output
+        return *self.projections, *self.output.factors
 
     def is_masked(self, seq: int) -> bool:
         """Whether attention over ``seq`` tokens is more than causal."""
@@ -166,7 +166,7 @@ class MLPSpec:
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
         """In the order of the forward pass."""
-        return self.up, self.down
+        return *self.up.factors, *self.down.factors
 
     @property
     def parameters(self) -> tuple[ParameterSpec, ...]:
@@ -277,6 +277,14 @@ class LayerSpec:
         """In the order of the modules; names relative to the layer."""
         parts = self.norm1, self.attention, self.post_norm1, self.norm2, self.mlp, self.post_norm2
         return tuple(p for part in parts if part is not None for p in part.parameters)
+
+    def region_widths(self, hidden: int) -> list[tuple[int, int]]:
+        """Features that enter and that leave each region which tensor-parallel ranks divide: the residual stream's
+        ``hidden``, or the rank of a factored linear at that end."""
+        qkv = self.attention.qkv
+        out = [((qkv.rank if qkv is not None else 0) or hidden, self.attention.output.rank or hidden)]
+        block = self.mlp if isinstance(self.mlp, MLPSpec) else self.mlp.shared
+        return out if block is None else [*out, (block.up.rank or hidden, block.down.rank or hidden)]
 
     @property
     def matmul_numel(self) -> int:

@@ -96,6 +96,8 @@ class RoundingEmulation:
     def _cut_shared(self, attention: SelfAttention) -> None:
         """Let attention run as on ranks that share key/value heads: each has its query heads and its copy."""
         heads, tp, linear_ = attention.spec.groups, self.tensor_parallel_size, attention.qkv
+        if not isinstance(linear_, ColumnParallelLinear):
+            raise ValueError("a factored projection's rounding on ranks that share key/value heads is not emulated")
         ranks = tuple(
             tuple(slice(r.start, r.start + r.count) for r in rank_rows(heads, tp, rank)) for rank in range(tp)
         )

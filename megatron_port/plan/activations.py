@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megatron_port.model.activation_sites import SITES, Site, decided
 from megatron_port.model.decoder_spec import model_spec
-from megatron_port.model.spec import LayerSpec, NormSpec
+from megatron_port.model.spec import LayerSpec, LinearSpec, NormSpec
 from megatron_port.plan.attention_passes import uses_tables
 from megatron_port.plan.case import Case
 
@@ -46,21 +46,28 @@ def site_bytes(case: Case, layer: LayerSpec | None = None, *, scores: bool = Tru
         """Bytes of a branch's result, which its norm keeps."""
         return 0.0 if spec is None else stream * w + copied(spec)
 
+    def between(linear: LinearSpec | None) -> float:
+        """Bytes of what the second of two factors reads, which tensor-parallel ranks hold alike or by tokens."""
+        rank = 0 if linear is None else linear.rank
+        return rank * w * (tokens / t if case.sequence_parallel else tokens)
+
     # What a linear reads without a norm is the residual stream, or its gathered copy.
     gathered = inputs if not case.engine.gathers_again and case.sequence_parallel else 0.0
     gate = layer.dense.down.inputs if layer.dense.keeps_gate(torchs) else 0
     return {
         "input": stream * w,
         "norm1": norm(layer.norm1),
-        "qkv": tokens / t * _qkv_bytes(case, layer, wide) + (gathered if layer.norm1 is None else 0.0),
+        "qkv": tokens / t * _qkv_bytes(case, layer, wide) + (gathered if layer.norm1 is None else 0.0)
+        + between(layer.attention.qkv),
         "core": tokens / t * (_mixed_features(layer) * w + _core_bytes(case, layer, scores)),
         # Where the norms read the same tensor, there is no second one.
-        "residual": stream * (mask + (0 if layer.parallel_residual else w)) + post(layer.post_norm1),
+        "residual": stream * (mask + (0 if layer.parallel_residual else w)) + post(layer.post_norm1)
+        + between(layer.attention.output),
         "norm2": norm(layer.norm2),
         "hidden": tokens / t * layer.dense.up.kept_features(t) * w
-        + (gathered if layer.norm2 is None and not layer.parallel_residual else 0.0),
+        + (gathered if layer.norm2 is None and not layer.parallel_residual else 0.0) + between(layer.dense.up),
         "activation": tokens / t * (layer.dense.down.kept_features(t) + gate) * w,
-        "output": stream * mask + post(layer.post_norm2),
+        "output": stream * mask + post(layer.post_norm2) + between(layer.dense.down),
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_port.model.adapter_spec import AdapterSpec, adapter_spec, layer_adapters, parts_of
 from megatron_port.model.spec import LayerSpec, LinearSpec
 from megatron_port.plan.case import Case
-from megatron_port.plan.operations import Sizes, product
+from megatron_port.plan.operations import Sizes, leave, linear, product
 from megatron_port.plan.rates import Rates
 from megatron_port.plan.tape import Block, Tape, Value
 
@@ -53,6 +53,20 @@ def tuned_linear(t: Tape, s: Sizes, x: Value, linear: LinearSpec) -> Value:
     if spec is None or not spec.with_magnitude:
         return y
     return t.note(t.block(size_out), [y], lambda grad, saved: [t.block(size_out)], [y.block])
+
+
+def enter(t: Tape, s: Sizes, x: Value, spec: LinearSpec) -> Value:
+    """A product at the beginning of a tensor-parallel region, of one matrix or of two factors."""
+    for factor in spec.factors:
+        x = (tuned_linear if s.case.fine_tuning.enabled else linear)(t, s, x, factor)
+    return x
+
+
+def leave_by(t: Tape, s: Sizes, x: Value, spec: LinearSpec) -> Value:
+    """A product at the end of a region and its sum over ranks, behind which the second of two factors follows."""
+    low, *high = spec.factors
+    y = leave(t, s, (tuned_linear if s.case.fine_tuning.enabled else linear)(t, s, x, low))
+    return linear(t, s, y, high[0]) if high else y
 
 
 def adapter_seconds(case: Case, layer: LayerSpec, rates: Rates, tokens: float) -> tuple[float, float]:

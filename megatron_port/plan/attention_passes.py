@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from megatron_port.config.schema import ModelConfig
 from megatron_port.model.spec import AttentionSpec, LatentSpec, LayerSpec
-from megatron_port.plan.adapters import tuned_linear
+from megatron_port.plan.adapters import enter, leave_by, tuned_linear
 from megatron_port.plan.attention_cores import Heads, fused_core, heads_of, scores_core
 from megatron_port.plan.context_passes import context_core
-from megatron_port.plan.operations import Sizes, leave, linear, normalize
+from megatron_port.plan.operations import Sizes, linear, normalize
 from megatron_port.plan.tape import Tape, Value
 
 
@@ -19,14 +19,13 @@ def attention(t: Tape, s: Sizes, spec: LayerSpec, x: Value) -> Value:
         size = padded.size
         values = size * spec.attention.value_size / spec.attention.groups.head_size
         out = t.note(t.block(values), [padded], lambda grad, saved: [t.block(size)])
-    y = (tuned_linear if s.case.fine_tuning.enabled else linear)(t, s, out, spec.attention.output)
-    return leave(t, s, y)
+    return leave_by(t, s, out, spec.attention.output)
 
 
 def _project(t: Tape, s: Sizes, spec: LayerSpec, x: Value) -> Value:
     """The packed projection, with normed heads where the model has them."""
     assert spec.attention.qkv is not None
-    y = (tuned_linear if s.case.fine_tuning.enabled else linear)(t, s, x, spec.attention.qkv)
+    y = enter(t, s, x, spec.attention.qkv)
     features = spec.attention.normalized_features(s.case.tp)
     if not features:
         return y

@@ -140,15 +140,15 @@ def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
     backward = inputs + weights + accumulate + core_back + light_back + expert.backward
     again, tensor_again, exchange_again = 0.0, 0.0, 0.0
     each = _tensor_collective(case, links, group)
-    regions = 1 + (_dense_block(layer) is not None)  # at whose ends tensor-parallel ranks exchange activations
+    regions = _regions(case, layer)
     # Without sequence parallelism the routed tokens are gathered at the end, and their gradients at the beginning.
     shares = each / 2 if layer.moe is not None and not case.sequence_parallel else 0.0
     means = _head_means(case, layer, links, group)
     if case.recompute == "full":
         # The last collective of a layer is repeated only where something behind it was kept for the backward pass.
         skipped = 0.5 * each if case.sequence_parallel else each
-        skipped = skipped if ends_at_product(case) and layer.moe is None else 0.0
-        again, tensor_again = forward, regions * each + shares + means - skipped
+        skipped = skipped if ends_at_product(case) and layer.moe is None and not layer.dense.down.rank else 0.0
+        again, tensor_again = forward, regions[0] * each + shares + means - skipped
         exchange_again = expert.forward_exchange
     elif case.recompute == "selective" and not case.flash:
         again = core
@@ -162,8 +162,8 @@ def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
     shared = context_cost(case, layer, rates, links, (core, core_back), again=case.recompute in ("selective", "full"))
     return shared + Cost(
         forward=forward, backward=backward + again,
-        forward_tensor=regions * forward_each - hidden_forward + means + shares,
-        backward_tensor=regions * each - hidden_backward + tensor_again + means + shares,
+        forward_tensor=regions[0] * forward_each - hidden_forward + means + shares,
+        backward_tensor=regions[1] * each - hidden_backward + tensor_again + means + shares,
         forward_exchange=max(expert.forward_exchange - beside[0], 0.0),
         backward_exchange=max(expert.backward_exchange + exchange_again - beside[1], 0.0),
         fillable=max(expert.fillable - beside[0], 0.0), forward_starts=starts[0],
@@ -260,7 +260,7 @@ def site_costs(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
     heads, ffn = layer.attention.packed_features(t), layer.dense.down.inputs
     normed = layer.attention.normalized_features(t)
     rotated = rates.stream(split * heads * 2 * w + split * (normed + heads if normed else 0) * 2 * w, 1)
-    output, up = layer.attention.output, layer.dense.up
+    output, up = layer.attention.output.factors, layer.dense.up.factors
     projections = sum(product(linear) for linear in layer.attention.projections)
     core = attention_seconds(case, layer, rates)
     keys = forward_again(context_cost(case, layer, rates, links, core, again=False))
@@ -271,9 +271,9 @@ def site_costs(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
         ),
         "core": keys + Cost(backward=core[0]),
         "residual": Cost(
-            backward=product(output) + rates.stream(stream * (3 * w + mask), 1), backward_tensor=exit_
+            backward=sum(map(product, output)) + rates.stream(stream * (3 * w + mask), 1), backward_tensor=exit_
         ),
-        "hidden": Cost(backward=product(up), backward_tensor=entry),
+        "hidden": Cost(backward=sum(map(product, up)), backward_tensor=entry),
         "activation": Cost(backward=rates.stream(split * ffn * w * (layer.dense.up.packed + 1), 1)),
     }
 
@@ -282,6 +282,15 @@ def ends_at_product(case: Case) -> bool:
     """Recompute of a layer stops at its last product: torch's checkpoint ends where nothing more was saved, and without
     dropout torch's ops save nothing of the residual add (the own kernel saves its keys)."""
     return case.kernels == "torch" and case.model.hidden_dropout == 0
+
+
+def _regions(case: Case, layer: LayerSpec) -> tuple[float, float]:
+    """Regions at whose ends tensor-parallel ranks exchange activations, by the width of the residual stream: in the
+    forward pass those that leave (with sequence parallelism also those that enter), in the backward pass the others."""
+    widths, hidden = layer.region_widths(case.model.hidden_size), case.model.hidden_size
+    entries, exits = sum(a for a, _ in widths) / hidden, sum(b for _, b in widths) / hidden
+    both = (entries + exits) / 2
+    return (both, both) if case.sequence_parallel else (exits, entries)
 
 
 def _tensor_collective(case: Case, links: Links, group: Span, chunks: int = 1) -> float:
@@ -298,9 +307,9 @@ def _head_means(case: Case, layer: LayerSpec, links: Links, group: Span) -> floa
 
 
 def _hidden(
-    case: Case, regions: int, each: float, forward_each: float, products: float, weights: float
+    case: Case, regions: tuple[float, float], each: float, forward_each: float, products: float, weights: float
 ) -> tuple[float, float]:
-    """Tensor-parallel seconds that run beside products, in a layer's forward and backward; one or two ``regions``.
+    """Tensor-parallel seconds that run beside products, in a layer's forward and backward (:func:`_regions`).
 
     With ``case.tensor_chunks`` k the forward's run beside the products of the k - 1 other parts.
 
@@ -313,11 +322,11 @@ def _hidden(
     if overlap == "backward":
         # Under sequence parallelism also the second gathering of the input, which `each` leaves out.
         beside = 1 - 1 / case.tensor_chunks
-        hidden = min(regions * forward_each, products) * beside
-        return hidden, min(regions * each / (2 if case.sequence_parallel else 1), weights)
+        hidden = min(regions[0] * forward_each, products) * beside
+        return hidden, min(regions[1] * each / (2 if case.sequence_parallel else 1), weights)
     if overlap == "tiled":
-        most = regions * each * (1 - 1 / case.tp)
-        return min(most, products), min(most, 2 * weights)
+        once = each * (1 - 1 / case.tp)
+        return min(regions[0] * once, products), min(regions[1] * once, 2 * weights)
     raise ValueError(f"unknown tensor_overlap {overlap!r}")
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.spec import LayerSpec, MLPSpec, MoESpec, NormSpec
-from megatron_port.plan.adapters import tuned_linear
+from megatron_port.plan.adapters import enter, leave_by
 from megatron_port.plan.attention_passes import attention
 from megatron_port.plan.expert_passes import routed_experts
-from megatron_port.plan.operations import Sizes, drop, gated, gelu, leave, linear, matrix, normalize
+from megatron_port.plan.operations import Sizes, drop, gated, gelu, leave, matrix, normalize
 from megatron_port.plan.tape import Block, Tape, Value
 
 LOSS_CHUNK = 1 << 22
@@ -84,15 +84,13 @@ def _experts(t: Tape, s: Sizes, moe: MoESpec, x: Value) -> Value:
 
 
 def _mlp(t: Tape, s: Sizes, mlp: MLPSpec, x: Value) -> Value:
-    product = tuned_linear if s.case.fine_tuning.enabled else linear
-    up = product(t, s, x, mlp.up)
+    up = enter(t, s, x, mlp.up)
     if mlp.gated:
         active = gated(t, s, up, mlp)
     else:
         active = gelu(t, s, up, bias=mlp.up.bias)
     del up
-    y = product(t, s, active, mlp.down)
-    return leave(t, s, y)
+    return leave_by(t, s, active, mlp.down)
 
 
 def token_rows(t: Tape, s: Sizes) -> Value:

@@ -60,13 +60,13 @@ def pass_traffic(case: Case, stage: int) -> Traffic:
     routing = [(layer.moe, count) for layer, count in stage_kinds(case, stage) if layer.moe is not None]
     if case.tp > 1:
         full, with_experts = case.recompute == "full", sum(count for _, count in routing)
-        # Of a layer: attention, and what every token passes behind it.
-        regions = 2 * layers - sum(count for moe, count in routing if moe.shared is None)
-        skipped = (layers - with_experts) * ends_at_product(case) * full  # exits that recompute does not repeat
-        exits = 2 * regions + regions * full - skipped
+        entries, leaving = _region_ends(case, stage)
+        # Exits that recompute does not repeat: it has no more to do for a factor behind them.
+        skipped = (layers - with_experts) * ends_at_product(case) * full * (not m.down_rank)
+        exits = entries + leaving * (1 + full) - skipped
         if case.sequence_parallel:
             again_in = int(case.engine.gathers_again)  # at the entries of a layer's regions and the head's
-            gathered = regions * (2 + full + again_in) + first + last * (1 + again_in)
+            gathered = entries * (1 + full + again_in) + leaving + first + last * (1 + again_in)
             out.add("tp", "all-gather", gathered * whole)
             out.add("tp", "reduce-scatter", (exits + first + last) * whole)
         else:
@@ -91,6 +91,16 @@ def pass_traffic(case: Case, stage: int) -> Traffic:
         other = [v + d for v in ends for d in (1, -1) if 0 <= v + d < case.grid.virtual_stages]
         out.add("pp", "send", between * sum(case.grid.holder(v)[0] != stage for v in other))
     return out
+
+
+def _region_ends(case: Case, stage: int) -> tuple[float, float]:
+    """Entries and exits of the stage's regions that tensor-parallel ranks divide (attention, and what every token
+    passes behind it), each by its features over those of the residual stream."""
+    hidden, entries, leaving = case.model.hidden_size, 0.0, 0.0
+    for layer, count in stage_kinds(case, stage):
+        for into, out in layer.region_widths(hidden):
+            entries, leaving = entries + count * into / hidden, leaving + count * out / hidden
+    return entries, leaving
 
 
 def axis_of(case: Case, *axes: str) -> str:

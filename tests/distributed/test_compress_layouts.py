@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,21 @@ import hf_models as hf
 import numpy as np
 import pytest
 import torch
-from cases import make_config
+from cases import make_config, run_cases, single_run
+from fuzz import plain
 from importance import calibration, measure_all, measured
 from pool import RankPool
 
 from megatron_port.config.schema import LayoutConfig, MoEConfig, RunConfig
 from megatron_port.parallel.topology import Topology
+from megatron_port.parity.comparison import FP64, Run, compare
 from megatron_port.session.weights import open_weights
 
 LLAMA: dict[str, Any] = {
-    "num_layers": 4, "activation": "swiglu", "normalization": "rmsnorm", "position_embedding": "rope",
+    "num_layers": 2, "activation": "swiglu", "normalization": "rmsnorm", "position_embedding": "rope",
     "add_bias": False, "tie_embeddings": False, "num_query_groups": 2, "ffn_hidden_size": 48,
 }
+GPT: dict[str, Any] = {"num_layers": 4}
 MOE = {**LLAMA, "moe": MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=8, first_dense=1, capacity_factor=1.25)}
 
 
@@ -35,7 +39,7 @@ def test_importance_does_not_depend_on_the_layout(ranks: RankPool, world: int) -
         2: [
             (run_of(LLAMA, sequence_parallel=True), Topology(tp=2)), (run_of(LLAMA), Topology(tp=2)),
             (run_of(LLAMA, context_parallel_size=2), Topology(cp=2)),
-            (run_of(LLAMA, virtual_pipeline_size=2), Topology(pp=2)),
+            (run_of({**LLAMA, "num_layers": 4}, virtual_pipeline_size=2), Topology(pp=2)),
             (run_of(MOE, expert_parallel_size=2), Topology(dp=2, ep=2)), (run_of(MOE), Topology(tp=2)),
         ],
         8: [(run_of(LLAMA, sequence_parallel=True), Topology(2, 2, 2)), (run_of(LLAMA), Topology(tp=4, dp=2))],
@@ -103,3 +107,44 @@ def test_importance_is_what_transformers_modules_give(tmp_path: Path, family: st
         mine = found[name]
         rows = np.stack([wanted[i] for i in range(len(wanted))]) if isinstance(wanted, dict) else wanted
         assert np.abs(mine.reshape(rows.shape) - rows).max() <= 1e-7 * np.abs(rows).max(), name
+
+
+FACTORED = {"qkv_rank": 7, "output_rank": 9, "up_rank": 11, "down_rank": 10, "hidden_dropout": 0.1}
+TRAINED: dict[int, list[tuple[RunConfig, Topology]]] = {
+    2: [
+        (run_of({**LLAMA, **FACTORED}, sequence_parallel=True, recompute="full"), Topology(tp=2)),
+        (run_of({**GPT, **FACTORED}, tp_overlap_chunks=2), Topology(tp=2)),
+        (run_of({**GPT, **FACTORED}, zero_stage=3), Topology(dp=2)),
+        (run_of({**LLAMA, **FACTORED}, context_parallel_size=2), Topology(cp=2)),
+        (run_of({**GPT, **FACTORED}, pipeline_schedule="zb-v", virtual_pipeline_size=2), Topology(pp=2)),
+        (run_of({**MOE, **FACTORED}, sequence_parallel=True, expert_parallel_size=2), Topology(tp=2, ep=2)),
+    ],
+    4: [
+        (run_of({**LLAMA, **FACTORED}, sequence_parallel=True), Topology(tp=4)),
+        (run_of({**LLAMA, **FACTORED, "add_bias": True}), Topology(tp=4)),
+        (run_of({**GPT, **FACTORED}, sequence_parallel=True, pipeline_schedule="zb-h1",
+                recompute=("qkv+core+activation", "norm1+hidden+residual+input:partition", "qkv+hidden", "core")),
+         Topology(tp=2, pp=2)),
+        (run_of({**LLAMA, **FACTORED}, zero_stage=2, sequence_parallel=True, context_parallel_size=2),
+         Topology(tp=2, cp=2)),
+        (run_of({**LLAMA, **FACTORED}, zero_stage=3, reshard="step", reduce_bucket_size=200), Topology(tp=2, dp=2)),
+    ],
+}
+"""By number of ranks."""
+
+
+@functools.lru_cache(maxsize=16)
+def alone(config: RunConfig) -> Run:
+    """Three steps on one process, with the gradients of the first."""
+    return single_run(config, steps=3)
+
+
+@pytest.mark.parametrize("world", [2, *(pytest.param(w, marks=pytest.mark.slow) for w in TRAINED if w != 2)])
+def test_smaller_models_train_as_on_one_process(ranks: RankPool, world: int) -> None:
+    cases = [(config, topology, 3, 1) for config, topology in TRAINED[world]]
+    results = ranks.run(world, run_cases, cases, timeout=200)
+    for number, (config, topology, *_) in enumerate(cases):
+        found = compare(alone(plain(config)), Run.of([result[number] for result in results]), FP64, config.model,
+                        lr=1e-2)
+        bad = [str(d) for d in found if not d.ok]
+        assert not bad, f"{topology}: {bad}"

@@ -15,15 +15,24 @@ from interop_cases import EXPERTS, GPT2, LLAMA, read_all, saved
 from megatron_port.checkpoint.reader import open_checkpoint
 from megatron_port.cli.main import main
 from megatron_port.compress.convert import convert
+from megatron_port.compress.factor import MultipliedWeights
 from megatron_port.compress.importance_file import Importance, read_importance, write_importance
+from megatron_port.compress.plain import plain, plain_model
 from megatron_port.compress.pruned_reader import PrunedWeights
 from megatron_port.compress.request import Request
 from megatron_port.compress.selection import select
 from megatron_port.compress.sizes import Sizes, pruned_model
-from megatron_port.config.schema import ModelConfig, MoEConfig
+from megatron_port.config.checks import problems
+from megatron_port.config.fine_tuning import FineTuningConfig
+from megatron_port.config.low_rank import factored_shapes
+from megatron_port.config.schema import ModelConfig, MoEConfig, RunConfig
 from megatron_port.errors import CheckpointError, ConfigError
 from megatron_port.interop.export_hf import export_hf
+from megatron_port.interop.hf_check import our_logits
+from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.flops import parameter_count
+from megatron_port.parallel.init import initial_values
+from megatron_port.parallel.record import InitSpec
 from megatron_port.session.base_weights import fingerprint
 from megatron_port.session.weights import open_weights
 
@@ -247,3 +256,88 @@ def test_the_command_plans_makes_and_refuses(tmp_path: Path, capsys: pytest.Capt
     ):
         assert main(["compress", "run", str(source), str(tmp_path / "b"), *more]) != 0
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_factors_are_the_nearest_of_their_rank_and_export_as_their_product(tmp_path: Path, family: str) -> None:
+    """Against torch.linalg.svd of transformers' own matrices; the factored model, the merged one and the exported one
+    compute the same."""
+    theirs = hf.reference(hf.llama() if family == "llama" else hf.gpt2(), scale=1.0)
+    source = open_weights(hf.saved(theirs, tmp_path / "theirs"))
+    request = Request(factor={"output": 9, "up": 20, "qkv": 13, "down": 21})
+    model, read, provenance = request.made_of(source)
+    path = convert(source, model, read, tmp_path / "low", provenance=provenance, slab_bytes=3000, note=lambda _: None)
+    checkpoint = open_checkpoint(path)
+    assert open_weights(path).model == model and model.ranks == provenance["ranks"]
+    merged = plain(checkpoint)
+    assert export_hf(merged, tmp_path / "folder", weights_only=True, note=lambda text: None) is not None
+    tokens = torch.randint(0, hf.VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        exported = hf.loaded(tmp_path / "folder")(tokens).logits
+    assert hf.relative(our_logits(checkpoint.read, model, tokens), exported) <= 1e-6
+    there = hf.loaded(tmp_path / "folder").state_dict()
+    names = {"llama": ("model.layers.1.mlp.down_proj.weight", "model.layers.2.self_attn.o_proj.weight"),
+             "gpt2": ("transformer.h.1.mlp.c_proj.weight", "transformer.h.2.attn.c_proj.weight")}[family]
+    for name, rank in zip(names, (21, 9)):
+        u, s, v = torch.linalg.svd(theirs.state_dict()[name].double(), full_matrices=False)
+        assert hf.relative(there[name], u[:, :rank] * s[:rank] @ v[:rank]) <= 1e-6
+    # Scaled as the export's check scales: every factor by the root of 5.
+    def scaled(name: str, kind: str, offset: Any, shape: Any, /, *, out: Any = None) -> torch.Tensor:
+        values = checkpoint.read(name, kind, offset, shape)
+        root = ".attention." in name or ".mlp." in name
+        return values * 5**0.5 if root and name.endswith("weight") else values
+
+    grown = our_logits(scaled, model, tokens)
+    assert hf.relative(our_logits(MultipliedWeights(model, scaled), plain_model(model), tokens), grown) <= 1e-6
+
+
+def test_ranks_by_energy_and_by_budget(tmp_path: Path) -> None:
+    source = open_weights(saved(tmp_path / "a", LLAMA).path)
+    matrices = [source.read(f"layers.{i}.mlp.down.weight", "weight", (0, 0), (32, 48)).double() for i in range(2)]
+    found = Request(factor={"down": 0}, energy=0.8).made_of(source)[2]["ranks"]["down"]
+    kept = [torch.linalg.svdvals(m).square() for m in matrices]
+    share = [min(float(s[:r].sum() / s.sum()) for s in kept) for r in (found - 1, found)]
+    assert share[0] < 0.8 <= share[1]
+    model = Request(factor={}, budget=0.5).planned(LLAMA)
+    for name, (rows, columns) in factored_shapes(LLAMA).items():
+        rank = model.ranks[name]
+        assert rank * (rows + columns) <= 0.5 * rows * columns < (rank + 1) * (rows + columns)
+    before, after = (sum(p.numel for p in model_spec(m).parameters() if "weight" in p.name and "layers" in p.name)
+                     for m in (LLAMA, model))
+    assert after < 0.52 * before
+
+
+@pytest.mark.parametrize(("more", "said"), [
+    (["--factor", "up"], "either --energy or --budget"),
+    (["--factor", "up=3", "--budget", "0.5"], "give one of the two"),
+    (["--factor", "up=99"], "from rank 1 to"), (["--factor", "gate=3"], "this model has qkv, output, up, down"),
+    (["--factor", "up=x"], "is no rank"), (["--factor", "all", "--budget", "1.5"], "between 0 and 1"),
+    (["--budget", "0.5"], "are of --factor"), (["--factor", "up=3", "--drop-layers", "0"], "the pruning first"),
+])
+def test_ranks_that_cannot_be_had_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str
+) -> None:
+    source = saved(tmp_path / "a", LLAMA).path
+    assert main(["compress", "run", str(source), str(tmp_path / "b"), *more]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_factored_model_is_not_pruned_and_has_no_adapters(tmp_path: Path) -> None:
+    source = open_weights(saved(tmp_path / "a", dataclasses.replace(LLAMA, up_rank=4)).path)
+    with pytest.raises(ConfigError, match="prune before factoring"):
+        Request(drop=(0,)).made_of(source)
+    config = RunConfig(model=source.model, fine_tuning=FineTuningConfig(method="lora"))
+    assert any("adapters have no matrix" in text for text in problems(config))
+    wrong = RunConfig(model=dataclasses.replace(LLAMA, up_rank=40, kv_lora_rank=0))
+    assert any("up to rank" in text for text in problems(wrong))
+
+
+def test_factors_start_with_the_deviation_of_the_matrix() -> None:
+    """Drawn factors multiply to a matrix as large as the one that they stand for."""
+    model = ModelConfig(num_layers=1, hidden_size=256, num_attention_heads=4, up_rank=64)
+    specs = {spec.name: spec for spec in model_spec(model).parameters()}
+    low, high = (
+        initial_values(seed=1, name=s.name, init=InitSpec(s.init, s.std), shape=s.shape, offset=(0, 0), extent=s.shape)
+        for s in (specs["layers.0.mlp.up_low.weight"], specs["layers.0.mlp.up.weight"])
+    )
+    assert float((high @ low).std()) == pytest.approx(model.init_std, rel=0.05)

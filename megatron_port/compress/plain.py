@@ -1,0 +1,64 @@
+"""A checkpoint as one of the model that says the same without what only this program knows: factors, shared layers.
+
+Hugging Face's families have neither, so exports are made of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron_port.checkpoint.reader import Checkpoint
+from megatron_port.compress.factor import MultipliedWeights, without_factors
+from megatron_port.config.dump import as_dict
+from megatron_port.config.schema import ModelConfig
+from megatron_port.interop.sidecar import model_of
+from megatron_port.model.shapes import parameter_shapes
+from megatron_port.parallel.state import WEIGHT
+
+
+def plain_model(model: ModelConfig) -> ModelConfig:
+    """Return the model of whole matrices, one set for each layer, that computes what ``model`` does."""
+    return without_factors(model)
+
+
+class PlainCheckpoint(Checkpoint):
+    """The weights of :func:`plain_model`, and the buffers as they are; a factored matrix is multiplied out."""
+
+    def __init__(self, of: Checkpoint) -> None:
+        state = of.manifest.state
+        model = model_of(state.config, str(of.path))
+        plain = plain_model(model)
+        config: dict[str, Any] = {**state.config, "model": as_dict(plain)}
+        super().__init__(of.path, replace(of.manifest, state=replace(state, config=config)))
+        self._of, self._shapes = of, parameter_shapes(plain)
+        self._weights = MultipliedWeights(model, of.read)
+
+    def names(self, kind: str = WEIGHT) -> Iterator[str]:
+        """Yield the names of the plain model's parameters, or of the buffers."""
+        return iter(self._shapes) if kind == WEIGHT else super().names(kind)
+
+    def shape(self, name: str, kind: str = WEIGHT) -> tuple[int, ...]:
+        """Return the global logical shape."""
+        return self._shapes[name] if kind == WEIGHT else super().shape(name, kind)
+
+    def dtype(self, name: str, kind: str = WEIGHT) -> torch.dtype:
+        """Return the dtype of what is read."""
+        return torch.float32 if kind == WEIGHT else super().dtype(name, kind)
+
+    def read(
+        self, name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...], /, *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return a slice of a tensor of the plain model (``Checkpoint.read``)."""
+        found = self._weights(name, kind, offset, shape)
+        return found.float() if kind == WEIGHT else found
+
+
+def plain(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint as one of a plain model; itself where it is one already."""
+    model = model_of(checkpoint.manifest.state.config, str(checkpoint.path))
+    return checkpoint if plain_model(model) == model else PlainCheckpoint(checkpoint)
