@@ -32,6 +32,7 @@ from megatron_port.config.ranges import Range
 from megatron_port.config.rope import rope_problems
 from megatron_port.config.schema import RunConfig
 from megatron_port.config.secrets import secret_problems
+from megatron_port.config.sparsity import sparsity_problems
 from megatron_port.config.unsupported import VALUES, not_supported
 from megatron_port.config.urls import is_remote, url_fault
 from megatron_port.errors import ConfigError
@@ -65,6 +66,7 @@ def problems(config: RunConfig, *, world_size: int | None = None) -> list[str]:
     found += [*_data_problems(config), *optimizer_problems(config), *_precision_problems(config)]
     found += [*_engine_problems(config), *offload_problems(config), *graph_problems(config)]
     found += [*fine_tuning_problems(config), *preference_problems(config), *distillation_problems(config)]
+    found += [] if sizes else sparsity_problems(config)
     found += activation_problems(
         config.activations, num_layers=config.model.num_layers,
         described=config.cluster.memory_gb > 0 and bool(config.hardware.device or config.hardware.matmul_tflops),

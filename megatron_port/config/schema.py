@@ -47,12 +47,14 @@ from megatron_port.config.ranges import (
     Text,
     at_least,
 )
+from megatron_port.config.sparsity import SparsityConfig
 
 __all__ = [
     "ActivationsConfig", "BackendConfig", "BatchConfig", "CalibrationConfig", "CheckpointConfig", "ClusterConfig",
     "DataConfig", "DistillationConfig", "FineTuningConfig", "HardwareConfig", "LaunchConfig", "LayoutConfig",
     "MoEConfig", "ModelConfig", "NumericsConfig", "OptimizerConfig", "ParameterGroup", "PrecisionConfig",
-    "PreflightConfig", "RoutesConfig", "RunConfig", "TelemetryConfig", "TrainingConfig", "WatchConfig",
+    "PreflightConfig", "RoutesConfig", "RunConfig", "SparsityConfig", "TelemetryConfig", "TrainingConfig",
+    "WatchConfig",
 ]
 
 
@@ -388,6 +390,7 @@ class RunConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     fine_tuning: FineTuningConfig = field(default_factory=FineTuningConfig)
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    sparsity: SparsityConfig = field(default_factory=SparsityConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

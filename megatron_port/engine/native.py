@@ -42,6 +42,7 @@ from megatron_port.optim.bucket_memory import Bucket
 from megatron_port.optim.clipping import NormStatistics
 from megatron_port.optim.gradients import global_square_norm, owned_gradients
 from megatron_port.optim.loss_scale import LossScaler
+from megatron_port.optim.masks import GradientMasks
 from megatron_port.optim.rules import rule_of
 from megatron_port.optim.sharded import ShardedParameters
 from megatron_port.optim.state_check import Damage, StateCheck, check_of
@@ -115,6 +116,7 @@ class NativeEngine:
         self._in_norm = owned_gradients(
             ((p.record, p.gradient) for p in self.sharded.pieces), ctx, spread=self.sharded.spread
         )
+        self.masks = GradientMasks((), config.sparsity)
         self.norms = NormStatistics(config.optimizer)
         self.average = WeightAverage(self.sharded, config.optimizer.ema_decay) if config.optimizer.ema_decay else None
         self.scaler = LossScaler(config.precision)
@@ -308,6 +310,7 @@ class NativeEngine:
             probe.own_gradients(self.sharded.local_gradients())
         at(REDUCE, "gradients over the replicas, partial and tied ones over tp and the stages")
         self.sharded.finish()
+        self.masks.apply()
         if self.on_gradients is not None:
             scale = self.scaler.scale
             self.on_gradients([(record, g / scale) for record, g in self.sharded.whole_gradients()])
@@ -409,6 +412,7 @@ class NativeEngine:
         """Set masters, weights, optimizer state and counters. Each rank reads its own slices, without communication."""
         with self.beside(read) as whole:
             native_state.load_state(self.sharded, self.parameters, whole)
+            self.masks = GradientMasks(self.sharded.pieces, self.config.sparsity)
             load_buffers(self.buffers, whole)
         if self.sharded.unit_gather is not None:
             self.sharded.unit_gather.release()

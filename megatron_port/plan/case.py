@@ -123,6 +123,9 @@ class Case:
     """Which adapters are trained; without any, all weights are."""
     document: float = 0.0
     """Mean length of the document that a token is in, which attention does not leave; 0: it sees the whole sample."""
+    masked: bool = False
+    """Elements of matrices stay zero: a mask takes a byte for each trained element (tables, which have none, counted).
+    """
     teacher: ModelConfig | None = None
     """Which predicts the same tokens beside the model; None: nobody."""
 
@@ -377,6 +380,7 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
         quantise="torch" if config.backend.quantise == "torch" else kernels,
         split=layout.pipeline_split, vocab_multiple=layout.vocab_padding_multiple, bucket=layout.reduce_bucket_size,
         fine_tuning=config.fine_tuning, document=document_of(config.data),
+        masked=config.sparsity.enabled,
         teacher=as_teacher(model_at(config.distillation.teacher)) if config.distillation.online else None,
     )
     if not case.split:

@@ -115,7 +115,7 @@ def held_bytes(case: Case, elements: int, trained: int, experts: int = 0) -> tup
         sums += learning * gradient / (shards if case.shards_sums else 1)
         kept = learning * (1 - case.offload_fraction) if case.offload != "none" else learning
         moments = case.rule.state * (case.engine.moment_bytes or case.wide)
-        state += kept * (moments + separate * case.wide) / shards
+        state += (kept * (moments + separate * case.wide) + learning * case.masked) / shards
     if case.offload_weights:  # on the host; the windows stay
         weights = 0.0
     return weights, sums, state

@@ -21,6 +21,7 @@ from megatron_port.model.distilled import PREFIX, build_distilled, silent_stream
 from megatron_port.model.flops import unit_costs
 from megatron_port.model.gpt import GPTStage, build_chunks
 from megatron_port.model.shapes import parameter_shapes
+from megatron_port.model.sparse_reader import SparseWeights
 from megatron_port.optim.parameter_groups import check_groups, set_parameter_groups
 from megatron_port.optim.unit_gather import without_memory
 from megatron_port.parallel.buffers import recorded_buffers
@@ -146,5 +147,7 @@ def build_engine(
         read: StateReader = initial_reader(records, config.seed, ctx.device)
         if config.fine_tuning.enabled:
             read = InitialAdapters(config.model, config.fine_tuning, config.seed, read)
+        if config.sparsity.enabled:
+            read = SparseWeights(config.sparsity, parameter_shapes(config.model), read)
         engine.load_weights(read)
     return engine

@@ -29,7 +29,8 @@ from megatron_port.interop.pinned_tokenizer import FILES, Trained, pinned_file, 
 from megatron_port.interop.sidecar import model_of, tuning_of
 from megatron_port.model.adapter_reader import InitialAdapters, MergedWeights, over_base
 from megatron_port.model.adapter_spec import adapter_parameters
-from megatron_port.model.shapes import LAST_STEP
+from megatron_port.model.shapes import LAST_STEP, parameter_shapes
+from megatron_port.model.sparse_reader import SparseWeights
 from megatron_port.model.upcycled_reader import UpcycledWeights
 from megatron_port.parallel.state import StateReader
 from megatron_port.runtime.agreement import agreed
@@ -266,8 +267,10 @@ def carry_companions(source: Path, session: Session) -> None:
 
 
 def _with_adapters(config: RunConfig, read: StateReader) -> StateReader:
-    """Return a reader that also has the adapters with which a run begins."""
+    """Return a reader that also has the adapters with which a run begins, or in which what it leaves out is zero."""
     tuning = config.fine_tuning
+    if config.sparsity.enabled:
+        return SparseWeights(config.sparsity, parameter_shapes(config.model), read)
     if not tuning.enabled:
         return read
     begin = InitialAdapters(config.model, tuning, config.seed, read)

@@ -20,6 +20,7 @@ from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.config.dump import as_dict, config_hash
 from megatron_port.config.same_model import model_differences, tuning_differences
 from megatron_port.config.schema import RunConfig
+from megatron_port.config.sparsity import NO_SPARSITY
 from megatron_port.config.urls import is_remote
 from megatron_port.data.tokenizer import NAMES, identity
 from megatron_port.engine.api import Engine
@@ -136,6 +137,21 @@ def check_same_model(manifest: Manifest, config: RunConfig, path: Path) -> None:
     other = tuning_differences(tuning_of(manifest.state.config, str(path)), config.fine_tuning)
     if other:
         raise CheckpointError(f"{path} holds the state of other trained parameters: " + "; ".join(other))
+    _check_masks(manifest.state.config, config, path)
+
+
+def _check_masks(saved: dict[str, Any], config: RunConfig, path: Path) -> None:
+    """Raise CheckpointError if a run would continue with other masks than it has had: zeros in a checkpoint are those
+    of its own ``[sparsity]``."""
+    section = saved.get("sparsity")
+    theirs, mine = section if isinstance(section, dict) else as_dict(NO_SPARSITY), as_dict(config.sparsity)
+    differ = [f"sparsity.{name} is {theirs.get(name)!r} there and {value!r} here" for name, value in mine.items()
+              if theirs.get(name) != value]
+    if differ:
+        raise CheckpointError(
+            f"{path}: {'; '.join(differ)}. Begin another run with its weights: another name and "
+            f'checkpoint.initial_weights = "{path}"'
+        )
 
 
 def _check_describes_itself(checkpoint: Checkpoint) -> None:

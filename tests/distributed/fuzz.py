@@ -75,6 +75,7 @@ NOT_DRAWN = {
     "backend.allow_jit": "forbids or permits, computes nothing", "backend.deterministic": "of GPUs only",
     "fine_tuning.adapters": "a folder that the session reads (tests/e2e/test_fine_tuning.py)",
     "distillation": "with a teacher (tests/distributed/distilled.py)",
+    "sparsity": "tests/distributed/compressed.py",
     "training": "the loop, not the engine", "checkpoint": "test_resume.py", "numerics": "tests/faults/test_numerics.py",
     "telemetry": "computes nothing", "watch": "computes nothing", "cluster": "a description",
     "hardware": "a description", "calibration": "a description", "launch": "before the run",

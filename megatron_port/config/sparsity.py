@@ -1,0 +1,85 @@
+"""Section ``[sparsity]``: matrices with elements that stay zero, and what stands against them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Literal
+
+from megatron_port.config.ranges import Fraction
+
+if TYPE_CHECKING:
+    from megatron_port.config.schema import ModelConfig, RunConfig
+
+LINEARS = ("*.attention.*.weight", "*.mlp.up.weight", "*.mlp.down.weight", "*.mlp.experts.*.weight",
+           "*.mlp.shared.*.weight")
+"""Patterns of the layers' matrices, without routers."""
+NOT_ELEMENTWISE = ("muon",)
+"""Rules whose update of an element with a zero gradient is not zero."""
+GROUP = 4
+"""Elements of a 2:4 group, of which two stay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparsityConfig:
+    """Matrices whose smallest elements are zero from the start of the run and stay so (engine native;
+    docs/compression.md)."""
+
+    method: Literal["none", "magnitude", "2:4"] = "none"
+    """none | magnitude (the share ``ratio`` of each matrix, wherever) | 2:4 (of each four neighbours along the inputs
+    the two smallest: what sparse tensor cores multiply)"""
+    ratio: Fraction = 0.5
+    """With magnitude: share of zeros."""
+    targets: tuple[str, ...] = ()
+    """Patterns of the names of the layers' matrices (layers.*.mlp.*); empty: all of them, without routers."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is zero."""
+        return self.method != "none"
+
+    def has(self, name: str) -> bool:
+        """Return whether a parameter is sparse, by its canonical name."""
+        return self.enabled and any(fnmatchcase(name, p) for p in LINEARS) and not name.endswith("norm.weight") and (
+            not self.targets or any(fnmatchcase(name, p) for p in self.targets))
+
+
+NO_SPARSITY = SparsityConfig()
+
+
+def sparsity_problems(config: RunConfig) -> list[str]:
+    """Return what in a configuration contradicts its ``[sparsity]``."""
+    s = config.sparsity
+    if not s.enabled:
+        return [] if s == NO_SPARSITY else [
+            'a [sparsity] section with sparsity.method "none", which leaves nothing out; set method = "2:4" or '
+            '"magnitude", or leave the section out'
+        ]
+    rule = config.optimizer.name
+    found = {
+        f'engine "{config.engine}", whose updates know no masks; use engine = "native"': config.engine != "native",
+        f"optimizer.name {rule!r}, which moves elements without a gradient; use adamw": rule in NOT_ELEMENTWISE,
+        f'fine_tuning.method "{config.fine_tuning.method}", which freezes these matrices; leave one of the two out':
+            config.fine_tuning.enabled,
+        'offload.optimizer "nvme": masks are taken from masters in memory; use "cpu" or "none"':
+            config.offload.optimizer == "nvme",
+    }
+    out = [f'sparsity.method "{s.method}" with {problem}' for problem, there in found.items() if there]
+    if s.method == "2:4":
+        out += [
+            f'sparsity.method "2:4": {what} has {size} inputs, which do not divide into groups of {GROUP}; use a '
+            f"multiple of {GROUP}, or sparsity.targets without it"
+            for what, size in inputs(config.model).items() if size % GROUP
+        ]
+    return out
+
+
+def inputs(model: ModelConfig) -> dict[str, int]:
+    """Return the number of inputs of the layers' matrices by what they are called."""
+    out = {"attention.qkv (model.hidden_size)": model.hidden_size,
+           "attention.output (heads × model.head_dim)": model.num_attention_heads * model.head_size}
+    if not model.moe.enabled or model.moe.first_dense:
+        out["mlp.down (model.ffn_hidden_size)"] = model.ffn_size
+    if model.moe.enabled:
+        out["mlp.experts.down (model.moe.ffn_hidden_size)"] = model.expert_size
+    return out

@@ -1,0 +1,123 @@
+"""Masks on every kind of layout, and in random combinations, each against one process in fp64; resumable.
+
+``python tests/distributed/compressed.py --out benchmarks/results/masks.jsonl [--seeds 0-99]`` runs what the file lacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fuzz
+from cases import make_config
+from fuzz import Draw, run_resumable
+
+from megatron_port.config.schema import MoEConfig, RunConfig, SparsityConfig
+from megatron_port.config.sparsity import GROUP, inputs
+from megatron_port.parallel.topology import Topology
+
+GPT: dict[str, Any] = {"hidden_dropout": 0.1}
+LLAMA: dict[str, Any] = {
+    "position_embedding": "rope", "normalization": "rmsnorm", "activation": "swiglu", "add_bias": False,
+    "num_query_groups": 2, "ffn_hidden_size": 36, "tie_embeddings": False,
+}
+"""Tensor-parallel ranks have 18 of the 36 inputs: they cut a group."""
+EXPERTS: dict[str, Any] = {**LLAMA, "moe": MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=24)}
+MODELS = {"gpt": GPT, "llama": LLAMA, "experts": EXPERTS}
+
+
+class CompressedDraw(Draw):
+    """A combination with masks."""
+
+    def describe(self) -> dict[str, object]:
+        """For the results file."""
+        s = self.config.sparsity
+        return {**super().describe(), "ep": self.topology.ep, "experts": self.config.model.moe.num_experts,
+                "sparsity": s.method, "ratio": s.ratio, "sparse": list(s.targets)}
+
+
+def on_layout(
+    number: int, model: str, topology: Topology, change: Callable[[RunConfig], RunConfig], *, recompute: Any = "none",
+    mask: bool = False, **layout: Any,
+) -> CompressedDraw:
+    """A run of a model on a layout."""
+    sizes = {
+        "tensor_parallel_size": topology.tp, "pipeline_parallel_size": topology.pp,
+        "data_parallel_size": topology.dp, "context_parallel_size": topology.cp, "expert_parallel_size": topology.ep,
+    }
+    stages = topology.pp * layout.get("virtual_pipeline_size", 1)
+    config = make_config(dtype="fp64", model={**MODELS[model], "num_layers": max(2, stages)}, mask_loss=mask,
+                         layout={**sizes, "recompute": recompute, **layout})
+    return CompressedDraw(number, change(config), topology)
+
+
+def sparse(method: Any, ratio: float = 0.5, *targets: str) -> Callable[[RunConfig], RunConfig]:
+    """Return what gives a run masks."""
+    return lambda c: dataclasses.replace(c, sparsity=SparsityConfig(method=method, ratio=ratio, targets=targets))
+
+
+CHANGES: dict[str, Callable[[RunConfig], RunConfig]] = {
+    "2:4": sparse("2:4"), "share": sparse("magnitude", 0.7), "some": sparse("magnitude", 0.3, "layers.*.mlp.*"),
+}
+
+
+def matrix(changes: dict[str, Callable[[RunConfig], RunConfig]] = CHANGES) -> list[CompressedDraw]:
+    """Every layout of {1, 2}³ and ZeRO stage with each model and change; cp 2 and ep 2; schedules and so on in turn."""
+    out: list[CompressedDraw] = []
+    schedules = itertools.cycle((("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("1f1b", 2), ("zb-v", 2)))
+    recompute = itertools.cycle(("none", "full", "selective"))
+    for change, model, tp, pp, dp, zero in itertools.product(
+        changes.values(), MODELS, (1, 2), (1, 2), (1, 2), range(4)
+    ):
+        for cp, ep in ((1, 1), (2, 1), (1, 2)):
+            without = model != "experts" or tp * dp < 2
+            if tp * pp * dp * cp > 8 or (dp * cp == 1 and zero != 1) or (ep > 1 and without):
+                continue
+            schedule, chunks = next(schedules) if pp > 1 else ("1f1b", 1)
+            if schedule.startswith("zb-") and zero == 2:
+                schedule, chunks = "1f1b", 1
+            out.append(on_layout(
+                len(out), model, Topology(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep), change, zero_stage=zero,
+                recompute=next(recompute), mask=len(out) % 3 == 1, pipeline_schedule=schedule,
+                virtual_pipeline_size=chunks, sequence_parallel=tp > 1 and len(out) % 2 == 0,
+                vocab_padding_multiple=1 + 7 * (len(out) % 2),
+            ))
+    return out
+
+
+def draw(seed: int) -> CompressedDraw:
+    """A run of the fuzz in engine native, fp64 or fp32, with masks."""
+    r = random.Random(f"masks-{seed}")
+    while True:
+        one = fuzz.draw(r.randrange(10_000_000))
+        config = one.config
+        if config.engine == "native" and config.precision.dtype in ("fp64", "fp32") and not config.fine_tuning.enabled \
+                and config.optimizer.name != "muon" and config.offload.optimizer != "nvme":
+            break
+    whole = all(size % GROUP == 0 for size in inputs(config.model).values()) and not config.model.kv_lora_rank
+    method = r.choice(("2:4", "magnitude") if whole else ("magnitude",))
+    targets = r.choice(((), ("layers.*.attention.*",), ("layers.0.*", "*.mlp.down.*")))
+    return CompressedDraw(10_000 + seed, sparse(method, r.choice((0.2, 0.5, 0.9)), *targets)(config), one.topology)
+
+
+def main() -> int:
+    """Run what a file lacks."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", help="draws instead of the matrix, e.g. 0-99")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long; resume later")
+    args = parser.parse_args()
+    draws = [draw(seed) for seed in fuzz._seeds(args.seeds)] if args.seeds else matrix()
+    random.Random("compressed").shuffle(draws)  # wherever it is cut off, what it has seen is spread over all
+    return run_resumable(draws, args.out, batch_size=args.batch, seconds=args.seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

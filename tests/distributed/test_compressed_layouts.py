@@ -1,0 +1,34 @@
+"""Masks on every kind of layout: in fp64 the run of one process; the whole matrix is a record (docs/compression.md)."""
+
+from __future__ import annotations
+
+import pytest
+from compressed import CHANGES, CompressedDraw, draw, on_layout
+from fuzz import failures, run_draws
+from pool import RankPool
+
+from megatron_port.parallel.topology import Topology
+
+
+def draws(ranks: int) -> list[CompressedDraw]:
+    """Pairs of what may interact."""
+    pairs, share = CHANGES["2:4"], CHANGES["share"]
+    if ranks == 2:
+        return [
+            on_layout(0, "llama", Topology(tp=2), pairs, sequence_parallel=True),
+            on_layout(1, "gpt", Topology(dp=2), share, zero_stage=3),
+        ]
+    return [
+        on_layout(2, "experts", Topology(tp=2, dp=2, ep=2), pairs, zero_stage=2),
+        on_layout(3, "llama", Topology(pp=2, cp=2), share, zero_stage=1, pipeline_schedule="zb-h1"),
+    ]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_layout_changes_nothing(ranks: RankPool, count: int) -> None:
+    assert not failures(run_draws(ranks, draws(count)))
+
+
+@pytest.mark.slow
+def test_random_combinations(ranks: RankPool) -> None:
+    assert not failures(run_draws(ranks, [draw(seed) for seed in range(24)]))
