@@ -114,7 +114,7 @@ def build_loaders(session: Session) -> Loaders:
 
 
 def check_memory(config: RunConfig, world_size: int | None) -> str:
-    """Return the planner's message where the run cannot fit and ``launch.memory_check`` only warns; else empty.
+    """Return the planner's message where the run cannot fit and ``launch.memory_check`` only warns; otherwise empty.
 
     Raises:
         ConfigError: it cannot fit, and ``launch.memory_check`` is "stop".

@@ -6,7 +6,7 @@ cells are. (vale does this elsewhere, but its package on PyPI downloads a progra
 
 Rules:
 
-- a sentence has at most 40 words, and a page's sentences 20 on average;
+- a sentence has at most 36 words, and a page's sentences 18 on average;
 - at most half of a page's sentences are in the passive voice;
 - no phrase of ``PHRASES``: private words, and word order that is not English; each names what to write instead;
 - one heading of the first level, at the top; none skips a level, ends in a full stop or colon, occurs twice in its
@@ -25,8 +25,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md", "docs/**/*.md",
          "examples/**/*.md", "tests/**/*.md", ".github/**/*.md")
-LONGEST_SENTENCE = 40
-MEAN_SENTENCE = 20.0
+LONGEST_SENTENCE = 36
+MEAN_SENTENCE = 18.0
 MOST_PASSIVE = 0.5
 LONGEST_HEADING = 10
 
@@ -91,7 +91,30 @@ PROSE = (
     Refused(r"\bcf\.|\bviz\.|\bresp\.", "see, namely, or"),
     Refused(r"\bbesides\b", "'as well', 'too'"),
     Refused(r"\b[Oo]ther ones?\b", "others"),
-    Refused(r"\bstands? (there|here|in the|below|above)\b", "is"),
+    Refused(r"\bstands? (there|here|in the|below|above|behind|beside)\b|\bstood\b", "is"),
+    Refused(r"; else (?!if\b)|, else (the|a|an|its?|by|what|one|at|when|as|in|of|all|each|this|that)\b", "otherwise"),
+    Refused(r"\b(lie|lies|lay) (in|at|beside|outside|within|inside|before|behind|where|there|here)\b", "is, are"),
+    Refused(
+        r"\b(rows?|values?|lines?|kernels?|instructions|bytes|tensors|launch|launches|pieces|elements|collectives?"
+        r"|objects?|words?|numbers?|threads?|file) an? (rank|layer|line|row|element|thread|multiprocessor|slot|sample|step"
+        r"|tensor|position|parameter|device|node|stage|expert|token|micro-batch|replica)\b(?! (of|that|is|has))",
+        "bytes per row, a line per step",
+    ),
+    Refused(r"\bby the wall\b(?![ -]clock)", "by the wall clock"),
+    Refused(r"\bdearer\b", "more expensive, slower"),
+    Refused(r"\b(own|foreign|old|new) ones\b", "name them: 'the own kernels'"),
+    Refused(r"\bto be (looked at|measured|had|seen) (again|first|later)\b", "'measure first', 'needs another look'"),
+    Refused(r"\bso many times\b", "the number of times"),
+    Refused(r"\beach way\b", "in each direction"),
+    Refused(r"\bwhat came with\b", "from"),
+    Refused(r"\b[Hh]eld to (the|a|an|its|their|bf16|fp32|[0-9])", "must be within, is compared with", r"hash"),
+    Refused(r"\b(is|are|was|were) (apart\b|taken apart\b)", "are separate, were analysed"),
+    Refused(r"\bmade of (it|that|them|these)\b", "the result"),
+    Refused(r"\bof (today|before)\b", "current, previous"),
+    Refused(r"\bnobody's\b|\bnone's\b", "'is not a label'"),
+    Refused(r"\bare on the way\b|\bon (its|their) way\b", "in transit"),
+    Refused(r"\bthere and back\b", "in both directions"),
+    Refused(r"\bdoes? so\b(?! (by|with|in))", "repeat the verb"),
 )
 """Refused in the pages alone."""
 

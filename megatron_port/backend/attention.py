@@ -109,7 +109,7 @@ def refuse_mask(name: str, mask: AttentionMask) -> None:
 def fold_batch(x: torch.Tensor) -> torch.Tensor:
     """Return [s, b, heads, d] as [1, s, b * heads, d]: one sample that has the heads of all.
 
-    The batch lies inside the sequence, and fused kernels want their output and its gradient contiguous with the batch
+    The batch is inside the sequence, and fused kernels want their output and its gradient contiguous with the batch
     outside: with several samples they copy both. Heads are independent and in one order, also those of grouped queries
     (head j of b * heads uses key head j // (heads / kv_heads)), so the values are the same and nothing is copied.
     """

@@ -74,7 +74,7 @@ class ProbabilityDropout:
     drop: Callable[[Tensor], Tensor]
     """The dropout itself, in torch ops."""
     keys: Tensor
-    """int64 [b], one a sample: with the rest what a kernel needs to make the same mask."""
+    """int64 [b], one per sample: with the rest what a kernel needs to make the same mask."""
     op_key: int
     p: float
     head_offset: int

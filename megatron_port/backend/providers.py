@@ -53,7 +53,7 @@ class Providers:
     row_exchange: RowExchange | None = None
     """Exchange of those rows between ranks; None: torch's all-to-all."""
     teacher: Providers | None = None
-    """Of the model that teaches this one, which may need others; None: the same."""
+    """Providers of the model that teaches this one, which may need others; None: the same."""
 
     def describe(self) -> str:
         """Return the table as text."""

@@ -30,7 +30,7 @@ class Fit:
     machine: Machine
     """The planner's machine with it."""
     fresh: bool
-    """A whole [hardware] section was made; else a [calibration]."""
+    """A whole [hardware] section was made; otherwise a [calibration]."""
     product_error: float
     """Median of |planned ÷ measured − 1| over the products afterwards."""
 

@@ -335,7 +335,7 @@ class BackgroundSave:
 
 
 def _yield_to_training() -> None:
-    """Give the calling thread a lower priority than training. Linux has one per thread; else nothing happens."""
+    """Give the calling thread a lower priority than training. Linux has one per thread; otherwise nothing happens."""
     if sys.platform == "linux":
         with suppress(OSError):
             thread = threading.get_native_id()

@@ -11,7 +11,7 @@
 A directory is a checkpoint if its manifest parses, the manifest's own hash is
 right, the pieces tile every tensor, and every file has the size that is listed.
 Each file is listed with the xxh3-128 of its content and of each of its blocks:
-who reads a slice verifies the blocks it lies in, and no others. Version 1 had no
+who reads a slice verifies the blocks it is in, and no others. Version 1 had no
 block hashes; it is still read, and its files are verified whole.
 Pieces are ranges of *logical* tensors: vocabulary padding and the layout are not
 in the format. No pickle. Torch is not needed to read a manifest.
@@ -50,7 +50,7 @@ DTYPES = {
     "float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2), "uint8": ("U8", 1),
     "int8": ("I8", 1),
 }
-"""Name in the manifest → (safetensors code, bytes an element)."""
+"""Name in the manifest → (safetensors code, bytes per element)."""
 
 MAX_HEADER = 100_000_000
 """Bytes of a data file's header; the safetensors library has the same limit."""

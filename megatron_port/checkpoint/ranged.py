@@ -1,4 +1,4 @@
-"""Ranged reads of one file in which every byte that is used was hashed where it lies.
+"""Ranged reads of one file in which every byte that is used was hashed where it is.
 
 What is wanted of a block is read straight into its destination and hashed there, a mebibyte at a time while it is in
 the core's cache. What else is in it goes to a scratch buffer, where the next read may find it; several files share it,
@@ -108,7 +108,7 @@ class RangedFile:
         """Fill ``out`` with the bytes from ``start``.
 
         Raises:
-            DamagedCheckpoint: a block that they lie in is not what was saved, or cannot be read.
+            DamagedCheckpoint: a block that they are in is not what was saved, or cannot be read.
         """
         stop, width = start + len(out), self._width
         if not 0 <= start <= stop <= self._entry.size:

@@ -27,7 +27,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("plan", help="does a run fit, how fast is it, what would be better")
     add_run_options(parser)
     parser.add_argument("--nodes", type=int, metavar="N", help="same as --set cluster.nodes=N; dp follows")
-    parser.add_argument("--tokens", type=float, metavar="T", help="training budget, e.g. 300e9; else training.steps'")
+    parser.add_argument("--tokens", type=float, metavar="T", help="training budget, e.g. 300e9 (default: by the steps)")
     parser.add_argument("--explain", action="store_true", help="also print the arithmetic behind the numbers")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--report", type=local_path, metavar="FILE.html",

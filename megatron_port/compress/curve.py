@@ -29,7 +29,7 @@ class Point:
     forward_flops: float
     """Per token."""
     training_flops: float
-    """Of all that the run trained on."""
+    """FLOPs of everything that the run trained on."""
     tokens: int
     history: tuple[tuple[int, float], ...]
     """(tokens, validation loss) over the run."""

@@ -32,7 +32,7 @@ class Importance:
     source: str
     """Path of the weights."""
     fingerprint: str
-    """Of the weights (``session.base_weights``)."""
+    """Fingerprint of the weights (``session.base_weights``)."""
     corpus: str
     tokens: int
     loss: float

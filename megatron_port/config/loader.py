@@ -299,7 +299,7 @@ def find_config(name: str, beside: Path | None = None) -> Path | None:
 
 
 def _shown_path(path: Path) -> str:
-    """The path from the working directory where it lies inside it, else as it is."""
+    """The path relative to the working directory if it is inside it; otherwise unchanged."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 

@@ -115,7 +115,7 @@ class HardwareConfig:
     fragmentation: Fraction = 0.03
     """Share of what is allocated that the caching allocator loses to holes."""
     host_link_gb: NonNegative = 0.0
-    """Bandwidth from a device to its host's memory, each way, 10^9 bytes/s; 0: the time of offload is not planned."""
+    """Bandwidth from a device to its host's memory, in each direction, 10^9 bytes/s; 0: offload has no planned time."""
     host_memory_gb: NonNegative = 0.0
     """Memory of a node's host, 10^9 bytes; 0: not known."""
     host_bandwidth_gb: NonNegative = 0.0
@@ -131,9 +131,9 @@ class HardwareConfig:
     package_devices: Count = 1
     """Devices that share a package (2 GCDs per MI250X)."""
     package_gb: NonNegative = 0.0
-    """Bandwidth from a device to the other in its package, each way, 10^9 bytes/s; 0 with package_devices 1."""
+    """Bandwidth from a device to the other in its package, per direction, 10^9 bytes/s; 0 with package_devices 1."""
     node_gb: NonNegative = 0.0
-    """Bandwidth from a device to the others of its node, all links together, each way, 10^9 bytes/s."""
+    """Bandwidth from a device to the others of its node, all links together, in each direction, 10^9 bytes/s."""
     node_efficiency: Share = 0.8
     """Share of package_gb and node_gb that a ring collective on large buffers reaches."""
     node_latency_us: NonNegative = 5.0
@@ -141,7 +141,7 @@ class HardwareConfig:
     nics: CountOrZero = 0
     """Network adapters per node; 0: one node only."""
     nic_gb: NonNegative = 0.0
-    """Bandwidth of one adapter, each way, 10^9 bytes/s."""
+    """Bandwidth of one adapter, in each direction, 10^9 bytes/s."""
     network_efficiency: Share = 0.8
     """Share of the adapters' bandwidth that a large collective or transfer between nodes reaches."""
     network_latency_us: NonNegative = 15.0
@@ -188,7 +188,7 @@ class LaunchConfig:
     environment: tuple[str, ...] = ()
     """NAME=value, exported after the cluster's."""
     python: str = ""
-    """Interpreter on the nodes; empty: .venv of the checkout if there is one, else the modules' python3."""
+    """Interpreter on the nodes; empty: .venv of the checkout if there is one, otherwise the modules' python3."""
     stage: str = ""
     """Archive (.tar) of a Python environment that is copied to each node's own disk first; empty: none."""
     when_stopped: Literal["requeue", "chain", "stop"] = "requeue"

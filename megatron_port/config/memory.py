@@ -14,8 +14,8 @@ class ActivationsConfig:
 
     policy: Literal["none", "selective", "full", "plan", "profile"] = "none"
     """none (keep everything) | selective (recompute the attention core) | full (recompute each layer from its input) |
-    plan (for each stage, recompute, swap to the host or partition over tensor-parallel ranks what frees the missing
-    memory in the least time; needs a cluster with [hardware]) | profile (like plan, from measurements of the first
+    plan (for each stage, free the missing memory in the least time: recompute, swap to the host, or partition over
+    tensor-parallel ranks; needs a cluster with [hardware]) | profile (like plan, from measurements of the first
     steps, which recompute everything)"""
     budget: NonNegative = 0.0
     """plan, profile: GiB of one device for activations and the working memory of a layer; 0: what the rest leaves of

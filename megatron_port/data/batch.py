@@ -44,7 +44,7 @@ class MicroBatch:
     further tokens, or the rank holds whole samples, whose labels say it"""
 
     stored: Stored | None = None
-    """Of each label [batch, seq], on the last stage: what a file keeps of the teacher's distribution (float32 or 64)"""
+    """For each label [batch, seq], on the last stage: the teacher's distribution as a file keeps it (fp32 or fp64)"""
 
     @property
     def masked(self) -> bool:

@@ -1,6 +1,6 @@
 """From a record with a conversation to token ids, and which of them are the model's own words.
 
-The rendered conversation is tokenized once, and a token counts if its characters lie within an answer. Where the
+The rendered conversation is tokenized once, and a token counts if its characters are within an answer. Where the
 template marks no answers, they are found by rendering what comes before and after each one. A token that belongs to
 both sides of an answer's edge is refused: no prompt would ever end in the middle of it.
 """
@@ -221,10 +221,10 @@ def _end_by_content(whole: str, begin: int, through: str, content: str) -> int:
 
 
 def counted_tokens(spans: Spans, rendered: Rendered) -> np.ndarray:
-    """Return which tokens lie within an answer, bool [n].
+    """Return which tokens are within an answer, bool [n].
 
     Raises:
-        ConversationRefusal: a token lies on both sides of an answer's edge.
+        ConversationRefusal: a token is on both sides of an answer's edge.
     """
     counted = np.zeros(len(spans.ids), dtype=bool)
     for first, end in rendered.answers or ():

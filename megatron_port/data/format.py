@@ -57,7 +57,7 @@ def mapped(path: Path, dtype: str | np.dtype, offset: int, count: int) -> np.nda
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """u16 below 65500 ids, else i32 (Megatron's rule)."""
+    """u16 below 65500 ids, otherwise i32 (Megatron's rule)."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 

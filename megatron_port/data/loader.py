@@ -46,7 +46,7 @@ class StepLoader:
         pairs: samples are pairs of answers, and have the reference's log-probabilities.
         view: this rank's part of each micro-batch; no token is read where it has none.
         stored: what a teacher predicts of the samples of training, which the last stage is given.
-        remote: a corpus lies in a store; the samples of the step that follows are read beside training.
+        remote: a corpus is in a store; the samples of the step that follows are read beside training.
     """
 
     def __init__(self, dataset: TokenDataset, *, seq_length: int, micro_batch_size: int, dp_rank: int, dp_size: int,

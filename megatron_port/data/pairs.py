@@ -1,7 +1,7 @@
 """Samples that are pairs of answers: the chosen conversation, then the rejected one, each a document of its own.
 
 Attention stays within a document, so neither answer sees the other, and where the second one starts tells them apart on
-every stage. A pair is never cut, and lies in one sample, so that its loss is a function of that sample alone.
+every stage. A pair is never cut, and is in one sample, so that its loss is a function of that sample alone.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def check_pairs(corpora: Sequence[IndexedDataset], *, wanted: bool) -> None:
     """Check that corpora hold pairs where the loss is of pairs, and that no other loss sees rejected answers.
 
     Raises:
-        DataError: one does not, or lies in a store.
+        DataError: one does not, or is in a store.
     """
     for corpus in corpora:
         pairs = corpus.meta.pairs if corpus.meta is not None else 0

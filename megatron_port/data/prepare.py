@@ -252,7 +252,7 @@ class _Job:
         write_bytes(self.folder / JOURNAL, json.dumps(asdict(self.journal)).encode())
 
     def _leave(self, error: BaseException) -> None:
-        """Keep what the journal covers, if anything; else leave nothing behind."""
+        """Keep what the journal covers, if anything; otherwise leave nothing behind."""
         if isinstance(error, KeyboardInterrupt) and self.journal.blocks and self.text:
             self._save()
         saved = _Journal.read(self.folder / JOURNAL)

@@ -33,7 +33,7 @@ class Recipe:
     key: str
     append_eod: bool
     bad_input: str
-    """stop | skip (leave the record out) | repair (repair it where that can be done, else leave it out)"""
+    """stop | skip (leave the record out) | repair (repair it where that can be done, otherwise leave it out)"""
     largest_record: int
     chat: ChatRecipe | None = None
     """Records are conversations, and tokens have a mask."""

@@ -27,11 +27,11 @@ class ReferenceHeader:
 
     bin_xxh3: str
     mask_xxh3: str
-    """Of the corpus."""
+    """Hash of the mask of the corpus."""
     weights: str
     """Where the weights were."""
     fingerprint: str
-    """Of their values (``session.base_weights``)."""
+    """Fingerprint of their values (``session.base_weights``)."""
     dtype: str
     """That the sums were computed in."""
     xxh3: str = ""

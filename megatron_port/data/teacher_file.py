@@ -38,7 +38,7 @@ class LogitsHeader:
     teacher: str
     """Where its weights were."""
     fingerprint: str
-    """Of their values (``session.base_weights``)."""
+    """Fingerprint of their values (``session.base_weights``)."""
     computed_in: str
     """The dtype of the teacher's passes."""
     vocab_size: int

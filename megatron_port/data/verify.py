@@ -1,7 +1,7 @@
 """Verification of a corpus: each fault with its file, its byte, and the expected and found values.
 
 The parts of a pair say much twice: sizes follow from counts, offsets from lengths, and the sidecar has hashes.
-So a damaged length can be told from a damaged offset, and a damaged token lies in a known block.
+So a damaged length can be told from a damaged offset, and a damaged token is in a known block.
 """
 
 from __future__ import annotations

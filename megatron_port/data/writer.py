@@ -82,7 +82,7 @@ class IndexedWriter:
             self.abort()
 
     def add_document(self, ids: Sequence[int] | np.ndarray) -> None:
-        """Append one document. DataError: an id lies outside the vocabulary, or the document is too long."""
+        """Append one document. DataError: an id is outside the vocabulary, or the document is too long."""
         wide = np.asarray(ids, dtype=np.int64)
         if wide.size >= 2**31:
             raise DataError(f"{self.prefix}: document {self.documents} has {wide.size} tokens; at most 2^31 - 1 fit")

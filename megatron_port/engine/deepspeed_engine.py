@@ -213,7 +213,7 @@ class DeepSpeedEngine:
         """Check the state that is about to change; share the loss, so that the update can depend on it; show the final
         gradients to whoever asked.
 
-        ``on_gradients`` gets them summed over replicas and unscaled; costs a collective a tensor.
+        ``on_gradients`` gets them summed over replicas and unscaled; costs a collective per tensor.
         """
         self.state_check.verify()
         sums = device_sums([self._loss_total, self._tokens / self.ctx.size(*REPLICAS)], self.ctx)

@@ -21,7 +21,7 @@ class Update(Protocol):
     """Updates the masters and the state of ``ShardedParameters.pieces`` in place."""
 
     square_norm: SquareNorm
-    """Of a list of tensors; None: torch's ops."""
+    """Squared norm of a list of tensors; None: torch's ops."""
 
     @property
     def steps(self) -> int:

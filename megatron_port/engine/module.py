@@ -101,7 +101,7 @@ def logical_pieces(
 ) -> Iterator[StatePiece]:
     """Yield pieces for elements [start, start + len(flat)) of this rank's flattened local tensor, padding cut off.
 
-    Padding lies at the end of the split dimension. Where that is dimension 0 the
+    Padding is at the end of the split dimension. Where that is dimension 0 the
     logical elements are a prefix of the flat tensor; an inner dimension is never padded.
     """
     logical = 1

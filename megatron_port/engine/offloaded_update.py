@@ -42,7 +42,7 @@ class DeviceUpdate(Protocol):
 
 
 class PieceRange(NamedTuple):
-    """Where a parameter's range lies in the flat tensors of its bucket: elements from ``start`` on of the flattened
+    """Where a parameter's range is in the flat tensors of its bucket: elements from ``start`` on of the flattened
     local tensor."""
 
     record: ParameterRecord

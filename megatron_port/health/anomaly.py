@@ -88,7 +88,7 @@ def describe(found: StepDiagnostics, micro_batches: Sequence[MicroBatch], ctx: P
 
 
 def chosen_micro_batch(found: StepDiagnostics) -> int | None:
-    """Return the first micro-batch that is not finite, else the one with the largest known loss."""
+    """Return the first micro-batch that is not finite, otherwise the one with the largest known loss."""
     if found.micro_batch is not None or found.phase == "sum":
         return found.micro_batch
     return max(range(len(found.losses)), key=lambda m: found.losses[m]) if found.losses else None

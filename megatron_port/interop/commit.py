@@ -38,7 +38,7 @@ class Imported:
     extra: dict[str, Any] = field(default_factory=dict)
     tokens: int | None = None
     tokenizer: dict[str, Any] = field(default_factory=dict)
-    """Of the source, as checkpoints record it."""
+    """Tokenizer of the source, as checkpoints record it."""
     data: dict[str, Any] = field(default_factory=dict)
 
 

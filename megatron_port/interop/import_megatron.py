@@ -40,7 +40,7 @@ def read_megatron(
     folder: Path, scratch: Path, *, trusted: bool, model: ModelConfig | None = None, vocab_size: int = 0,
     weights_only: bool = False, note: Note = print,
 ) -> Imported:
-    """Read a checkpoint of Megatron-DeepSpeed; converted files lie in ``scratch`` until the result is written.
+    """Read a checkpoint of Megatron-DeepSpeed; converted files are in ``scratch`` until the result is written.
 
     Raises:
         CheckpointError: not trusted, files missing or damaged, or tensors that do not fit the model (``model``, or

@@ -26,7 +26,7 @@ _UNKNOWN = ("lora_bias", "layer_replication", "modules_to_save", "trainable_toke
 class PeftFolder:
     """The adapters of a folder, which must be those that ``tuning`` asks for.
 
-    ``adapters`` has them by canonical name. A fused module's one A is the A of each of the parts that lie in it.
+    ``adapters`` has them by canonical name. A fused module's one A is the A of each of the parts that are in it.
 
     Raises:
         CheckpointError: files are missing or damaged, or the adapters are of another kind, size or set of modules.

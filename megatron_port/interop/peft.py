@@ -50,11 +50,11 @@ class PeftModule:
     spec: AdapterSpec
     rows: int
     runs: tuple[RowRun, ...]
-    """Of all parts that lie in it, with an adapter or without."""
+    """Runs of all parts in it, with an adapter or without."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Adapted parts that lie in it, in our order."""
+        """Adapted parts that are in it, in our order."""
         inside = {run.part for run in self.runs}
         return tuple(part for part in self.spec.adapted if part in inside)
 

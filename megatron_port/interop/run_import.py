@@ -44,7 +44,7 @@ def import_checkpoint(
 ) -> Path:
     """Read ``source`` and commit ``out/step-N``; the committed folder.
 
-    Tensors lie on disk until the writer takes them: free space of twice the source is needed, and little memory.
+    Tensors are on disk until the writer takes them: free space of twice the source is needed, and little memory.
     ``advance`` is called with the bytes that were read, of formats that are read tensor by tensor (hf, dcp).
 
     Raises:

@@ -29,7 +29,7 @@ WITH_VALUE = ("-b", "-a", "-d", "--begin", "--array", "--dependency", "--export"
 def asked_fields(record: Mapping[str, str], *, tasks: bool = False) -> dict[str, str]:
     """Return what a job asked for, of SLURM's record of it as it was queued: once a node is lost it shows what is left.
 
-    ``tasks``: their number was asked for (-n); else SLURM's record has one it made up.
+    ``tasks``: their number was asked for (-n); otherwise SLURM's record has one it made up.
     """
     names = [field for field, _ in OPTIONS] + ["StdOut"] + (["NumTasks"] if tasks else [])
     return {name: record[name] for name in names if name in record}

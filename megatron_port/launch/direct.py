@@ -101,7 +101,7 @@ def note_start(run_folder: Path, config: RunConfig, info: ProcessInfo, holder: H
 
 
 def _record_for(run_folder: Path, config: RunConfig, info: ProcessInfo) -> Path:
-    """Return the newest record if it is of the same configuration and code, else a new one. Raises OSError."""
+    """Return the newest record if it is of the same configuration and code, otherwise a new one. Raises OSError."""
     code = {"version": __version__, "commit": snapshot.commit()}
     newest, digest = records.newest(run_folder), config_hash(config)
     if newest is not None and not records.cancelled(newest):

@@ -94,7 +94,7 @@ def parts_of(files: list[ImageFile], count: int = PARTS) -> list[list[ImageFile]
 
 
 def compressor() -> tuple[list[str], str]:
-    """Return the command that compresses and the ending of its files: zstd, else gzip."""
+    """Return the command that compresses and the ending of its files: zstd, otherwise gzip."""
     if shutil.which("zstd"):
         return ["zstd", "-q", "-3", "-T1", "-c"], "zst"
     return ["gzip", "-c", "-4"], "gz"

@@ -104,7 +104,7 @@ class QueuedJob:
     asked: Mapping[str, str] = field(default_factory=dict)
     """Fields of SLURM's record of the job as it was queued."""
     process: Mapping[str, Any] = field(default_factory=dict)
-    """Of a direct start, rank 0: ``host``, ``pid``, ``born`` (its start in clock ticks since boot), ``space``
+    """Rank 0 of a direct start: ``host``, ``pid``, ``born`` (its start in clock ticks since boot), ``space``
     (``processes.process_space``), and the ``epoch`` of its lease."""
 
 

@@ -73,7 +73,7 @@ def keep_code(folder: Path, plugins: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _keep_module(name: str, target: Path) -> None:
-    """Copy a module that lies outside of the interpreter's own folders."""
+    """Copy a module that is outside of the interpreter's own folders."""
     spec = importlib.util.find_spec(name.partition(".")[0])
     origin = Path(spec.origin).resolve() if spec is not None and spec.origin else None
     installed = [Path(sysconfig.get_path(k)).resolve() for k in ("purelib", "platlib", "stdlib")]

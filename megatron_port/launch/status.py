@@ -58,7 +58,7 @@ class RunStatus:
     node_hours: float = 0.0
     """Spent, by all attempts."""
     node_hours_predicted: float | None = None
-    """Of the whole run: spent, and what is left at the pace of the last steps."""
+    """Node hours of the whole run: those spent, and those left at the pace of the last steps."""
     cause: str = ""
     """Why the last attempt ended."""
 

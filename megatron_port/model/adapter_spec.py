@@ -25,10 +25,10 @@ A, B, MAGNITUDE = "lora_a", "lora_b", "magnitude"
 
 @dataclass(frozen=True)
 class Part:
-    """One matrix that lies in a linear's weight."""
+    """One matrix that is in a linear's weight."""
 
     name: str
-    """Of ``config.fine_tuning.TARGETS``."""
+    """A name from ``config.fine_tuning.TARGETS``."""
     rows: int
     kv_heads: int = 0
     """The rows are of so many key/value heads; 0: of something that every tensor-parallel rank has its own of."""

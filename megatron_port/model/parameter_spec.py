@@ -114,7 +114,7 @@ class ParameterSpec:
 class LinearSpec:
     """A matrix product with every token: ``column`` divides its outputs over tensor-parallel ranks, ``row`` its inputs.
 
-    ``packed`` matrices of ``outputs`` rows may lie in one parameter [packed, outputs, inputs].
+    ``packed`` matrices of ``outputs`` rows may be in one parameter [packed, outputs, inputs].
     """
 
     name: str
@@ -134,7 +134,7 @@ class LinearSpec:
     def factors(self) -> tuple[LinearSpec, ...]:
         """The products that it consists of, in turn.
 
-        What ranks exchange lies between the two, so it has ``rank`` features: behind a factor that every rank has
+        What ranks exchange is between the two, so it has ``rank`` features: behind a factor that every rank has
         whole where outputs are divided, before one where inputs are. Their product has the initial deviation ``std``.
         """
         if not self.rank:

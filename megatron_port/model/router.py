@@ -50,7 +50,7 @@ class Route(NamedTuple):
     experts: torch.Tensor
     """int64 [tokens, k], ascending."""
     weights: torch.Tensor
-    """Of the experts' results, [tokens, k], float32 or wider."""
+    """Weights of the experts' results, [tokens, k], float32 or wider."""
     kept: torch.Tensor | None
     """bool [tokens, k]: not dropped; None: none is."""
 

@@ -63,7 +63,7 @@ class ParkedTensor:
         self._memory: _Memory | None = None
 
     def lies_in(self, memory: _Memory) -> None:
-        """Note where it lies."""
+        """Note where it is."""
         self._memory = memory
         memory.users += 1
 

@@ -308,7 +308,7 @@ class SiteTape:
         raise ValueError("an operation of a layer has an argument that no operation before it returned")
 
     def _owner(self, tensor: torch.Tensor) -> tuple[_Operation | None, int]:
-        """Return the operation, and the index of its result, whose memory a tensor lies in."""
+        """Return the operation, and the index of its result, whose memory a tensor is in."""
         return self._owners.get(StorageWeakRef(tensor.untyped_storage()), (None, 0))
 
 

@@ -79,7 +79,7 @@ class AttentionSpec:
     window: int = 0
     """Keys that a query sees at most; 0: all before it."""
     softcap: float = 0.0
-    """Of the scores; 0: none."""
+    """Soft-cap of the scores; 0: none."""
     sinks: ParameterSpec | None = None
     """A score per query head without a key and a value."""
 
@@ -240,12 +240,12 @@ class LayerSpec:
     norm1: NormSpec | None
     attention: AttentionSpec
     post_norm1: NormSpec | None
-    """Of what attention adds to the residual stream."""
+    """Norm of what attention adds to the residual stream."""
     norm2: NormSpec | None
     """None under ``parallel_residual`` and with a ``norm1``: both branches read that."""
     mlp: FeedForward
     post_norm2: NormSpec | None
-    """Of what the feed-forward block adds."""
+    """Norm of what the feed-forward block adds."""
     parallel_residual: bool
     """Attention and feed-forward both read the layer's input."""
 

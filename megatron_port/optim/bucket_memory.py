@@ -43,7 +43,7 @@ class ReducedState:
     """State of a parameter's rows or columns, which every rank of its bucket holds whole."""
 
     record: ParameterRecord
-    """Of the parameter."""
+    """Record of the parameter."""
     kind: StateKind
     tensor: torch.Tensor
     """In the shape of this rank's slice (``kind.place(record).local_shape``): padding is left out."""

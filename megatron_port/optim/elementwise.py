@@ -1,6 +1,6 @@
 """Rules that update each element by itself: Lion, stochastic gradient descent with momentum, Adagrad.
 
-Arithmetic is in the master's dtype, in torch's ops; of one element it is the same whatever range it lies in.
+Arithmetic is in the master's dtype, in torch's ops; of one element it is the same whatever range it is in.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class Matrix:
     parts: list[Part]
     """One, or two where neighbours share key/value heads."""
     copies: bool
-    """Tensor-parallel ranks hold the same; else each its slice, or only this one has it."""
+    """Tensor-parallel ranks hold the same; otherwise each its slice, or only this one has it."""
     split: bool
     owner: int = 0
     """Position, among the ranks that divide the slices' elements, of the one that gets them."""

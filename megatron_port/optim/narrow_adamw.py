@@ -65,7 +65,7 @@ def dequantised(codes: torch.Tensor, scale: torch.Tensor, values: torch.Tensor) 
 
 
 def logical_range(record: ParameterRecord, start: int, seed: int) -> LogicalRange:
-    """Return which elements of the unsplit tensor lie in this rank's flattened tensor from ``start`` on.
+    """Return which elements of the unsplit tensor are in this rank's flattened tensor from ``start`` on.
 
     Raises:
         ValueError: the tensor is divided along several dimensions.
@@ -93,7 +93,7 @@ def element_numbers(place: LogicalRange, count: int, device: torch.device) -> to
 
 
 def round_stochastically(x: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """Return fp32 ``x`` in bf16: up (in size) where the lowest 16 bits of ``random`` (int64) carry, else cut off.
+    """Return fp32 ``x`` in bf16: up (in size) where the lowest 16 bits of ``random`` (int64) carry, otherwise cut off.
 
     Infinity and NaN stay what they are.
     """

@@ -51,7 +51,7 @@ class UpdateSettings:
     beta2: float
     eps: float
     seed: int = 0
-    """Of the run; keys random draws, such as those of stochastic rounding."""
+    """Seed of the run; it keys random draws, such as those of stochastic rounding."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class BlockRule(OptimizerRule):
 
     @property
     def alignment(self) -> int:
-        """Elements: a multiple of the block, so that none lies in two ranks' shares."""
+        """Elements: a multiple of the block, so that none is in two ranks' shares."""
         return lcm(ALIGN, self.block)
 
     def kinds(self, record: ParameterRecord) -> tuple[str, ...]:

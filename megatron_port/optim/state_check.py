@@ -73,7 +73,7 @@ class StateTensor:
 
     kind: str
     flat: torch.Tensor
-    """1-D and contiguous, of 2, 4 or 8 bytes an element."""
+    """1-D and contiguous, of 2, 4 or 8 bytes per element."""
     entries: Sequence[StateEntry]
 
 

@@ -1,7 +1,7 @@
 """The numbers in which one optimizer step differs from the next, for kernels to read on the device.
 
 What a kernel takes by value is fixed when its launch is recorded (a CUDA graph); what it reads from memory is the
-replayed step's own. One copy a step brings all of them, and no kernel is launched for a single number.
+replayed step's own. One copy per step brings all of them, and no kernel is launched for a single number.
 """
 
 from __future__ import annotations

@@ -86,9 +86,9 @@ class LocalSlice:
     gradient: torch.Tensor
     """May be overwritten."""
     state: Mapping[str, torch.Tensor]
-    """Of elements."""
+    """State of elements."""
     reduced: Mapping[str, torch.Tensor]
-    """Of rows, 1-D over all rows of the stack; of columns [matrices, columns]."""
+    """State of rows, 1-D over all rows of the stack; of columns, [matrices, columns]."""
     rows: int
     """Rows of the whole slice, over all matrices."""
 
@@ -117,7 +117,7 @@ class LogicalTensor:
     """In this rank's stack."""
     rows: int = field(init=False)
     columns: int = field(init=False)
-    """Of the logical matrix."""
+    """Number of columns of the logical matrix."""
 
     def __post_init__(self) -> None:
         record = self.record
@@ -133,7 +133,7 @@ class LogicalTensor:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is of matrices; else of vectors."""
+        """Whether it is of matrices; otherwise of vectors."""
         return is_matrix(self.record)
 
     @property

@@ -86,7 +86,7 @@ def _start_dx(ctx: Any, grad: torch.Tensor, d_low: torch.Tensor, a: torch.Tensor
 
 @dataclass(frozen=True)
 class AdapterPart:
-    """This rank's rows of one matrix that lies in the weight, and their adapter.
+    """This rank's rows of one matrix that is in the weight, and their adapter.
 
     ``rows``: of each group of rows; ``a`` [r, in], ``b`` [out, r], ``magnitude`` [out] (DoRA): None where there is
     none.

@@ -25,7 +25,7 @@ class KeyBlock(NamedTuple):
 
 
 def rows_below(position: int, keys: Positions) -> int:
-    """Return how many of the keys lie before a position."""
+    """Return how many of the keys are before a position."""
     return sum(min(max(position - start, 0), length) for start, length in keys.runs)
 
 

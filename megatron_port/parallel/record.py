@@ -1,4 +1,4 @@
-"""One record for a parameter: the single source of what it is and how it lies on the mesh.
+"""One record for a parameter: the single source of its identity and its placement on the mesh.
 
 Initialisation, gradient reduction, grad norm, ZeRO ownership, checkpoints, the
 Hugging Face mapping and replica checks all read this record and decide nothing
@@ -77,7 +77,7 @@ class ParameterRecord:
     tied_key: str | None = None
     """Copies with the same key (and name) on several stages are one parameter."""
     tied_primary: bool = True
-    """Of tied copies, the one that is counted in norms and saved."""
+    """Whether this is the one of the tied copies that is counted in norms and saved."""
     trainable: bool = True
     """Updates change it. Else it is frozen: it has no gradient, no master and no state, and is not saved."""
     row_runs: tuple[int, ...] = ()

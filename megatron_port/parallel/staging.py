@@ -194,7 +194,7 @@ class StagingRing:
     # -- whole tensors -----------------------------------------------------------------------------------------------
 
     def stage_out(self, tensor: torch.Tensor) -> StagedTensor:
-        """Start to copy a tensor to the host and return where it lies; see :class:`StagedTensor`.
+        """Start to copy a tensor to the host and return where it is; see :class:`StagedTensor`.
 
         Raises:
             RuntimeError: no buffer is free.

@@ -42,5 +42,5 @@ class StateReader(Protocol):
         """Return the slice ``offset + shape`` of a tensor, as a tensor of that shape.
 
         ``out`` is an offer: a reader that can puts the slice there and returns ``out`` itself, which saves memory and a
-        copy; else it leaves it alone and returns a tensor of its own. After an error its content is undefined.
+        copy; otherwise it leaves it alone and returns a tensor of its own. After an error its content is undefined.
         """

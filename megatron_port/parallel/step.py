@@ -192,7 +192,7 @@ class StepContext:
     reference: torch.Tensor | None = None
     """float64 [batch, 2], last stage only: of pairs, the reference's log-probability of either answer."""
     stored: Stored | None = None
-    """Of the labels [batch, seq], on the last stage only: what a file keeps of the teacher's distributions."""
+    """For the labels [batch, seq], on the last stage only: what a file keeps of the teacher's distributions."""
     packed_documents: Callable[..., PackedDocuments] | None = None
     """Gives the same for kernels that take documents as sequences of their own, of all queries or of those given
     (:func:`pack_documents`); made at the first call."""

@@ -38,7 +38,7 @@ class Message:
 
     @property
     def downstream(self) -> bool:
-        """Whether it is an activation; else a gradient."""
+        """Whether it is an activation; otherwise a gradient."""
         return self.action.kind is Kind.FORWARD
 
 

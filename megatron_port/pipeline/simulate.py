@@ -159,7 +159,7 @@ def simulate(
     Args:
         cost: default: forward 1, backward 2.
         transfer: time of a message between stages; ``hidden``: it does not hold up its sender.
-        duplex: a stage sends and receives at once; else the receiver, too, spends the time of the transfer.
+        duplex: a stage sends and receives at once; otherwise the receiver, too, spends the time of the transfer.
         exchanges: by virtual stage, how much of a forward pass its exchanges of rows last; none: nothing.
 
     Raises:

@@ -24,7 +24,7 @@ class PlanRecord:
     """A plan and where it comes from."""
 
     key: str
-    """Of the run that it is for; see :func:`key_of`."""
+    """Key of the run that it is for; see :func:`key_of`."""
     source: Literal["planned", "measured"]
     layers: tuple[str, ...]
     """As activations.layers."""

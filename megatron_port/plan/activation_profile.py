@@ -18,7 +18,7 @@ class StageMeasures:
     """The largest of what the ranks of a stage measured, for one micro-batch; 0: not known."""
 
     seconds: dict[Site, float] = field(default_factory=dict)
-    """Of running a site's operation again in one layer."""
+    """Seconds to run a site's operation again in one layer."""
     sizes: dict[Site, float] = field(default_factory=dict)
     """Bytes that one layer saves of a site."""
     forward: float = 0.0

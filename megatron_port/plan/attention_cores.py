@@ -15,9 +15,9 @@ class Heads:
 
     q: float
     k: float
-    """Of the positions that the rank holds."""
+    """Keys of the positions that the rank holds."""
     all_k: float
-    """Of those that its attention sees: of the whole sequence where context-parallel ranks gather them."""
+    """Keys that its attention sees: the whole sequence where context-parallel ranks gather them."""
     scores: float
     square: float
     """Pairs of its queries' and its keys' positions: a mask has so many bytes."""

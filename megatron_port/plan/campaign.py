@@ -76,10 +76,10 @@ class Terms:
     wait_hours: float = 0.0
     """In the queue before each job."""
     power_w: float = 0.0
-    """Of a device with its share of the node; 0: not known."""
+    """Watts of a device with its share of the node; 0: not known."""
     overhead: float = OVERHEAD
     price: float = 0.0
-    """Of a device hour."""
+    """Price of a device hour."""
     carbon: float = 0.0
     """Grams of CO2 a kWh."""
 

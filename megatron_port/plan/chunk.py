@@ -32,7 +32,7 @@ class ChunkBytes:
     kept: float
     """Held from the forward pass to the backward pass, input and output left out."""
     logits: float
-    """Of ``kept``: the logits."""
+    """The part of ``kept`` that is logits."""
     deferred: float
     """Held from a split backward pass to its weight pass."""
     layers: float

@@ -30,7 +30,7 @@ class HeadBytes:
     queries: float
     keys_values: float
     sent: float
-    """Of keys and values, where they are exchanged by heads: with copies where there are fewer heads than ranks."""
+    """Keys and values sent where they are exchanged by heads, with copies where there are fewer heads than ranks."""
 
 
 def head_bytes(case: Case, layer: LayerSpec) -> HeadBytes:

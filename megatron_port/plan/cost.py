@@ -13,7 +13,7 @@ class Cost:
     backward: float = 0.0
     """With what recompute adds."""
     forward_tensor: float = 0.0
-    """Of tensor-parallel collectives, what compute does not hide."""
+    """The part of tensor-parallel collectives that compute does not hide."""
     backward_tensor: float = 0.0
     forward_exchange: float = 0.0
     """The same of all-to-all between expert-parallel ranks."""
@@ -22,7 +22,7 @@ class Cost:
     """The same of what ranks that share a sequence exchange."""
     backward_context: float = 0.0
     fillable: float = 0.0
-    """Of ``forward_exchange``: rows on their way, beside which weight passes may run."""
+    """The part of ``forward_exchange`` with rows on their way, beside which weight passes may run."""
     forward_starts: float = 0.0
     """Seconds in which the host starts the operations of the forward pass."""
     backward_starts: float = 0.0

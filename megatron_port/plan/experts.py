@@ -27,7 +27,7 @@ class Routed:
     """Sizes of a layer of experts for one micro-batch on one rank."""
 
     tokens: float
-    """Of its own share, which it routes."""
+    """Tokens of its own share, which it routes."""
     sent: float
     """Rows that it sends to experts: of each token one for each of its experts, those dropped left out."""
     rows: float

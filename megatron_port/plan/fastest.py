@@ -255,7 +255,7 @@ class _Search:
         return max(sum(held_bytes(case, *count)) for count in counts or self._elements(case))
 
     def _fitting(self, kind: Kind | None, case: Case) -> Candidate | None:
-        """The layout, if it fits and training takes it; else a plan of its activations may."""
+        """The layout, if it fits and training takes it; otherwise a plan of its activations may."""
         plain = State(1).of(case)
         if plain in self.known:
             return None

@@ -1,6 +1,6 @@
 """What this program's 8-bit products (precision.fp8) add to a plan: passes over memory, and copies of the weights.
 
-torch's casts are its ops, one after the other: an operand is read for its largest element (2 bytes an element),
+torch's casts are its ops, one after the other: an operand is read for its largest element (2 bytes per element),
 multiplied (2 + 2) and rounded (2 + 1); for a product that sums over its other dimension it is transposed in 8 bits
 (1 + 1). Own casts read it for its largest element (2), and once more for the values and, in the same pass, their
 transpose (2 + 1 + 1); rows stay in registers in between (2 + 1).
@@ -18,7 +18,7 @@ from megatron_port.plan.rates import Rates
 
 @dataclass(frozen=True)
 class Casts:
-    """A provider's casts of a bf16 operand, each (bytes an element, kernels launched)."""
+    """A provider's casts of a bf16 operand, each (bytes per element, kernels launched)."""
 
     tensor: tuple[float, int]
     """With one scale."""

@@ -121,7 +121,7 @@ def held_out_errors(entries: Sequence[Entry], formula: Formula) -> list[float]:
 
 
 def band(errors: Sequence[float]) -> float:
-    """Half width of the band that two thirds of the held-out shapes lie in; 0 where nothing was held out."""
+    """Half width of the band that two thirds of the held-out shapes are in; 0 where nothing was held out."""
     if not errors:
         return 0.0
     return statistics.quantiles([abs(e) for e in errors], n=3)[1] if len(errors) > 1 else abs(errors[0])

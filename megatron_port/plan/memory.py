@@ -32,7 +32,7 @@ class StageMemory:
     elements: int
     """Parameters that the rank holds."""
     experts: int
-    """Of them, those of experts."""
+    """The part of them that belongs to experts."""
     weights: float
     """With their 8-bit copies under precision.fp8."""
     gradients: float

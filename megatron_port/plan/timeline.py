@@ -75,7 +75,7 @@ def timeline(
 
     ``forward``, ``backward``: seconds of each chunk for one micro-batch, stages × chunks a stage of them.
     ``transfer``: seconds of one activation between stages; ``hidden``: it does not hold up its sender.
-    ``duplex``: a stage sends and receives at once; else the receiver, too, spends the time of the transfer.
+    ``duplex``: a stage sends and receives at once; otherwise the receiver, too, spends the time of the transfer.
     ``quick``: an estimate without a simulation, for a search. ``exchanges``: None where passes exchange no rows.
     """
     chunks = len(forward) // stages
@@ -119,7 +119,7 @@ def _quick_span(
 ) -> float:
     """The ``slowest`` stage for each micro-batch but the first, and what fills the pipeline: under 1F1B one micro-batch
     through all stages, with interleaving only its part of a chunk; under zero-bubble the weights' gradients fill the
-    rest, and a forward's time a stage is left (arXiv 2401.10241 with F = I = W), under zb-v half of it."""
+    rest, and a forward's time per stage is left (arXiv 2401.10241 with F = I = W), under zb-v half of it."""
     chunks = len(forward) // stages
     if schedule in ("zb-h1", "zb-v"):
         fill = sum(forward) * (stages - 1) / stages / chunks + 2 * (stages - 1) * transfer

@@ -105,7 +105,7 @@ def read_logs(folder: Path, hosts: list[str], node_of: list[int]) -> dict[str, L
 
 
 def judge_library(result: NetworkResult, loaded: Mapping[str, LoadedNetwork], wanted: str) -> None:
-    """Add what is wrong with the loaded network: to the job if all nodes share it, else to the nodes.
+    """Add what is wrong with the loaded network: to the job if all nodes share it, otherwise to the nodes.
 
     One node needs no network, so nothing is asked of it.
     """

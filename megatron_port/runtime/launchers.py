@@ -224,7 +224,7 @@ def place_of(claim: Claim, env: Mapping[str, str], *, address: str, loopback: bo
 
 
 def _port(claim: Claim, env: Mapping[str, str], sources: dict[str, str]) -> int:
-    """Return ``MASTER_PORT``; else a number that the job's name gives; else torch's default."""
+    """Return ``MASTER_PORT``; otherwise a number that the job's name gives; otherwise torch's default."""
     given = read_int(env, ("MASTER_PORT",), sources, "master_port")
     if given is not None:
         return given

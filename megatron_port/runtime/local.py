@@ -1,6 +1,6 @@
 """Start the ranks of one machine by forking them from a parent that has imported what they need.
 
-torchrun starts a fresh interpreter a rank, and each imports torch and
+torchrun starts a fresh interpreter per rank, and each imports torch and
 DeepSpeed: half a minute for eight ranks on two cores. A forked rank starts in
 a tenth of a second. Nothing of torch has run in the parent, so the children
 start clean.

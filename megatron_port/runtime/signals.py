@@ -49,7 +49,7 @@ class StopRequest:
 
     @property
     def level(self) -> int:
-        """0: continue; else that of ``LEVELS``. The ranks' maximum is what all do."""
+        """0: continue; otherwise that of ``LEVELS``. The ranks' maximum is what all do."""
         return self._level
 
     def request(self, number: int = signal.SIGINT) -> None:

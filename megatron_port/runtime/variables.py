@@ -38,5 +38,5 @@ def handed_files() -> dict[str, str]:
 
 
 def node_name() -> str:
-    """This node as SLURM calls it, else the short host name."""
+    """This node as SLURM calls it, otherwise the short host name."""
     return os.environ.get("SLURMD_NODENAME", "") or socket.gethostname().split(".")[0]

@@ -126,7 +126,7 @@ def settle(
 
 
 def _decide(known: Identity | None, config: RunConfig, begun_at: Manifest | None, *, inside: bool) -> Identity:
-    """Decide which run this attempt belongs to. ``inside``: the checkpoint lies in the run's own folder."""
+    """Decide which run this attempt belongs to. ``inside``: the checkpoint is in the run's own folder."""
     digest, resume = config_hash(config), config.checkpoint.resume
     new = Identity(id=secrets.token_hex(8), name=config.name, config_hash=digest, begun=time.time())
     again = replace(known, name=config.name, config_hash=digest) if known is not None else None

@@ -73,7 +73,7 @@ def cells(record: Record) -> dict[str, str]:
 def make_console(
     *, total_steps: int, log_interval: int = 1, stream: TextIO | None = None, name: str = "run"
 ) -> PlainConsole | LiveConsole:
-    """A live table on a terminal that can draw one, else plain lines. Call it on the rank that speaks only."""
+    """A live table on a terminal that can draw one, otherwise plain lines. Call it on the rank that speaks only."""
     out = stream if stream is not None else sys.stdout
     if out.isatty():
         try:

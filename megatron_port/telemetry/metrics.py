@@ -1,4 +1,4 @@
-"""metrics.jsonl, the source of truth of a run: one JSON object a line. docs/metrics.md defines each field.
+"""metrics.jsonl, the source of truth of a run: one JSON object per line. docs/metrics.md defines each field.
 
 A value that is not known is absent: never 0, never null. A value that is known
 but not finite is the string ``NaN``, ``Infinity`` or ``-Infinity`` (JSON has no

@@ -37,7 +37,7 @@ class RunState:
     loss: float | None = None
     validation_loss: float | None = None
     seconds: float | None = None
-    """Of the last step."""
+    """Seconds of the last step."""
     time: float | None = None
     """When the last line was written, in seconds since 1970."""
     why: str = ""

@@ -1,4 +1,4 @@
-"""A rank's side of the watch: a thread with one connection that sends a heartbeat a second and does as it is told.
+"""A rank's side of the watch: a thread with one connection that sends a heartbeat per second and does as it is told.
 
 The hub sends a word a second too. Where it ends or falls silent, rank 0 starts another (``watch.hub_process``), and
 every rank connects anew.

@@ -22,7 +22,7 @@ HELLO, BEAT, STACKS, FAILING, BYE = "hello", "beat", "stacks", "failing", "bye"
 ASK, LEAVE, SPEAK = "ask", "leave", "speak"
 """From the hub: send stacks; end at once; nobody else explains it, so tell your own error."""
 ALIVE, ROSTER = "alive", "roster"
-"""From the hub: a word a second; to rank 0 also who each rank is, for the hub that would follow."""
+"""From the hub: a word per second; to rank 0 also who each rank is, for the hub that would follow."""
 
 
 class WireError(Exception):

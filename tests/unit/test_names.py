@@ -90,12 +90,17 @@ def test_every_pattern_has_an_old_name() -> None:
 
 
 def public_docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """``(line, docstring)`` of every public function, method and class that has one."""
+    """``(line, docstring)`` of every public function, method, class and field that has one."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
             text = ast.get_docstring(node)
             if text:
                 yield node.lineno, text
+        if isinstance(node, ast.ClassDef):
+            for field, after in zip(node.body, node.body[1:]):
+                if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
+                    if isinstance(after.value, ast.Constant):
+                        yield after.lineno, str(after.value.value)
 
 
 def bad_opening(text: str) -> bool:
@@ -116,4 +121,6 @@ def test_public_docstrings_start_with_a_verb_or_a_noun() -> None:
 def test_an_opening_without_a_verb_or_a_noun_is_found() -> None:
     source = 'class A:\n    """See ``B``."""\n    def f(self):\n        """Of the output: what it takes."""\n'
     assert [line for line, text in public_docstrings(ast.parse(source)) if bad_opening(text)] == [1, 3]
+    source = 'class A:\n    x: int\n    """Of the run."""\n'
+    assert [line for line, text in public_docstrings(ast.parse(source)) if bad_opening(text)] == [3]
     assert not bad_opening("Offset of the first row.") and not bad_opening("Return the loss.")

@@ -16,7 +16,7 @@ from megatron_port.backend.direct import differentiable
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None, *, approximate: bool) -> Tensor:
-    """gelu(x + bias) for contiguous x [..., f], bias [f]; approximate: the tanh form, else x Phi(x) with erf.
+    """gelu(x + bias) for contiguous x [..., f], bias [f]; approximate: the tanh form, otherwise x Phi(x) with erf.
 
     The sum is not rounded to x's dtype before the gelu, nor dx before it is summed to the gradient of bias.
     """

@@ -1,7 +1,7 @@
 """Split of the fused query-key-value projection with rotary position embedding (Su et al., arXiv 2104.09864).
 
 Arithmetic in fp32 with fp32 tables; fp32, fp16 and bf16 tensors. Bytes: the projection is read once and q, k, v are
-written once, backward the reverse; the tables add 4 d bytes a position, 4 % at 24 heads in all in half precision.
+written once, backward the reverse; the tables add 4 d bytes per position, 4 % at 24 heads in all in half precision.
 """
 
 from __future__ import annotations

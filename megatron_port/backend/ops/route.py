@@ -21,7 +21,7 @@ def route(
     """Return (experts int64 [tokens, k] ascending, weights [tokens, k], scores [tokens, E], margin [tokens]) of
     contiguous logits; the experts are ``given`` int64 [tokens, k] where it is a tensor, and the margin then 0.
 
-    ``bias`` [E] only chooses. ``two``: a group's value is the sum of its two largest, else its largest.
+    ``bias`` [E] only chooses. ``two``: a group's value is the sum of its two largest, otherwise its largest.
     """
     out: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.megatron_port.route.default(
         logits, bias, given, k, sigmoid, groups, top_groups, two, normalise, scale

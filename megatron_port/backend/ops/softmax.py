@@ -1,7 +1,7 @@
 """Causal softmax of attention scores with dropout, the fallback where no fused attention serves.
 
 Statistics in fp32; fp32, fp16 and bf16 tensors. Only the live part of a row is read, all of it is written. With e
-bytes an element and L = Σ (i + 1 + k - q) live elements per matrix: forward moves (L + q k) e, backward (2 L + q k) e;
+bytes per element and L = Σ (i + 1 + k - q) live elements per matrix: forward moves (L + q k) e, backward (2 L + q k) e;
 at q = k that is 1.5 and 2 times the tensor. Dropout adds q k e to the forward pass; its mask is made in both passes
 and never stored. Rows up to 16384 columns are read once, wider ones twice.
 """

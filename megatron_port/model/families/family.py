@@ -65,7 +65,7 @@ class Family:
     """The family's own fields of a config.json."""
     names: Names
     names_of: Callable[[ModelConfig], Names] | None = None
-    """Names of a model, where modules of its layers are called by what the model has; else ``names``."""
+    """Names of a model, where modules of its layers are called by what the model has; otherwise ``names``."""
     harmless: frozenset[str] = frozenset()
     """Fields of the family that change nothing in what a language model computes."""
     twin: bool = False

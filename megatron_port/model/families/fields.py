@@ -81,7 +81,7 @@ class Fields:
         return 0 if not found or found >= length else found
 
     def windows_by_layer(self, layers: int, length: int) -> dict[str, Any]:
-        """Return the windows of Qwen's models: of the layers that ``layer_types`` names, else of those from
+        """Return the windows of Qwen's models: of the layers that ``layer_types`` names, otherwise of those from
         ``max_window_layers`` on; none unless ``use_sliding_window``."""
         used, first = self.get("use_sliding_window", False), self.get("max_window_layers", 28)
         window = self.window("sliding_window", 4096, length)
