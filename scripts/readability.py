@@ -96,8 +96,8 @@ PROSE = (
     Refused(r"\b(lie|lies|lay) (in|at|beside|outside|within|inside|before|behind|where|there|here)\b", "is, are"),
     Refused(
         r"\b(rows?|values?|lines?|kernels?|instructions|bytes|tensors|launch|launches|pieces|elements|collectives?"
-        r"|objects?|words?|numbers?|threads?|file) an? (rank|layer|line|row|element|thread|multiprocessor|slot|sample|step"
-        r"|tensor|position|parameter|device|node|stage|expert|token|micro-batch|replica)\b(?! (of|that|is|has))",
+        r"|objects?|words?|numbers?|threads?|file) an? (rank|layer|line|row|element|thread|multiprocessor|slot|sample"
+        r"|step|tensor|position|parameter|device|node|stage|expert|token|micro-batch|replica)\b(?! (of|that|is|has))",
         "bytes per row, a line per step",
     ),
     Refused(r"\bby the wall\b(?![ -]clock)", "by the wall clock"),

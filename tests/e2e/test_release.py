@@ -120,6 +120,7 @@ def test_the_bill_of_materials_names_what_the_wheel_requires(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # it compiles, perhaps beside others
 def test_the_wheel_works_in_a_bare_environment(tmp_path: Path) -> None:
     """Built as it is released, installed elsewhere without a checkout, a compiler or a network: it trains, plans and
     exports, and loads its own kernels. torch and the other requirements are those of this environment."""

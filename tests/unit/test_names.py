@@ -98,9 +98,9 @@ def public_docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, text
         if isinstance(node, ast.ClassDef):
             for field, after in zip(node.body, node.body[1:]):
-                if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
-                    if isinstance(after.value, ast.Constant):
-                        yield after.lineno, str(after.value.value)
+                documented = isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr)
+                if documented and isinstance(after.value, ast.Constant):
+                    yield after.lineno, str(after.value.value)
 
 
 def bad_opening(text: str) -> bool:
