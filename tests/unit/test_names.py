@@ -98,8 +98,9 @@ def public_docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, text
         if isinstance(node, ast.ClassDef):
             for field, after in zip(node.body, node.body[1:]):
-                documented = isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr)
-                if documented and isinstance(after.value, ast.Constant):
+                if not isinstance(field, ast.AnnAssign) or not isinstance(after, ast.Expr):
+                    continue
+                if isinstance(after.value, ast.Constant):
                     yield after.lineno, str(after.value.value)
 
 
