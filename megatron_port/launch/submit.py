@@ -33,6 +33,8 @@ from megatron_port.runtime.variables import variables
 
 SBATCH_TIMEOUT_S = 300.0
 """A busy controller answers late; giving up earlier leaves a job that nobody knows of."""
+STAGED_IMAGE = "image"
+"""``launch.stage`` that stages the container's image, a file."""
 CLAIM_S = SBATCH_TIMEOUT_S + 60.0
 """A record without a job is taken for one that is being submitted for so long."""
 
@@ -182,16 +184,27 @@ def new_folder(run_folder: Path, *, after: str = "") -> tuple[int, Path]:
 def fill(folder: Path, number: int, config: RunConfig, order: Order, **more: object) -> Record:
     """Write everything of a record but its script and its jobs; return it. Raises OSError, RecordFault."""
     text = to_toml(config)
-    stage = config.launch.stage or variables(("STAGE",)).get("STAGE", "")
     made = Record(
         number=number, name=config.name, time=time.time(), run=order.run, overrides=order.overrides, cwd=os.getcwd(),
         code=snapshot.keep_code(folder, config.plugins), environment=snapshot.interpreter(interpreter_of(config)),
-        image=snapshot.image_of(stage), config_digest=config_hash(config), planned=planned(config),
+        image=kept_image(config), config_digest=config_hash(config), planned=planned(config),
         **{"by": "submit", **more},  # type: ignore[arg-type]
     )
     write_output(folder / records.CONFIG, text)
     records.write_record(folder, made)
     return made
+
+
+def kept_image(config: RunConfig) -> dict[str, object]:
+    """Return the record's ``image``: of the archive that will be staged, else of the container. Raises RecordFault."""
+    given = variables(("STAGE", "IMAGE"))
+    stage = given.get("STAGE", "") or config.launch.stage
+    image = given.get("IMAGE", "") or config.cluster.container_image
+    if stage and stage != STAGED_IMAGE:
+        return snapshot.image_of(stage)
+    if not stage and not config.cluster.container:
+        return {}
+    return snapshot.image_of(image) if stage or os.path.isfile(image) else {"name": image}
 
 
 def submit(config: RunConfig, order: Order, options: Sequence[str] = ()) -> Submitted:

@@ -179,7 +179,7 @@ def _task_record(
     records.write_record(place, Record(
         number=1, name=config.name, time=time.time(), by="submit", run=run_file, overrides=(*overrides, *task.changes),
         options=tuple(options), cwd=os.getcwd(), sweep=str(folder), task=task.index, code=code, environment=environment,
-        image=snapshot.image_of(config.launch.stage), planned=planned(config),
+        image=submit.kept_image(config), planned=planned(config),
     ))
     return place
 

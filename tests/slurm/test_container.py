@@ -1,4 +1,4 @@
-"""Ranks in real containers (podman, from the distribution) on a real SLURM, whose tools exist on the hosts only."""
+"""Ranks in real containers (podman, apptainer) on a real SLURM, whose tools exist on the hosts only."""
 
 from __future__ import annotations
 
@@ -44,29 +44,53 @@ def usable(folder: Path) -> str:
     return f"podman starts nothing here: {done.stderr.strip()[-300:]}" if done.returncode else ""
 
 
-def test_a_job_in_containers_without_slurms_tools(runs: Runs) -> None:  # noqa: F811
+def apptainer_usable(folder: Path) -> str:
+    """Why apptainer cannot start a container from a .sif here, or nothing. Needs no privilege (--userns)."""
+    if not shutil.which("apptainer"):
+        return "no apptainer here (Debian's sid has it; with squashfuse it mounts an image, else it unpacks it)"
+    image = folder / "probe.sif"
+    steps = (["build", str(image), str(root_of(folder / "probe"))],
+             ["exec", "--userns", "--bind", "/usr:/usr:ro", str(image), "/usr/bin/true"])
+    for words in steps:
+        done = subprocess.run(["apptainer", *words], capture_output=True, text=True, check=False)
+        if done.returncode:
+            return f"apptainer {words[0]} fails here: {done.stderr.strip()[-300:]}"
+    return ""
+
+
+def image_of(runtime: str, runs: Runs) -> tuple[Path, tuple[str, ...], dict[str, str]]:  # noqa: F811
+    """Image, options and environment of a job; skipped where the runtime does not work."""
     (runs.folder / "probe").mkdir()
-    reason = usable(runs.folder)
+    reason = usable(runs.folder) if runtime == "podman" else apptainer_usable(runs.folder)
     if reason:
         pytest.skip(reason)
-    root, prefix = root_of(runs.folder), Path(sys.base_prefix).resolve()
-    places = ("/usr/lib", "/usr/lib64", str(prefix), sys.prefix)
-    mounts = [f"{place}:{place}:ro" for place in places]
-    real = str(Path(sys.prefix).resolve())
-    mounts += [f"{real}:{real}:ro"] if real != sys.prefix else []
+    root = root_of(runs.folder)
+    if runtime == "podman":
+        return root, (*LIMITS, "--rootfs"), {"CONTAINERS_CONF": str(runs.folder / "containers.conf")}
+    image = runs.folder / "image.sif"
+    for name in ("resolv.conf", "hosts", "localtime", "group"):
+        (root / "etc" / name).touch()  # which it mounts the host's over
+    subprocess.run(["apptainer", "build", str(image), str(root)], capture_output=True, check=True)
+    return image, ("--userns",), {"STAGE": "image"}
+
+
+@pytest.mark.parametrize("runtime", ["podman", "apptainer"])
+def test_a_job_in_containers_without_slurms_tools(runs: Runs, runtime: str) -> None:  # noqa: F811
+    """A root file system without programs. apptainer's image is a .sif that is copied to each node first (sbcast)."""
+    image, options, env = image_of(runtime, runs)
+    prefix, real = Path(sys.base_prefix).resolve(), str(Path(sys.prefix).resolve())
+    places = dict.fromkeys(("/usr/lib", "/usr/lib64", str(prefix), sys.prefix, real))
+    quoted = [", ".join(f'"{word}"' for word in words) for words in ([f"{p}:{p}:ro" for p in places], options)]
     login = Login(runs, nodes=2, training__steps=60)
-    quoted = [", ".join(f'"{word}"' for word in words) for words in (mounts, [*LIMITS, "--rootfs"])]
     with login.file.open("a") as stream:
-        stream.write(f'container = "podman"\ncontainer_image = "{root}"\ncontainer_mounts = [{quoted[0]}]\n'
-                     f'container_options = [{quoted[1]}]\ncontainer_python = "{sys.executable}"\n')
-    os.environ["CONTAINERS_CONF"] = str(runs.folder / "containers.conf")
-    try:
-        job = login.job()
-    finally:
-        del os.environ["CONTAINERS_CONF"]
+        stream.write(f'container = "{runtime}"\ncontainer_image = "{image}"\ncontainer_mounts = [{quoted[0]}]\n'
+                     f'container_options = [{quoted[1]}]\ncontainer_python = "{sys.executable}"\n'
+                     f'local_disk = "{runs.cluster.local}"\n')
+    job = login.job(**env)
     runs.wait_for_step(job, 10)
     runs.cluster.run(["scancel", "--batch", "--signal=USR1", str(job)])
     record = runs.wait(job, "COMPLETED")
     log = runs.log()
     assert int(record["Restarts"]) == 1 and "is queued again" in log and "resumed from" in log, log
+    assert log.count("staging ") == (2 if runtime == "apptainer" else 0), log
     assert losses(runs.run_folder) == train_here(2, *settings(**SHORT, training__steps=60))

@@ -342,6 +342,37 @@ def packed_environment(runs: Runs) -> Path:
     return archive
 
 
+MAPPED = """\
+for p in $(pgrep -f '^[^ ]*python[0-9.]* -m megatron_port train'); do
+  readlink /proc/$p/exe; awk '$6 ~ /^\\// {print $6}' /proc/$p/maps
+done | sort -u
+"""
+
+
+@pytest.mark.slow
+def test_ranks_run_from_the_image_that_launch_image_makes(runs: Runs) -> None:
+    """Packed from this environment, copied by sbcast, unpacked on two nodes: whatever a rank has mapped is the node's.
+
+    The checkout's files are on the same paths there, as a shared file system's would be.
+    """
+    archive = runs.folder / "env.tar"
+    made = subprocess.run([sys.executable, "-m", "megatron_port", "launch", "image", "-o", str(archive)], cwd=ROOT,
+                          text=True, capture_output=True, check=True)
+    change = settings(training__steps=400, **SHORT)
+    job = runs.submit(["--nodes=2", "--ntasks-per-node=1"], change, env={"STAGE": str(archive)})
+    runs.wait_for_step(job, 5, timeout=500)
+    found = {name: runs.cluster.on_node(name, ["sh", "-c", MAPPED]).stdout.split() for name in ("n1", "n2")}
+    runs.wait(job, "COMPLETED")
+    own, system = f"/tmp/megatron_port-{job}-", ("/usr/", "/lib/", "/lib64/", "/dev/", "/memfd")
+    for name, paths in found.items():
+        assert any(re.fullmatch(rf"{own}\w+/env/bin/python3[.\d]*", p) for p in paths), (name, paths)
+        assert any(p.endswith("libtorch_cpu.so") for p in paths), (name, paths)
+        strange = [p for p in paths if not p.startswith((own, *system))]
+        assert not strange, (name, strange, made.stdout)
+        assert not runs.cluster.on_node(name, ["sh", "-c", f"ls -d {own}* 2> /dev/null"], check=False).stdout
+    assert losses(runs.run_folder) == train_here(2, *change)
+
+
 @pytest.mark.slow
 def test_a_chained_job_goes_on(runs: Runs) -> None:
     change = settings(training__steps=60, launch__when_stopped="chain", **SHORT)

@@ -172,6 +172,22 @@ def test_a_cancelled_record_starts_nothing(queue: Path) -> None:
         start(queue, given=record(queue))
 
 
+@pytest.mark.parametrize(("stage", "image", "name"), [
+    ("image", "box.sif", "box.sif"), ("", "box.sif", "box.sif"), ("", "registry/box:1", ""),
+    ("env.tar", "box.sif", "env.tar"),
+])
+def test_the_image_that_ranks_run_from_is_kept(
+    queue: Path, monkeypatch: pytest.MonkeyPatch, stage: str, image: str, name: str
+) -> None:
+    """A container's file, staged or not, and an archive are known by their digests; a registry's image by its name."""
+    for number, file in enumerate(("box.sif", "env.tar")):
+        (queue / file).write_bytes(bytes([number]))
+    monkeypatch.setenv("STAGE", stage)
+    assert submit("--set", "cluster.container=apptainer", "--set", f"cluster.container_image={image}") == 0
+    kept = records.read_record(record(queue)).image
+    assert (Path(kept["path"]).name, len(kept["digest"])) == (name, 32) if name else kept == {"name": image}, kept
+
+
 def test_an_archive_that_was_replaced_is_refused(queue: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = queue / "env.tar"
     archive.write_bytes(bytes(1000))
