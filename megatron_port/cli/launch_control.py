@@ -119,17 +119,19 @@ def print_list(args: argparse.Namespace) -> int:
 def print_logs(args: argparse.Namespace) -> int:
     """Print or follow a run's logs."""
     from megatron_port.config.run_names import run_folder_of
-    from megatron_port.launch import control
+    from megatron_port.launch import control, direct, record
     from megatron_port.runtime.job import ask_queue
 
     folder = run_folder_of(args.run).absolute()
     if args.lines < 0:
         raise ConfigError(f"-n {args.lines}: a number of lines, or 0 for all")
     files = [path for path in control.log_files(folder) if path.exists()]
-    if args.follow:
-        def alive() -> bool:
-            return bool(control.live_jobs(folder, ask_queue()))
 
+    def alive() -> bool:
+        return direct.running(folder) is not None or bool(
+            not direct.only(folder) and control.live_jobs(folder, ask_queue()))
+
+    if args.follow and (files or (record.newest(folder) is not None and alive())):
         for text in control.follow(folder, count=args.lines, alive=alive, wait=time.sleep):
             print(text, end="", flush=True)
         return 0

@@ -115,21 +115,20 @@ def cancel(run_folder: Path, *, wait: Callable[[float], None] = time.sleep) -> l
         EnvironmentFault: SLURM does not answer, or refuses; or the process is another user's.
     """
     newest = records.newest(run_folder)
-    process = direct.running(run_folder, newest) if newest is not None else None
-    done: list[str] = []
-    jobs = [] if direct.only(run_folder) else live_jobs(run_folder, ask_queue())
-    if newest is None and not jobs:
+    if newest is None:
         raise ConfigError(
             f"{run_folder} has no launch record: no job and no process of it is known, so nothing is cancelled"
         )
+    process = direct.running(run_folder, newest)
+    jobs = [] if direct.only(run_folder) else live_jobs(run_folder, ask_queue())
+    done: list[str] = []
     by = f"{who()} at {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    if newest is not None:
-        try:
-            if process is not None:
-                done.append(direct.stop(process, by))
-            records.cancel(newest, by)
-        except OSError as error:
-            raise EnvironmentFault(f"{run_folder} cannot be cancelled: {error.strerror}") from None
+    try:
+        if process is not None:
+            done.append(direct.stop(process, by))
+        records.cancel(newest, by)
+    except OSError as error:
+        raise EnvironmentFault(f"{run_folder} cannot be cancelled: {error.strerror}") from None
     if not jobs:
         return done or [f"{run_folder}: nothing waits or runs; marked as cancelled"]
     until = time.monotonic() + SETTLE_S

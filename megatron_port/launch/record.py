@@ -134,8 +134,11 @@ def claim(run_folder: Path, number: int) -> Path | None:
 
 
 def discard(folder: Path) -> None:
-    """Remove a record whose job was never queued."""
+    """Remove a record whose job was never queued, and the folders above it that hold nothing else."""
     shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.parent.rmdir()
+        folder.parent.parent.rmdir()
 
 
 def write_record(folder: Path, record: Record) -> None:

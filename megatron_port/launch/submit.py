@@ -244,7 +244,12 @@ def submit(config: RunConfig, order: Order, options: Sequence[str] = ()) -> Subm
 def _not_queued(config: RunConfig, code: int, said: str, path: Path, options: Sequence[str]) -> Submitted:
     if code == 127:
         raise EnvironmentFault(
-            f"{said}; run this on a login node of {config.cluster.name} (launch render writes the script without SLURM)"
+            f"{said}; run this on a login node of {config.cluster.name} (launch show writes the script without SLURM)"
+        )
+    if code and "configuration source" in said:
+        raise EnvironmentFault(
+            f"sbatch is here, but SLURM's configuration is not ({said.splitlines()[-1]}); run this on a login node of "
+            f"{config.cluster.name} (launch show writes the script without SLURM)"
         )
     if code:
         raise EnvironmentFault(

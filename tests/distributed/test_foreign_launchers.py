@@ -7,6 +7,8 @@ does, meets the other in rank 0's store, and sums its rank with it.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -113,3 +115,36 @@ def test_two_processes_are_one_job(results: dict[str, list[tuple[int, str]]], na
 def test_two_processes_that_cannot_meet_exit_3(results: dict[str, list[tuple[int, str]]], name: str) -> None:
     for code, said in results[name]:
         assert code == 3 and said.startswith("refused: "), (code, said)
+
+
+ONE = """
+import torch, torch.distributed as dist
+from megatron_port.runtime import process_group
+from megatron_port.runtime.discovery import discover
+
+info = discover()
+group = process_group.start(info, backend="gloo", timeout_s=60.0, group_timeout_s=60.0)
+total = torch.tensor([info.rank + 1])
+dist.all_reduce(total)
+print("found", info.launcher, info.rank, info.world_size, int(total), flush=True)
+process_group.stop(group)
+"""
+REAL = {
+    "openmpi": ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2"],
+    "pmi": ["mpiexec.hydra", "-n", "2"],
+    "flux": ["flux", "start", "-s", "2", "flux", "run", "-N", "2", "-n", "2", "--env=MASTER_ADDR=127.0.0.1"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", REAL)
+def test_two_ranks_of_a_real_launcher(launcher: str) -> None:
+    """Debian's openmpi-bin and hydra; Flux from source (docs/flux.md)."""
+    command = REAL[launcher]
+    if not shutil.which(command[0]):
+        pytest.skip(f"no {command[0]} here")
+    env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | {
+        name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH", "OPAL_PREFIX") if name in os.environ}
+    done = subprocess.run([*command, sys.executable, "-c", ONE], env=env, text=True, capture_output=True, timeout=200)
+    found = sorted(line for line in done.stdout.splitlines() if line.startswith("found"))
+    assert found == [f"found {launcher} {rank} 2 3" for rank in range(2)], done.stdout + done.stderr

@@ -135,14 +135,6 @@ def test_a_frontier_script_runs_as_it_is_with_command_line_options(runs: Runs, s
     assert len(losses(runs.run_folder)) == 6
 
 
-def test_usr1_saves_requeues_and_resumes(runs: Runs) -> None:
-    change = settings(training__steps=60, **SHORT)
-    job = runs.submit(["--nodes=2", "--ntasks-per-node=1"], change)
-    runs.wait_for_step(job, 10)
-    runs.cluster.run(["scancel", "--batch", "--signal=USR1", str(job)])
-    resumed_bit_for_bit(runs, job, change, nodes=2)
-
-
 @pytest.mark.slow
 def test_usr1_by_the_clock_of_the_time_limit(runs: Runs) -> None:
     change = settings(training__steps=1200, **SHORT)
@@ -275,20 +267,6 @@ STALE = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0"}
 """As they stay behind in a shell, whose environment sbatch hands to the job."""
 
 
-@pytest.mark.parametrize(
-    ("env", "says"),
-    [({"SRUN_OPTIONS": "--gres=gpu:99"}, "srun did not start the ranks: .*gpu:99 is more than.*Invalid generic"),
-     (STALE, "this looks like torchrun, but WORLD_SIZE is not set.*unset TORCHELASTIC_RUN_ID")],
-)
-def test_what_no_other_attempt_can_change_is_tried_once(runs: Runs, env: dict[str, str], says: str) -> None:
-    job = runs.submit(["--nodes=2", "--ntasks-per-node=1"], settings(), env=env)
-    record = runs.wait(job, "FAILED", timeout=120)
-    log = runs.log()
-    assert record["Restarts"] == "0" and record["ExitCode"] == "3:0", record
-    last = [line for line in log.splitlines() if line][-1]
-    assert re.search(f"^launch: first failure: .*{says}", last) and "another attempt would meet the same" in log, log
-
-
 LISTEN = """\
 import socket, sys, time
 s = socket.socket()
@@ -415,9 +393,11 @@ def test_the_same_failure_three_times_stops_the_run(runs: Runs) -> None:
 
 WRONG: dict[str, tuple[dict[str, str], list[str], list[str], str]] = {
     # name: environment of sbatch, options of sbatch, arguments of the script, what the log says
-    "refused resource": ({"SRUN_OPTIONS": "--gres=gpu:99"}, [], [], "Invalid generic resource"),
+    "refused resource": ({"SRUN_OPTIONS": "--gres=gpu:99"}, [], [],
+                         "srun did not start the ranks: .*gpu:99 is more than.*Invalid generic resource"),
     "unknown option": ({"SRUN_OPTIONS": "--no-such-thing"}, [], [], "option '--no-such-thing'"),
-    "stale torchrun": (STALE, [], [], "this looks like torchrun, but WORLD_SIZE is not set"),
+    "stale torchrun": (STALE, [], [],
+                       "this looks like torchrun, but WORLD_SIZE is not set.*unset TORCHELASTIC_RUN_ID"),
     "bad -n": ({}, ["-n3"], [], r"3 tasks \(-n\) on 2 nodes \(-N\)"),
     "too many spares": ({"SPARE_NODES": "2"}, [], [], "2 nodes with 2 spares leave none to train on"),
     "no such interpreter": ({"PYTHON": "/nowhere/python"}, [], [], r"/nowhere/python \(PYTHON, .*\) is no program"),
@@ -432,14 +412,22 @@ WRONG: dict[str, tuple[dict[str, str], list[str], list[str], str]] = {
 }
 
 
-@pytest.mark.slow
-def test_wrong_environments_are_named_and_never_queued_again(runs: Runs) -> None:
+TRIED_ONCE = ("refused resource", "stale torchrun")
+"""What srun or a rank finds out, after the script has started the step; the others, the script itself."""
+
+
+@pytest.mark.parametrize("names", [
+    pytest.param(TRIED_ONCE, id="in the step"),
+    pytest.param(tuple(name for name in WRONG if name not in TRIED_ONCE), id="before", marks=pytest.mark.slow),
+])
+def test_wrong_environments_are_named_and_never_queued_again(runs: Runs, names: tuple[str, ...]) -> None:
     """All at once: each fails before, or in, its first attempt, and says why in one line."""
     old = runs.folder / "old-python"
     old.write_text('#!/bin/sh\ncase "$1" in --version) echo "Python 3.6.15" ;; *) exit 1 ;; esac\n')
     old.chmod(0o755)
     jobs = {}
-    for number, (name, (env, options, arguments, _)) in enumerate(WRONG.items()):
+    for number, name in enumerate(names):
+        env, options, arguments, _ = WRONG[name]
         env = {key: str(old) if value == "OLD" else value for key, value in env.items()}
         script = "launch/lumi_22b.sh" if "BOX" in env else "launch/slurm.sh"
         partition = runs.cluster.run(["sinfo", "-ho", "%R"]).stdout.split()[0]
@@ -456,4 +444,8 @@ def test_wrong_environments_are_named_and_never_queued_again(runs: Runs) -> None
         assert (record["JobState"], record["Restarts"]) == ("FAILED", "0"), f"{name}: {record}\n{log}"
         assert re.search(WRONG[name][3], log), f"{name}:\n{log}"
         assert "Traceback" not in log, f"{name}:\n{log}"
-    assert len(jobs) >= 12
+        if name in TRIED_ONCE:
+            last = [line for line in log.splitlines() if line][-1]
+            assert record["ExitCode"] == "3:0" and "another attempt would meet the same" in log, f"{record}\n{log}"
+            assert re.search(f"^launch: first failure: .*{WRONG[name][3]}", last), log
+    assert len(WRONG) >= 12

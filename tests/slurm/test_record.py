@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from cluster import Cluster, start_cluster, why_not
 from jobs import ROOT, environment, losses, metrics, settings, train_here
-from test_launch import IMPATIENT, SHORT, Runs, runs  # noqa: F401 - runs is a fixture
+from test_launch import IMPATIENT, SHORT, Runs, resumed_bit_for_bit, runs  # noqa: F401 - runs is a fixture
 
 pytestmark = pytest.mark.slurm
 
@@ -47,18 +47,21 @@ class Login:
         return int(found[1])
 
 
-def test_what_is_queued_does_not_change_and_is_not_queued_twice(runs: Runs) -> None:  # noqa: F811
-    login = Login(runs, nodes=2, training__steps=5)
+def test_what_is_queued_does_not_change_and_usr1_saves_requeues_and_resumes(runs: Runs) -> None:  # noqa: F811
+    """The second submission is refused, the run file is edited, and a warning of the time limit comes."""
+    login = Login(runs, nodes=2, training__steps=60)
     job = login.job("--hold")
     assert f"was submitted already: job {job} is PENDING" in login.submit(code=2)
     assert "PENDING (JobHeldUser)" in login("status")
     login.file.write_text("seed = nonsense")
     runs.cluster.run(["scontrol", "release", str(job)])
-    runs.wait(job, "COMPLETED")
-    assert losses(runs.run_folder) == train_here(2, *settings(**SHORT, training__steps=5))
+    runs.wait_for_step(job, 10)
+    runs.cluster.run(["scancel", "--batch", "--signal=USR1", str(job)])
+    resumed_bit_for_bit(runs, job, settings(**SHORT, training__steps=60), nodes=2)
     [row] = json.loads(login("status", "runs", "--json"))
-    assert (row["state"], row["step"], row["steps"], row["attempts"]) == ("finished", 5, 5, 1) and row["node_hours"] > 0
-    assert "master" in login("logs", "runs/job", "-n", "0") and "finished at step 5" in login("list", "runs/job")
+    assert (row["state"], row["step"], row["steps"], row["attempts"]) == ("finished", 60, 60, 2), row
+    assert row["node_hours"] > 0 and "finished at step 60" in login("list", "runs/job")
+    assert "master" in login("logs", "runs/job", "-n", "0")
 
 
 @pytest.mark.slow
@@ -67,7 +70,8 @@ def test_a_cancelled_run_stays_cancelled_while_it_is_chained(runs: Runs) -> None
     job = login.job()
     runs.wait_for_step(job, 5)
     runs.cluster.run(["scancel", "--batch", "--signal=USR1", str(job)])
-    assert f"job {job} (" in login("cancel", "runs/job")
+    said = login("cancel", "runs/job")  # of this job, or of the next one where it has saved and chained that already
+    assert re.search(rf"^job ({job}|{job + 1}) \(", said), said
     runs.cluster.wait_for(lambda: not runs.cluster.run(["squeue", "--noheader"]).stdout.strip(), 60, "empty queue")
     time.sleep(3)
     assert not runs.cluster.run(["squeue", "--noheader"]).stdout.strip()
