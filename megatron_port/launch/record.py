@@ -125,11 +125,16 @@ def numbers(run_folder: Path) -> list[int]:
 def claim(run_folder: Path, number: int) -> Path | None:
     """Make the folder of a record; None where somebody else just has. Raises OSError."""
     folder = record_folder(run_folder, number)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        return None
+    for tries in range(10):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir()
+            break
+        except FileExistsError:
+            return None
+        except FileNotFoundError:  # a submission that was refused has just discarded the folders above
+            if tries == 9:
+                raise
     return folder
 
 

@@ -36,13 +36,13 @@ class Login:
         assert done.returncode == code, (words, done.stdout, done.stderr)
         return done.stdout + done.stderr
 
-    def submit(self, *options: str, code: int = 0, after: str = "", **env: str) -> str:
+    def submit(self, *options: str, code: int = 0, after: str = "", env: dict[str, str] | None = None) -> str:
         follow = ["--after", after] if after else []
         log = f"--output={self.runs.folder}/log.out"
-        return self("submit", "run.toml", *self.arguments, *follow, "--", log, *options, code=code, **env)
+        return self("submit", "run.toml", *self.arguments, *follow, "--", log, *options, code=code, **(env or {}))
 
     def job(self, *options: str, **env: str) -> int:
-        found = re.search(r"^job (\d+), ", self.submit(*options, **env))
+        found = re.search(r"^job (\d+), ", self.submit(*options, env=env))
         assert found
         return int(found[1])
 
