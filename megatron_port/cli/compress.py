@@ -75,6 +75,9 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
                         help="least rank that keeps this share of the squared singular values in every layer")
     factor.add_argument("--budget", type=float, default=0.0, metavar="SHARE",
                         help="largest rank whose factors have at most this share of the matrix's elements")
+    parser.add_argument_group("sharing").add_argument(
+        "--share", type=int, default=0, metavar="N", help="N consecutive layers use one set of weights, first the mean"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -139,7 +142,7 @@ def _request(args: argparse.Namespace) -> Request:
     sizes = Sizes(layers=args.layers, heads=args.heads, groups=args.groups, ffn=args.ffn, experts=args.experts,
                   hidden=args.hidden)
     return Request(sizes=sizes, drop=drop, importance=args.importance, factor=_factor(args.factor), energy=args.energy,
-                   budget=args.budget)
+                   budget=args.budget, share=args.share)
 
 
 def _factor(text: str) -> dict[str, int] | None:

@@ -45,7 +45,7 @@ def convert(
         ConfigError: no run can train such a model, and what to change.
         CheckpointError: the source is damaged, a checkpoint is there already, or the disk refuses. Nothing is left.
     """
-    wrong = [text for text in problems(RunConfig(model=model)) if text.startswith("model.")]
+    wrong = [text for text in problems(RunConfig(model=model, engine="native")) if text.startswith("model.")]
     if wrong:
         raise ConfigError(wrong)
     shapes = {(name, WEIGHT): shape for name, shape in parameter_shapes(model).items()}

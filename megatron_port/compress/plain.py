@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron_port.checkpoint.reader import Checkpoint
+from megatron_port.compress.axes import layer_of
 from megatron_port.compress.factor import MultipliedWeights, without_factors
 from megatron_port.config.dump import as_dict
 from megatron_port.config.schema import ModelConfig
@@ -22,11 +23,12 @@ from megatron_port.parallel.state import WEIGHT
 
 def plain_model(model: ModelConfig) -> ModelConfig:
     """Return the model of whole matrices, one set for each layer, that computes what ``model`` does."""
-    return without_factors(model)
+    return replace(without_factors(model), shared_layers=1)
 
 
 class PlainCheckpoint(Checkpoint):
-    """The weights of :func:`plain_model`, and the buffers as they are; a factored matrix is multiplied out."""
+    """The weights of :func:`plain_model`, and the buffers as they are: factored matrices are multiplied out, and each
+    layer has a copy of weights that it shares."""
 
     def __init__(self, of: Checkpoint) -> None:
         state = of.manifest.state
@@ -35,7 +37,18 @@ class PlainCheckpoint(Checkpoint):
         config: dict[str, Any] = {**state.config, "model": as_dict(plain)}
         super().__init__(of.path, replace(of.manifest, state=replace(state, config=config)))
         self._of, self._shapes = of, parameter_shapes(plain)
-        self._weights = MultipliedWeights(model, of.read)
+        self._model = model
+        self._weights = MultipliedWeights(replace(model, shared_layers=1), self._read_owner)
+
+    def _read_owner(
+        self, name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...], /, *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Read a weight of a layer from the layer whose weights it uses."""
+        layer, relative = layer_of(name)
+        if layer is not None and kind == WEIGHT:
+            name = f"layers.{self._model.owner_of(layer)}.{relative}"
+        return self._of.read(name, kind, offset, shape, out=out)
 
     def names(self, kind: str = WEIGHT) -> Iterator[str]:
         """Yield the names of the plain model's parameters, or of the buffers."""

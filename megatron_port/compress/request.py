@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from megatron_port.compress.factor import FactoredWeights, ranks_by_budget, rank
 from megatron_port.compress.importance_file import Importance, read_importance
 from megatron_port.compress.pruned_reader import PrunedWeights
 from megatron_port.compress.selection import Selection, select
+from megatron_port.compress.shared import MeanWeights
 from megatron_port.compress.sizes import Sizes
 from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError, ConfigError
@@ -33,6 +34,8 @@ class Request:
     """Linears that become two factors, and their ranks, 0 where ``energy`` or ``budget`` says it; empty: all."""
     energy: float = 0.0
     budget: float = 0.0
+    share: int = 0
+    """Consecutive layers that come to use one set of weights."""
 
     def planned(self, model: ModelConfig) -> ModelConfig:
         """Return the model that would be made of ``model``, without its weights. Raises ConfigError.
@@ -40,6 +43,8 @@ class Request:
         Without measured importance the first of everything stays, which has the same sizes.
         """
         self._check(model)
+        if self.share:
+            return self._shared(model)
         if self.factor is not None:
             if self.energy:
                 raise ConfigError("--energy needs the weights' singular values, which `compress run` computes; plan "
@@ -58,6 +63,9 @@ class Request:
             CheckpointError: the importance is of other weights.
         """
         self._check(source.model)
+        if self.share:
+            model = self._shared(source.model)
+            return model, MeanWeights(model, source.read), {"method": "share", "layers_of_a_group": self.share}
         if self.factor is not None:
             ranks = self._ranks(source.model, source.read, note)
             model = with_ranks(source.model, ranks)
@@ -74,16 +82,26 @@ class Request:
         prunes = bool(self.sizes.asked or self.drop)
         if self.factor is None and (self.energy or self.budget):
             raise ConfigError("--energy and --budget are of --factor; name the linears with it, or `all`")
-        if not prunes and self.factor is None:
+        methods = [prunes, self.factor is not None, bool(self.share)]
+        if not any(methods):
             raise ConfigError(
                 "nothing is to become smaller: give --layers, --drop-layers, --heads, --groups, --ffn, --experts, "
-                "--hidden or --factor"
+                "--hidden, --factor or --share"
             )
-        if prunes and self.factor is not None:
-            raise ConfigError("--factor with sizes to prune: make two conversions, the pruning first")
-        if model.ranks:
-            raise ConfigError(f"the source has factored linears ({', '.join(model.ranks)}) already: prune before "
-                              "factoring, and factor once")
+        if sum(methods) > 1:
+            raise ConfigError("sizes to prune, --factor and --share are conversions of their own: make one after the "
+                              "other, the pruning first")
+        if model.ranks or model.shared_layers > 1:
+            what = f"factored linears ({', '.join(model.ranks)})" if model.ranks else "layers that share weights"
+            raise ConfigError(f"the source has {what} already: prune before factoring or sharing, and do each once")
+
+    def _shared(self, model: ModelConfig) -> ModelConfig:
+        if not 1 < self.share <= model.num_layers or model.moe.enabled:
+            raise ConfigError(f"--share {self.share}: the model has {model.num_layers} layers" + (
+                ", some of them with experts, which do not share weights" if model.moe.enabled else
+                f"; give 2 to {model.num_layers}"
+            ))
+        return replace(model, shared_layers=self.share)
 
     def _ranks(
         self, model: ModelConfig, read: StateReader | None, note: Callable[[str], None]

@@ -20,7 +20,7 @@ from megatron_port.config.graphs import graph_problems
 from megatron_port.config.latent import latent_problems
 from megatron_port.config.layout import layout_problems, topology_sizes
 from megatron_port.config.loader import did_you_mean
-from megatron_port.config.low_rank import low_rank_problems
+from megatron_port.config.low_rank import low_rank_problems, shared_layer_problems
 from megatron_port.config.memory import activation_problems
 from megatron_port.config.moe import moe_problems
 from megatron_port.config.multi_token import mtp_problems
@@ -127,6 +127,7 @@ def _relations(config: RunConfig) -> list[str]:
     out = [
         *rope_problems(m), *architecture_problems(m), *attention_problems(config), *latent_problems(config),
         *mtp_problems(config), *low_rank_problems(config),
+        *shared_layer_problems(config),
     ]
     if m.attention_dropout > 0 and backend.attention not in ("auto", "own", "math"):
         out.append(

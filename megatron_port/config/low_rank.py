@@ -1,4 +1,4 @@
-"""Which factored linears a model can have."""
+"""Which factored linears and which shared layers a model can have."""
 
 from __future__ import annotations
 
@@ -17,6 +17,25 @@ def factored_shapes(m: ModelConfig) -> dict[str, tuple[int, int]]:
     if all(map(m.moe.has_experts, range(m.num_layers))):
         del shapes["up"], shapes["down"]
     return shapes
+
+
+def shared_layer_problems(config: RunConfig) -> list[str]:
+    """Name what layers that share weights do not go with."""
+    m = config.model
+    if m.shared_layers == 1:
+        return []
+    asked, out = f"model.shared_layers {m.shared_layers}", []
+    if m.shared_layers > m.num_layers:
+        out.append(f"{asked} is above num_layers {m.num_layers}; use at most that")
+    if m.moe.enabled:
+        out.append(f"{asked} with layers of experts, which each have their own; use 1, or moe.num_experts = 0")
+    if config.engine != "native":
+        out.append(f'{asked} with engine "{config.engine}", which ties the embedding alone over stages; use engine = '
+                   '"native"')
+    if config.fine_tuning.enabled:
+        out.append(f'{asked} with fine_tuning.method "{config.fine_tuning.method}": exports of adapters have one for '
+                   'each layer; use "none"')
+    return out
 
 
 def low_rank_problems(config: RunConfig) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from megatron_port.config.moe import MoEConfig
 from megatron_port.config.ranges import (
+    Count,
     CountOrZero,
     Fraction,
     NonNegative,
@@ -35,6 +36,9 @@ class ModelConfig:
     registers. Changes no number."""
     num_layers: Size = 2
     """Transformer layers."""
+    shared_layers: Count = 1
+    """Consecutive layers that use one set of weights, on one stage or several (ALBERT, arXiv 1909.11942: all of them);
+    1: each has its own."""
     hidden_size: Size = 128
     """Width of the residual stream, h."""
     num_attention_heads: Size = 4
@@ -171,6 +175,10 @@ class ModelConfig:
         """Rank of each factored linear, by ``qkv``, ``output``, ``up``, ``down``."""
         found = {name: getattr(self, f"{name}_rank") for name in ("qkv", "output", "up", "down")}
         return {name: rank for name, rank in found.items() if rank}
+
+    def owner_of(self, layer: int) -> int:
+        """Return the first of the layers that use the weights of a layer."""
+        return layer - layer % self.shared_layers
 
     def window_of(self, layer: int) -> int:
         """Return the window of a layer's attention; 0: its queries see all keys before them."""

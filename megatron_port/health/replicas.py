@@ -143,7 +143,8 @@ def check_replicas(engine: Engine, ctx: ParallelContext, *, step: int) -> None:
         use = [bool(factors) and factors <= copies for copies in left]
         left = [copies - factors if chosen else copies for copies, chosen in zip(left, use)]
         compared.append((axes[0], ctx.over(*axes), use))
-    compared.append(("embedding", ctx.embedding_group, [r.tied_key is not None for r, _ in pairs]))
+    for key in sorted({r.tied_key for r, _ in pairs if r.tied_key is not None}):
+        compared.append((key, ctx.tied_group(key), [r.tied_key == key for r, _ in pairs]))
     for axis, group, use in compared:
         chosen = torch.tensor([i for i, u in enumerate(use) if u], dtype=torch.int64, device=hashes.device)
         if group is None or not len(chosen):

@@ -32,7 +32,7 @@ def model_spec(model: ModelConfig) -> ModelSpec:
     """Return the spec of ``model``: embedding, layers and head. Equal layers share one object."""
     kinds: dict[LayerSpec, LayerSpec] = {}
     layers = tuple(kinds.setdefault(layer, layer) for layer in (_layer(model, i) for i in range(model.num_layers)))
-    return ModelSpec(_embedding(model), layers, _head(model))
+    return ModelSpec(_embedding(model), layers, _head(model), model.shared_layers)
 
 
 def _embedding(model: ModelConfig) -> EmbeddingSpec:

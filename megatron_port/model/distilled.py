@@ -21,6 +21,7 @@ from torch import nn
 
 from megatron_port.model.build import BuildContext
 from megatron_port.model.gpt import GPTStage
+from megatron_port.model.shared_layers import Held, SharedLayers, shared_layers
 from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.distillation import Objective, vocab_parallel_distillation
 from megatron_port.parallel.random import DropoutStream
@@ -44,9 +45,10 @@ class DistilledStage(GPTStage):
 
     def __init__(
         self, build: BuildContext, *, start: int, stop: int, virtual: int | None = None,
-        table: nn.Parameter | None = None, teacher: GPTStage | None, objective: Objective,
+        table: nn.Parameter | None = None, shared: SharedLayers | None = None, held: Held | None = None,
+        teacher: GPTStage | None, objective: Objective,
     ) -> None:
-        super().__init__(build, start=start, stop=stop, virtual=virtual, table=table)
+        super().__init__(build, start=start, stop=stop, virtual=virtual, table=table, shared=shared, held=held)
         self.objective, self.teacher = objective, teacher
         self.auxiliary_names = (*self.auxiliary_names, *SUMS)
         self._judged: torch.Tensor | None = None
@@ -131,11 +133,13 @@ def build_distilled(
     """Build this rank's chunks, given the number of layers of each virtual stage, of the model and of the teacher."""
     topology, chunks = build.ctx.topology, list[GPTStage]()
     tables: dict[BuildContext, nn.Parameter] = {}
+    held: dict[BuildContext, Held] = {}
 
     def made(make: Callable[..., GPTStage], context: BuildContext, layers: Sequence[int], virtual: int) -> GPTStage:
         start = sum(layers[:virtual])
         stage = make(
             context, start=start, stop=start + layers[virtual], virtual=virtual, table=tables.get(context),
+            shared=shared_layers(context.model, topology, layers), held=held.setdefault(context, {}),
         )
         if stage.embedding is not None:
             tables[context] = stage.embedding.word.weight

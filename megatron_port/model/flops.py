@@ -40,10 +40,12 @@ def document_of(data: DataConfig) -> float:
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Parameters of the whole model, padding left out; a tied head counts once."""
+    """Parameters of the whole model, padding left out; a tied head counts once, and so do weights that layers share."""
     spec = model_spec(model)
     ends = (*spec.embedding.parameters, *(p for p in spec.head.parameters if not p.tied))
     layers = sum(count * sum(p.numel for p in layer.parameters) for layer, count in spec.kinds())
+    if spec.shared > 1:
+        layers = sum(p.numel for layer in spec.layers[:: spec.shared] for p in layer.parameters)
     return sum(p.numel for p in ends) + layers
 
 

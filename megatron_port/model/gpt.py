@@ -15,6 +15,7 @@ from megatron_port.model.moe import MoE
 from megatron_port.model.multi_token import Prediction, auxiliary_names, build_predictions, further_losses
 from megatron_port.model.preference import REWARDS, pair_loss_sum
 from megatron_port.model.router import tally_specs
+from megatron_port.model.shared_layers import Held, SharedLayers, share_weights, shared_layers
 from megatron_port.parallel.step import StepContext
 
 
@@ -23,7 +24,8 @@ class GPTStage(nn.Module):
     last.
 
     ``virtual``: which chunk of the model it is, where stages hold several (None: the stage's own number). ``table``:
-    the embedding's parameter where another chunk on this rank has it, for those that share it.
+    the embedding's parameter where another chunk on this rank has it, for those that share it. ``shared``: which stages
+    hold layers that share weights (None: this one alone), and ``held`` such weights that this rank has built.
 
     ``forward``: tokens int64 [batch, seq] on the first stage, else activations
     [seq(/tp), batch, hidden]; returns activations, or logits [seq, batch,
@@ -32,7 +34,7 @@ class GPTStage(nn.Module):
 
     def __init__(
         self, build: BuildContext, *, start: int, stop: int, virtual: int | None = None,
-        table: nn.Parameter | None = None,
+        table: nn.Parameter | None = None, shared: SharedLayers | None = None, held: Held | None = None,
     ) -> None:
         super().__init__()
         self.parking = build.parking
@@ -44,6 +46,10 @@ class GPTStage(nn.Module):
         self.tally_specs = tally_specs(count, moe.num_experts) if moe.enabled else {}
         self.embedding = Embedding(spec.embedding, build) if self.first else None
         self.layers = nn.ModuleList(TransformerLayer(i, spec.layers[i], build) for i in range(start, stop))
+        if build.model.shared_layers > 1:
+            if shared is None and build.ctx.topology.virtual_stages > 1:
+                raise ValueError("layers share weights over stages, and nothing says which hold them")
+            share_weights(self.layers, build.model, shared, build.ctx.index("pp"), {} if held is None else held)
         self.head: Head | None = None
         further: list[Prediction] = []
         if self.last:
@@ -111,10 +117,15 @@ def build_chunks(build: BuildContext, layers_by_chunk: Sequence[int]) -> list[GP
     """Build this rank's chunks, given the number of transformer layers of each virtual stage."""
     topology, chunks = build.ctx.topology, []
     table: nn.Parameter | None = None
+    shared = shared_layers(build.model, topology, layers_by_chunk)
+    held: Held = {}
     for chunk in range(topology.vp):
         virtual = topology.virtual_stage(build.ctx.index("pp"), chunk)
         start = sum(layers_by_chunk[:virtual])
-        stage = GPTStage(build, start=start, stop=start + layers_by_chunk[virtual], virtual=virtual, table=table)
+        stage = GPTStage(
+            build, start=start, stop=start + layers_by_chunk[virtual], virtual=virtual, table=table, shared=shared,
+            held=held,
+        )
         if stage.embedding is not None:
             table = stage.embedding.word.weight
         chunks.append(stage)

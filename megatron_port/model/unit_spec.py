@@ -99,6 +99,8 @@ class ModelSpec:
     embedding: EmbeddingSpec
     layers: tuple[LayerSpec, ...]
     head: HeadSpec
+    shared: int = 1
+    """Consecutive layers that use one set of weights, which have the names of the first."""
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -108,7 +110,8 @@ class ModelSpec:
     def parameters(self) -> Iterator[ParameterSpec]:
         """Every parameter once, in order, by canonical name; a tied table with the embedding."""
         yield from self.embedding.parameters
-        for index, layer in enumerate(self.layers):
+        for index in range(0, len(self.layers), self.shared):
+            layer = self.layers[index]
             for parameter in layer.parameters:
                 yield replace(parameter, name=f"layers.{index}.{parameter.name}")
         yield from (p for p in self.head.parameters if not p.tied)

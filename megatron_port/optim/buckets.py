@@ -53,8 +53,8 @@ class BucketPlan:
     """Replicas of the shards, over which all of it is still to be summed after the first sums."""
     partial: tuple[PartialRange, ...] = ()
     """Parts that are to be summed along the model's axes as well."""
-    tied: bool = False
-    """Also to be summed over the stages that hold a copy."""
+    tied: str | None = None
+    """Key of the stages that hold a copy, over which it is also to be summed (``ParallelContext.tied_group``)."""
     late: bool = False
     """Its gradients come all through a backward pass, as those of a parameter that several units use, or it is a table,
     much larger than a layer's buckets: ZeRO stage 2 keeps a buffer for them."""
@@ -102,7 +102,7 @@ def plan_buckets(
                 _, record, _ = entries[0][1]
                 plans.append(_plan(
                     slots, end, number, factors, mesh, record.reduces_over(mesh) & first, split,
-                    tied=record.tied_key is not None,
+                    tied=record.tied_key,
                     late=record.tied_key is not None or slots[0].index in shared, align=align,
                 ))
     return plans
@@ -110,7 +110,7 @@ def plan_buckets(
 
 def _plan(
     slots: tuple[BucketEntry, ...], end: int, unit: int, beyond: Mapping[int, Factors], mesh: Mesh, first: Factors,
-    split: bool, *, tied: bool, late: bool, align: int,
+    split: bool, *, tied: str | None, late: bool, align: int,
 ) -> BucketPlan:
     """Return the plan of a bucket of so many elements; ``beyond``: factors of further sums by parameter."""
     replicas = mesh.factors("dp_replicate")

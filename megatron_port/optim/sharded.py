@@ -362,9 +362,10 @@ class ShardedParameters:
             group = ctx.along(factors)
             if group is not None:
                 all_reduce_flat(partial[factors], group)
-        for bucket in self.trained:
-            if bucket.plan.tied and ctx.embedding_group is not None:
-                dist.all_reduce(bucket.sums, group=ctx.embedding_group)
+        # In one order on every stage: a bucket holds one tied parameter.
+        tied = [bucket for bucket in self.trained if ctx.tied_group(bucket.plan.tied) is not None]
+        for bucket in sorted(tied, key=lambda b: self.parameters[b.plan.slots[0].index][0].place):
+            dist.all_reduce(bucket.sums, group=ctx.tied_group(bucket.plan.tied))
 
     @torch.no_grad()
     def whole_gradients(self) -> list[tuple[ParameterRecord, torch.Tensor]]:

@@ -36,6 +36,7 @@ from megatron_port.errors import EnvironmentFault
 from megatron_port.parallel.mesh import (
     EMBEDDING,
     REVERSE,
+    SHARED,
     WORLD,
     Communicator,
     Factors,
@@ -50,7 +51,11 @@ from megatron_port.runtime.progress import START, ProgressTracker
 RINGS = ("pp", REVERSE, "cp")
 """Groups whose ranks may send to one another, each to its two neighbours in a ring."""
 RELATIONS = (EMBEDDING, REVERSE)
-"""Purposes that are no set of axes, or whose ranks are another purpose's."""
+"""Purposes that are no set of axes, or whose ranks are another purpose's; so are those of layers that stages share."""
+
+
+def _is_relation(name: str) -> bool:
+    return name in RELATIONS or name.startswith(SHARED)
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,6 +197,12 @@ class ParallelContext:
         """First and last stage, for tied embeddings; None in between and with one stage."""
         return self.relations.get(EMBEDDING)
 
+    def tied_group(self, key: str | None) -> dist.ProcessGroup | None:
+        """Return the stages that hold a copy of a parameter, by its record's ``tied_key``; None: no other does."""
+        if key is None:
+            return None
+        return self.relations.get(key) if SHARED in key else self.embedding_group
+
     @property
     def reverse_group(self) -> dist.ProcessGroup | None:
         """Second group of the stages, for gradients; None where the backend needs no second queue (gloo)."""
@@ -212,7 +223,7 @@ class ParallelContext:
         out = {}
         for communicator in planned(self.topology, two_way=REVERSE in self.relations):
             for name in communicator.names:
-                group = self.relations.get(name) if name in RELATIONS else self._of_purpose(name)
+                group = self.relations.get(name) if _is_relation(name) else self._of_purpose(name)
                 if group is not None:
                     out[name] = group
         return out
@@ -246,7 +257,8 @@ def planned(topology: Topology, *, two_way: bool = False) -> list[Communicator]:
     ``two_way``: the stages once more, for gradients.
     """
     mesh = topology.mesh
-    return communicators(mesh, purposes(mesh, tied_ends=topology.last_stage != 0, reverse=two_way))
+    listed = purposes(mesh, tied_ends=topology.last_stage != 0, reverse=two_way, shared=topology.shared)
+    return communicators(mesh, listed)
 
 
 def _by_use(
@@ -257,7 +269,7 @@ def _by_use(
     relations: dict[str, dist.ProcessGroup] = {}
     for communicator, group in mine:
         name = communicator.names[0]
-        if name in RELATIONS:
+        if _is_relation(name):
             relations[name] = group
         else:
             groups[mesh.everything if name == WORLD else mesh.factors(*name.split("+"))] = group

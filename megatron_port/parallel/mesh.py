@@ -13,7 +13,7 @@ how many axes there are nor what they are called.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
@@ -224,9 +224,18 @@ SETS = (
 )
 """Sets of axes that some code asks for a group over; see ``ParallelContext.over``."""
 EMBEDDING, REVERSE, WORLD = "embedding", "pp_reverse", "world"
+SHARED = "layers of stages "
+"""Before the stages in the names of groups that hold copies of the same layers."""
 
 
-def purposes(mesh: Mesh, *, tied_ends: bool, reverse: bool) -> list[Purpose]:
+def shared_name(stages: Sequence[int]) -> str:
+    """Return the name of the group of stages that hold copies of the same layers."""
+    return SHARED + ",".join(map(str, stages))
+
+
+def purposes(
+    mesh: Mesh, *, tied_ends: bool, reverse: bool, shared: Iterable[tuple[int, ...]] = ()
+) -> list[Purpose]:
     """Return the communicators of a run, from the layout alone.
 
     They must not be taken from a rank's parameter records: stages hold different ones, and ranks that create different
@@ -235,6 +244,7 @@ def purposes(mesh: Mesh, *, tied_ends: bool, reverse: bool) -> list[Purpose]:
     Args:
         tied_ends: the first and the last stage may hold copies of one embedding.
         reverse: a second queue between stages, for gradients.
+        shared: sets of stages that hold copies of the same layers.
     """
     pipeline = mesh.factors("pp")
     # Replicas that see other samples alone need none of their own: what they tell each other is little.
@@ -242,6 +252,7 @@ def purposes(mesh: Mesh, *, tied_ends: bool, reverse: bool) -> list[Purpose]:
     listed = [Purpose("+".join(axes), mesh.factors(*axes)) for axes in SETS[:3] if axes not in left_out]
     if tied_ends:
         listed.append(Purpose(EMBEDDING, pipeline, ends=(0, -1), queue=2))  # its own, even with two stages
+    listed += [Purpose(shared_name(stages), pipeline, ends=stages, queue=3) for stages in shared]
     if reverse:
         listed.append(Purpose(REVERSE, pipeline, queue=1))
     listed += [Purpose("+".join(axes), mesh.factors(*axes)) for axes in SETS[3:]]

@@ -58,6 +58,8 @@ class Topology:
     cp: int = 1
     ep: int = 1
     shard: int = 0
+    shared: tuple[tuple[int, ...], ...] = ()
+    """Sets of stages that hold copies of the same layers (``model.shared_layers``)."""
 
     def __post_init__(self) -> None:
         for axis in ("tp", "pp", "dp", "vp", "cp", "ep"):

@@ -49,6 +49,29 @@ def stage_kinds(case: Case, stage: int) -> list[tuple[LayerSpec, int]]:
     return out
 
 
+def weight_ranges(case: Case, stage: int) -> list[tuple[int, int]]:
+    """Layers [start, stop) whose weights a stage holds: its own, or the first of each group that shares weights."""
+    ranges = case.of_stage(case.layer_ranges, stage)
+    if case.model.shared_layers == 1:
+        return list(ranges)
+    owners = {case.model.owner_of(layer) for start, stop in ranges for layer in range(start, stop)}
+    return [(owner, owner + 1) for owner in sorted(owners)]
+
+
+def spanning_elements(case: Case, stage: int) -> int:
+    """Elements of a rank's layers of which other stages hold copies, whose gradients are summed over those."""
+    if case.model.shared_layers == 1:
+        return 0
+    elsewhere = {
+        owner for other in range(case.pp) if other != stage for owner, _ in weight_ranges(case, other)
+    }
+    split = _Split.of(case)
+    return sum(
+        count for owner, stop in weight_ranges(case, stage) if owner in elsewhere
+        for _, count in _layers(case.model, owner, stop, split, NO_ADAPTERS)
+    )
+
+
 def bucket_elements(case: Case, stage: int) -> Elements:
     """Elements of a rank's trained parameters by kind, the padding of buckets left out."""
     return dict(_elements(case, stage, case.fine_tuning))
@@ -58,7 +81,7 @@ def bucket_elements(case: Case, stage: int) -> Elements:
 def _elements(case: Case, stage: int, tuning: FineTuningConfig) -> Elements:
     """Elements of a rank's parameters by kind: of the model's, or of its adapters where there are any."""
     out = {"plain": 0, "partial": 0, "shared": 0, "tied": 0, "experts": 0}
-    for start, stop in case.of_stage(case.layer_ranges, stage):
+    for start, stop in weight_ranges(case, stage):
         for kind, count in _layers(case.model, start, stop, _Split.of(case), tuning):
             out[kind] += count
     if tuning.enabled:
@@ -101,10 +124,13 @@ def unit_elements(
          if experts is None or (kind == "experts") == experts]
         for start, stop in ranges for i in range(start, stop)
     ]
+    shared: dict[str, int] = {}
+    if case.model.shared_layers > 1:  # in buckets of their own, as tables are
+        shared = {f"layers.{i}": sum(_elements_of(case, i)) for i, _ in weight_ranges(case, stage)}
+        units = [[] for _ in units]
     if trained and tuning.enabled:
         return units, 0
     head, ends = spec.head, [spec.embedding.parameters] if stage == 0 else []
-    shared: dict[str, int] = {}
     if stage == case.grid.last_stage:
         ends = [*(part.parameters for part in head.predictions), *ends, (*head.shared, *head.norm.parameters)]
     late = {p.name for p in head.shared} if head.predictions else set()
@@ -119,7 +145,12 @@ def unit_elements(
                 shared[parameter.name] = local
             else:
                 units[-1].append(local)
-    return [unit for unit in units if unit or experts is not None], sum(shared.values())
+    return [unit for unit in units if unit or experts is not None or case.model.shared_layers > 1], sum(shared.values())
+
+
+def _elements_of(case: Case, layer: int) -> list[int]:
+    """Elements of each parameter of a layer on a rank."""
+    return [elements for _, elements in _unit(case.model, layer, _Split.of(case), NO_ADAPTERS, False)]
 
 
 def bucket_units(case: Case, stage: int) -> list[list[int]]:

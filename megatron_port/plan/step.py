@@ -13,7 +13,7 @@ from megatron_port.model.flops import causal_flops, hardware_flops, model_flops
 from megatron_port.model.spec import LayerSpec
 from megatron_port.plan.case import Case, Machine
 from megatron_port.plan.cost import Cost
-from megatron_port.plan.elements import expert_elements, gathered_elements, trained_elements
+from megatron_port.plan.elements import expert_elements, gathered_elements, spanning_elements, trained_elements
 from megatron_port.plan.further import prediction_cost
 from megatron_port.plan.layer import embedding_cost, head_cost, layer_cost, partition_costs, site_costs
 from megatron_port.plan.links import Links, span
@@ -262,6 +262,9 @@ def data_seconds(case: Case, links: Links, chunks: Sequence[Cost]) -> float:
     if case.grid.last_stage != 0 and model_spec(case.model).embedding.word.tied:
         table = case.padded_vocab / case.tp * case.model.hidden_size * e.reduce_bytes
         tied = links.collective(table, span(links.machine, 2, case.tp * case.dp * case.cp * (case.pp - 1)))
+    if spanning := max(spanning_elements(case, stage) for stage in range(case.pp)):
+        size = spanning / case.shards * e.reduce_bytes
+        tied += links.collective(size, span(links.machine, case.pp, case.tp * case.dp * case.cp))
     if case.dp * case.cp == 1 and case.expert_sums == 1:
         return tied
     worst = 0.0

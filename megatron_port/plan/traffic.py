@@ -19,6 +19,7 @@ from megatron_port.plan.elements import (
     bucket_elements,
     expert_elements,
     gathered_elements,
+    spanning_elements,
     stage_kinds,
     trained_elements,
 )
@@ -173,6 +174,7 @@ def step_traffic(case: Case, stage: int, elements: dict[str, int] | None = None)
     if case.pp > 1:
         out.add("pp", "broadcast", SUMS)
         out.add("embedding", "all-reduce", held["tied"] // shards * case.wide)
+        out.add("shared layers", "all-reduce", spanning_elements(case, stage) // shards * case.wide)
     if case.world > 1:
         out.add(axis_of(case, WORLD), "all-reduce", NORM)
     return out

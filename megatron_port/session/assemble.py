@@ -21,6 +21,7 @@ from megatron_port.model.distilled import PREFIX, build_distilled, silent_stream
 from megatron_port.model.flops import unit_costs
 from megatron_port.model.gpt import GPTStage, build_chunks
 from megatron_port.model.shapes import parameter_shapes
+from megatron_port.model.shared_layers import shared_layers
 from megatron_port.model.sparse_reader import SparseWeights
 from megatron_port.optim.parameter_groups import check_groups, set_parameter_groups
 from megatron_port.optim.unit_gather import without_memory
@@ -48,11 +49,19 @@ def kv_copies(config: RunConfig) -> int:
 def topology_of(config: RunConfig) -> Topology:
     """Return the rank grid of a resolved run."""
     layout = config.layout
-    return Topology(
+    return with_shared_layers(config, Topology(
         tp=layout.tensor_parallel_size, pp=layout.pipeline_parallel_size, dp=layout.data_parallel_size,
         vp=layout.virtual_pipeline_size, folded=layout.pipeline_schedule == "zb-v", kv_copies=kv_copies(config),
         cp=layout.context_parallel_size, ep=layout.expert_parallel_size, shard=layout.shard_size,
-    )
+    ))
+
+
+def with_shared_layers(config: RunConfig, topology: Topology) -> Topology:
+    """Return the grid with the sets of stages that hold copies of the same layers."""
+    if config.model.shared_layers == 1 or topology.pp == 1:  # before anything is split
+        return topology
+    shared = shared_layers(config.model, topology, layers_by_chunk(config, topology))
+    return topology if shared is None else replace(topology, shared=shared.spanning)
 
 
 def layers_by_chunk(config: RunConfig, topology: Topology) -> tuple[int, ...]:

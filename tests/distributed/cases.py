@@ -37,7 +37,7 @@ from megatron_port.parity.emulation import RoundingEmulation
 from megatron_port.parity.reduction_order import ORDERS, REORDERINGS, Reordering, apply_reduction_order
 from megatron_port.parity.rounding_noise import RoundingNoise
 from megatron_port.parity.run_record import RankTrace, record_run
-from megatron_port.session.assemble import DTYPES, build_engine
+from megatron_port.session.assemble import DTYPES, build_engine, with_shared_layers
 
 LR = 1e-2
 Order = Reordering | RoundingEmulation | RoundingNoise | None
@@ -195,10 +195,10 @@ def run_case(
     """Train on this rank and record; the function that ranks are sent. ``make``: the batches."""
     layout = config.layout
     ctx = ParallelContext.create(
-        dataclasses.replace(
+        with_shared_layers(config, dataclasses.replace(
             topology, vp=layout.virtual_pipeline_size, folded=layout.pipeline_schedule == "zb-v",
             kv_copies=config.model.kv_heads_held(topology.tp) // config.model.kv_heads, shard=layout.shard_size,
-        ), "cpu"
+        )), "cpu"
     )
     engine = None
     try:

@@ -110,14 +110,14 @@ def test_importance_is_what_transformers_modules_give(tmp_path: Path, family: st
 
 
 FACTORED = {"qkv_rank": 7, "output_rank": 9, "up_rank": 11, "down_rank": 10, "hidden_dropout": 0.1}
+SHARED = {"num_layers": 4, "hidden_dropout": 0.1, "shared_layers": 3}
 TRAINED: dict[int, list[tuple[RunConfig, Topology]]] = {
     2: [
         (run_of({**LLAMA, **FACTORED}, sequence_parallel=True, recompute="full"), Topology(tp=2)),
-        (run_of({**GPT, **FACTORED}, tp_overlap_chunks=2), Topology(tp=2)),
-        (run_of({**GPT, **FACTORED}, zero_stage=3), Topology(dp=2)),
-        (run_of({**LLAMA, **FACTORED}, context_parallel_size=2), Topology(cp=2)),
-        (run_of({**GPT, **FACTORED}, pipeline_schedule="zb-v", virtual_pipeline_size=2), Topology(pp=2)),
-        (run_of({**MOE, **FACTORED}, sequence_parallel=True, expert_parallel_size=2), Topology(tp=2, ep=2)),
+        (run_of({**MOE, **FACTORED}, zero_stage=3, expert_parallel_size=2), Topology(dp=2, ep=2)),
+        # Each stage has a part of both groups, in two chunks.
+        (run_of(SHARED, pipeline_schedule="zb-v", virtual_pipeline_size=2), Topology(pp=2)),
+        (run_of({**LLAMA, "shared_layers": 2, "down_rank": 5}, zero_stage=3), Topology(dp=2)),
     ],
     4: [
         (run_of({**LLAMA, **FACTORED}, sequence_parallel=True), Topology(tp=4)),
@@ -127,7 +127,16 @@ TRAINED: dict[int, list[tuple[RunConfig, Topology]]] = {
          Topology(tp=2, pp=2)),
         (run_of({**LLAMA, **FACTORED}, zero_stage=2, sequence_parallel=True, context_parallel_size=2),
          Topology(tp=2, cp=2)),
-        (run_of({**LLAMA, **FACTORED}, zero_stage=3, reshard="step", reduce_bucket_size=200), Topology(tp=2, dp=2)),
+        (run_of({**LLAMA, **FACTORED}, zero_stage=3, reshard="step", reduce_bucket_size=200, tp_overlap_chunks=2),
+         Topology(tp=2, dp=2)),
+        (run_of({**SHARED, "shared_layers": 4}, zero_stage=3), Topology(pp=2, dp=2)),
+        (run_of(SHARED, zero_stage=2, virtual_pipeline_size=2), Topology(pp=2, dp=2)),
+        (run_of({"num_layers": 7, "shared_layers": 3, "tie_embeddings": False}, sequence_parallel=True, zero_stage=0),
+         Topology(pp=4)),
+        (run_of({**LLAMA, **FACTORED, "num_layers": 4, "shared_layers": 2}, zero_stage=1, context_parallel_size=2),
+         Topology(pp=2, cp=2)),
+        (run_of({**SHARED, "hidden_dropout": 0.0}, sequence_parallel=True, pipeline_schedule="zb-h1"),
+         Topology(tp=2, pp=2)),
     ],
 }
 """By number of ranks."""

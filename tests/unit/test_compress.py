@@ -12,6 +12,7 @@ import pytest
 import torch
 from interop_cases import EXPERTS, GPT2, LLAMA, read_all, saved
 
+from megatron_port.backend.providers import torch_providers
 from megatron_port.checkpoint.reader import open_checkpoint
 from megatron_port.cli.main import main
 from megatron_port.compress.convert import convert
@@ -25,14 +26,19 @@ from megatron_port.compress.sizes import Sizes, pruned_model
 from megatron_port.config.checks import problems
 from megatron_port.config.fine_tuning import FineTuningConfig
 from megatron_port.config.low_rank import factored_shapes
-from megatron_port.config.schema import ModelConfig, MoEConfig, RunConfig
+from megatron_port.config.schema import LayoutConfig, ModelConfig, MoEConfig, RunConfig
+from megatron_port.engine.module import read_local
 from megatron_port.errors import CheckpointError, ConfigError
 from megatron_port.interop.export_hf import export_hf
 from megatron_port.interop.hf_check import our_logits
+from megatron_port.model.build import BuildContext
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.flops import parameter_count
+from megatron_port.model.gpt import GPTStage
+from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.init import initial_values
-from megatron_port.parallel.record import InitSpec
+from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.record import InitSpec, record_of
 from megatron_port.session.base_weights import fingerprint
 from megatron_port.session.weights import open_weights
 
@@ -313,6 +319,7 @@ def test_ranks_by_energy_and_by_budget(tmp_path: Path) -> None:
     (["--factor", "up=99"], "from rank 1 to"), (["--factor", "gate=3"], "this model has qkv, output, up, down"),
     (["--factor", "up=x"], "is no rank"), (["--factor", "all", "--budget", "1.5"], "between 0 and 1"),
     (["--budget", "0.5"], "are of --factor"), (["--factor", "up=3", "--drop-layers", "0"], "the pruning first"),
+    (["--share", "3"], "give 2 to 2"), (["--share", "2", "--factor", "up=3"], "make one after the other"),
 ])
 def test_ranks_that_cannot_be_had_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str
@@ -324,7 +331,7 @@ def test_ranks_that_cannot_be_had_are_refused(
 
 def test_a_factored_model_is_not_pruned_and_has_no_adapters(tmp_path: Path) -> None:
     source = open_weights(saved(tmp_path / "a", dataclasses.replace(LLAMA, up_rank=4)).path)
-    with pytest.raises(ConfigError, match="prune before factoring"):
+    with pytest.raises(ConfigError, match="prune before factoring or sharing"):
         Request(drop=(0,)).made_of(source)
     config = RunConfig(model=source.model, fine_tuning=FineTuningConfig(method="lora"))
     assert any("adapters have no matrix" in text for text in problems(config))
@@ -341,3 +348,47 @@ def test_factors_start_with_the_deviation_of_the_matrix() -> None:
         for s in (specs["layers.0.mlp.up_low.weight"], specs["layers.0.mlp.up.weight"])
     )
     assert float((high @ low).std()) == pytest.approx(model.init_std, rel=0.05)
+
+
+def test_shared_layers_export_as_copies(tmp_path: Path) -> None:
+    """A transformers model whose layers are equal in groups shares them without any change, and is exported as itself;
+    of others the mean is taken."""
+    theirs = hf.reference(hf.llama(num_hidden_layers=5), scale=1.0)
+    with torch.no_grad():
+        layers = theirs.model.layers
+        for index in (1, 3):
+            for mine, first in zip(layers[index].parameters(), layers[index - 1].parameters()):
+                mine.copy_(first)
+    source = open_weights(hf.saved(theirs, tmp_path / "theirs"))
+    model, read, provenance = Request(share=2).made_of(source)
+    assert parameter_count(model) < 0.7 * parameter_count(source.model)
+    path = convert(source, model, read, tmp_path / "shared", provenance=provenance, note=lambda text: None)
+    checkpoint = open_checkpoint(path)
+    assert {n.split(".")[1] for n in checkpoint.names() if n.startswith("layers.")} == {"0", "2", "4"}
+    found = export_hf(plain(checkpoint), tmp_path / "folder", weights_only=True, note=lambda text: None)
+    assert found is not None and found.deviation <= 1e-6
+    tokens = torch.randint(0, hf.VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(1))
+    same_logits(tmp_path / "folder", theirs)
+    stage = stage_of(model, checkpoint.read)
+    with torch.no_grad():
+        ours = stage(tokens).transpose(0, 1)[..., : hf.VOCABULARY]
+        assert hf.relative(ours, theirs(tokens).logits) <= 1e-6
+    other = open_weights(saved(tmp_path / "b", LLAMA).path)
+    model, read, _ = Request(share=2).made_of(other)
+    mean = read("layers.0.mlp.up.weight", "weight", (0, 0, 0), (2, 48, 32))
+    both = [other.read(f"layers.{i}.mlp.up.weight", "weight", (0, 0, 0), (2, 48, 32)) for i in range(2)]
+    assert hf.relative(mean, (both[0] + both[1]) / 2) <= 1e-6
+
+
+def stage_of(model: ModelConfig, read: Any) -> GPTStage:
+    """The whole model in one stage, as training builds it."""
+    stream = DropoutStream(0, torch.device("cpu"))
+    stream.enabled = False
+    build = BuildContext(
+        model=model, layout=LayoutConfig(vocab_padding_multiple=1), ctx=ParallelContext.single(),
+        providers=torch_providers(), stream=stream, dtype=torch.float32,
+    )
+    stage = GPTStage(build, start=0, stop=model.num_layers).eval()
+    for parameter in stage.parameters():
+        read_local(read, record_of(parameter), "weight", parameter)
+    return stage

@@ -52,6 +52,7 @@ MODELS = {
     "smollm3": replace(LLAMA, rope_pattern=("rope", "none"), attention_scale=0.3),
     "llama, further tokens": replace(LLAMA, mtp_layers=2),
     "gpt, a further token": replace(SMALL, position_embedding="rope", mtp_layers=1, head_bias=True),
+    "gpt, shared layers": replace(SMALL, num_layers=3, shared_layers=2),
     "gpt, factored": replace(SMALL, qkv_rank=5, output_rank=7, up_rank=9, down_rank=11),
     "llama, factored": replace(LLAMA, qkv_rank=8, up_rank=6, add_bias=True),
     "llama with biases": replace(LLAMA, add_bias=True, num_query_groups=1, head_dim=24),

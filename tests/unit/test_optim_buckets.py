@@ -42,7 +42,7 @@ def test_shards_cover_every_element_once(units: list[list[tuple[int, str]]], dp:
         assert plan.numel % (ALIGN * shards) == 0 and not plan.copies and plan.shards == shards
         assert len(plan.slots) == 1 or sum(s.numel for s in plan.slots) <= capacity + ALIGN * len(plan.slots)
         held = [kind_of[slot.index] for slot in plan.slots]
-        assert plan.tied == ("tied" in held) and plan.late == bool({"tied", "shared"} & set(held))
+        assert (plan.tied is not None) == ("tied" in held) and plan.late == bool({"tied", "shared"} & set(held))
         assert not plan.late or len(held) == 1
         # Of one unit, the partial ones in one range.
         assert {slot.index for slot in plan.slots} <= {i for i, _, _ in numbered[plan.unit]}

@@ -51,6 +51,7 @@ MASKED = {
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": GPT, "dropout": {**GPT, "hidden_dropout": 0.1}, "llama": LLAMA, "masked": MASKED, "olmo": OLMO,
     "gemma": GEMMA, "gptj": GPTJ,
+    "shared": {**LLAMA, "shared_layers": 4},
     "factored": {**LLAMA, "qkv_rank": 24, "output_rank": 20, "up_rank": 40, "down_rank": 32},
     "experts": {**LLAMA, "moe": MoEConfig(num_experts=8, ffn_hidden_size=96)},
     "sigmoid": {**LLAMA, "moe": MoEConfig(
@@ -110,7 +111,7 @@ CASES = [
     ("masked", "bf16", {**CP2, **SP, **P2, **ZERO1, "cp_order": "contiguous"}, 1),
     ("llama", "fp32", {**CP2, **SP, **SOME}, 0), ("gptj", "fp32", T2, 0), ("further tokens", "bf16", {**SP, **FULL}, 0),
     ("further tokens", "fp32", {**ZERO3, **P2}, 1),
-    ("factored", "bf16", SP, 0), ("factored", "fp32", {**T2, **FULL}, 0),
+    ("shared", "bf16", P2, 1), ("factored", "bf16", SP, 0), ("factored", "fp32", {**T2, **FULL}, 0),
     ("dropout", "fp32", {**T2, **PARTITIONED, "recompute": ("input:partition+norm1+residual:partition+norm2",) * 4}, 0),
 ]
 
