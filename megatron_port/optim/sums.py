@@ -187,7 +187,7 @@ class LogicalTensor:
         self, tensors: list[torch.Tensor], op: dist.ReduceOp.RedOpType, dims: set[int], *, shards: bool
     ) -> Request:
         groups = [self.shards] if shards else []
-        if any(shard.dim in dims and self.ctx.mesh.factors(*shard.axes) for shard in self.record.shards):
+        if self._divided(dims):
             groups.append(self.ctx.over("tp"))
         tied = self.record.name if self.record.tied_key is not None else ""
         return Request(tensors, tuple(g for g in groups if g is not None), tied, op)
@@ -196,9 +196,16 @@ class LogicalTensor:
         """Return whether a rectangle contributes to sums over rows and matrices: not one of a further copy."""
         return self._counts(self.places[rectangle.place])
 
+    def _divided(self, dims: set[int]) -> bool:
+        """Whether tensor-parallel ranks have parts of some of these dimensions, so that sums are over all of them."""
+        return any(shard.dim in dims and self.ctx.mesh.factors(*shard.axes) for shard in self.record.shards)
+
     def _counts(self, place: LocalSlice) -> bool:
         mesh = self.ctx.mesh
         copied = any("kv_heads" in shard.axes for shard in place.record.shards)
+        # Where all ranks have all of a single head's, nothing is summed over them, and each counts its own.
+        if not self._divided(set(range(len(self.record.shape)))):
+            return True
         return not copied or mesh.index(self.ctx.rank, mesh.factors("kv_copies")) == 0
 
 

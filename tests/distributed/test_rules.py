@@ -43,6 +43,8 @@ LLAMA: dict[str, Any] = {
     "num_query_groups": 2, "num_attention_heads": 4, "hidden_size": 32, "ffn_hidden_size": 40,
 }
 TIED: dict[str, Any] = {"tie_embeddings": True}
+ONE_HEAD: dict[str, Any] = {**LLAMA, "num_query_groups": 1, "qk_norm": True, "qk_norm_over": "projection"}
+"""Norms of keys of which every tensor-parallel rank has all."""
 EXPERTS: dict[str, Any] = {
     **LLAMA, "moe": MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=24, balance_loss="sequence"),
 }
@@ -54,6 +56,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Topology, dict[str, Any]]] = {
     "hybrid-dp4": ({}, Topology(dp=4), {"zero_stage": 1, "shard_size": 2}),
     "cp2-tp2": (LLAMA, Topology(tp=2, cp=2), {"zero_stage": 1, "context_parallel_size": 2}),
     "ep2-tp2-dp2": (EXPERTS, Topology(tp=2, dp=2, ep=2), {"zero_stage": 1, "expert_parallel_size": 2}),
+    "zero1-tp2-one-head": (ONE_HEAD, Topology(tp=2), {"zero_stage": 1}),
     "zb-pp2-tp2": (TIED, Topology(tp=2, pp=2), {"zero_stage": 1, "pipeline_schedule": "zb-h1"}),
 }
 RULES = tuple(RATES)
@@ -79,6 +82,7 @@ PAIRS = {
     "zero1-tp2-sp": ("adafactor", "muon"), "zero3-dp4": ("came", "sgd"), "zero2-pp2-tied-padded": ("lamb",),
     "zero0-tp4-kv-copies": ("muon",), "hybrid-dp4": ("sm3",), "cp2-tp2": ("lion",),
     "ep2-tp2-dp2": ("muon", "adafactor"), "zb-pp2-tp2": ("adagrad",),
+    "zero1-tp2-one-head": ("came",),
 }
 """What the suite runs of each layout; all of them: ``python tests/distributed/rules_matrix.py``."""
 
