@@ -25,6 +25,7 @@ from pool import RankPool
 from megatron_port.config.attention import MaskNeeds
 from megatron_port.config.fine_tuning import FineTuningConfig, targets_of
 from megatron_port.config.offload import OffloadConfig
+from megatron_port.config.optimizer_checks import STATE_BLOCK, optimizer_problems
 from megatron_port.config.rule_options import LAMBOptions, MuonOptions, SGDOptions
 from megatron_port.config.schema import ActivationsConfig, BatchConfig, LayoutConfig, RunConfig
 from megatron_port.model.activation_sites import RECOMPUTED, REPLICATED, SITES, choice
@@ -40,6 +41,10 @@ WHERE: tuple[Literal["cpu", "nvme"], ...] = ("cpu", "nvme")
 
 RATES = {"sgd": 30.0, "adagrad": 1.0, "lion": 0.1, "adafactor": 1.0, "came": 0.3, "sm3": 1.0, "lamb": 1.0, "muon": 1.0}
 """Learning rate of each rule, as a multiple of the tests' own: large, so that a wrong update shows."""
+NARROW = ("adamw-bf16", "adamw-8bit")
+"""AdamW with narrow moments, at AdamW's rate."""
+HOSTED = ("lion", "sgd", "adagrad")
+"""Of ``RATES`` those that an offload serves, as it serves ``NARROW``."""
 NOT_DRAWN = {
     "activations.measure": "of the training loop (tests/faults/test_activation_profile.py)",
     "activations.budget": "it only decides which activations.layers are recomputed, and these are drawn",
@@ -343,19 +348,23 @@ def draw(seed: int) -> Draw:
 
 
 def ruled(r: random.Random, config: RunConfig) -> RunConfig:
-    """The run with another optimizer rule: three in four of those of engine native in fp64, whose update is torch's.
+    """The run with another optimizer rule: three in four of those of engine native in fp64, whose update is torch's,
+    and one in three in half precision, offloaded or not, by own kernels or torch's ops.
 
-    Steps that depend on a sign, or on the spectrum of a noisy matrix, make rounding large: in other dtypes losses would
-    compare noise. What rounds is tested rule by rule.
+    In fp32 a step that depends on a sign, or on the spectrum of a noisy matrix, makes rounding larger than the fixed
+    bounds. In half precision the bound of what follows the first step is measured, of the rule's own steps.
     """
-    free = config.engine == "native" and config.precision.dtype == "fp64" and config.offload.optimizer == "none"
-    if not free or config.backend.optimizer not in ("auto", "torch") or r.random() < 0.25:
+    dtype, backend = config.precision.dtype, config.backend
+    half, offloaded = dtype in ("bf16", "fp16"), config.offload.optimizer != "none"
+    free = half or (dtype == "fp64" and not offloaded and backend.optimizer in ("auto", "torch"))
+    if config.engine != "native" or not free or r.random() < (2 / 3 if half else 0.25):
         return config
     # A query that sees one key has no gradient, nor has that key; most rules make full steps of its rounding noise.
-    names = ("sgd", "adagrad") if config.model.sliding_window == 1 else tuple(RATES)
+    one_key = config.model.sliding_window == 1
+    names = ("sgd", "adagrad") if one_key else tuple(HOSTED if offloaded else RATES)
     change, name = dataclasses.replace, r.choice(names)
     optimizer = change(
-        config.optimizer, name=name, lr=config.optimizer.lr * RATES[name], beta2=r.choice((0.9, 0.99)),
+        config.optimizer, beta2=r.choice((0.9, 0.99)),
         sgd=SGDOptions(momentum=r.choice((0.0, 0.9)), nesterov=r.random() < 0.3, dampening=r.choice((0.0, 0.2))),
         lamb=LAMBOptions(adapts_vectors=r.random() < 0.5),
         muon=MuonOptions(
@@ -363,7 +372,27 @@ def ruled(r: random.Random, config: RunConfig) -> RunConfig:
             momentum=r.choice((0.9, 0.95)), ns_steps=r.choice((3, 5)), lr_factor=r.choice((0.5, 1.0)),
         ),
     )
-    return change(config, optimizer=optimizer)
+    # Drawn last, so that the other rules of a seed stay what they were.
+    if not one_key and r.random() < 1 / 3:
+        name = r.choice(NARROW)
+    config = change(config, optimizer=change(optimizer, name=name, lr=optimizer.lr * RATES.get(name, 1.0)))
+    if name == "adamw-8bit":
+        config = _with_whole_blocks(config)
+    if name in ("lion", *NARROW) or backend.optimizer != "own":
+        return config
+    return change(config, backend=change(backend, optimizer="auto"))
+
+
+def _with_whole_blocks(config: RunConfig) -> RunConfig:
+    """The run with rows of 128 elements, whose moments are codes; with bf16 moments where a rank would cut a block."""
+    change, model, tp = dataclasses.replace, config.model, config.layout.tensor_parallel_size
+    wide = change(
+        config, model=change(model, hidden_size=STATE_BLOCK, head_dim=model.head_dim or 8,
+                             ffn_hidden_size=model.ffn_hidden_size or 16 * tp),
+    )
+    if not optimizer_problems(wide):
+        return wide
+    return change(config, optimizer=change(config.optimizer, name="adamw-bf16"))
 
 
 def _adapted(r: random.Random, config: RunConfig) -> RunConfig:
@@ -489,6 +518,19 @@ def reference_run(config: RunConfig, order: Order = None) -> Run:
     return single_run(config, steps=STEPS, order=order)
 
 
+def settled(one: Draw) -> Draw:
+    """The draw with a loss scale at which the first step of one process does not overflow in fp16: that step's
+    gradients are compared. Skipped steps: test_fp16.py."""
+    while one.config.precision.dtype == "fp16" and reference_run(plain(one.config)).grad_norms[0] is None:
+        precision = one.config.precision
+        scale = precision.initial_loss_scale / 16
+        precision = dataclasses.replace(
+            precision, initial_loss_scale=scale, min_loss_scale=min(precision.min_loss_scale, scale)
+        )
+        one = dataclasses.replace(one, config=dataclasses.replace(one.config, precision=precision))
+    return one
+
+
 def judge(one: Draw, traces: Sequence[RankTrace]) -> list[Deviation]:
     """Compare with the single process: gradients by name, norms, losses, copies."""
     config, run = plain(one.config), Run.of(traces)
@@ -503,7 +545,7 @@ def judge(one: Draw, traces: Sequence[RankTrace]) -> list[Deviation]:
 def run_draws(ranks: RankPool, draws: Sequence[Draw]) -> list[tuple[Draw, list[Deviation]]]:
     """Run draws, those of one world and engine on the same ranks."""
     groups: dict[tuple[int, bool], list[Draw]] = {}
-    for one in draws:
+    for one in map(settled, draws):
         groups.setdefault((one.topology.world_size, one.config.engine == "deepspeed"), []).append(one)
     out = []
     for (world, deepspeed), members in sorted(groups.items()):
