@@ -28,6 +28,7 @@ from megatron_port.config.neighbour import Neighbour, legal_neighbour
 from megatron_port.config.offload import offload_problems
 from megatron_port.config.optimizer_checks import optimizer_problems
 from megatron_port.config.preference import preference_problems
+from megatron_port.config.quantisation import quantisation_problems
 from megatron_port.config.ranges import Range
 from megatron_port.config.rope import rope_problems
 from megatron_port.config.schema import RunConfig
@@ -66,7 +67,7 @@ def problems(config: RunConfig, *, world_size: int | None = None) -> list[str]:
     found += [*_data_problems(config), *optimizer_problems(config), *_precision_problems(config)]
     found += [*_engine_problems(config), *offload_problems(config), *graph_problems(config)]
     found += [*fine_tuning_problems(config), *preference_problems(config), *distillation_problems(config)]
-    found += [] if sizes else sparsity_problems(config)
+    found += [] if sizes else [*sparsity_problems(config), *quantisation_problems(config)]
     found += activation_problems(
         config.activations, num_layers=config.model.num_layers,
         described=config.cluster.memory_gb > 0 and bool(config.hardware.device or config.hardware.matmul_tflops),

@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from megatron_port.config.fine_tuning import NO_ADAPTERS
+from megatron_port.config.quantisation import NO_QUANTISATION
 from megatron_port.config.ranges import Fraction, Positive
+from megatron_port.config.sparsity import NO_SPARSITY
 
 if TYPE_CHECKING:
     from megatron_port.config.schema import ModelConfig, RunConfig
@@ -58,7 +60,8 @@ def teacher_run(config: RunConfig, teacher: ModelConfig) -> RunConfig:
     ep = config.layout.expert_parallel_size if teacher.moe.enabled else 1
     reset = config.data.position_reset and teacher.position_embedding == "learned"
     return replace(
-        config, model=teacher, distillation=NO_TEACHER, fine_tuning=NO_ADAPTERS, activations=type(config.activations)(),
+        config, model=teacher, distillation=NO_TEACHER, fine_tuning=NO_ADAPTERS, quantisation=NO_QUANTISATION,
+        sparsity=NO_SPARSITY, activations=type(config.activations)(),
         layout=replace(config.layout, pipeline_split=(), expert_parallel_size=ep),
         precision=replace(config.precision, fp8="none"), data=replace(config.data, position_reset=reset),
     )

@@ -143,6 +143,8 @@ def config_hash(config: RunConfig) -> str:
         parts["dpo_beta"] = config.training.dpo_beta
     if config.fine_tuning.enabled:
         parts["fine_tuning"] = {k: v for k, v in as_dict(config.fine_tuning).items() if k != "adapters"}
+    if config.quantisation.enabled:
+        parts["quantisation"] = as_dict(config.quantisation)
     if config.sparsity.enabled:
         parts["sparsity"] = as_dict(config.sparsity)
     if config.distillation.enabled:  # the teacher by its values, which the checkpoint records, not by its path

@@ -32,6 +32,7 @@ from megatron_port.config.model import ModelConfig
 from megatron_port.config.moe import MoEConfig, RoutesConfig
 from megatron_port.config.offload import OffloadConfig
 from megatron_port.config.optimizer import OptimizerConfig, ParameterGroup
+from megatron_port.config.quantisation import QuantisationConfig
 from megatron_port.config.ranges import (
     Count,
     CountOrZero,
@@ -53,8 +54,8 @@ __all__ = [
     "ActivationsConfig", "BackendConfig", "BatchConfig", "CalibrationConfig", "CheckpointConfig", "ClusterConfig",
     "DataConfig", "DistillationConfig", "FineTuningConfig", "HardwareConfig", "LaunchConfig", "LayoutConfig",
     "MoEConfig", "ModelConfig", "NumericsConfig", "OptimizerConfig", "ParameterGroup", "PrecisionConfig",
-    "PreflightConfig", "RoutesConfig", "RunConfig", "SparsityConfig", "TelemetryConfig", "TrainingConfig",
-    "WatchConfig",
+    "PreflightConfig", "QuantisationConfig", "RoutesConfig", "RunConfig", "SparsityConfig", "TelemetryConfig",
+    "TrainingConfig", "WatchConfig",
 ]
 
 
@@ -390,6 +391,7 @@ class RunConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     fine_tuning: FineTuningConfig = field(default_factory=FineTuningConfig)
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    quantisation: QuantisationConfig = field(default_factory=QuantisationConfig)
     sparsity: SparsityConfig = field(default_factory=SparsityConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)

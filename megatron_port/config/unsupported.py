@@ -30,6 +30,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     },
     "precision.dtype": {
         **dict.fromkeys(("int8", "int4", "fp4", "nvfp4", "tf32", "mxfp8"), _NONE),
+        **dict.fromkeys(("int8", "int4"), "quantisation.weights trains for few bits"),
         "fp8": "set precision.fp8 beside dtype = \"bf16\"", "float32": "it is fp32 here", "float16": "it is fp16 here",
         "bfloat16": "it is bf16 here", "float64": "it is fp64 here", "half": "it is fp16 here",
     },

@@ -10,6 +10,7 @@ from torch import nn
 
 from megatron_port.backend.providers import Providers
 from megatron_port.config.fine_tuning import NO_ADAPTERS, FineTuningConfig
+from megatron_port.config.quantisation import NO_QUANTISATION, QuantisationConfig
 from megatron_port.config.schema import LayoutConfig, ModelConfig
 from megatron_port.errors import ConfigError
 from megatron_port.model.activation_sites import LayerActivations
@@ -51,6 +52,7 @@ class BuildContext:
         fine_tuning: which linears have adapters.
         dpo_beta: of the loss of pairs (``model.preference``); 0: the loss is of tokens.
         z_loss: factor of log²Z in the loss of the model's own logits while training.
+        quantisation: few bits that the weights of the layers' linears are to have.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class BuildContext:
         partition: SequencePartition | None = None, recompute: str = "none",
         layer_activations: Mapping[int, LayerActivations] | None = None, position_reset: bool = False,
         fine_tuning: FineTuningConfig = NO_ADAPTERS, dpo_beta: float = 0.0,
-        z_loss: float = 0.0,
+        z_loss: float = 0.0, quantisation: QuantisationConfig = NO_QUANTISATION,
     ) -> None:
         self.fine_tuning, self.dpo_beta, self.z_loss = fine_tuning, dpo_beta, z_loss
         self.model, self.ctx, self.providers, self.stream = model, ctx, providers, stream
@@ -71,7 +73,7 @@ class BuildContext:
         self.parking = ParkingPlaces(SwapSpace(ctx.device), None if self.sequence_parallel else ctx.over("tp"))
         self.padding_multiple = layout.vocab_padding_multiple
         # Of the layers' linears; embedding, head and attention stay in the compute dtype.
-        self.kernels = make_linear_kernels(providers.fp8)
+        self.kernels = make_linear_kernels(providers.fp8, quantisation)
         self.chunks = layout.tp_overlap_chunks if ctx.size("tp") > 1 else 1
         if partition is None:
             partition = sequence_partition(

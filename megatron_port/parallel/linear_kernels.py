@@ -21,7 +21,9 @@ from torch import Tensor
 
 from megatron_port.backend import cpu_upcast
 from megatron_port.backend.fp8 import Fp8, Quantised
+from megatron_port.config.quantisation import NO_QUANTISATION, QuantisationConfig
 from megatron_port.parallel.compat import widening_addmm
+from megatron_port.parallel.few_bits import on_grid
 
 
 def add_product(main_grad: Tensor, a: Tensor, b: Tensor, *, first: bool = False) -> None:
@@ -265,8 +267,26 @@ class RowwiseLinearKernels:
         add_product(main_grad, grad_output_2d, x, first=first)
 
 
-def make_linear_kernels(fp8: Fp8 | None) -> LinearKernels:
-    """Return the kernels of a model's linear layers; ``fp8`` None: in the compute dtype."""
+class FewBitLinearKernels(PlainLinearKernels):
+    """Products with weights on a grid of few bits (``parallel.few_bits``), computed anew for each pass; the gradient of
+    the weight is that of its value on the grid."""
+
+    def __init__(self, grid: Callable[[Tensor], Tensor]) -> None:
+        self.grid = grid
+
+    def forward(
+        self, x: Tensor, weight: Tensor, weight_2d: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return super().forward(x, weight, self.grid(weight_2d), bias)
+
+    def dgrad(self, grad_output_2d: Tensor, weight: Tensor, weight_2d: Tensor) -> Tensor:
+        return super().dgrad(grad_output_2d, weight, self.grid(weight_2d))
+
+
+def make_linear_kernels(fp8: Fp8 | None, few_bits: QuantisationConfig = NO_QUANTISATION) -> LinearKernels:
+    """Return the kernels of a model's linear layers; without either in the compute dtype."""
+    if few_bits.enabled:
+        return FewBitLinearKernels(partial(on_grid, kind=few_bits.weights, group_size=few_bits.group_size))
     if fp8 is None:
         return PLAIN
     return TensorwiseLinearKernels(fp8) if fp8.recipe == "tensorwise" else RowwiseLinearKernels(fp8)

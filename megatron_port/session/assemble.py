@@ -84,7 +84,7 @@ def build_model(
         layer_activations=dict(enumerate(map(decided, layer_choices(config.activations, config.model.num_layers)))),
         position_reset=config.data.position_reset,
         fine_tuning=config.fine_tuning, dpo_beta=config.training.dpo_beta if config.training.on_pairs else 0.0,
-        z_loss=config.training.z_loss,
+        z_loss=config.training.z_loss, quantisation=config.quantisation,
     )
     if config.distillation.enabled:
         chunks = _build_distilled(config, build)

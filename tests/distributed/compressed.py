@@ -1,6 +1,7 @@
-"""Masks on every kind of layout, and in random combinations, each against one process in fp64; resumable.
+"""Masks and few bits on every kind of layout, and in random combinations, each against one process; resumable.
 
-``python tests/distributed/compressed.py --out benchmarks/results/masks.jsonl [--seeds 0-99]`` runs what the file lacks.
+``python tests/distributed/compressed.py --out benchmarks/results/masks.jsonl [--seeds 0-99]`` runs what the file lacks,
+``--few-bits --out benchmarks/results/few-bits.jsonl`` the same of weights on a grid.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 import itertools
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import fuzz
 from cases import make_config
 from fuzz import Draw, run_resumable
 
-from megatron_port.config.schema import MoEConfig, RunConfig, SparsityConfig
+from megatron_port.config.quantisation import quantisation_problems
+from megatron_port.config.schema import MoEConfig, QuantisationConfig, RunConfig, SparsityConfig
 from megatron_port.config.sparsity import GROUP, inputs
 from megatron_port.parallel.topology import Topology
 
@@ -29,17 +31,20 @@ LLAMA: dict[str, Any] = {
 }
 """Tensor-parallel ranks have 18 of the 36 inputs: they cut a group."""
 EXPERTS: dict[str, Any] = {**LLAMA, "moe": MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=24)}
-MODELS = {"gpt": GPT, "llama": LLAMA, "experts": EXPERTS}
+MODELS = {"gpt": GPT, "llama": LLAMA, "experts": EXPERTS, "wide llama": {**LLAMA, "ffn_hidden_size": 64}}
+WIDER = ("gpt", "wide llama")
+"""Whose sizes groups divide on two tensor-parallel ranks."""
 
 
 class CompressedDraw(Draw):
-    """A combination with masks."""
+    """A combination with masks or few bits."""
 
     def describe(self) -> dict[str, object]:
         """For the results file."""
         s = self.config.sparsity
         return {**super().describe(), "ep": self.topology.ep, "experts": self.config.model.moe.num_experts,
-                "sparsity": s.method, "ratio": s.ratio, "sparse": list(s.targets)}
+                "sparsity": s.method, "ratio": s.ratio, "sparse": list(s.targets),
+                "bits": self.config.quantisation.weights, "group": self.config.quantisation.group_size}
 
 
 def on_layout(
@@ -62,18 +67,29 @@ def sparse(method: Any, ratio: float = 0.5, *targets: str) -> Callable[[RunConfi
     return lambda c: dataclasses.replace(c, sparsity=SparsityConfig(method=method, ratio=ratio, targets=targets))
 
 
+def few(kind: Any, group: int) -> Callable[[RunConfig], RunConfig]:
+    """Return what lets a run compute with few bits."""
+    return lambda c: dataclasses.replace(c, quantisation=QuantisationConfig(weights=kind, group_size=group))
+
+
+FEW_BITS: dict[str, Callable[[RunConfig], RunConfig]] = {
+    "int8": few("int8", 4), "int4": few("int4", 16), "binary": few("binary", 8),
+}
 CHANGES: dict[str, Callable[[RunConfig], RunConfig]] = {
     "2:4": sparse("2:4"), "share": sparse("magnitude", 0.7), "some": sparse("magnitude", 0.3, "layers.*.mlp.*"),
 }
 
 
-def matrix(changes: dict[str, Callable[[RunConfig], RunConfig]] = CHANGES) -> list[CompressedDraw]:
+def matrix(
+    changes: dict[str, Callable[[RunConfig], RunConfig]] = CHANGES,
+    models: Collection[str] = ("gpt", "llama", "experts"),
+) -> list[CompressedDraw]:
     """Every layout of {1, 2}³ and ZeRO stage with each model and change; cp 2 and ep 2; schedules and so on in turn."""
     out: list[CompressedDraw] = []
     schedules = itertools.cycle((("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("1f1b", 2), ("zb-v", 2)))
     recompute = itertools.cycle(("none", "full", "selective"))
     for change, model, tp, pp, dp, zero in itertools.product(
-        changes.values(), MODELS, (1, 2), (1, 2), (1, 2), range(4)
+        changes.values(), models, (1, 2), (1, 2), (1, 2), range(4)
     ):
         for cp, ep in ((1, 1), (2, 1), (1, 2)):
             without = model != "experts" or tp * dp < 2
@@ -106,15 +122,30 @@ def draw(seed: int) -> CompressedDraw:
     return CompressedDraw(10_000 + seed, sparse(method, r.choice((0.2, 0.5, 0.9)), *targets)(config), one.topology)
 
 
+def few_draw(seed: int) -> CompressedDraw:
+    """A run of the fuzz in engine native and fp64, with few bits: in fp32 a rounding may fall to the other side."""
+    r = random.Random(f"few-bits-{seed}")
+    while True:
+        config, t = (one := fuzz.draw(r.randrange(10_000_000))).config, one.topology
+        kind, group = r.choice(("int8", "int4", "binary")), r.choice((2, 3, 4, 8))
+        drawn = few(kind, group)(config)
+        if config.engine == "native" and config.precision.dtype == "fp64" and not quantisation_problems(drawn):
+            return CompressedDraw(20_000 + seed, drawn, t)
+
+
 def main() -> int:
     """Run what a file lacks."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", help="draws instead of the matrix, e.g. 0-99")
+    parser.add_argument("--few-bits", action="store_true", help="weights on a grid instead of masks")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long; resume later")
     args = parser.parse_args()
-    draws = [draw(seed) for seed in fuzz._seeds(args.seeds)] if args.seeds else matrix()
+    if args.seeds:
+        draws = [(few_draw if args.few_bits else draw)(seed) for seed in fuzz._seeds(args.seeds)]
+    else:
+        draws = matrix(FEW_BITS, WIDER) if args.few_bits else matrix()
     random.Random("compressed").shuffle(draws)  # wherever it is cut off, what it has seen is spread over all
     return run_resumable(draws, args.out, batch_size=args.batch, seconds=args.seconds)
 

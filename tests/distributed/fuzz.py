@@ -79,8 +79,10 @@ NOT_DRAWN = {
     "backend.quantise": "only under precision.fp8", "backend.scaled_mm": "only under precision.fp8",
     "backend.allow_jit": "forbids or permits, computes nothing", "backend.deterministic": "of GPUs only",
     "fine_tuning.adapters": "a folder that the session reads (tests/e2e/test_fine_tuning.py)",
+    **{f"model.{name}": "tests/distributed/factored.py"
+       for name in ("shared_layers", "qkv_rank", "output_rank", "up_rank", "down_rank")},
     "distillation": "with a teacher (tests/distributed/distilled.py)",
-    "sparsity": "tests/distributed/compressed.py",
+    "sparsity": "tests/distributed/compressed.py", "quantisation": "tests/distributed/compressed.py",
     "training": "the loop, not the engine", "checkpoint": "test_resume.py", "numerics": "tests/faults/test_numerics.py",
     "telemetry": "computes nothing", "watch": "computes nothing", "cluster": "a description",
     "hardware": "a description", "calibration": "a description", "launch": "before the run",

@@ -1,9 +1,9 @@
-"""Masks on every kind of layout: in fp64 the run of one process; the whole matrix is a record (docs/compression.md)."""
+"""Masks and few bits on every kind of layout: in fp64 the run of one process; the whole matrices are records."""
 
 from __future__ import annotations
 
 import pytest
-from compressed import CHANGES, CompressedDraw, draw, on_layout
+from compressed import CHANGES, FEW_BITS, CompressedDraw, draw, on_layout
 from fuzz import failures, run_draws
 from pool import RankPool
 
@@ -17,9 +17,11 @@ def draws(ranks: int) -> list[CompressedDraw]:
         return [
             on_layout(0, "llama", Topology(tp=2), pairs, sequence_parallel=True),
             on_layout(1, "gpt", Topology(dp=2), share, zero_stage=3),
+            on_layout(4, "wide llama", Topology(tp=2), FEW_BITS["int4"], sequence_parallel=True, recompute="full"),
         ]
     return [
         on_layout(2, "experts", Topology(tp=2, dp=2, ep=2), pairs, zero_stage=2),
+        on_layout(5, "gpt", Topology(pp=2, dp=2), FEW_BITS["binary"], zero_stage=3),
         on_layout(3, "llama", Topology(pp=2, cp=2), share, zero_stage=1, pipeline_schedule="zb-h1"),
     ]
 
