@@ -31,12 +31,14 @@ MORE: dict[str, tuple[dict[str, Any], Topology, dict[str, Any]]] = {
     "lora": ({**LLAMA, "fine_tuning": True}, Topology(tp=2, dp=2), {"zero_stage": 1}),
 }
 """Beside those of ``test_rules``."""
+LAST = "zero1-tp2-one-head"
 
 
 def draws() -> list[Draw]:
-    """All rules of one layout, then of the next."""
-    out = []
-    for model, topology, layout in [*LAYOUTS.values(), *MORE.values()]:
+    """All rules of one layout, then of the next; of the layout that came last, last: the file numbers them."""
+    out, layouts = [], {**LAYOUTS, **MORE}
+    layouts[LAST] = layouts.pop(LAST)
+    for model, topology, layout in layouts.values():
         for rule in RULES:
             plain = {key: value for key, value in model.items() if key != "fine_tuning"}
             if layout.get("virtual_pipeline_size") == 2:

@@ -10,11 +10,21 @@ import pytest
 import rule_twins
 import torch
 from contexts import slice_record
+from fake_ranks import fake_rank
 from rule_twins import Twin
 from torch import nn
 
 from megatron_port.config.rule_options import AdafactorOptions, CAMEOptions, LAMBOptions, MuonOptions
-from megatron_port.config.schema import OptimizerConfig
+from megatron_port.config.schema import (
+    BatchConfig,
+    DataConfig,
+    LayoutConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RunConfig,
+)
+from megatron_port.engine.native import NativeEngine
 from megatron_port.engine.native_update import make_update
 from megatron_port.optim.matrices import assign, shapes_of
 from megatron_port.optim.muon import orthogonalized
@@ -230,3 +240,39 @@ def test_owners_share_the_work() -> None:
 def test_bytes_of_state(name: str, expected: float) -> None:
     record = slice_record("layers.0.mlp.down.weight", (1000, 500), init=InitSpec("zeros"), decay=True)
     assert state_bytes(rule_of(OptimizerConfig(name=name)), record) == pytest.approx(expected, rel=1e-12)
+
+
+TABLE: dict[str, Callable[[int, int], float]] = {
+    "adamw": lambda r, c: 8.0, "adamw-bf16": lambda r, c: 4.0,
+    "adamw-8bit": lambda r, c: 2.0625 if c % 128 == 0 else 8.0,
+    "lion": lambda r, c: 4.0, "sgd": lambda r, c: 4.0, "adagrad": lambda r, c: 4.0, "lamb": lambda r, c: 8.0,
+    "adafactor": lambda r, c: 4 * (r + c) / (r * c), "came": lambda r, c: 4 + 8 * (r + c) / (r * c),
+    "sm3": lambda r, c: 4 + 4 * (r + c) / (r * c), "muon": lambda r, c: 4.0,
+}
+"""docs/optimizers.md: bytes of state for each element of a matrix of r rows and c columns."""
+
+
+@pytest.mark.parametrize("rule", TABLE)
+def test_memory_is_what_the_table_says(rule: str) -> None:
+    model = ModelConfig(num_layers=1, hidden_size=128, num_attention_heads=4, ffn_hidden_size=192, vocab_size=96,
+                        seq_length=8)
+    config = RunConfig(
+        model=model, engine="native", data=DataConfig(synthetic=True), precision=PrecisionConfig(dtype="bf16"),
+        batch=BatchConfig(micro_batch_size=1, global_batch_size=1), optimizer=OptimizerConfig(name=rule),
+        layout=LayoutConfig(data_parallel_size=1, zero_stage=1),
+    )
+    with fake_rank(config, 0) as (engine, _, _):
+        assert isinstance(engine, NativeEngine)
+        sharded, found = engine.sharded, dict[str, int]()
+        for bucket in sharded.trained:
+            padding = 128 * len(bucket.plan.slots)  # elements, at most
+            for kind, flat in bucket.state.items():
+                ranges = bucket.layouts[kind].ranges
+                used = {r.index: flat[r.span].nbytes for r in ranges}
+                assert flat.nbytes <= sum(used.values()) + flat.element_size() * padding
+                for index, size in used.items():
+                    name = sharded.parameters[index][0].name
+                    found[name] = found.get(name, 0) + size
+    for matrix in ("attention.qkv", "attention.output", "mlp.up", "mlp.down"):
+        record = next(r for r, _ in sharded.parameters if r.name == f"layers.0.{matrix}.weight")
+        assert found[record.name] == pytest.approx(TABLE[rule](*record.shape[-2:]) * record.numel, rel=1e-12)
