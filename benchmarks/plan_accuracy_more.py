@@ -203,7 +203,8 @@ def case_of_row(row: dict[str, str]) -> Case:
     experts = bool(row["experts"])
     etp = int(row["etp"] or (tp if experts and (not source.folded or engine is MEGATRON_CORE) else 1))
     model = model_of(row)
-    vp = min(int(row["vp_interleave"] or 1), max(model.num_layers // pp, 1))
+    # Megatron-core may count embedding and head as a layer each.
+    vp = min(int(row["vp_interleave"] or 1), max((model.num_layers + 2) // pp, 1))
     natural = row["forced_balance"] in ("no", "natural") or row["source_group"] == "megascale-moe"
     eight = any(word in row["precision"].lower() for word in ("fp8", "float8"))
     return Case(
@@ -227,12 +228,13 @@ def best_unknowns(case: Case, machine: Machine, row: dict[str, str]) -> tuple[Ca
     if row["source"].startswith("torchtitan") and "Interleaved" in row["note"]:
         chunks = (2,)
     policies: tuple[tuple[str, tuple[str, ...]], ...] = ((case.recompute, case.modules),)
-    if not row["recompute"]:
+    # The folding paper prints no recompute; Megatron-core's of single modules (0.12) is younger than it.
+    if not row["recompute"] and row["source_group"] != "moe-folding":
         more = (("none", CHEAP), ("experts", CHEAP)) if row["experts"] else ()
         policies = (("none", ()), *more, ("full", ()))
     for vp in chunks:
         vp = vp if chunks != (1,) else case.vp
-        if vp > 1 and (case.model.num_layers < case.pp * vp or case.micro_batches % case.pp):
+        if vp > 1 and (case.model.num_layers + 2 < case.pp * vp or case.micro_batches % case.pp):
             continue
         for recompute, modules in policies:
             split = megatron_split(case.model, case.pp * vp)

@@ -20,6 +20,7 @@ from megatron_port.plan.search import Candidate, fullest, options_of, settings_o
 from megatron_port.plan.step import plan_step
 from megatron_port.plan.studies import Planned, Point, Study, planned, studies
 from megatron_port.runtime.atomic import write_output
+from megatron_port.tune.lease import held
 from megatron_port.tune.results import Results, Trial, key_of
 from megatron_port.tune.space import Space, make_space
 from megatron_port.tune.trial import Launcher, run_trial
@@ -51,25 +52,26 @@ def sweep(
     run_file = loaded.files[-1]
     measured: dict[str, list[tuple[float, float, float]]] = {}
     lines: dict[str, list[Planned]] = {}
-    for study in found:
-        lines[study.name] = planned(study, space.machine)
-        say(f"{study.title} ({study.says})")
-        rates: list[tuple[float, float]] = []
-        for point, plan in zip(study.points, lines[study.name]):
-            trial = _trial(point.case, config, space, results, lambda c, s: run_trial(
-                run_file, overrides, config, c, s, launcher=launcher, steps=steps, warm_up=warm_up,
-                timeout_s=timeout_s, folder=folder / "trials",
-            ))
-            if trial.seconds is None:
-                say(f"  {study.x_label} {point.x:g}: {trial.status}: {trial.error[:160]}")
-                continue
-            rate = _rate(point.case, trial.seconds)
-            rates.append((point.x, rate))
-            say(
-                f"  {study.x_label} {point.x:g}: {trial.seconds:.4g} s per step, {rate:.4g} TFLOP/s per device; "
-                f"planned {plan.seconds:.4g} s ({plan.seconds / trial.seconds - 1:+.0%}); {point.case.label()}"
-            )
-        measured[study.name] = [(x, r, r / rates[0][1]) for x, r in rates]
+    with held(folder, say) as note:
+        for study in found:
+            lines[study.name] = planned(study, space.machine)
+            say(f"{study.title} ({study.says})")
+            rates: list[tuple[float, float]] = []
+            for point, plan in zip(study.points, lines[study.name]):
+                trial = _trial(point.case, config, space, results, lambda c, s: run_trial(
+                    run_file, overrides, config, c, s, launcher=launcher, steps=steps, warm_up=warm_up,
+                    timeout_s=timeout_s, folder=folder / "trials", note=note,
+                ))
+                if trial.seconds is None:
+                    say(f"  {study.x_label} {point.x:g}: {trial.status}: {trial.error[:160]}")
+                    continue
+                rate = _rate(point.case, trial.seconds)
+                rates.append((point.x, rate))
+                say(
+                    f"  {study.x_label} {point.x:g}: {trial.seconds:.4g} s per step, {rate:.4g} TFLOP/s per device; "
+                    f"planned {plan.seconds:.4g} s ({plan.seconds / trial.seconds - 1:+.0%}); {point.case.label()}"
+                )
+            measured[study.name] = [(x, r, r / rates[0][1]) for x, r in rates]
     path = folder / "sweep.html"
     write_output(path, _page(config, space.world, found, lines, measured))
     say(f"page: {path}")

@@ -37,6 +37,8 @@ def add_parser(subparsers: Any) -> None:
                         help="numbers of nodes to try (default: the run's)")
     parser.add_argument("--nproc", type=int, metavar="N", help="measure with N ranks on this machine")
     add_trial_options(parser, "trial", "tune")
+    parser.add_argument("--repeats", type=int, default=3, metavar="R",
+                        help="starts of the best layouts, until their spread tells them apart (default 3; 1: one each)")
     parser.add_argument("--plan-only", action="store_true", help="print the model's ranking; measure nothing")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of random and deephyper")
     add_json(parser)
@@ -67,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
     out = trial_problems(args)
     if not 1 <= args.trials <= MOST:
         out.append(f"--trials {args.trials}: from 1 to {MOST}")
+    if not 1 <= args.repeats <= MOST:
+        out.append(f"--repeats {args.repeats}: from 1 to {MOST}")
     if out:
         raise ConfigError(out)
     from megatron_port.tune.space import best_legal, make_space
@@ -99,6 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace, loaded: Any, space: Any) -> int:
+    from megatron_port.tune.lease import held
     from megatron_port.tune.results import Results
     from megatron_port.tune.strategies import make_strategy
     from megatron_port.tune.trial import choose_launcher, run_trial
@@ -111,22 +116,25 @@ def _measure(args: argparse.Namespace, loaded: Any, space: Any) -> int:
     strategy = make_strategy(args.strategy, space, count=args.trials, seed=args.seed, folder=str(folder / "deephyper"))
     run_file = loaded.files[-1]
 
-    def measure(candidate: Any, settings: dict[str, Any]) -> Any:
-        return run_trial(
-            run_file, args.overrides, config, candidate, settings, launcher=launcher, steps=args.steps,
-            warm_up=args.warm_up, timeout_s=args.timeout, folder=folder / "trials",
-        )
-
     with ProgressBar("tune", "trial") as bar:
         say = partial(print, file=sys.stderr, flush=True) if args.json else bar.print
-        found = tune(space, strategy, results, measure, count=args.trials, say=say, advance=bar)
+        with held(folder, say) as note:
+            measure = partial(
+                run_trial, run_file, args.overrides, config, launcher=launcher, steps=args.steps, warm_up=args.warm_up,
+                timeout_s=args.timeout, folder=folder / "trials", note=note,
+            )
+            found = tune(
+                space, strategy, results, measure, count=args.trials, say=say, advance=bar, repeats=args.repeats,
+            )
     if not args.json:
         print(render(results))
+        print(found.decision.words)
     if found.best is None:
         raise ConfigError(f"none of {len(results.trials)} trials worked; their output is in {folder / 'trials'}")
     winner = _say_winner(args, loaded, found.best, folder)
     if args.json:
         print_json({"winner": folder / "winner.toml", "best": asdict(found.best),
+                    "decided": not found.decision.near,
                     "trials": [asdict(t) for t in results.trials.values()]})
     else:
         print(winner)

@@ -100,8 +100,11 @@ def _split(t: Tape, s: Sizes, h: Heads, y: Value, *, rotary: bool) -> tuple[Valu
 
 
 def _rotate(t: Tape, s: Sizes, x: Value, size: float) -> Value:
-    """``backend.fused.apply_rotary``: x · cos + turned x · sin; the tables are made for each call and kept."""
+    """``backend.fused.apply_rotary``: x · cos + turned x · sin; the tables are made for each call and kept. Other
+    programs have one kernel for it, and one table for all layers."""
     model = s.case.model
+    if s.case.kernels == "fused":
+        return t.note(t.block(size), [x], lambda grad, saved: [t.block(size)])
     table = model.seq_length / s.case.cp * model.head_size * s.case.width
     cos, sin = t.block(table), t.block(table)
     first, second = t.split(x, lambda grad, saved: [t.block(size)], 2)

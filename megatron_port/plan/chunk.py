@@ -244,7 +244,8 @@ def _most_backward(units: list[_Unit], above: Sequence[_Unit] = ()) -> float:
     """The peak of the backward pass: units that were not run have been freed where the pass is below them. ``above``:
     further ones, whose own peaks are left out."""
     all_units = [*units, *above]
-    return max(u.backward + sum(v.more * v.left for v in all_units[i + 1 :]) for i, u in enumerate(units))
+    peaks = (u.backward + sum(v.more * v.left for v in all_units[i + 1 :]) for i, u in enumerate(units))
+    return max(peaks, default=0.0)  # other programs have chunks with an embedding or a head alone
 
 
 Step = Callable[[Tape, Value], Value]

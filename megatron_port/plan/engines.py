@@ -71,6 +71,13 @@ class Engine:
     """Bytes of a moment of the optimizer; 0: full width (Megatron-core's precision-aware optimizer: 2)."""
     workspace_bytes: float = 0.0
     """Held by matmul libraries through the framework's allocator."""
+    weighs_activation: bool = False
+    """The router's weights multiply the experts' activation, so that what experts return need not be kept for them."""
+    live_elements: float = 0.0
+    """ZeRO-3: weights that may be gathered at once beside the parameter that is used, one parameter at a time; 0: two
+    whole layers."""
+    reduces_parameters: bool = False
+    """ZeRO-2 and 3: a parameter's gradient goes into ``bucket_bytes`` at once; no sums of whole layers wait."""
     inputs_on_host: bool = False
     """Under full recompute the layers' inputs wait on the host (DeepSpeed's cpu_checkpointing)."""
 

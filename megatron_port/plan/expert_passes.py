@@ -98,6 +98,7 @@ def _reordered(t: Tape, sizes: Routed, x: Value) -> Value:
 def _combined(t: Tape, s: Sizes, y: Value, weights: Value, place: Block, own: float) -> Value:
     """``backend.expert_rows.combined``: each token's sum of its experts' results."""
     size, of_weights, wide = y.size, weights.size, own * s.ratio
+    weighed = s.case.engine.weighs_activation
     narrow = own if s.ratio > 1 else 0.0
 
     def backward(grad: Block, saved: list[Block]) -> list[Block | None]:
@@ -106,7 +107,8 @@ def _combined(t: Tape, s: Sizes, y: Value, weights: Value, place: Block, own: fl
         return [rows, factors]
 
     _need(t, s, wide, wide, wide, narrow)
-    return t.note(t.block(own), [y, weights], backward, [y.block, place, weights.block])
+    kept = [] if weighed else [y.block]
+    return t.note(t.block(own), [y, weights], backward, [*kept, place, weights.block])
 
 
 def _grouped(t: Tape, s: Sizes, sizes: Routed, x: Value, mlp: MLPSpec, *, first: bool) -> Value:

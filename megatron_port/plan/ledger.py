@@ -221,6 +221,8 @@ def _peak_at(moment: Moment, chunks: list[ChunkBytes], most: float, away: bool =
         held = 0.0
     held += sum(n * c.deferred for n, c in zip(moment.deferred, chunks)) + moment.inputs * stream
     working = running.working[moment.kind]
+    if away and moment.kind is Kind.FORWARD:  # each layer's input leaves when the layer is done
+        working = max(working - running.kept, running.layers)
     count = moment.micro_batches
     name = {Kind.FORWARD: "forward", Kind.WEIGHT: "weight"}.get(moment.kind, "backward")
     where = f" of chunk {moment.chunk}" if len(chunks) > 1 else ""

@@ -148,7 +148,8 @@ def stage_memory(case: Case, machine: Machine, stage: int, *, quick: bool = Fals
         weights += copy_bytes(case, stage)
     bucket = min(e.bucket_bytes, n * 6.0) if case.dp * case.cp > 1 else 0.0
     bucket += e.workspace_bytes
-    bucket += sum_elements(case, stage) * case.wide if case.shards_sums and case.shards > 1 else 0.0
+    if case.shards_sums and case.shards > 1 and not e.reduces_parameters:
+        bucket += sum_elements(case, stage) * case.wide
     # Only while the optimizer steps: a copy of this rank's share of the gradient, torch's square roots of a moment.
     roots = case.wide if case.kernels == "torch" else 0
     update = updated_elements(case, stage) * max(e.update_copy_bytes, roots)

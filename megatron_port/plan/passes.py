@@ -75,7 +75,8 @@ def _feed_forward(t: Tape, s: Sizes, spec: LayerSpec, x: Value) -> Value:
     if moe is None:
         return _mlp(t, s, spec.dense, x)
     if s.case.recompute == "experts":  # other programs alone
-        return t.checkpoint(lambda tape, x: _experts(tape, s, moe, x), x)
+        normed = "layernorm" in s.case.modules and spec.norm2 is not None
+        return t.checkpoint(lambda tape, x: _experts(tape, s, moe, x), x, made_again=normed)
     return _experts(t, s, moe, x)
 
 

@@ -32,7 +32,9 @@ NEMO_LLAMA = replace(  # grad_sync_dtype=bf16 (NeMo-Framework-Launcher, examples
 )
 MEGATRON_CORE = replace(NEMO, name="Megatron-core")  # --accumulate-allreduce-grads-in-fp32 is on with --bf16
 MEGATRON_CORE_DEEP_EP = replace(  # with Transformer Engine's fused loss (ModelZoo: cross-entropy-fusion-impl te)
+    # Its grouped experts of 2025 weigh the activation (moe/experts.py: a weighted SwiGLU between fc1 and fc2).
     MEGATRON_CORE, name="Megatron-core with DeepEP", sends_once_per_node=True, copies_logits=False,
+    weighs_activation=True,
 )
 MEGATRON_CORE_FSDP = replace(
     # Megatron-core's own FSDP: weights gathered layer by layer for both passes, fp32 gradients scattered after each
@@ -64,7 +66,8 @@ MEGATRON_DEEPSPEED = Engine(
 DEEPSPEED_ZERO3 = Engine(
     # Stage 3 with overlap_comm: parameters are prefetched, fp16 gradients reduce-scattered in buckets of 5e8.
     name="DeepSpeed ZeRO-3", gradient_bytes=2, accumulate_traffic=8, reduce_bytes=2, shard_reduces=True,
-    reduce_overlap=1.0, gather_overlap=1.0, bucket_bytes=2e9, update_extra_bytes=22,
+    reduce_overlap=1.0, gather_overlap=1.0, bucket_bytes=2e9, update_extra_bytes=22, live_elements=1e9,
+    reduces_parameters=True,  # runtime/zero/config.py: max_live_parameters 1e9, reduce_bucket_size 5e8, two of them
 )
 DEEPSPEED_ZERO3_HOST = replace(
     DEEPSPEED_ZERO3, name="DeepSpeed ZeRO-3 with cpu_checkpointing", inputs_on_host=True,
@@ -80,12 +83,13 @@ MEGASCALE = replace(MEGATRON_CORE, name="MegaScale-MoE", expert_overlap="passes"
 
 def megatron_split(model: ModelConfig, chunks: int) -> tuple[int, ...]:
     """Layers of each chunk as Megatron-core divides them: evenly, or with embedding and head counted as a layer each
-    (``account_for_embedding_in_pipeline_split``); else as even in time as can be, for layouts written by hand."""
+    (``account_for_embedding_in_pipeline_split``; they may be a chunk alone); else as even in time as can be, for
+    layouts written by hand."""
     each, rest = divmod(model.num_layers, chunks)
     if not rest:
         return (each,) * chunks
     each, rest = divmod(model.num_layers + 2, chunks)
-    if not rest and chunks > 1 and each > 1:
+    if not rest and chunks > 1:
         return (each - 1, *(each,) * (chunks - 2), each - 1)
     return balanced_split(model, chunks)
 

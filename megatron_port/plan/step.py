@@ -273,10 +273,25 @@ def data_seconds(case: Case, links: Links, chunks: Sequence[Cost]) -> float:
         moved = _replica_seconds(case, links, n - experts)
         if experts:
             moved = [a + b for a, b in zip(moved, _expert_replica_seconds(case, links, experts))]
-        exposed = _exposed_by_pass if case.weight_gathers > 1 and case.shards > 1 else _exposed_once
-        gathers = gathered_elements(case, stage) / n
-        worst = max(worst, exposed(case, stage, moved, case.of_stage(chunks, stage), gathers))
+        gathers, mine = gathered_elements(case, stage) / n, case.of_stage(chunks, stage)
+        if case.weight_gathers > 1 and case.shards > 1:
+            worst = max(worst, _exposed_by_pass(case, stage, moved, mine, gathers))
+        else:
+            free = [_with_free_links(case, links, c) for c in mine]
+            worst = max(worst, _exposed_once(case, stage, moved, free, gathers))
     return worst + tied
+
+
+def _with_free_links(case: Case, links: Links, cost: Cost) -> Cost:
+    """A chunk's passes without what they send between nodes themselves: an adapter carries one byte at a time."""
+    far = case.ep > 1 and span(links.machine, case.ep, case.etp).nodes > 1
+    apart = case.cp > 1 and span(links.machine, case.cp, case.tp).nodes > 1
+    return replace(
+        cost,
+        forward_exchange=0.0 if far else cost.forward_exchange, forward_context=0.0 if apart else cost.forward_context,
+        backward_exchange=0.0 if far else cost.backward_exchange,
+        backward_context=0.0 if apart else cost.backward_context,
+    )
 
 
 def _exposed_once(case: Case, stage: int, moved: list[float], chunks: Sequence[Cost], gathers: float) -> float:

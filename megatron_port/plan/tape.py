@@ -91,6 +91,8 @@ class _Inner:
     program: Program
     starts: list[int]
     end: int
+    made_again: tuple[float, ...] = ()
+    """Bytes of the inputs, where they are not kept but made once more when they are needed."""
 
 
 def _unused(grad: Block, saved: list[Block]) -> list[Block | None]:
@@ -155,14 +157,19 @@ class Tape:
             self._operations[-1].others = tuple(value.key for value in others)
         return [first, *others]
 
-    def checkpoint(self, program: Program, *inputs: Value) -> Value:
-        """Run a program that keeps its inputs alone and is run again in the backward pass, as far as is needed."""
+    def checkpoint(self, program: Program, *inputs: Value, made_again: bool = False) -> Value:
+        """Run a program that keeps its inputs alone and is run again in the backward pass, as far as is needed.
+
+        ``made_again``: what is in front of it makes the inputs once more, so that not even they are kept.
+        """
         inner = Tape(self.meter, keeps=False, defers=self.defers)
         inner.deferred = self.deferred
         starts = [Value(v.block, constant=v.constant) for v in inputs]
         end = program(inner, *starts)
-        out = self.note(end.block, inputs, _unused, [v.block for v in inputs], trains=True)
-        self._operations[-1].inner = _Inner(inner, program, [v.key for v in starts], end.key)
+        kept = [self.block(0.0) if made_again else v.block for v in inputs]
+        out = self.note(end.block, inputs, _unused, kept, trains=True)
+        sizes = tuple(v.size for v in inputs) if made_again else ()
+        self._operations[-1].inner = _Inner(inner, program, [v.key for v in starts], end.key, sizes)
         return out
 
     def _again(self, program: Program, inputs: Sequence[tuple[Block, bool]]) -> None:
@@ -206,7 +213,8 @@ class Tape:
             del waiting
             return found
         inner, program = op.inner.tape, op.inner.program
-        inputs = [(block, key == _NOBODY) for block, key in zip(op.saved, op.inputs)]
+        blocks = list(map(self.block, op.inner.made_again)) or op.saved
+        inputs = [(block, key == _NOBODY) for block, key in zip(blocks, op.inputs)]
         inner._pending[op.inner.end] = self._pending.pop(op.output)
         inner.run(recompute=lambda: inner._again(program, inputs))
         return [inner._pending.pop(key, None) for key in op.inner.starts]

@@ -41,9 +41,11 @@ class Trial:
     status: str
     """ok | oom | failed | timeout"""
     seconds: float | None = None
-    """Measured, of one step: the median."""
+    """Measured, of one step: the median; with several starts the median of theirs."""
     spread: float | None = None
-    """(largest − smallest) ÷ median of the measured steps."""
+    """(largest − smallest) ÷ median of the measured steps; with several starts of the starts' medians."""
+    runs: tuple[float, ...] = ()
+    """Measured, of one step: the median of each start (``tune.settle``)."""
     memory_bytes: int | None = None
     """As metrics.jsonl has it (rank 0; on a CPU the resident size of its process)."""
     model_tflops: float | None = None
@@ -53,6 +55,11 @@ class Trial:
     command: str = ""
     wall_seconds: float = 0.0
     time: float = 0.0
+
+    @property
+    def starts(self) -> tuple[float, ...]:
+        """``runs``; of files from before starts were counted the one that there was."""
+        return tuple(self.runs) or (() if self.seconds is None else (self.seconds,))
 
 
 def key_of(settings: dict[str, Any], world: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any, Protocol
 
@@ -12,8 +13,6 @@ from megatron_port.tune.results import OK, Trial
 from megatron_port.tune.space import PARAMETERS, Space, best_legal, parameters
 
 STRATEGIES = ("model", "random", "deephyper")
-MOST_QUESTIONS = 200
-"""Proposals in a row that name no layout to be measured, after which a strategy is taken to be at its end."""
 
 
 class Strategy(Protocol):
@@ -60,7 +59,8 @@ class AtRandom:
 
 class ByDeepHyper:
     """Centralised Bayesian optimisation by DeepHyper, as in the Frontier paper: a surrogate over the parameters of the
-    layouts, UCB, failures told as "F". Layouts that are not legal or do not fit cost no trial: the planner knows them.
+    layouts, UCB, failures told as "F". A point that is no legal layout, or one that does not fit, is told as a failure
+    and costs no trial, because the planner knows; the nearest layout that fits is measured in its place.
     """
 
     def __init__(self, space: Space, seed: int, folder: str) -> None:
@@ -87,18 +87,22 @@ class ByDeepHyper:
             left = [c for c in self.space.fitting if c.case not in self.asked and self.space.legal(c)]
             self.asked |= {c.case for c in left[:1]}
             return self.space.exact(left[0]) if left else None
-        for _ in range(MOST_QUESTIONS):
-            point = self.search.ask(1)[0]
-            values = {**self.fixed, **{name: _taken(point[name]) for name in self.free}}
-            candidate = self.space.find(values)
-            if candidate is None or not self.space.legal(candidate):
-                self.search.tell([(point, "F_illegal")])
-            elif not candidate.fits(self.space.machine):
-                self.search.tell([(point, "F_memory")])
-            elif candidate.case not in self.asked:
-                self.asked.add(candidate.case)
-                return self.space.exact(candidate)
-        return None
+        point = self.search.ask(1)[0]
+        values = {**self.fixed, **{name: _taken(point[name]) for name in self.free}}
+        candidate = self.space.find(values)
+        if candidate is None or not self.space.legal(candidate):
+            self.search.tell([(point, "F_illegal")])
+        elif not candidate.fits(self.space.machine):
+            self.search.tell([(point, "F_memory")])
+        elif candidate.case not in self.asked:
+            return self._take(candidate)
+        # Most points of the product of all values are no layout: the one beside them is measured.
+        near = sorted(self.space.fitting, key=lambda c: _apart(parameters(c.case), values))
+        return next((self._take(c) for c in near if c.case not in self.asked and self.space.legal(c)), None)
+
+    def _take(self, candidate: Candidate) -> Candidate:
+        self.asked.add(candidate.case)
+        return self.space.exact(candidate)
 
     def tell(self, candidate: Candidate, trial: Trial) -> None:
         self.asked.add(candidate.case)
@@ -108,6 +112,17 @@ class ByDeepHyper:
 
 
 _WORDS = ("recompute", "schedule", "cp_method", "cp_order")
+
+
+def _apart(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Return how far two layouts' parameters are apart: octaves of sizes, 1 for each switch or word."""
+    out = 0.0
+    for name, value in one.items():
+        if name in _WORDS or name in ("sequence_parallel", "zero_stage"):
+            out += value != other[name]
+        else:
+            out += abs(math.log2(value / other[name]))
+    return out
 
 
 def _told(value: Any) -> Any:
@@ -134,10 +149,12 @@ def _deephyper(
     problem = HpProblem()
     for name in free:
         problem.add_hyperparameter([_told(v) for v in values[name]], name)
-    # Its default acquisition optimizer (a genetic algorithm) takes 10 to 30 s a question.
+    # Its default acquisition optimizer (a genetic algorithm) takes 10 to 30 s a question. Points that are no layout are
+    # failures to it, more of them than the hundred after which it would give up.
     return CBO(
         problem, random_state=seed, log_dir=folder, verbose=0, surrogate_model="ET", acq_func="UCB",
         acq_optimizer="sampling", initial_points=first, checkpoint_history_to_csv=False,
+        acq_optimizer_kwargs={"max_total_failures": -1, "n_points": 2000},
     )
 
 

@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,11 +85,12 @@ def trial_overrides(config: RunConfig, settings: dict[str, Any], *, steps: int, 
 def run_trial(
     run_file: str, overrides: Sequence[str], config: RunConfig, candidate: Candidate, settings: dict[str, Any], *,
     launcher: Launcher, steps: int, warm_up: int, timeout_s: float, folder: Path,
+    note: Callable[[int], None] = lambda session: None,
 ) -> Trial:
     """Measure one layout.
 
     ``run_file``, ``overrides``: the run as it was named; ``config``: what they give. ``warm_up``: first steps that do
-    not count.
+    not count. ``note``: told the number of the session in which the trial's processes run.
 
     Raises:
         KeyboardInterrupt: it was interrupted; nothing is known then.
@@ -107,7 +108,7 @@ def run_trial(
     folder.mkdir(parents=True, exist_ok=True)
     metrics.unlink(missing_ok=True)
     started = time.monotonic()
-    code, timed_out = _run(command, log, timeout_s)
+    code, timed_out = _run(command, log, timeout_s, note)
     common: dict[str, Any] = {
         "key": key, "world": world, "parameters": parameters(candidate.case), "settings": settings,
         "planned_seconds": candidate.step.seconds, "planned_bytes": candidate.memory.total,
@@ -128,14 +129,16 @@ def run_trial(
     batch = candidate.case.global_batch
     flops = model_flops(config.model, config.fine_tuning, document_of(config.data))
     return Trial(
-        **common, status=OK, seconds=median, spread=(max(seconds) - min(seconds)) / median, memory_bytes=memory,
+        **common, status=OK, seconds=median, runs=(median,), spread=(max(seconds) - min(seconds)) / median,
+        memory_bytes=memory,
         model_tflops=flops * batch / median / world / 1e12,
         tokens_per_second=batch * config.model.seq_length / median,
     )
 
 
-def _run(command: Sequence[str], log: Path, timeout_s: float) -> tuple[int, bool]:
-    """Return the exit code, and whether the time was over; whatever the command started is gone afterwards."""
+def _run(command: Sequence[str], log: Path, timeout_s: float, note: Callable[[int], None]) -> tuple[int, bool]:
+    """Return the exit code, and whether the time was over; whatever the command started is gone afterwards. ``note`` is
+    told the number of its session."""
     with open(log, "wb") as stream:
         try:
             process = subprocess.Popen(
@@ -145,6 +148,7 @@ def _run(command: Sequence[str], log: Path, timeout_s: float) -> tuple[int, bool
         except OSError as error:
             raise EnvironmentFault(f"{command[0]} cannot be started: {error.strerror or error}") from None
         try:
+            note(process.pid)
             return process.wait(timeout_s), False
         except subprocess.TimeoutExpired:
             return 0, True

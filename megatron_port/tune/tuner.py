@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from megatron_port.plan.search import Candidate
 from megatron_port.runtime.atomic import write_output
 from megatron_port.runtime.work import Advance, silent
 from megatron_port.tune.results import Results, Trial, key_of
+from megatron_port.tune.settle import Decision, interval, settle
 from megatron_port.tune.space import Space
 from megatron_port.tune.strategies import Strategy
 
@@ -30,13 +31,16 @@ class Found:
     best: Trial | None
     measured: int
     """Trials of this start; others came from the results file."""
+    decision: Decision = field(default_factory=lambda: Decision(None))
+    """What tells the best from the others."""
 
 
 def tune(
     space: Space, strategy: Strategy, results: Results, measure: Measure, *, count: int, say: Callable[[str], None],
-    advance: Advance = silent,
+    advance: Advance = silent, repeats: int = 1,
 ) -> Found:
-    """Try up to ``count`` layouts, those in ``results`` counted, and keep each as soon as it is known.
+    """Try up to ``count`` layouts, those in ``results`` counted, and keep each as soon as it is known; then start the
+    best ones up to ``repeats`` times, until they are told apart.
 
     ``advance`` is called with the trials that are done.
     """
@@ -56,12 +60,18 @@ def tune(
             break
         settings = space.settings(candidate)
         trial = measure(candidate, settings)
+        by_key[trial.key] = candidate
         results.add(trial)
         strategy.tell(candidate, trial)
         done, measured = done + 1, measured + 1
         say(f"{done}/{count} {line_of(trial, candidate.case.label())}")
-    ranked = results.ranked()
-    return Found(best=ranked[0] if ranked else None, measured=measured)
+
+    def again(trial: Trial) -> Trial | None:
+        candidate = by_key.get(trial.key)
+        return None if candidate is None else measure(candidate, space.settings(candidate))
+
+    decision = settle(results, again, repeats=repeats, say=say)
+    return Found(best=decision.best, measured=measured, decision=decision)
 
 
 def line_of(trial: Trial, label: str) -> str:
@@ -109,7 +119,7 @@ def render(results: Results) -> str:
         memory = f"{t.memory_bytes / 1e9:7.2f}" if t.memory_bytes else f"{'':>7}"
         lines.append(
             f"{i:>4} {t.seconds:>10.4g} {t.planned_seconds:>10.4g} {t.planned_seconds / t.seconds - 1:>+8.1%} "
-            f"{t.model_tflops:>9.4g} {memory}  {t.world} devices: {label_of(t)}"
+            f"{t.model_tflops:>9.4g} {memory}  {t.world} devices: {label_of(t)}" + _starts(t)
         )
     rho = rank_correlation([(t.planned_seconds * t.world, (t.seconds or 0) * t.world) for t in good])
     if rho is not None:
@@ -117,6 +127,14 @@ def render(results: Results) -> str:
     failed = [t for t in results.trials.values() if t.seconds is None]
     lines += [f"{t.status}: {t.world} devices: {label_of(t)}: {t.error[:200]}" for t in failed]
     return "\n".join(lines)
+
+
+def _starts(trial: Trial) -> str:
+    """How often a layout was started, and from where to where its steps took."""
+    if len(trial.starts) < 2:
+        return ""
+    low, high = interval(trial)
+    return f"; {len(trial.starts)} starts, {low:.4g} to {high:.4g} s"
 
 
 def write_winner(loaded: Loaded, trial: Trial, path: Path) -> RunConfig:

@@ -33,9 +33,15 @@ def test_nearly_every_row_is_a_case(scripts: tuple[ModuleType, ModuleType]) -> N
 
 def test_errors_are_those_that_are_stated(scripts: tuple[ModuleType, ModuleType], found: list) -> None:
     judged = scripts[0].judged(found)
-    assert len(judged) >= 130 and statistics.mean(abs(r.error) for r in judged) <= 0.135
+    assert len(judged) >= 130 and statistics.mean(abs(r.error) for r in judged) <= 0.13
     folding = [r for r in judged if r.program.endswith("MCore folding") or r.program.endswith("folding, MCore")]
     assert statistics.mean(abs(r.error) for r in folding) <= 0.065
+
+
+def test_what_ran_fits(found: list) -> None:
+    """Every row that ran; of the two that were out of memory one is planned so (the other is FSDP with cp 8)."""
+    assert [r.line.number for r in found if r.measured and not r.fits] == []
+    assert sum(not r.fits for r in found if not r.measured) == 1
 
 
 def test_the_committed_tables_are_current(scripts: tuple[ModuleType, ModuleType], found: list) -> None:

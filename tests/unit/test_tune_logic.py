@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
+import subprocess
 import sys
 import types
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +22,16 @@ from megatron_port.config.layout import with_values
 from megatron_port.config.loader import load
 from megatron_port.errors import ConfigError, EnvironmentFault
 from megatron_port.plan.search import Candidate
+from megatron_port.runtime.processes import born
+from megatron_port.tune.lease import claim, held
 from megatron_port.tune.results import FAILED, OK, OUT_OF_MEMORY, TIMEOUT, Results, Trial, key_of
+from megatron_port.tune.settle import merged, settle
 from megatron_port.tune.space import PARAMETERS, Space, best_legal, make_space, parameters
 from megatron_port.tune.strategies import AtRandom, ByModel, make_strategy
 from megatron_port.tune.trial import Launcher, choose_launcher, run_trial, trial_overrides
 from megatron_port.tune.tuner import label_of, rank_correlation, render, tune, write_winner
 
+ROOT = Path(__file__).resolve().parents[2]
 RUN = "runs/frontier-22b"
 
 
@@ -69,9 +76,10 @@ def test_nodes_and_processes_are_free_of_the_runs_own_layout() -> None:
 
 
 def test_engines_bring_their_own_choices() -> None:
-    native = make_space(load(RUN, ["engine=native", "layout.zero_stage=0"]).config)
+    few = ["cluster.nodes=1", "batch.global_batch_size=16", "layout.pipeline_parallel_size=1"]
+    native = make_space(load(RUN, ["engine=native", "layout.zero_stage=0", *few]).config)
     assert {c.case.schedule for c in native.candidates} >= {"1f1b", "gpipe"}
-    assert {c.case.schedule for c in make_space(load(RUN).config).candidates} == {"1f1b"}
+    assert {c.case.schedule for c in make_space(load(RUN, few).config).candidates} == {"1f1b"}
 
 
 def test_parameters_find_their_layout(space: Space) -> None:
@@ -292,3 +300,96 @@ def test_the_command_refuses_and_ranks(capsys: pytest.CaptureFixture[str], monke
     out = capsys.readouterr().out
     assert "legal layouts on 16 devices planned" in out and out.count("model TFLOP/s") == 3
     assert not os.path.exists("runs/frontier-22b-tune")
+
+
+def times(*seconds: float) -> Iterator[float]:
+    yield from seconds
+
+
+def test_layouts_near_the_best_start_again_until_they_are_apart(space: Space, tmp_path: Path) -> None:
+    """The first starts of two are within their steps' spread, the second ones are apart; what is behind starts once."""
+    first, second, third = space.fitting[:3]
+    starts = {c.case: times(*seconds) for c, seconds in (
+        (first, (1.95, 1.91, 0.0)), (second, (1.97, 2.05, 0.0)), (third, (3.0,)),
+    )}
+
+    def measure(candidate: Candidate, settings: dict[str, Any]) -> Trial:
+        return replace(trial(space, candidate, seconds=next(starts[candidate.case])), spread=0.02)
+
+    results = Results.open(tmp_path, load(RUN).config, 5)
+    said: list[str] = []
+    strategy = ByModel(space, 0)
+    strategy.left = [first, second, third]
+    found = tune(space, strategy, results, measure, count=3, say=said.append, repeats=3)
+    assert found.best is not None and found.best.parameters == parameters(first.case)
+    assert found.best.seconds == pytest.approx(1.93) and found.best.runs == (1.95, 1.91)
+    assert not found.decision.near and found.decision.words.startswith("decided")
+    assert next(starts[third.case], None) is None and "2 starts, 1.91 to 1.95 s" in render(results)
+    same = Results.open(tmp_path, load(RUN).config, 5)
+    assert {len(t.starts) for t in same.trials.values()} == {1, 2}
+    once = tune(space, ByModel(space, 0), same, measure, count=3, say=said.append, repeats=3)  # nothing is left to do
+    assert once.best is not None and once.best.key == found.best.key and once.measured == 0
+
+
+def test_what_its_spread_does_not_tell_apart_is_not_called_decided(space: Space, tmp_path: Path) -> None:
+    results = Results.open(tmp_path, load(RUN).config, 5)
+    first, second = (replace(trial(space, c, seconds=2.0), spread=0.1) for c in space.fitting[:2])
+    for one in (first, second):
+        results.add(one)
+    decision = settle(results, lambda t: replace(t, seconds=2.01), repeats=2, say=lambda line: None)
+    assert len(decision.near) == 1 and decision.words.startswith("not decided: 1 other layout within")
+    failed = merged(first, replace(first, status=FAILED, seconds=None, model_tflops=None, error="exit 1"))
+    assert failed.status == FAILED and "worked 1 times, then: exit 1" in failed.error
+
+
+def test_a_killed_tunings_trial_is_ended_and_not_run_beside(tmp_path: Path) -> None:
+    """Its leader has gone already: what it started is in its session still."""
+    orphan = subprocess.Popen(["sh", "-c", "sleep 300 & echo $!; sleep 300"], stdout=subprocess.PIPE, text=True,
+                              start_new_session=True)
+    assert orphan.stdout is not None
+    rank = int(orphan.stdout.readline())
+    with held(tmp_path, print) as note:
+        note(orphan.pid)
+        known = json.loads((tmp_path / "running.json").read_text())
+        with pytest.raises(EnvironmentFault, match="tunes in"):
+            other = {**known, "tune": [os.getppid(), born(os.getppid())]}
+            (tmp_path / "running.json").write_text(json.dumps(other))
+            claim(tmp_path)
+    assert not (tmp_path / "running.json").exists() and born(rank)
+    (tmp_path / "running.json").write_text(json.dumps({**known, "tune": [os.getpid(), 1]}))
+    orphan.kill()
+    orphan.wait()
+    said: list[str] = []
+    with held(tmp_path, said.append):
+        assert not born(rank) and said == ["ended the trial that a killed tuning had left running (2 processes)"]
+    (tmp_path / "running.json").write_text(json.dumps({**known, "space": "elsewhere"}))
+    with pytest.raises(EnvironmentFault, match="another machine"):
+        claim(tmp_path)
+    (tmp_path / "running.json").write_text(json.dumps({**known, "space": "elsewhere", "job": "an earlier one"}))
+    assert claim(tmp_path) == ""
+
+
+def test_the_strategies_beat_random_at_equal_trials_on_three_problems() -> None:
+    """By the record (benchmarks/tune_strategies.py); the statistic is computed again from what was found."""
+    record = json.loads((ROOT / "benchmarks" / "results" / "tune-strategies.json").read_text())
+    assert record["trials"] == 8 and record["machines"] >= 16 and len(record["problems"]) == 3
+    assert record["strategies"] == ["random", "model", "deephyper"]
+    for rows in record["problems"].values():
+        for name in ("model", "deephyper"):
+            pairs = list(zip(rows["found"][name], rows["found"]["random"]))
+            better, worse = sum(a > b for a, b in pairs), sum(a < b for a, b in pairs)
+            odds = sum(math.comb(better + worse, k) for k in range(better, better + worse + 1)) / 2 ** (better + worse)
+            assert len(pairs) == record["machines"] and odds < 0.05, (name, better, worse)
+
+
+def test_deephyper_itself_chooses_layouts_that_fit(space: Space, tmp_path: Path) -> None:
+    pytest.importorskip("deephyper", reason="DeepHyper is not installed (extra: tune)")
+    strategy = make_strategy("deephyper", space, count=4, seed=0, folder=str(tmp_path))
+    asked = []
+    for number in range(4):
+        candidate = strategy.ask()
+        assert candidate is not None and candidate.fits(space.machine) and space.legal(candidate)
+        asked.append(candidate)
+        bad = number == 1
+        strategy.tell(candidate, trial(space, candidate, status=FAILED if bad else OK, seconds=None if bad else 2.0))
+    assert asked[0].case == best_legal(space, 1)[0].case and len({c.case for c in asked}) == 4
