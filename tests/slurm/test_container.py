@@ -1,4 +1,5 @@
-"""Ranks in real containers (podman, apptainer) on a real SLURM, whose tools exist on the hosts only."""
+"""Ranks in real containers (podman, apptainer, pyxis with enroot) on a real SLURM, whose tools exist on the hosts only.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cluster import Cluster
 from jobs import losses, settings, train_here
 from test_launch import SHORT, Runs, runs  # noqa: F401 - runs is a fixture
 from test_record import Login
@@ -58,23 +61,59 @@ def apptainer_usable(folder: Path) -> str:
     return ""
 
 
+PLUGINS = [Path(place) / "spank_pyxis.so" for place in (
+    os.environ.get("PYXIS", "/nowhere"), "/usr/local/lib/slurm", "/usr/lib/x86_64-linux-gnu/slurm")]
+
+
+def pyxis_usable(runs: Runs) -> str:  # noqa: F811
+    """Give the cluster the plug-in; why that is not possible here, or nothing.
+
+    enroot.conf must have all paths below /tmp, which each host has for itself. PYXIS: the plug-in's folder.
+    """
+    plugin = next((path for path in PLUGINS if path.is_file()), None)
+    if plugin is None or not shutil.which("enroot") or not shutil.which("mksquashfs"):
+        return "no enroot, mksquashfs and spank_pyxis.so here (NVIDIA's enroot and pyxis, from source)"
+    own = "/tmp/pyxis-of-tests"
+    (runs.cluster.base / "etc" / "slurm" / "plugstack.conf").write_text(f"required {plugin} runtime_path={own}\n")
+    for name in runs.cluster.nodes:
+        runs.cluster.on_node(name, ["mkdir", "-p", own])
+    return ""
+
+
 def image_of(runtime: str, runs: Runs) -> tuple[Path, tuple[str, ...], dict[str, str]]:  # noqa: F811
     """Image, options and environment of a job; skipped where the runtime does not work."""
     (runs.folder / "probe").mkdir()
-    reason = usable(runs.folder) if runtime == "podman" else apptainer_usable(runs.folder)
+    why_not = {"podman": lambda: usable(runs.folder), "apptainer": lambda: apptainer_usable(runs.folder),
+               "pyxis": lambda: pyxis_usable(runs)}
+    reason = why_not[runtime]()
     if reason:
         pytest.skip(reason)
     root = root_of(runs.folder)
     if runtime == "podman":
         return root, (*LIMITS, "--rootfs"), {"CONTAINERS_CONF": str(runs.folder / "containers.conf")}
-    image = runs.folder / "image.sif"
     for name in ("resolv.conf", "hosts", "localtime", "group"):
-        (root / "etc" / name).touch()  # which it mounts the host's over
+        (root / "etc" / name).touch()  # which they mount the host's over
+    if runtime == "pyxis":
+        image = runs.folder / "image.sqsh"
+        (root / "usr" / "bin").mkdir()
+        shutil.copy("/bin/sh", root / "usr" / "bin" / "sh")  # enroot runs its start-up script in it
+        (root / "bin").symlink_to("usr/bin")
+        subprocess.run(["mksquashfs", str(root), str(image)], capture_output=True, check=True)
+        return image, (), {}
+    image = runs.folder / "image.sif"
     subprocess.run(["apptainer", "build", str(image), str(root)], capture_output=True, check=True)
     return image, ("--userns",), {"STAGE": "image"}
 
 
-@pytest.mark.parametrize("runtime", ["podman", "apptainer"])
+@pytest.fixture
+def no_plugin(whole_cluster: Cluster) -> Iterator[None]:
+    """Whatever a test gives the cluster, the next one finds it without."""
+    yield
+    (whole_cluster.base / "etc" / "slurm" / "plugstack.conf").unlink(missing_ok=True)
+
+
+@pytest.mark.usefixtures("no_plugin")
+@pytest.mark.parametrize("runtime", ["podman", "apptainer", "pyxis"])
 def test_a_job_in_containers_without_slurms_tools(runs: Runs, runtime: str) -> None:  # noqa: F811
     """A root file system without programs. apptainer's image is a .sif that is copied to each node first (sbcast)."""
     image, options, env = image_of(runtime, runs)
