@@ -33,18 +33,20 @@ def root_of(folder: Path) -> Path:
     return root
 
 
-def usable(folder: Path) -> str:
-    """Why podman cannot start a container here, or nothing."""
+def usable(folder: Path, runtime: str) -> str:
+    """Why podman, or podman-hpc on top of it, cannot start a container here, or nothing."""
     if not shutil.which("podman") or not shutil.which("runc"):
         return "no podman and runc here (apt-get install --no-install-recommends podman runc)"
+    if not shutil.which(runtime):
+        return f"no {runtime} here (pip install {runtime})"
     conf = folder / "containers.conf"
     conf.write_text(CONTAINERS)
     done = subprocess.run(
-        ["podman", "run", "--rm", "--network=host", "--ipc=host", "--pid=host", *LIMITS, "-v", "/usr:/usr:ro",
+        [runtime, "run", "--rm", "--network=host", "--ipc=host", "--pid=host", *LIMITS, "-v", "/usr:/usr:ro",
          "--rootfs", str(root_of(folder / "probe")), "/usr/bin/true"], capture_output=True, text=True, check=False,
-        env={**os.environ, "CONTAINERS_CONF": str(conf)},
+        env={"USER": "root", **os.environ, "CONTAINERS_CONF": str(conf)},  # podman-hpc asks for it
     )
-    return f"podman starts nothing here: {done.stderr.strip()[-300:]}" if done.returncode else ""
+    return f"{runtime} starts nothing here: {done.stderr.strip()[-300:]}" if done.returncode else ""
 
 
 def apptainer_usable(folder: Path) -> str:
@@ -83,13 +85,12 @@ def pyxis_usable(runs: Runs) -> str:  # noqa: F811
 def image_of(runtime: str, runs: Runs) -> tuple[Path, tuple[str, ...], dict[str, str]]:  # noqa: F811
     """Image, options and environment of a job; skipped where the runtime does not work."""
     (runs.folder / "probe").mkdir()
-    why_not = {"podman": lambda: usable(runs.folder), "apptainer": lambda: apptainer_usable(runs.folder),
-               "pyxis": lambda: pyxis_usable(runs)}
-    reason = why_not[runtime]()
+    reason = {"apptainer": lambda: apptainer_usable(runs.folder), "pyxis": lambda: pyxis_usable(runs)}.get(
+        runtime, lambda: usable(runs.folder, runtime))()
     if reason:
         pytest.skip(reason)
     root = root_of(runs.folder)
-    if runtime == "podman":
+    if runtime.startswith("podman"):
         return root, (*LIMITS, "--rootfs"), {"CONTAINERS_CONF": str(runs.folder / "containers.conf")}
     for name in ("resolv.conf", "hosts", "localtime", "group"):
         (root / "etc" / name).touch()  # which they mount the host's over
@@ -113,7 +114,7 @@ def no_plugin(whole_cluster: Cluster) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_plugin")
-@pytest.mark.parametrize("runtime", ["podman", "apptainer", "pyxis"])
+@pytest.mark.parametrize("runtime", ["podman", "podman-hpc", "apptainer", "pyxis"])
 def test_a_job_in_containers_without_slurms_tools(runs: Runs, runtime: str) -> None:  # noqa: F811
     """A root file system without programs. apptainer's image is a .sif that is copied to each node first (sbcast)."""
     image, options, env = image_of(runtime, runs)
