@@ -31,10 +31,11 @@ NAMES = ("tensor", "micro-batches", "stages", "ratio", "weak", "strong")
 def sweep(
     loaded: Loaded, overrides: Sequence[str], *, launcher: Launcher, devices: int | None, names: Sequence[str],
     steps: int, warm_up: int, timeout_s: float, folder: Path, fresh: bool, say: Callable[[str], None],
+    advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
-    """Measure every point of the studies that is not in ``folder`` yet; returns the page.
+    """Measure every point of the studies that is not in ``folder`` yet; return the page.
 
-    ``devices``: the most that a point may use (None: the run's).
+    ``devices``: the most that a point may use (None: the run's). ``advance``: told the points done, and how many.
 
     Raises:
         ConfigError: the run cannot be planned, or no study has two points.
@@ -52,6 +53,8 @@ def sweep(
     run_file = loaded.files[-1]
     measured: dict[str, list[tuple[float, float, float]]] = {}
     lines: dict[str, list[Planned]] = {}
+    done, total = 0, sum(len(study.points) for study in found)
+    advance(done, total)
     with held(folder, say) as note:
         for study in found:
             lines[study.name] = planned(study, space.machine)
@@ -62,6 +65,8 @@ def sweep(
                     run_file, overrides, config, c, s, launcher=launcher, steps=steps, warm_up=warm_up,
                     timeout_s=timeout_s, folder=folder / "trials", note=note,
                 ))
+                done += 1
+                advance(done, total)
                 if trial.seconds is None:
                     say(f"  {study.x_label} {point.x:g}: {trial.status}: {trial.error[:160]}")
                     continue

