@@ -185,6 +185,12 @@ def learning_rate_change(manifest: Manifest, config: RunConfig) -> str:
     now = learning_rate(config.optimizer, state.step, config.training.steps)
     if not isinstance(before, (int, float)):
         return ""
+    if not before and not now:  # a longer run that keeps the end of its schedule
+        return (
+            f"warning: the learning rate is 0 from step {state.step} on, so the weights stay as they are: "
+            f"optimizer.decay_steps is {config.optimizer.decay_steps}; try --set "
+            f"optimizer.decay_steps={config.training.steps}"
+        )
     if before == now:
         return f"the learning rate continues at {now:.6g} (step {state.step})"
     if not before:

@@ -6,6 +6,7 @@ import statistics
 
 from megatron_port.config.schema import RunConfig
 from megatron_port.model.flops import attention_counted
+from megatron_port.optim.schedules import learning_rate
 from megatron_port.session.folders import run_folder
 
 
@@ -39,6 +40,8 @@ def closing_lines(config: RunConfig, rates: list[tuple[float, float]], document:
 def finished_line(config: RunConfig, step: int, begun_at: int) -> str:
     """Return a line on a run that has reached ``training.steps``; ``begun_at``: the step at which this start began."""
     further = f"to train further: --set training.steps={2 * max(step, 1)}"
+    if not learning_rate(config.optimizer, step, 2 * max(step, 1)):  # the schedule has ended at 0
+        further += f" --set optimizer.decay_steps={2 * max(step, 1)}"
     if begun_at >= step:
         return (f"nothing to do: {run_folder(config)} finished at step {step} of {config.training.steps} before this "
                 f"start; {further}")

@@ -1,9 +1,10 @@
-"""The README's "Your own run", typed as it stands there, as far as one machine without a GPU or SLURM can go."""
+"""The README: "Your own run", typed as it is there, as far as one machine without a GPU or SLURM can go."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,31 @@ def test_the_commands_of_your_own_run(
     assert "families/gpt2/models/gpt2-124m.toml" in shown
     assert main(["launch", "render", "mine.toml", "--set", "cluster.nodes=4"]) == 0
     assert "#SBATCH --nodes=4" in capsys.readouterr().out
+
+LOG = """....
+8201 passed, 732 skipped, 1 warning in 896.27s (0:14:56)
+  distributed    350 tests   817.1 s
+  gpu              0 tests     0.0 s
+  unit          6238 tests   650.1 s
+skipped:
+  457 × no GPU that torch can use
+  258 × longer than a minute; SLOW=1 runs it
+  1 × datatrove is not installed
+total 15.3 min
+ruff: ok (0 s)
+mypy: ok (63 s)
+readability: ok (1 s)
+"""
+
+
+def test_the_end_of_a_run_of_the_tests_goes_into_readme() -> None:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import readme_output
+
+    lines = readme_output.excerpt(LOG).splitlines()
+    assert lines[0].startswith("8201 passed") and lines[-1] == "readability: ok (1 s)"
+    assert [line.split()[0] for line in lines[1:7]] == ["distributed", "unit", "skipped:", "457", "258", "…"]
+    for bad in (LOG.replace("8201 passed", "1 failed, 8200 passed"), LOG.replace("mypy: ok", "mypy: complains"), ""):
+        with pytest.raises(ValueError, match="failed in this run|the log has"):
+            readme_output.excerpt(bad)
+    assert readme_output.BLOCK.search((ROOT / "README.md").read_text())

@@ -126,7 +126,7 @@ def test_the_wheel_works_in_a_bare_environment(tmp_path: Path) -> None:
     exports, and loads its own kernels. torch and the other requirements are those of this environment."""
     out = tmp_path / "dist"
     subprocess.run([sys.executable, str(ROOT / "scripts" / "release.py"), "--once", "--out", str(out)], check=True,
-                   cwd=tmp_path, timeout=900)
+                   cwd=tmp_path, timeout=1700)
     (wheel,) = out.glob("*.whl")
     sums = subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=out, capture_output=True, text=True, check=True)
     assert sums.stdout.count(": OK") == 3

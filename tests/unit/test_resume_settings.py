@@ -36,6 +36,7 @@ from megatron_port.session.identity import read_identity, settle
 from megatron_port.session.provenance import record_event, record_failure_event
 from megatron_port.telemetry.metrics import MetricsWriter
 from megatron_port.telemetry.run_data import read_run
+from megatron_port.train.closing import finished_line
 from megatron_port.train.state import Position, find_checkpoints, state_of
 
 BASE = RunConfig(
@@ -172,6 +173,14 @@ def test_a_learning_rate_that_jumps_is_announced_as_that() -> None:
     assert lines(saved(BASE, 10), slightly)[-1].startswith("the learning rate changes at step 10: 0.000989")
     after_the_end = lines(saved(BASE, 150), longer)[-1]
     assert after_the_end == "the learning rate jumps from 0 to 0.0005 at step 150"
+    kept = replace(BASE, training=TrainingConfig(steps=300), optimizer=replace(BASE.optimizer, decay_steps=150))
+    assert lines(saved(BASE, 150), kept)[-1] == (
+        "warning: the learning rate is 0 from step 150 on, so the weights stay as they are: optimizer.decay_steps is "
+        "150; try --set optimizer.decay_steps=300"
+    )
+    assert finished_line(kept, 150, 0).endswith("--set training.steps=300 --set optimizer.decay_steps=300")
+    steady = replace(BASE, optimizer=replace(BASE.optimizer, min_lr=1e-4))
+    assert finished_line(steady, 150, 0).endswith("to train further: --set training.steps=300")
     manifest = saved(BASE, 120)
     old = replace(manifest, state=replace(manifest.state, schedule={}))  # a version that did not save the rate
     assert lines(old, longer)[-1] == said[-1]
