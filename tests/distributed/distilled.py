@@ -48,6 +48,7 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama from tied gpt": (LLAMA, {**WIDE, "num_layers": 4, "seq_length": 24}),
     "llama from experts": (LLAMA, {**EXPERTS, "num_layers": 4, "init_std": 0.2}),
     "experts from llama": (EXPERTS, {**LLAMA, **WIDE, "num_layers": 4}),
+    "shared from shared": ({**GPT, "shared_layers": 2}, {**WIDE, "num_layers": 6, "shared_layers": 3}),
 }
 """(the model, its teacher)"""
 _FOLDER: list[Path] = []
