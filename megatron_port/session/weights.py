@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_port.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron_port.config.distillation import NO_TEACHER
 from megatron_port.config.fine_tuning import NO_ADAPTERS
 from megatron_port.config.loader import load
 from megatron_port.config.same_model import model_differences, upcycling_differences
 from megatron_port.config.schema import ModelConfig, RunConfig
+from megatron_port.config.sparsity import NO_SPARSITY
 from megatron_port.data.tokenizer import Tokenizer, get_tokenizer
 from megatron_port.data.tokenizer_files import load as load_tokenizer
 from megatron_port.engine.api import Engine
@@ -308,4 +310,7 @@ def inference_config(weights: Weights, overrides: Sequence[str], world_size: int
     if different:
         raise CheckpointError(f"{weights.path} holds another model than {weights.run_file}: {'; '.join(different)}")
     model = replace(config.model, hidden_dropout=0.0, attention_dropout=0.0)
-    return replace(config, model=model, fine_tuning=NO_ADAPTERS)  # the weights are merged
+    # The weights are merged, the zeros are in them, and nobody learns.
+    return replace(
+        config, model=model, fine_tuning=NO_ADAPTERS, distillation=NO_TEACHER, sparsity=NO_SPARSITY
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,9 +11,16 @@ from distilled import DistilledDraw, distilled, draw
 from fuzz import failures, run_draws
 from pool import RankPool
 
+from megatron_port.config.fine_tuning import FineTuningConfig
 from megatron_port.parallel.distillation import Objective, vocab_parallel_distillation
 from megatron_port.parallel.topology import Topology
 from megatron_port.parallel.vocab_top import vocab_parallel_top
+
+
+def adapted(draw: DistilledDraw) -> DistilledDraw:
+    """The run with adapters beside frozen weights, and a teacher beside both."""
+    tuning = FineTuningConfig(method="lora", rank=3, alpha=8.0)
+    return dataclasses.replace(draw, config=dataclasses.replace(draw.config, fine_tuning=tuning))
 
 
 def draws(ranks: int) -> list[DistilledDraw]:
@@ -28,6 +37,7 @@ def draws(ranks: int) -> list[DistilledDraw]:
         distilled(4, "llama from tied gpt", Topology(tp=2, cp=2), zero_stage=3, reshard="step",
                   data={"attention_documents": "within"}),
         distilled(5, "llama from tied gpt", Topology(pp=2, dp=2), zero_stage=1, mask=True, virtual_pipeline_size=2),
+        adapted(distilled(6, "llama from tied gpt", Topology(tp=2, dp=2), zero_stage=3)),
     ]
 
 

@@ -39,6 +39,8 @@ synthetic = true
 tokenizer = "byte"
 [checkpoint]
 keep = 0
+[telemetry]
+replica_check_interval = 1
 """
 
 
@@ -79,6 +81,13 @@ def test_from_a_teacher_beside_it_and_from_its_stored_logits(run: Any, tmp_path:
     run("train", small, "--nproc", "1")
     alone = losses_of(tmp_path / "small")
     assert all(loss == pytest.approx(0.25 * ce + 0.75 * 4 * kl, rel=1e-5) for loss, ce, kl in alone.values())
+
+    # Weights alone are read where nobody learns, wherever the teacher is by now.
+    (tmp_path / "large").rename(tmp_path / "away")
+    run("generate", str(tmp_path / "small"), "--prompt", "a", "--tokens", "2")
+    text = ("--text", small, "--max-tokens", "40")
+    assert "perplexity" in run("evaluate", str(tmp_path / "small"), *text, "--set", "data.tokenizer=byte")
+    (tmp_path / "away").rename(tmp_path / "large")
 
     # Interrupted after a step, and resumed on four ranks.
     run("train", small, "--nproc", "1", "--set", "name=moved", "--set", "training.steps=1", "--set",
