@@ -24,6 +24,7 @@ import plan_accuracy_long
 import plan_accuracy_moe
 
 from megatron_port.config.loader import load
+from megatron_port.model.flops import parameter_count
 from megatron_port.plan import arithmetic
 from megatron_port.plan.case import Case, Machine, case_of, machine_of
 from megatron_port.plan.step import plan_step
@@ -121,6 +122,11 @@ def widest(peak: float, link: float) -> float:
     return arithmetic.widest_tensor_parallelism(8192, peak=peak * 1e12, link=link * 1e9)
 
 
+def parameters(model: str) -> float:
+    """Parameters of a shipped model, 10^9."""
+    return parameter_count(load(model).config.model) / 1e9
+
+
 def training_days() -> float:
     """175B on 300 B tokens by 1,024 A800 at half their peak."""
     return arithmetic.days(arithmetic.training_flops(175e9, 300e9), peak=312e12, utilisation=0.5, devices=1024)
@@ -129,7 +135,7 @@ def training_days() -> float:
 MEASURES: dict[str, Callable[..., float]] = {
     f.__name__: f for f in (
         frontier_error, strong, weak, ratio_loss, flash_gain, deepseek_hours, llama, dense_error, llama2_gigabytes,
-        widest, training_days,
+        widest, training_days, parameters,
     )
 } | {"per_parameter": lambda parameters, size: parameters * size / 1e12}
 

@@ -21,7 +21,6 @@ from megatron_port.config.layout import topology_sizes
 from megatron_port.config.loader import config_directories
 from megatron_port.config.schema import CalibrationConfig, ClusterConfig, HardwareConfig, ModelConfig, RunConfig
 from megatron_port.errors import ConfigError
-from megatron_port.interop.model_at import model_at
 from megatron_port.model.activation_sites import layer_choices
 from megatron_port.model.flops import document_of, unit_costs
 from megatron_port.parallel.topology import Topology
@@ -381,11 +380,19 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
         split=layout.pipeline_split, vocab_multiple=layout.vocab_padding_multiple, bucket=layout.reduce_bucket_size,
         fine_tuning=config.fine_tuning, document=document_of(config.data),
         masked=config.sparsity.enabled,
-        teacher=as_teacher(model_at(config.distillation.teacher)) if config.distillation.online else None,
+        teacher=_teacher(config),
     )
     if not case.split:
         case = replace(case, split=balanced_split(config.model, pp * layout.virtual_pipeline_size))
     return case, fraction
+
+
+def _teacher(config: RunConfig) -> ModelConfig | None:
+    if not config.distillation.online:
+        return None
+    from megatron_port.interop.model_at import model_at  # reads a checkpoint, which needs torch; a plan does without
+
+    return as_teacher(model_at(config.distillation.teacher))
 
 
 def _is_fused(config: RunConfig) -> bool:

@@ -34,6 +34,11 @@ def _head(plan: Plan) -> list[str]:
         f"{'fused' if case.flash else 'unfused'} attention; batch {case.global_batch} = {case.micro_batch} x "
         f"{case.micro_batches} x dp {case.dp}",
     ]
+    if case.pp > 1 and case.micro_batches < case.pp:
+        lines.append(
+            f"          {case.micro_batches} micro-batch{'es' if case.micro_batches > 1 else ''} for {case.pp} stages: "
+            "fewer than stages, so that most of them wait most of the time; use fewer stages or a larger batch"
+        )
     if plan.within_documents:
         lines.append("          attention within documents " + (
             f"of {case.document:,.0f} tokens (that a token is in, in the mean)" if case.document else
@@ -189,15 +194,34 @@ def explain(plan: Plan) -> str:
         f"  the whole model  weights {whole.weights / 1e9:.4g} + gradients {whole.gradients / 1e9:.4g} + optimizer "
         f"{whole.optimizer / 1e9:.4g} + activations {whole.activations / 1e9:.4g} = {whole.total / 1e9:.4g} GB: "
         f"{whole.devices(plan.limit)} devices of {plan.limit / 1e9:g} GB at least",
-        _rule_line(plan),
+        _rule_line(plan), _state_line(plan),
     ]
     if link:
+        node, adapters = machine.cluster.gpus_per_node, machine.hardware.nics * machine.hardware.nic_gb * 1e9
         widest = arithmetic.widest_tensor_parallelism(model.hidden_size, peak=peak, link=link)
         lines.append(
             f"  tensor parallel  (2·3·h/t) / 2 bytes ≥ peak / link: t ≤ 6 · {model.hidden_size} / 2 · {link:.4g} / "
-            f"{peak:.4g} = {widest:.1f} keeps the node's links ahead of the products (one direction)"
+            f"{peak:.4g} (the datasheet's peak) = {widest:.1f} keeps the node's links ahead of the products (one "
+            f"direction); a node has {node}: at most {min(max(int(widest), 1), node)}" + (
+                f"; over the adapters, {adapters / node / 1e9:.4g} GB/s for each device, t ≤ "
+                f"{arithmetic.widest_tensor_parallelism(model.hidden_size, peak=peak, link=adapters / node):.2g}"
+                if adapters else ""
+            )
         )
     return "\n".join([*lines, *explain_experts(plan), *explain_context(plan)])
+
+
+def _state_line(plan: Plan) -> str:
+    """Weights, gradients and optimizer of the whole model by each convention in print, and as this run's engine has
+    them."""
+    case, n = plan.case, plan.parameters
+    own = case.width + case.engine.gradient_bytes + 4 * (case.width != case.wide) + 4 * case.rule.state
+    kinds = {
+        "14 (Dash et al., arXiv 2312.12705: 6 + 4 + 4)": 14.0, "16 (ZeRO, arXiv 1910.02054: 2 + 2 + 12)": 16.0,
+        f"{own:.4g} ({case.engine.name} here)": own,
+    }
+    said = ", ".join(f"{name}: {n * size / 1e12:.4g} TB" for name, size in kinds.items())
+    return f"  its state        bytes a parameter of {n:.4g}: {said}"
 
 
 def _rule_line(plan: Plan) -> str:

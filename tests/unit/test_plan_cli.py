@@ -243,15 +243,17 @@ def test_worked_numbers_of_an_envelope() -> None:
 
 def test_explain_works_the_envelope_of_llama_2_70b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """140 + 140 + 840 + 730 GB with 70 billion parameters; the model has 68.98."""
-    path = tmp_path / "llama2-70b.toml"
+    path = tmp_path / "run.toml"
     path.write_text(
-        'extends = ["models/llama-8b", "clusters/selene"]\nname = "llama2-70b"\nengine = "native"\n[model]\n'
-        "num_layers = 80\nhidden_size = 8192\nnum_attention_heads = 64\nffn_hidden_size = 28672\nvocab_size = 32000\n"
-        "seq_length = 4096\n[layout]\ntensor_parallel_size = 8\npipeline_parallel_size = 8\n[batch]\n"
-        "micro_batch_size = 8\nglobal_batch_size = 8\n[cluster]\nnodes = 8\n"
+        'extends = ["models/llama2-70b", "clusters/selene"]\nengine = "native"\n[layout]\ntensor_parallel_size = 8\n'
+        "pipeline_parallel_size = 8\n[batch]\nmicro_batch_size = 8\nglobal_batch_size = 8\n[cluster]\nnodes = 8\n"
+        "memory_gb = 80.0\n"
     )
-    _, out, _ = run(capsys, str(path), "--explain")
+    _, out, _ = run(capsys, str(path), "--explain", "--no-search")
+    assert "1 micro-batch for 8 stages: fewer than stages" in out
     assert "68,976,648,192 parameters" in out
+    assert "6 + 4 + 4): 0.9657 TB, 16 (ZeRO, arXiv 1910.02054: 2 + 2 + 12): 1.104 TB, 18 (native here): 1.242 TB" in out
+    assert "a node has 8: at most 8" in out
     assert "weights 138 + gradients 138 + optimizer 827.7 + activations 730.1 = 1834 GB: 23 devices of 80 GB" in out
 
 
