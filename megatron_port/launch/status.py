@@ -255,4 +255,4 @@ def _attempt_line(entry: Attempt) -> str:
     nodes = _count(entry)
     end = f"{entry.status} at step {entry.step}" if entry.status else "no end noted"
     why = f": {entry.cause}" if entry.cause else ""
-    return f"attempt {entry.attempt}: {nodes or '?'} nodes, {took}, {end}{why}"
+    return f"attempt {entry.attempt}: {nodes or '?'} node{'' if nodes == 1 else 's'}, {took}, {end}{why}"

@@ -107,7 +107,7 @@ def _head(title: str, runs: Sequence[RunData]) -> str:
         env = one.environment
         what = [str(env[k]) for k in ("layout", "device", "host") if k in env]
         if "ranks" in env:
-            what.insert(0, f"{env['ranks']} ranks")
+            what.insert(0, f"{env['ranks']} rank{'' if env['ranks'] == 1 else 's'}")
         if one.config.get("engine"):
             what.append(f"engine {one.config['engine']}")
         if one.config.get("precision.dtype"):
