@@ -149,7 +149,7 @@ def test_the_wheel_works_in_a_bare_environment(tmp_path: Path) -> None:
 
     (away / "run.toml").write_text(RUN)
     code = "import megatron_port; print(megatron_port.__file__, megatron_port.__version__)"
-    where, version = subprocess.run([python, "-c", code], cwd=away, capture_output=True, text=True,
+    where, version = subprocess.run([python, "-c", code], cwd=away, env=environment, capture_output=True, text=True,
                                     check=True).stdout.split()
     assert Path(where).is_relative_to(away) and version == wheel.name.split("-")[1]
     said = port("train", "run.toml", "--nproc", "2", "--set", "layout.tensor_parallel_size=2")
