@@ -23,7 +23,7 @@ from megatron_port.parallel.collectives import Group, all_gather_first
 from megatron_port.parallel.compat import all_gather_single, reduce_scatter_single
 from megatron_port.parallel.device_streams import COMPUTE, access, in_flight
 from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear, _Linear
-from megatron_port.parallel.linear_kernels import PLAIN, LinearKernels
+from megatron_port.parallel.linear_kernels import PLAIN, LinearKernels, forward_operand
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -109,7 +109,8 @@ class _Leaving(_Linear):
         ctx.sizes, ctx.saved_input_scales = [weight.shape[0]], [None]
         group, scatters, chunks = how
         ctx.gathers = group if scatters else None
-        return (_scatter_chunks if scatters else _sum_chunks)(x.contiguous(), weight, group, chunks)
+        seen = forward_operand(kernels, weight)
+        return (_scatter_chunks if scatters else _sum_chunks)(x.contiguous(), seen, group, chunks)
 
     @staticmethod
     @first_order
@@ -130,7 +131,7 @@ class _Entering(_Linear):
         ctx.weights, ctx.group, ctx.sequence, ctx.kernels = (weight,), group, True, kernels
         matrix = weight.flatten(0, -2)
         ctx.sizes, ctx.saved_input_scales = [matrix.shape[0]], [None]
-        return _gather_chunks(x, matrix, bias, group, chunks)
+        return _gather_chunks(x, forward_operand(kernels, matrix), bias, group, chunks)
 
 
 def _divides(x: torch.Tensor, group: Group, chunks: int, *, sequence: bool) -> bool:

@@ -283,6 +283,11 @@ class FewBitLinearKernels(PlainLinearKernels):
         return super().dgrad(grad_output_2d, weight, self.grid(weight_2d))
 
 
+def forward_operand(kernels: LinearKernels, weight_2d: Tensor) -> Tensor:
+    """Return the weight that a forward product sees, for products that are not computed by ``kernels`` themselves."""
+    return kernels.grid(weight_2d) if isinstance(kernels, FewBitLinearKernels) else weight_2d
+
+
 def make_linear_kernels(fp8: Fp8 | None, few_bits: QuantisationConfig = NO_QUANTISATION) -> LinearKernels:
     """Return the kernels of a model's linear layers; without either in the compute dtype."""
     if few_bits.enabled:

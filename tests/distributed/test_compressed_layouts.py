@@ -18,6 +18,8 @@ def draws(ranks: int) -> list[CompressedDraw]:
             on_layout(0, "llama", Topology(tp=2), pairs, sequence_parallel=True),
             on_layout(1, "gpt", Topology(dp=2), share, zero_stage=3),
             on_layout(4, "wide llama", Topology(tp=2), FEW_BITS["int4"], sequence_parallel=True, recompute="full"),
+            on_layout(6, "wide llama", Topology(tp=2), FEW_BITS["int8"], sequence_parallel=True, tp_overlap_chunks=2),
+            on_layout(7, "gpt", Topology(tp=2), FEW_BITS["binary"], tp_overlap_chunks=2),
         ]
     return [
         on_layout(2, "experts", Topology(tp=2, dp=2, ep=2), pairs, zero_stage=2),
