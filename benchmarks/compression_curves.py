@@ -72,13 +72,31 @@ def trained(args: argparse.Namespace, name: str, steps: int, more: dict[str, Any
             "curve": [[step * per_step, round(loss, 5)] for step, loss in sorted(held_out.items())]}
 
 
+def picture(rows: list[dict[str, Any]]) -> str:
+    """Return a drawing of the held-out losses over the tokens, as a file."""
+    from megatron_port.charts.lines import Axis, Series, line_chart
+    from megatron_port.charts.numbers import quantity
+    from megatron_port.charts.page import standalone
+
+    # The beginnings from scratch, above 3.5, would leave the ends no room.
+    series = [
+        Series(row["run"], [(float(t), v) for t, v in row["curve"] if v < 3.5], colour=i, dots=True)
+        for i, row in enumerate(rows)
+    ]
+    return standalone(line_chart(
+        series, label="held-out loss over the tokens of each run", x=Axis(label="tokens", form=quantity),
+        y=Axis(label="held-out loss, nats per token"),
+    ), themed=True)
+
+
 def main() -> None:
     """Make the runs that the file lacks, and print the verdict."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, required=True, help="a folder for the runs")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--data", default="data/quickstart")
-    parser.add_argument("--steps", type=int, default=500, help="of the teacher; the small ones take a fifth")
+    parser.add_argument("--steps", type=int, default=150, help="of the teacher; the small ones take a fifth")
+    parser.add_argument("--picture", type=Path, help="write the curves there too (SVG)")
     args = parser.parse_args()
     args.runs = args.runs.absolute()
     args.runs.mkdir(parents=True, exist_ok=True)
@@ -106,6 +124,8 @@ def main() -> None:
     once("continued", short, start, model)
     once("scratch", short, {}, model)
     once("scratch-all", args.steps, {}, model)
+    if args.picture is not None:
+        args.picture.write_text(picture(list(done.values())))
     below = done["scratch"]["held_out"] - done["distilled"]["held_out"]
     print(f"distilled is {below:+.4f} nats per token below the same model from scratch on as many tokens")
     raise SystemExit(0 if below > 0 else 1)

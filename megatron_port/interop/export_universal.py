@@ -60,6 +60,11 @@ def export_universal(checkpoint: Checkpoint, out: Path, *, names: str = "megatro
             )
     state = checkpoint.manifest.state
     model = model_of(dict(state.config), str(checkpoint.path))
+    if names == "megatron" and model.shared_layers > 1:
+        raise CheckpointError(
+            f"{checkpoint.path}: layers share weights, and Megatron-DeepSpeed's each have their own; export to hf, "
+            "dcp, or universal with --names canonical"
+        )
     table = megatron_names(model) if names == "megatron" else canonical_names(model)
     kinds = {name: tuple(KINDS) for name in checkpoint.names()} | dict.fromkeys(checkpoint.names(BUFFER), (BUFFER,))
     unknown = [name for name in kinds if name not in table]
