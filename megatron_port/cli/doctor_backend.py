@@ -26,6 +26,7 @@ from megatron_port.cli.doctor_report import CheckResult
 from megatron_port.config.attention import MaskNeeds
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import PortError
+from megatron_port.parallel.compat import widening_addmm
 from megatron_port.runtime.variables import variables
 
 EXTENSIONS = {
@@ -173,11 +174,28 @@ def providers(config: RunConfig, device: DeviceInfo) -> Iterator[CheckResult]:
             continue
         why, _, remedy = row.why.partition("; build it: ")
         yield CheckResult("providers", op, f"{row.provider} ({why})", "note" if remedy else "ok", remedy)
+    if visible:
+        yield weight_gradients(device, dtype)
     if config.backend.allow_jit:
         yield CheckResult("providers", "jit guard", "off: ops may be compiled while training", "slow",
                       "backend.allow_jit = false")
     else:
         yield CheckResult("providers", "jit guard", "on: an op that is not built ahead of time is an error")
+
+
+def weight_gradients(device: DeviceInfo, dtype: torch.dtype) -> CheckResult:
+    """Check whether products add a layer's weight gradient to its float32 sum without rounding it to ``dtype``."""
+    name = "weight gradient"
+    if dtype not in (torch.bfloat16, torch.float16) or not device.is_gpu:
+        return CheckResult("providers", name, "added in the dtype of its sum")
+    if widening_addmm(device.torch_device, dtype):
+        return CheckResult("providers", name, "added to its float32 sum by the product, unrounded")
+    short = str(dtype).removeprefix("torch.")
+    return CheckResult(
+        "providers", name, f"rounded to {short} for each micro-batch, then added in float32", "slow",
+        "this build of torch has no addmm with out_dtype=torch.float32 here; on ROCm neither has "
+        "torch.backends.cuda.preferred_blas_library('ck'): choose 'cublas' or 'cublaslt'",
+    )
 
 
 def own_kernels(config: RunConfig, device: DeviceInfo) -> Iterator[CheckResult]:

@@ -172,6 +172,15 @@ def test_the_guard_is_in_the_table() -> None:
     assert {f.name: f for f in doctor_backend.providers(off, CPU)}["jit guard"].status == "slow"
 
 
+@pytest.mark.parametrize("adds", [True, False])
+def test_rounded_weight_gradients_are_said(monkeypatch: pytest.MonkeyPatch, adds: bool) -> None:
+    gpu = replace(CPU, kind="rocm")
+    monkeypatch.setattr(doctor_backend, "widening_addmm", lambda *_: adds)
+    row = doctor_backend.weight_gradients(gpu, torch.bfloat16)
+    assert row.status == ("ok" if adds else "slow") and ("rounded to bfloat16" in row.value) != adds
+    assert doctor_backend.weight_gradients(gpu, torch.float32).status == "ok"
+
+
 def test_strict_refuses_a_run_whose_op_is_not_prebuilt(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
