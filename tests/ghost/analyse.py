@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from itertools import combinations
 
 from machine import RankLog
 from ordering import race_faults, wait_faults
@@ -117,14 +116,14 @@ def _advance(queues: dict[int, list[list[Operation]]]) -> bool:
         for rank in queues:
             heads[rank].remove(op)
         moved = True
-    for a, b in combinations(heads, 2):
-        for source, target in ((a, b), (b, a)):
-            for op in [op for op in heads[source] if op.kind == "send" and op.peer == target]:
-                answer = Operation("receive", op.count, op.dtype, source)
-                if answer in heads[target]:
-                    heads[source].remove(op)
-                    heads[target].remove(answer)
-                    moved = True
+    for source in heads:
+        # An exchange of uneven parts also sends a rank its own.
+        for op in [op for op in heads[source] if op.kind == "send"]:
+            answer = Operation("receive", op.count, op.dtype, source)
+            if answer in heads.get(op.peer, []):
+                heads[source].remove(op)
+                heads[op.peer].remove(answer)
+                moved = True
     for queue in queues.values():
         while queue and not queue[0]:
             queue.pop(0)

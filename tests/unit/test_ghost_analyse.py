@@ -90,6 +90,15 @@ def test_messages_of_one_batch_may_cross() -> None:
     assert len(operation_faults(logs(start[0] + one_by_one[0], start[1] + one_by_one[1]))) == 2
 
 
+def test_a_rank_sends_itself_its_part_of_an_exchange() -> None:
+    parts = [[*(f"a {r} send {8 + r} 9 {to}" for to in (0, 1)), *(f"a {r} receive {8 + of} 9 {of}" for of in (0, 1))]
+             for r in (0, 1)]
+    both = [[f"communicator begins|a 2 {r}", *batch(*parts[r])] for r in (0, 1)]
+    assert operation_faults(logs(*both)) == []
+    alone = ["communicator begins|a 1 0", *batch("a 0 send 8 9 0"), *batch("a 0 receive 8 9 0")]
+    assert "send of 8 (dtype 9) to 0 is never answered" in operation_faults(logs(alone))[0]
+
+
 def test_a_rank_that_never_came_and_an_illegal_launch_are_named() -> None:
     alone = logs(["communicator begins|a 2 0", "illegal launch|0,1,1 64 0 k"])
     assert meeting_faults(alone) == ["rank 0 waits for ever in the communicator a of 2 ranks"]
