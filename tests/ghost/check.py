@@ -82,8 +82,10 @@ def run_case(made: Machine, case: Case, limit_s: float) -> dict[str, Any]:
     found: list[str] = []
     for argv in (["train", "run.toml", "--nproc", str(case.world)], what_follows(case)):
         settled = sets if argv[0] == "train" else sets_of_inference(sets) if argv[0] != "checkpoint" else []
-        # Evaluation counts tokens, generation draws them, and experts take their tokens by scores: all need numbers.
-        how = made.compute if argv[0] in ("evaluate", "generate") or case.experts != "none" else made.run
+        # Evaluation counts tokens, generation draws them, experts take their tokens by scores, and DeepSpeed decides
+        # by what it reads from the device: all need numbers.
+        needs_numbers = argv[0] in ("evaluate", "generate") or case.experts != "none" or case.engine != "native"
+        how = made.compute if needs_numbers else made.run
         now = how(*argv, *settled, seconds=limit_s)
         ended.append(now)
         found += faults(now.logs, may_wait=case.waits)
@@ -103,7 +105,8 @@ def run_case(made: Machine, case: Case, limit_s: float) -> dict[str, Any]:
 
 def sets_of_inference(sets: list[str]) -> list[str]:
     """Return the settings that a checkpoint's readers take: layout and kernels, without ZeRO and schedules."""
-    wanted = ("layout.tensor", "layout.pipeline_parallel", "layout.data", "layout.sequence", "backend.own")
+    wanted = ("layout.tensor", "layout.pipeline_parallel", "layout.data", "layout.sequence", "layout.context",
+              "layout.expert", "backend.own")
     pairs = zip(sets[::2], sets[1::2])
     return [word for pair in pairs if pair[1].startswith(wanted) for word in pair]
 
