@@ -23,7 +23,7 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH_VERSIONS = ("2.11.0", "2.12.0", "2.13.0")
-TORCH_ONLY = re.compile(r"(torch|triton|nvidia-|cuda-)")
+TORCH_ONLY = re.compile(r"(torch(?!ao)|triton|nvidia-|cuda-)")
 # Clauses that say only what [tool.uv] environments already says.
 GIVEN = {"python_full_version < '3.14'", "platform_machine == 'x86_64'", "sys_platform == 'linux'",
          "platform_python_implementation != 'PyPy'"}
