@@ -175,7 +175,7 @@ def providers(config: RunConfig, device: DeviceInfo) -> Iterator[CheckResult]:
         why, _, remedy = row.why.partition("; build it: ")
         yield CheckResult("providers", op, f"{row.provider} ({why})", "note" if remedy else "ok", remedy)
     if visible:
-        yield weight_gradients(device, dtype)
+        yield wgrad_sums(device, dtype)
     if config.backend.allow_jit:
         yield CheckResult("providers", "jit guard", "off: ops may be compiled while training", "slow",
                       "backend.allow_jit = false")
@@ -183,7 +183,7 @@ def providers(config: RunConfig, device: DeviceInfo) -> Iterator[CheckResult]:
         yield CheckResult("providers", "jit guard", "on: an op that is not built ahead of time is an error")
 
 
-def weight_gradients(device: DeviceInfo, dtype: torch.dtype) -> CheckResult:
+def wgrad_sums(device: DeviceInfo, dtype: torch.dtype) -> CheckResult:
     """Check whether products add a layer's weight gradient to its float32 sum without rounding it to ``dtype``."""
     name = "weight gradient"
     if dtype not in (torch.bfloat16, torch.float16) or not device.is_gpu:

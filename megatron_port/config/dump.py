@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_port.config.schema import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
+from megatron_port.config.schema import RunConfig, TrainingConfig
 
 
 def as_dict(config: Any) -> dict[str, Any]:
@@ -78,25 +78,24 @@ def to_toml(config: Any, comments: Mapping[str, str] | None = None) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-_LATER = (
-    "rotary_percent", "rope_scaling", "rope_factor", "rope_original_length", "rope_low_freq_factor",
-    "rope_high_freq_factor", "rope_beta_fast", "rope_beta_slow", "rope_attention_factor", "rope_truncate",
-    "parallel_residual",
-    "qk_norm", "qkv_bias", "embedding_multiplier", "residual_multiplier", "attention_scale", "logits_divisor",
-    "sliding_window", "attention_pattern", "attention_sinks", "attention_softcap",
-    "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim",
-    "norm_placement", "norm_zero_centered", "shared_norm", "qk_norm_over", "mlp_bias", "norm_bias", "head_bias",
-    "scale_embedding", "logits_softcap", "rope_pattern", "window_rope_theta", "moe", "mtp_layers", "mtp_weight",
-    "mup_base_size",
+_FIRST_MODEL = (
+    "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "head_dim", "ffn_hidden_size", "vocab_size",
+    "seq_length", "position_embedding", "rope_theta", "normalization", "norm_epsilon", "activation", "add_bias",
+    "tie_embeddings", "hidden_dropout", "attention_dropout", "init_std",
 )
-_LATER_DATA = ("source", "attention_documents", "position_reset", "packing")
-"""Fields of the model, and of the data, that came after the first checkpoints; at their defaults they leave the hash as
-it was."""
 _FIRST_OPTIMIZER = (
     "name", "lr", "min_lr", "beta1", "beta2", "eps", "weight_decay", "clip_grad", "decay", "warmup_steps",
     "decay_steps",
 )
-"""Fields of the optimizer that the first checkpoints had; all others came later, likewise."""
+_FIRST_DATA = ("train", "weights", "split", "synthetic", "tokenizer", "order", "index_cache", "pinned", "mask_eod_loss")
+"""Fields that the first checkpoints had. All others came later: at their defaults they leave the hash as it was."""
+
+
+def _hashed(table: Any, first: tuple[str, ...]) -> dict[str, Any]:
+    """Return the fields of a table that count: the ``first``, and of the others those that are not at their default."""
+    plain = type(table)()
+    return {name: value for name, value in as_dict(table).items()
+            if name in first or getattr(table, name) != getattr(plain, name)}
 
 
 def config_hash(config: RunConfig) -> str:
@@ -107,29 +106,20 @@ def config_hash(config: RunConfig) -> str:
     micro-batch, device, cluster, telemetry, checkpoints, evaluation, names. Corpora
     count by base name, so that a copy on a faster disk is the same run.
     """
-    model = as_dict(config.model)
-    del model["name"], model["family"]
-    plain = ModelConfig()
-    for name in _LATER:
-        if getattr(config.model, name) == getattr(plain, name):
-            del model[name]
+    model = _hashed(config.model, _FIRST_MODEL)
+    model.pop("name", None)
+    model.pop("family", None)
     model.update(
         num_query_groups=config.model.kv_heads, head_dim=config.model.head_size, ffn_hidden_size=config.model.ffn_size
     )
     batch = as_dict(config.batch)
     del batch["micro_batch_size"]
-    usual = OptimizerConfig()
-    optimizer = {
-        name: value for name, value in as_dict(config.optimizer).items()
-        if name in _FIRST_OPTIMIZER or getattr(config.optimizer, name) != getattr(usual, name)
-    }
+    optimizer = _hashed(config.optimizer, _FIRST_OPTIMIZER)
     optimizer.pop("ema_evaluate", None)
     optimizer["decay_steps"] = config.optimizer.decay_steps or config.training.steps
-    data = as_dict(config.data)
-    del data["remote_cache"], data["remote_cache_gb"], data["document_length"]
-    for name in _LATER_DATA:
-        if data[name] == getattr(DataConfig, name):
-            del data[name]
+    data = _hashed(config.data, _FIRST_DATA)
+    for name in ("remote_cache", "remote_cache_gb", "document_length"):  # where copies lie, and a planner's guess
+        data.pop(name, None)
     data["train"] = [prefix.replace("\\", "/").rstrip("/").rpartition("/")[2] for prefix in config.data.train]
     parts = {
         "seed": config.seed, "model": model, "batch": batch, "optimizer": optimizer,

@@ -122,7 +122,7 @@ class Case:
             method == "heads" and 4 // tp % self.shares,
             tp * dp * self.shares % ep,
             deepspeed and (self.schedule != "1f1b" or self.zero not in ("0", "1") or self.offload != "none" or ep > 1),
-            deepspeed and self.zero == "0" and (self.dtype == "bf16" or self.dtype == "fp16" and pp > 1),
+            deepspeed and self.zero == "0" and (self.dtype == "bf16" or (self.dtype == "fp16" and pp > 1)),
         ))
 
     def settings(self, folder: str) -> dict[str, str]:

@@ -173,12 +173,12 @@ def test_the_guard_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("adds", [True, False])
-def test_rounded_weight_gradients_are_said(monkeypatch: pytest.MonkeyPatch, adds: bool) -> None:
+def test_rounded_wgrads_are_said(monkeypatch: pytest.MonkeyPatch, adds: bool) -> None:
     gpu = replace(CPU, kind="rocm")
     monkeypatch.setattr(doctor_backend, "widening_addmm", lambda *_: adds)
-    row = doctor_backend.weight_gradients(gpu, torch.bfloat16)
+    row = doctor_backend.wgrad_sums(gpu, torch.bfloat16)
     assert row.status == ("ok" if adds else "slow") and ("rounded to bfloat16" in row.value) != adds
-    assert doctor_backend.weight_gradients(gpu, torch.float32).status == "ok"
+    assert doctor_backend.wgrad_sums(gpu, torch.float32).status == "ok"
 
 
 def test_strict_refuses_a_run_whose_op_is_not_prebuilt(

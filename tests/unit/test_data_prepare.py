@@ -90,12 +90,12 @@ def test_input_faults(tmp_path):
 def sources(monkeypatch):
     calls = []
 
-    def works(work, texts):
+    def works(work, texts, advance):
         calls.append("pypi")
         (texts / "a.txt").write_text("to be\n")
         return "somewhere", "public domain"
 
-    def fails(work, texts):
+    def fails(work, texts, advance):
         calls.append("debian")
         raise DataError("no mirror answers")
 

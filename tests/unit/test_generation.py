@@ -176,8 +176,8 @@ def test_new_fields_leave_the_hash_of_old_runs(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(dump.json, "dumps", spy)  # type: ignore[attr-defined]
     assert dump.config_hash(RunConfig()) != dump.config_hash(RunConfig(model=ModelConfig(parallel_residual=True)))
-    assert not set(hashed[0]) & set(dump._LATER) and "rope_theta" in hashed[0]
-    assert set(hashed[1]) & set(dump._LATER) == {"parallel_residual"}
+    assert set(hashed[0]) == set(dump._FIRST_MODEL) and "rope_theta" in hashed[0]
+    assert set(hashed[1]) - set(dump._FIRST_MODEL) == {"parallel_residual"}
 
 
 def test_a_task_of_the_harness(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
