@@ -133,10 +133,11 @@ class Generator:
         called with the tokens drawn for each group of batches, of the most that they may have.
 
         Raises:
-            ConfigError: no prompt, an empty one, a token that the model does not have, or stop strings without a
-                decoder.
+            ConfigError: no prompt, an empty one, a token that the model does not have, stop strings without a
+                decoder, or experts that are divided among replicas.
         """
         self._check(prompts, sampling)
+        self.model.require_independent_replicas()
         ctx = self.model.ctx
         mine = list(range(ctx.index("dp"), len(prompts), ctx.size("dp")))
         batches = [

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_port.config.schema import ActivationsConfig
 from megatron_port.engine.module import read_local, recorded_parameters
-from megatron_port.errors import PortError
+from megatron_port.errors import ConfigError, PortError
 from megatron_port.inference.kv_cache import CacheSlot, KeyValueCache
 from megatron_port.model.gpt import GPTStage
 from megatron_port.parallel.buffers import recorded_buffers
@@ -67,6 +67,20 @@ class InferenceModel:
         self.link = StageLink(self.ctx)
         self.dtype = DTYPES[config.precision.dtype]
         self.first, self.last = self.link.previous is None, self.link.next is None
+
+    def require_independent_replicas(self) -> None:
+        """Refuse experts that are divided among replicas, which take other prompts and exchange at other times.
+
+        Raises:
+            ConfigError: expert parallelism spans more than one replica.
+        """
+        shape = self.ctx.topology
+        copy = shape.tp * shape.cp
+        if shape.dp > 1 and shape.ep > copy:
+            raise ConfigError(
+                f"layout.expert_parallel_size {shape.ep} divides the experts among replicas, which work on "
+                f"different prompts; set layout.expert_parallel_size to {copy} (tp × cp) or a divisor of it"
+            )
 
     @property
     def vocabulary(self) -> tuple[int, int]:

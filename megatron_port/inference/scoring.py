@@ -31,6 +31,7 @@ def score(
 
     Raises:
         DataError: a sequence is longer than the model's context and one more, or nothing stands before what is scored.
+        ConfigError: experts are divided among replicas.
     """
     ctx, limit = model.ctx, model.model.seq_length
     for tokens, count in sequences:
@@ -39,6 +40,7 @@ def score(
                 f"{len(tokens)} tokens, the last {count} to be scored: at least one must stand before them, and at "
                 f"most model.seq_length + 1 = {limit + 1} are allowed"
             )
+    model.require_independent_replicas()
     order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i][0]))
     mine = order[ctx.index("dp") :: ctx.size("dp")]
     table = torch.zeros(len(sequences), 2, dtype=torch.float64, device=ctx.device)
