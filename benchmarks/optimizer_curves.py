@@ -131,7 +131,7 @@ def loss_of(row: dict[str, Any]) -> float:
 
 
 def passes(rule: str, loss: float, reference: float) -> bool:
-    """Whether a rule ends where it should."""
+    """Return whether a rule ends where it should."""
     return loss < reference if rule == "muon" else loss <= MARGIN * reference
 
 

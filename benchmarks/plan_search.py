@@ -1,4 +1,4 @@
-"""How long the search over every axis takes and what it finds: 1T on 3,072 GCDs of Frontier, both engines.
+"""Time and result of the search over every axis: 1T on 3,072 GCDs of Frontier, both engines.
 
 `python benchmarks/plan_search.py` writes benchmarks/results/plan-search.md.
 """

@@ -36,6 +36,8 @@ except ModuleNotFoundError:  # Python 3.10
 from commands import Commands, Program
 
 ROOT = Path(__file__).resolve().parents[1]
+TEMPORARY = re.compile(r"/\S*/pytest-of-[^/]+/pytest-\d+/")
+"""A temporary folder of pytest in a message: it differs from machine to machine."""
 LIST = Path(__file__).with_suffix(".toml")
 RECORD = ROOT / "benchmarks" / "results" / "mutations.jsonl"
 LIMIT_S = 420
@@ -156,7 +158,7 @@ def judge(server: Commands, tree: Path, mutant: Mutant) -> dict[str, Any]:
             # 1: tests failed; 0: none did; all else (no tests, an error in importing them, a hang) proves nothing.
             by_test[test] = {0: SURVIVED, 1: CAUGHT if ran.failed else ERROR}.get(ran.code, ERROR)
             failed += ran.failed
-            why += [ran.why] if ran.failed else []
+            why += [TEMPORARY.sub("TMP/", ran.why)] if ran.failed else []
             tail = ran.tail if by_test[test] == ERROR else tail
     finally:
         path.write_text(before)

@@ -14,7 +14,7 @@ from megatron_port.plan.verdict import make_plan
 
 @dataclass(frozen=True)
 class Budget:
-    """What a model takes."""
+    """Size and cost of a model."""
 
     parameters: int
     forward_flops: float

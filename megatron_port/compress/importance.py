@@ -1,4 +1,4 @@
-"""How much layers, heads, MLP rows, experts and features matter, from activations on a calibration set; on any layout.
+"""Importance of layers, heads, MLP rows, experts and features, from activations on a calibration set, on any layout.
 
 Sums over the set's tokens, in float64:
 

@@ -1,4 +1,4 @@
-"""What a user asks compression for, and the model, its reader and its provenance that follow."""
+"""Request for a smaller model, and the model, reader and provenance that follow from it."""
 
 from __future__ import annotations
 

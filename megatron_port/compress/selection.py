@@ -1,4 +1,4 @@
-"""What pruning keeps: indices along each size of the model, from how much they matter or from a list. Without torch.
+"""Indices that pruning keeps along each size of the model, from how much they matter or from a list. Without torch.
 
 Of equal importance the lower index stays. Layers may keep different heads, rows and experts, as long as all keep
 equally many; the residual stream is one for all layers.

@@ -19,7 +19,7 @@ from megatron_port.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is asked for; 0: as it is."""
+    """Sizes asked for; 0: unchanged."""
 
     layers: int = 0
     heads: int = 0
@@ -137,7 +137,7 @@ def _expert_problems(model: ModelConfig, sizes: Sizes) -> list[str]:
 
 
 def _layer_problems(model: ModelConfig, kept: Sequence[int]) -> list[str]:
-    """What keeps the layers that are left from having a configuration: those with experts must follow a rule."""
+    """Reasons why the remaining layers have no configuration: those with experts must follow a rule."""
     if not model.moe.enabled:
         return []
     with_experts = [model.moe.has_experts(layer) for layer in kept]

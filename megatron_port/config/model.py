@@ -163,11 +163,11 @@ class ModelConfig:
     """The fused projection of queries, keys and values is a product of two trained factors, [rows, r] and [r, h]
     (`megatron-port compress run --factor`); 0: one matrix."""
     output_rank: SizeOrZero = 0
-    """The same of attention's output projection."""
+    """Rank of the factors of attention's output projection; 0: whole."""
     up_rank: SizeOrZero = 0
-    """The same of the first matrix (with its gate) of dense layers' MLP."""
+    """Rank of the factors of the first matrix (with its gate) of dense layers' MLP; 0: whole."""
     down_rank: SizeOrZero = 0
-    """The same of its last matrix."""
+    """Rank of the factors of the last matrix of dense layers' MLP; 0: whole."""
     moe: MoEConfig = field(default_factory=MoEConfig)
 
     @property

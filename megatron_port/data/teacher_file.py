@@ -33,10 +33,10 @@ FORMATS = {"fp32": "<f4", "fp64": "<f8"}
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsHeader:
-    """What the records are of; the same bytes for the same work, whoever does it."""
+    """Description of the work that the records belong to; the same bytes for the same work."""
 
     teacher: str
-    """Where its weights were."""
+    """Path of its weights."""
     fingerprint: str
     """Fingerprint of their values (``session.base_weights``)."""
     computed_in: str
@@ -61,7 +61,7 @@ class LogitsHeader:
 
     @property
     def id_type(self) -> str:
-        """How ids are stored."""
+        """Dtype of stored ids."""
         return "<u2" if self.vocab_size <= 1 << 16 else "<u4"
 
     @property

@@ -1,4 +1,4 @@
-"""What model is at a place: a run folder, a checkpoint, an import, or a Hugging Face folder."""
+"""Find the model at a place: a run folder, a checkpoint, an import, or a Hugging Face folder."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def _latent(model: ModelConfig) -> LatentSpec:
 
 
 def _mlp(model: ModelConfig, name: str = "mlp", width: int = 0) -> MLPSpec:
-    """Of dense layers alone the matrices may be factored."""
+    """Refuse factors in layers with experts: only matrices of dense layers may be factored."""
     bias, dense = model.add_bias or model.mlp_bias, name == "mlp"
     width = width or model.ffn_size
     return MLPSpec(

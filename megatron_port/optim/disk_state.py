@@ -135,7 +135,7 @@ class StatePart:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the kind asks for, or fp32."""
+        """Return the dtype that the kind asks for, or fp32."""
         return self.kind.dtype or torch.float32
 
     @property

@@ -36,7 +36,7 @@ _SPENT = "distillation: a second backward pass through logits over which the fir
 
 @dataclass(frozen=True)
 class Objective:
-    """What a token's loss is made of: ``alpha`` CE + (1 - ``alpha``) ``temperature``² KL, forward or ``reverse``."""
+    """Parts of the loss per token: ``alpha`` CE + (1 - ``alpha``) ``temperature``² KL, forward or ``reverse``."""
 
     alpha: float
     temperature: float

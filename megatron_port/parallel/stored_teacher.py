@@ -1,4 +1,4 @@
-"""What a file keeps of a teacher's distribution at a position: its most likely tokens, and the mass of all others."""
+"""Teacher's distribution at a position as a file stores it: its most likely tokens, and the mass of all others."""
 
 from __future__ import annotations
 

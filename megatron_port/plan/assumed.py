@@ -1,4 +1,4 @@
-"""What ``plan`` takes a machine to be whose cluster has no ``[hardware]`` section, and the sentence about it.
+"""Default machine of ``plan`` for a cluster that has no ``[hardware]`` section, and the sentence about it.
 
 Training does not use any of it: there such a cluster is not judged (``plan.guard``).
 """
@@ -13,7 +13,7 @@ from megatron_port.config.machine import HardwareConfig
 from megatron_port.config.schema import RunConfig
 
 GPU = "clusters/dgx-h100"
-"""What a GPU of a cluster without a description is taken for."""
+"""Default GPU of a cluster without a description."""
 CORE = HardwareConfig(
     # A core of 2020 or later with AVX2 at 3 GHz does 96 GFLOP/s in fp32; large products of torch on one thread reach
     # about two thirds of that. The others are orders of magnitude: a share of a socket's memory, torch's dispatch of an

@@ -53,7 +53,7 @@ PLANNED = 3
 
 @dataclass(frozen=True)
 class State:
-    """Where weights, gradients and optimizer state are kept."""
+    """Placement of weights, gradients and optimizer state."""
 
     zero_stage: int
     shard: int = 0

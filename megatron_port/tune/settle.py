@@ -26,7 +26,7 @@ class Decision:
 
     @property
     def words(self) -> str:
-        """What was decided, in a line; empty where there was nothing to decide."""
+        """Return the decision in a line; empty where there was nothing to decide."""
         if self.best is None or self.best.seconds is None:
             return ""
         count = len(self.best.starts)

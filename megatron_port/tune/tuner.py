@@ -32,7 +32,7 @@ class Found:
     measured: int
     """Trials of this start; others came from the results file."""
     decision: Decision = field(default_factory=lambda: Decision(None))
-    """What tells the best from the others."""
+    """Measurement that tells the best from the others."""
 
 
 def tune(
@@ -130,7 +130,7 @@ def render(results: Results) -> str:
 
 
 def _starts(trial: Trial) -> str:
-    """How often a layout was started, and from where to where its steps took."""
+    """Number of starts of a layout, and the range of its step times."""
     if len(trial.starts) < 2:
         return ""
     low, high = interval(trial)
