@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_port.backend.ops.narrow_adamw import adamw_8bit_, adamw_bf16_, lion_
-from megatron_port.backend.ops.optimizer import adamw_, clip_factor, square_norm
+from megatron_port.backend.ops.optimizer import adamw_, square_norm
 from megatron_port.config.schema import OptimizerConfig
 from megatron_port.engine.host_update import SquareNorm
 from megatron_port.optim.bucket_memory import StateShard
-from megatron_port.optim.clipping import clamp_, norm_target
+from megatron_port.optim.clipping import clamp_, step_factor
 from megatron_port.optim.elementwise import Lion
 from megatron_port.optim.narrow_adamw import FIRST, SECOND, AdamW8bit, AdamWBf16, code_values, logical_range
 from megatron_port.optim.parameter_groups import GroupSettings, grouped
@@ -125,10 +125,7 @@ class FusedRuleUpdate:
     def step(
         self, square: torch.Tensor, values: StepValues, *, veto: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        factor, skip, norm = clip_factor(
-            square, max_norm=self.config.clip_grad, inv_scale=values.inv_scale, limit=values.largest_norm, veto=veto,
-            target=norm_target(self.config, values),
-        )
+        factor, skip, norm = step_factor(self.config, square, values, veto)
         if self.config.clip_value:
             clamp_(self.sums, self.config.clip_value, factor)
         self.apply(factor, skip, lr=values.lr)

@@ -13,14 +13,13 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from megatron_port.backend.ops.optimizer import clip_factor
 from megatron_port.config.schema import OptimizerConfig
 from megatron_port.engine.fused_rule_update import FusedCalls
 from megatron_port.engine.host_update import SquareNorm
 from megatron_port.engine.rule_updates import RuleUpdate
 from megatron_port.optim.bucket_memory import Bucket, StateShard
 from megatron_port.optim.buckets import shard_ranges
-from megatron_port.optim.clipping import norm_target
+from megatron_port.optim.clipping import step_factor
 from megatron_port.optim.offload import Offload, StagedBucket
 from megatron_port.optim.parameter_groups import grouped
 from megatron_port.optim.rules import BlockRule, ElementwiseRule, StateKind
@@ -119,10 +118,7 @@ class OffloadedUpdate:
     def step(
         self, square: torch.Tensor, values: StepValues, *, veto: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        factor, skip, norm = clip_factor(
-            square, max_norm=self.config.clip_grad, inv_scale=values.inv_scale, limit=values.largest_norm, veto=veto,
-            target=norm_target(self.config, values),
-        )
+        factor, skip, norm = step_factor(self.config, square, values, veto)
         self.on_device.apply(factor, skip, lr=values.lr)
         host_factor, skipped = torch.stack([factor, skip]).cpu().unbind()
         if skipped:

@@ -31,7 +31,23 @@ class UnsplitLinear(nn.Module):
         return linear(x, self.weight, kernels=self.kernels)
 
 
-class FactoredColumnLinear(nn.Module):
+class _Factors(nn.Module):
+    """Two linears, one after the other: ``low`` (A), then ``high`` (B), whose bias is that of the product."""
+
+    low: nn.Module
+    high: ColumnParallelLinear | UnsplitLinear
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        """Bias as ``high`` has it: [.., out/tp] where its rows are split, else [out]."""
+        return self.high.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.high(self.low(x))
+        return out
+
+
+class FactoredColumnLinear(_Factors):
     """y = B A x + b with B's rows split: [seq(/tp), batch, in] → [seq, batch, packed · out/tp]."""
 
     def __init__(
@@ -42,17 +58,8 @@ class FactoredColumnLinear(nn.Module):
         self.low = UnsplitLinear(layer, low, build)
         self.high = build.column(layer, high, rows=rows, skip_bias=skip_bias)
 
-    @property
-    def bias(self) -> nn.Parameter | None:
-        """Bias [.., out/tp]."""
-        return self.high.bias
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.high(self.low(x))
-        return out
-
-
-class FactoredRowLinear(nn.Module):
+class FactoredRowLinear(_Factors):
     """y = B A x with A's columns split: [seq, batch, in/tp] → [seq(/tp), batch, out]. The caller adds its ``bias``."""
 
     def __init__(self, layer: str, spec: LinearSpec, build: BuildContext) -> None:
@@ -60,15 +67,6 @@ class FactoredRowLinear(nn.Module):
         low, high = spec.factors
         self.low, self.high = build.row(layer, low), UnsplitLinear(layer, high, build)
         self.sequence_parallel = build.sequence_parallel
-
-    @property
-    def bias(self) -> nn.Parameter | None:
-        """Bias [out], on every rank."""
-        return self.high.bias
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.high(self.low(x))
-        return out
 
 
 Column = ColumnParallelLinear | FactoredColumnLinear

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
+from megatron_port.backend.ops.optimizer import clip_factor
 from megatron_port.config.schema import OptimizerConfig
 from megatron_port.optim.step_values import StepValues
 
@@ -80,6 +81,17 @@ def norm_target(config: OptimizerConfig, values: StepValues) -> Callable[[torch.
         return torch.where(above <= width, norm, values.norm_mean + width**2 / above)
 
     return target
+
+
+def step_factor(
+    config: OptimizerConfig, square: torch.Tensor, values: StepValues, veto: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return :func:`clip_factor`'s (grad_scale, skip, norm) under the configuration's limits, from the ``square`` of
+    the norm over all ranks."""
+    return clip_factor(
+        square, max_norm=config.clip_grad, inv_scale=values.inv_scale, limit=values.largest_norm, veto=veto,
+        target=norm_target(config, values),
+    )
 
 
 def clamp_(sums: Iterable[torch.Tensor], largest: float, scale: torch.Tensor | None = None) -> None:

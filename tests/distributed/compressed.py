@@ -6,18 +6,17 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import random
 import sys
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any
 
-import fuzz
+import drawing
 from cases import make_config
-from fuzz import Draw, run_resumable
+from drawing import Draw
+from fuzz import record, record_parser
 
 from megatron_port.config.quantisation import quantisation_problems
 from megatron_port.config.schema import MoEConfig, QuantisationConfig, RunConfig, SparsityConfig
@@ -111,7 +110,7 @@ def draw(seed: int) -> CompressedDraw:
     """A run of the fuzz in engine native, fp64 or fp32, with masks."""
     r = random.Random(f"masks-{seed}")
     while True:
-        one = fuzz.draw(r.randrange(10_000_000))
+        one = drawing.draw(r.randrange(10_000_000))
         config = one.config
         if config.engine == "native" and config.precision.dtype in ("fp64", "fp32") and not config.fine_tuning.enabled \
                 and config.optimizer.name != "muon" and config.offload.optimizer != "nvme":
@@ -126,7 +125,7 @@ def few_draw(seed: int) -> CompressedDraw:
     """A run of the fuzz in engine native and fp64, with few bits: in fp32 a rounding may fall to the other side."""
     r = random.Random(f"few-bits-{seed}")
     while True:
-        config, t = (one := fuzz.draw(r.randrange(10_000_000))).config, one.topology
+        config, t = (one := drawing.draw(r.randrange(10_000_000))).config, one.topology
         kind, group = r.choice(("int8", "int4", "binary")), r.choice((2, 3, 4, 8))
         drawn = few(kind, group)(config)
         if config.engine == "native" and config.precision.dtype == "fp64" and not quantisation_problems(drawn):
@@ -135,19 +134,11 @@ def few_draw(seed: int) -> CompressedDraw:
 
 def main() -> int:
     """Run what a file lacks."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seeds", help="draws instead of the matrix, e.g. 0-99")
+    parser = record_parser(main.__doc__)
     parser.add_argument("--few-bits", action="store_true", help="weights on a grid instead of masks")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long; resume later")
     args = parser.parse_args()
-    if args.seeds:
-        draws = [(few_draw if args.few_bits else draw)(seed) for seed in fuzz._seeds(args.seeds)]
-    else:
-        draws = matrix(FEW_BITS, WIDER) if args.few_bits else matrix()
-    random.Random("compressed").shuffle(draws)  # wherever it is cut off, what it has seen is spread over all
-    return run_resumable(draws, args.out, batch_size=args.batch, seconds=args.seconds)
+    drawn = [(few_draw if args.few_bits else draw)(seed) for seed in args.seeds]
+    return record(drawn or (matrix(FEW_BITS, WIDER) if args.few_bits else matrix()), args, "compressed")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import drawing
 import fuzz
 import numpy as np
 import torch
@@ -103,7 +104,7 @@ if "divided" not in SOURCES.added:  # the module is also the program
 
 
 @dataclasses.dataclass(frozen=True)
-class ContextDraw(fuzz.Draw):
+class ContextDraw(drawing.Draw):
     """A combination with divided sequences."""
 
     plain: bool
@@ -127,14 +128,14 @@ def draw(seed: int) -> ContextDraw:
     t, method, order = _sizes(r), r.choice(METHODS), r.choice(ORDERS)
     plain = r.random() < 0.5
     engine = "deepspeed" if seed % 9 == 5 else "native"
-    layout = fuzz._layout(r, t, engine) | {
+    layout = drawing._layout(r, t, engine) | {
         "context_parallel_size": t.cp, "cp_method": method, "cp_order": order,
     }
     sequence = layout["sequence_parallel"] = layout["sequence_parallel"] and t.tp > 1
     # The balanced order wants more and smaller blocks.
     seq = (8 if order == "balanced" else 2) * t.cp * (t.tp if sequence else 1)
     seq *= r.choice((1, 2, 3)) if seq < 32 else 1
-    model = _plain_model(r, t) if plain else fuzz._latent(r, fuzz._model(r, t))
+    model = _plain_model(r, t) if plain else drawing._latent(r, drawing._model(r, t))
     model |= _heads(r, t, method, model) | {"seq_length": seq}
     model |= _mask(random.Random(f"mask-{seed}"), t, seq)
     if not model["sliding_window"]:
@@ -154,13 +155,13 @@ def draw(seed: int) -> ContextDraw:
         data={"source": "divided", "attention_documents": "across" if documents == "none" else "within",
               "position_reset": documents != "none" and not rope and r.random() < 0.5},
     )
-    config = fuzz.served(_sharded(r, config, t))
+    config = drawing.served(_sharded(r, config, t))
     config = dataclasses.replace(
         config, seed=seed, name=f"{documents}-{mask}-{2 * t.cp}",
         checkpoint=dataclasses.replace(config.checkpoint, asynchronous=False),
     )
-    config = fuzz._planned(random.Random(f"activations-{seed}"), config)
-    return ContextDraw(seed, fuzz._offloaded(random.Random(f"offload-{seed}"), config), t, plain)
+    config = drawing._planned(random.Random(f"activations-{seed}"), config)
+    return ContextDraw(seed, drawing._offloaded(random.Random(f"offload-{seed}"), config), t, plain)
 
 
 def _sizes(r: random.Random) -> Topology:
@@ -224,7 +225,7 @@ def _sharded(r: random.Random, config: RunConfig, t: Topology) -> RunConfig:
     change: dict[str, Any] = {}
     if config.engine == "native" and layout.zero_stage and t.dp == 4 and r.random() < 0.5:
         change["shard_size"] = 2
-    if config.engine == "native" and layout.zero_stage == fuzz.before_stage_3(layout) and r.random() < 0.5:
+    if config.engine == "native" and layout.zero_stage == drawing.before_stage_3(layout) and r.random() < 0.5:
         change |= {"zero_stage": 3, "reshard": r.choice(("forward", "step"))}
     return dataclasses.replace(config, layout=dataclasses.replace(layout, **change))
 
@@ -289,9 +290,9 @@ def judge(one: ContextDraw, ranks: Sequence[RankTrace]) -> list[Deviation]:
     return found
 
 
-def run_draws(ranks: RankPool, draws: Sequence[ContextDraw]) -> list[tuple[fuzz.Draw, list[Deviation]]]:
+def run_draws(ranks: RankPool, draws: Sequence[ContextDraw]) -> list[tuple[drawing.Draw, list[Deviation]]]:
     """Run draws, those of one world and engine on the same ranks."""
-    out: list[tuple[fuzz.Draw, list[Deviation]]] = []
+    out: list[tuple[drawing.Draw, list[Deviation]]] = []
     for world, deepspeed in sorted({(d.topology.world_size, d.config.engine == "deepspeed") for d in draws}):
         members = [
             d for d in draws if (d.topology.world_size, d.config.engine == "deepspeed") == (world, deepspeed)
@@ -305,7 +306,7 @@ def run_draws(ranks: RankPool, draws: Sequence[ContextDraw]) -> list[tuple[fuzz.
 def main() -> int:
     """Run a range of seeds, append a line each to a file, skip those that are in it; say what is refused, and why."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--seeds", default="0-199", type=fuzz._seeds)
+    parser.add_argument("--seeds", default="0-199", type=fuzz.seed_range)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--batch", default=16, type=int)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long; resume later")

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from cases import run_cases
-from fuzz import OPS, Draw, before_stage_3, draw
+from drawing import OPS, Draw, before_stage_3, draw
 from matrix import matrix, schedule_matrix
 from pool import RankPool
 

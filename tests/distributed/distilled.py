@@ -6,7 +6,6 @@ matrix, ``--seeds 0-99`` of the draws (rows from 10,000 on).
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import dataclasses
 import itertools
@@ -19,10 +18,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import fuzz
+import drawing
 import xxhash
 from cases import make_config, providers_of
-from fuzz import Draw, run_resumable
+from drawing import Draw
+from fuzz import record, record_parser
 
 from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.config.distillation import DistillationConfig
@@ -141,7 +141,7 @@ def draw(seed: int) -> DistilledDraw:
     """A run of the fuzz in engine native, fp64 or fp32, with a teacher of any shape that can be split likewise."""
     r = random.Random(f"distillation-{seed}")
     while True:
-        one = fuzz.draw(r.randrange(10_000_000))
+        one = drawing.draw(r.randrange(10_000_000))
         config, t = one.config, one.topology
         if config.engine == "native" and config.precision.dtype in ("fp64", "fp32") and not config.model.mtp_layers \
                 and not config.fine_tuning.enabled:
@@ -164,15 +164,8 @@ def draw(seed: int) -> DistilledDraw:
 
 def main() -> int:
     """Run what a file lacks."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seeds", help="draws instead of the matrix, e.g. 0-99")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long; resume later")
-    args = parser.parse_args()
-    draws = [draw(seed) for seed in fuzz._seeds(args.seeds)] if args.seeds else matrix()
-    random.Random("distillation").shuffle(draws)  # wherever it is cut off, what it has seen is spread over all
-    return run_resumable(draws, args.out, batch_size=args.batch, seconds=args.seconds)
+    args = record_parser(main.__doc__).parse_args()
+    return record([draw(seed) for seed in args.seeds] or matrix(), args, "distillation")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import drawing
 import fuzz
 import torch
 from cases import Batches, Reordering, make_batches, make_config, run_case
@@ -36,12 +37,12 @@ from megatron_port.parity.run_record import RankTrace
 BOUND = Tolerance("documents", loss=1e-12, grad_norm=1e-12, gradient=1e-12, key_bias=1e-12)
 
 
-def draw(seed: int) -> fuzz.Draw:
+def draw(seed: int) -> drawing.Draw:
     """A combination; the eight layouts come in turn."""
     r = random.Random(f"documents-{seed}")
     tp, pp, dp = (1 + (seed >> i & 1) for i in range(3))
     t = Topology(tp, pp, dp)
-    model, layout = fuzz._model(r, t), fuzz._layout(r, t, "native")
+    model, layout = drawing._model(r, t), drawing._layout(r, t, "native")
     if t.world_size == 1:
         layout |= {"pipeline_schedule": "1f1b", "virtual_pipeline_size": 1}
     stages = t.pp * layout["virtual_pipeline_size"]
@@ -52,9 +53,9 @@ def draw(seed: int) -> fuzz.Draw:
         global_batch_size=micro * t.dp * r.choice((1, 2, 3)),
         data={"attention_documents": "within", "position_reset": model["position_embedding"] == "learned"},
     )
-    if config.layout.zero_stage == fuzz.before_stage_3(config.layout) and r.random() < 0.3:
+    if config.layout.zero_stage == drawing.before_stage_3(config.layout) and r.random() < 0.3:
         config = dataclasses.replace(config, layout=dataclasses.replace(config.layout, zero_stage=3))
-    return fuzz.Draw(seed, dataclasses.replace(config, seed=seed), t)
+    return drawing.Draw(seed, dataclasses.replace(config, seed=seed), t)
 
 
 def counted(seed: int, batch: MicroBatch, total: int) -> MicroBatch:
@@ -120,7 +121,7 @@ def _without_evaluation(trace: RankTrace) -> RankTrace:
     return dataclasses.replace(trace, final_eval_loss=None)
 
 
-def judge(one: fuzz.Draw, traces: Sequence[RankTrace]) -> list[Deviation]:
+def judge(one: drawing.Draw, traces: Sequence[RankTrace]) -> list[Deviation]:
     """Compare with the documents alone on one process: the loss, its gradient by name, the norm."""
     config = dataclasses.replace(
         one.config, layout=LayoutConfig(vocab_padding_multiple=1), activations=ActivationsConfig(),
@@ -131,7 +132,7 @@ def judge(one: fuzz.Draw, traces: Sequence[RankTrace]) -> list[Deviation]:
     return compare(Run.of([reference]), Run.of(traces), BOUND, config.model)
 
 
-def run_draws(ranks: RankPool, draws: Sequence[fuzz.Draw]) -> list[tuple[fuzz.Draw, list[Deviation]]]:
+def run_draws(ranks: RankPool, draws: Sequence[drawing.Draw]) -> list[tuple[drawing.Draw, list[Deviation]]]:
     """Run draws, those of one world on the same ranks."""
     out = []
     for world in sorted({one.topology.world_size for one in draws}):
@@ -147,7 +148,7 @@ def run_draws(ranks: RankPool, draws: Sequence[fuzz.Draw]) -> list[tuple[fuzz.Dr
 def main() -> int:
     """Run a range of seeds, append a line each to a file, skip those that are in it."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--seeds", default="0-99", type=fuzz._seeds)
+    parser.add_argument("--seeds", default="0-99", type=fuzz.seed_range)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long; resume later")
     args = parser.parse_args()

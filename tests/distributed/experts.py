@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import drawing
 import fuzz
 import torch
 from cases import Order, Reordering, _alone, make_batches, make_config, providers_of, release_deepspeed
@@ -49,7 +50,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpertDraw(fuzz.Draw):
+class ExpertDraw(drawing.Draw):
     """A combination with experts."""
 
     preset: str
@@ -76,7 +77,7 @@ def draw(seed: int) -> ExpertDraw:
     r = random.Random(f"experts-{seed}")
     name = list(PRESETS)[seed % len(PRESETS)]
     while True:
-        t, batch = fuzz._sizes(r)
+        t, batch = drawing._sizes(r)
         if seed >= DIVIDED:
             t = dataclasses.replace(t, dp=max(t.dp // 2, 1), cp=r.choice((2, 2, 4)))
             batch = {"micro_batch_size": r.choice((1, 2)), "global_batch_size": 4 * t.dp}
@@ -85,7 +86,7 @@ def draw(seed: int) -> ExpertDraw:
         if t.tp * t.dp * t.cp > 1 or r.random() < 0.1:
             break
     engine = "deepspeed" if seed % 9 == 5 else "native"
-    model, layout = fuzz._model(r, t), fuzz._layout(r, t, engine)
+    model, layout = drawing._model(r, t), drawing._layout(r, t, engine)
     if t.cp > 1:
         order = r.choice(("zigzag", "contiguous"))
         layout |= {"context_parallel_size": t.cp, "cp_order": order}
@@ -120,14 +121,14 @@ def draw(seed: int) -> ExpertDraw:
     )
     if t.cp > 1 and config.model.attention_dropout:  # own attention drops probabilities of whole sequences
         config = dataclasses.replace(config, backend=dataclasses.replace(config.backend, attention="math"))
-    before = fuzz.before_stage_3(config.layout)
+    before = drawing.before_stage_3(config.layout)
     if engine == "native" and config.layout.zero_stage == before and r.random() < 0.5:
         change: dict[str, Any] = {"zero_stage": 3, "reshard": r.choice(("forward", "step"))}
         config = dataclasses.replace(config, layout=dataclasses.replace(config.layout, **change))
     config = dataclasses.replace(
         config, seed=r.randrange(1000), checkpoint=dataclasses.replace(config.checkpoint, asynchronous=False)
     )
-    return ExpertDraw(seed, fuzz._offloaded(random.Random(f"offload-{seed}"), config), t, name)
+    return ExpertDraw(seed, drawing._offloaded(random.Random(f"offload-{seed}"), config), t, name)
 
 
 @dataclasses.dataclass
@@ -262,9 +263,9 @@ def _first(expected: list[Choice], found: list[Choice]) -> str:
 
 def run_draws(
     ranks: RankPool, draws: Sequence[ExpertDraw], steps: int = STEPS
-) -> list[tuple[fuzz.Draw, list[Deviation]]]:
+) -> list[tuple[drawing.Draw, list[Deviation]]]:
     """Run draws, those of one world and engine on the same ranks."""
-    out: list[tuple[fuzz.Draw, list[Deviation]]] = []
+    out: list[tuple[drawing.Draw, list[Deviation]]] = []
     for world, deepspeed in sorted({(d.topology.world_size, d.config.engine == "deepspeed") for d in draws}):
         members = [
             d for d in draws if (d.topology.world_size, d.config.engine == "deepspeed") == (world, deepspeed)
@@ -280,7 +281,7 @@ def run_draws(
 def main() -> int:
     """Run a range of seeds, append a line each to a file, skip those that are in it."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--seeds", default="0-499", type=fuzz._seeds)
+    parser.add_argument("--seeds", default="0-499", type=fuzz.seed_range)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", default=STEPS, type=int)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long; resume later")

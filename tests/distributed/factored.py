@@ -7,18 +7,17 @@ matrix, ``--seeds 0-99`` of the draws (rows from 10,000 on).
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import random
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import fuzz
+import drawing
 from cases import make_config
-from fuzz import Draw, run_resumable
+from drawing import Draw
+from fuzz import record, record_parser
 
 from megatron_port.config.checks import problems
 from megatron_port.config.low_rank import factored_shapes
@@ -81,7 +80,7 @@ def draw(seed: int) -> CompressedDraw:
     """A run of the fuzz in engine native, fp64 or fp32, with factors, shared layers or both."""
     r = random.Random(f"compression-{seed}")
     while True:
-        one = fuzz.draw(r.randrange(10_000_000))
+        one = drawing.draw(r.randrange(10_000_000))
         config, model = one.config, one.config.model
         if config.engine != "native" or config.precision.dtype not in ("fp64", "fp32") or config.fine_tuning.enabled:
             continue
@@ -101,15 +100,8 @@ def draw(seed: int) -> CompressedDraw:
 
 def main() -> int:
     """Run what a file lacks."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seeds", help="draws instead of the matrix, e.g. 0-99")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long; resume later")
-    args = parser.parse_args()
-    draws = [draw(seed) for seed in fuzz._seeds(args.seeds)] if args.seeds else matrix()
-    random.Random("compression").shuffle(draws)  # wherever it is cut off, what it has seen is spread over all
-    return run_resumable(draws, args.out, batch_size=args.batch, seconds=args.seconds)
+    args = record_parser(main.__doc__).parse_args()
+    return record([draw(seed) for seed in args.seeds] or matrix(), args, "compression")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cases import make_config
-from fuzz import Draw, run_resumable
+from drawing import Draw
+from fuzz import run_resumable
 
 from megatron_port.parallel.topology import Topology
 

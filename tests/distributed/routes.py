@@ -24,6 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import drawing
 import experts
 import fuzz
 import torch
@@ -180,14 +181,14 @@ def run_ranks(cases: Sequence[tuple[RunConfig, Topology, str]]) -> list[tuple[Ro
     return [(run_rank(*case, follows=False), run_rank(*case)) for case in cases]
 
 
-def draw(seed: int) -> fuzz.Draw:
+def draw(seed: int) -> drawing.Draw:
     """A draw of ``experts.draw`` in half precision."""
     one = experts.draw(seed)
     precision = dataclasses.replace(one.config.precision, dtype="fp16" if seed % 3 == 2 else "bf16")
     return dataclasses.replace(one, config=dataclasses.replace(one.config, precision=precision))
 
 
-def judge(one: fuzz.Draw, folder: str, ranks: Sequence[tuple[RoutedTrace, RoutedTrace]]) -> list[Deviation]:
+def judge(one: drawing.Draw, folder: str, ranks: Sequence[tuple[RoutedTrace, RoutedTrace]]) -> list[Deviation]:
     """Compare a layout's two runs with the one whose routes are in the folder."""
     alone = functools.cache(lambda order: _single(_alone(one.config), folder, order=order))
     wide = _alone(_in_fp32(one.config))
@@ -215,7 +216,7 @@ def _single(config: RunConfig, folder: str, **more: Any) -> RoutedTrace:
         torch.set_num_threads(threads)
 
 
-def _routes(one: fuzz.Draw, reference: RoutedTrace, ranks: Sequence[RoutedTrace], name: str) -> list[Deviation]:
+def _routes(one: drawing.Draw, reference: RoutedTrace, ranks: Sequence[RoutedTrace], name: str) -> list[Deviation]:
     """Return the share of tokens whose choice differs, and how many of those no rounding explains."""
     unit, own = ROUNDOFF[one.config.precision.dtype], {t: c for rank in ranks for t, c in rank.own.items()}
     assert own.keys() == reference.own.keys() and len(own) == sum(len(rank.own) for rank in ranks)
@@ -234,7 +235,7 @@ def _routes(one: fuzz.Draw, reference: RoutedTrace, ranks: Sequence[RoutedTrace]
     return out
 
 
-def run_draws(ranks: RankPool, draws: Sequence[fuzz.Draw]) -> list[tuple[fuzz.Draw, list[Deviation]]]:
+def run_draws(ranks: RankPool, draws: Sequence[drawing.Draw]) -> list[tuple[drawing.Draw, list[Deviation]]]:
     """Run draws, those of one world on the same ranks."""
     out = []
     with tempfile.TemporaryDirectory(prefix="routes-") as folder:
@@ -252,7 +253,7 @@ def run_draws(ranks: RankPool, draws: Sequence[fuzz.Draw]) -> list[tuple[fuzz.Dr
     return out
 
 
-def _by_world(draws: Sequence[fuzz.Draw]) -> Iterator[tuple[int, list[fuzz.Draw]]]:
+def _by_world(draws: Sequence[drawing.Draw]) -> Iterator[tuple[int, list[drawing.Draw]]]:
     for world in sorted({one.topology.world_size for one in draws}):
         yield world, [one for one in draws if one.topology.world_size == world]
 
@@ -260,7 +261,7 @@ def _by_world(draws: Sequence[fuzz.Draw]) -> Iterator[tuple[int, list[fuzz.Draw]
 def main() -> int:
     """Run a range of seeds, append a line each to a file, skip those that are in it."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--seeds", default="0-99", type=fuzz._seeds)
+    parser.add_argument("--seeds", default="0-99", type=fuzz.seed_range)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long; resume later")
     args = parser.parse_args()

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fuzz import Draw, run_resumable
+from drawing import Draw
+from fuzz import run_resumable
 from test_rules import EXPERTS, LAYOUTS, LLAMA, RULES, TIED, config_of
 
 from megatron_port.config.fine_tuning import FineTuningConfig

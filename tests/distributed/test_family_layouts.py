@@ -9,7 +9,8 @@ from typing import Any
 import hf_models as hf
 import pytest
 from cases import make_config
-from fuzz import Draw, failures, run_draws
+from drawing import Draw
+from fuzz import failures, run_draws
 from pool import RankPool
 
 from megatron_port.interop.hf_config import model_from_hf

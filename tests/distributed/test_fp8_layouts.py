@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from cases import make_config
-from fuzz import Draw, failures, run_draws
+from drawing import Draw
+from fuzz import failures, run_draws
 from pool import RankPool
 from torch import Tensor, nn
 

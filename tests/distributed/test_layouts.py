@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 from cases import make_config
-from fuzz import Draw, failures, run_draws
+from drawing import Draw
+from fuzz import failures, run_draws
 from matrix import LAYOUTS, replica_matrix, schedule_matrix
 from pool import RankPool
 
