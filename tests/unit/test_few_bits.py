@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,6 @@ def test_loss_and_gradients_are_plain_torchs_straight_through(tmp_path: Path, ki
     assert result.grad_norm == pytest.approx(float(norm), rel=1e-10)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_torchao_gives_an_export_the_weights_that_it_was_trained_with(tmp_path: Path, kind: str) -> None:
     """Post-training quantisation of transformers' model by torchao: the loss that training saw."""
