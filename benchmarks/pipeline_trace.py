@@ -36,9 +36,10 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear import WgradAccumulator
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.topology import Topology
+from megatron_port.pipeline.actions import Action
 from megatron_port.pipeline.boundary import Boundary
 from megatron_port.pipeline.runner import Runner
-from megatron_port.pipeline.schedules import Action, make_schedule
+from megatron_port.pipeline.schedules import make_schedule
 from megatron_port.pipeline.simulate import Span, bubble_fraction, simulate, unit_cost
 from megatron_port.pipeline.transfer import StageLink
 from megatron_port.runtime.atomic import write_text
@@ -172,12 +173,10 @@ def rank_main(rank: int, args: argparse.Namespace) -> None:
         measured = steps_of(rank, args, name, chunks)
         busy = args.micro_batches * 3 * args.unit
         bubbles = [bubble_of(step, busy) for step in measured]
-        predicted = bubble_fraction(name, args.stages, args.micro_batches, chunks)
+        schedule = make_schedule(name, args.stages, args.micro_batches, chunks)
+        predicted = bubble_fraction(schedule)
         title = f"{name}, {chunks} chunk{'s' if chunks > 1 else ''} a stage"
-        ideal = simulate(
-            make_schedule(name, args.stages, args.micro_batches, chunks),
-            unit_cost(args.unit / chunks, 2 * args.unit / chunks),
-        )
+        ideal = simulate(schedule, unit_cost(args.unit / chunks, 2 * args.unit / chunks))
         middle = measured[bubbles.index(statistics.median_low(bubbles))]
         pictures += [(f"{title}: simulated, bubble {predicted:.1%}", ideal),
                      (f"{title}: measured, bubble {statistics.median_low(bubbles):.1%}", middle)]

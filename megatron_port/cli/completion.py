@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +39,18 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def complete(parser: argparse.ArgumentParser) -> int:
-    """Answer the shell. Only the module of the command in the line is imported."""
+def complete(parser: argparse.ArgumentParser, commands: Mapping[str, str]) -> int:
+    """Answer the shell; only the module of the command in the line is imported.
+
+    Args:
+        commands: name → one line of help.
+    """
     from argcomplete.finders import CompletionFinder
 
-    from megatron_port.cli.main import COMMANDS
-
     words = line_to_complete().split()
-    named = next((word for word in words[1:] if word in COMMANDS), "")
+    named = next((word for word in words[1:] if word in commands), "")
     subparsers = parser.add_subparsers(dest="command", metavar="command")
-    for name, text in COMMANDS.items():
+    for name, text in commands.items():
         if name == named:
             importlib.import_module(f"megatron_port.cli.{name}").add_parser(subparsers)
         else:

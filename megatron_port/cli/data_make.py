@@ -15,8 +15,9 @@ from megatron_port.data.conversations import ChatFields
 from megatron_port.data.fetch import fetch
 from megatron_port.data.indexed import IndexedDataset
 from megatron_port.data.prepare import Progress, prepare
-from megatron_port.data.sources import ReadOptions
-from megatron_port.data.tokenizer import Tokenizer, get_tokenizer
+from megatron_port.data.source_files import ReadOptions
+from megatron_port.data.tokenizer import get_tokenizer
+from megatron_port.data.tokenizer_base import Tokenizer
 from megatron_port.data.train_bpe import train_bpe
 from megatron_port.errors import EXIT_OK, ConfigError
 from megatron_port.optim.schedules import BatchSchedule

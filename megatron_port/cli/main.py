@@ -187,7 +187,7 @@ def _dispatch(arguments: list[str]) -> int:
     if completing():
         from megatron_port.cli.completion import complete
 
-        return complete(parser)
+        return complete(parser, COMMANDS)
     name = arguments[0] if arguments else ""
     if not name:
         parser.print_help()

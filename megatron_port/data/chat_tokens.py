@@ -31,7 +31,7 @@ from megatron_port.data.chat_template import (
 )
 from megatron_port.data.conversations import ChatFields, ConversationRefusal, messages_of
 from megatron_port.data.preferences import preference_of
-from megatron_port.data.tokenizer import Spans, Tokenizer
+from megatron_port.data.tokenizer_base import Spans, Tokenizer
 from megatron_port.errors import DataError
 
 PROBE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})

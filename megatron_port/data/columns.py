@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron_port.data.extras import need
-from megatron_port.data.sources import ReadOptions, Source
+from megatron_port.data.source_files import ReadOptions, Source
 from megatron_port.errors import DataError
 
 ROWS = 1024

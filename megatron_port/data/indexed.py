@@ -35,6 +35,8 @@ __all__ = ["CorpusMeta", "IndexedDataset", "IndexedWriter", "bad_token", "bin_pa
 class IndexedDataset:
     """A memory-mapped corpus; opening it checks every size, reading copies only what is asked for.
 
+    ``data.verify.verify(prefix)`` reads and checks all of it.
+
     A corpus in a store (``prefix`` is a URL) is read by blocks, which ``cache`` keeps; see ``data.remote``.
 
     Raises:
@@ -180,17 +182,6 @@ class IndexedDataset:
         """Yield (position, tokens as stored) over the whole stream."""
         for position in range(0, self.num_tokens, size):
             yield position, self._tokens[position:position + size]
-
-    def verify(self) -> list[str]:
-        """Read everything and check it (``data.verify``). What was checked, in words. DataError: what does not hold."""
-        from megatron_port.data.verify import verify
-
-        if self.remote:
-            raise DataError(f"{self.name}: a corpus in a store is compared with its hashes as it is read; copy it to a "
-                            "disk to verify all of it at once")
-        report = verify(self.prefix)
-        report.raise_if_bad()
-        return report.checked
 
 
 def bad_token(prefix: Path, position: int, token: int, vocab_size: int) -> DataError:

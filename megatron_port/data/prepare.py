@@ -27,8 +27,10 @@ from megatron_port.data import sources
 from megatron_port.data.chat_tokens import ChatRecipe
 from megatron_port.data.format import CorpusMeta, chat_path, token_dtype
 from megatron_port.data.records import EXAMPLES, POLICIES, STOP, Encoded, Recipe, encode_block
-from megatron_port.data.sources import Block, Reader, ReadOptions, find_sources
-from megatron_port.data.tokenizer import Tokenizer, identity_of
+from megatron_port.data.source_files import ReadOptions, find_sources
+from megatron_port.data.sources import Block, Reader
+from megatron_port.data.tokenizer import identity_of
+from megatron_port.data.tokenizer_base import Tokenizer
 from megatron_port.data.workers import ordered
 from megatron_port.data.writer import IndexedWriter, Written
 from megatron_port.errors import DataError, PortError

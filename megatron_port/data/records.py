@@ -15,7 +15,7 @@ import numpy as np
 from megatron_port.data.chat_tokens import ChatRecipe
 from megatron_port.data.conversations import ConversationRefusal
 from megatron_port.data.sources import LINES, Block
-from megatron_port.data.tokenizer import Tokenizer, encode_array
+from megatron_port.data.tokenizer_base import Tokenizer, encode_array
 from megatron_port.data.writer import outside
 from megatron_port.errors import DataError, shortened
 

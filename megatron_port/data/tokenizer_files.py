@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megatron_port.data.extras import need
-from megatron_port.data.tokenizer import BytePairTokenizer, LibraryTokenizer, Spans, Tokenizer
+from megatron_port.data.tokenizer_base import BytePairTokenizer, LibraryTokenizer, Spans, Tokenizer
 from megatron_port.errors import DataError, shortened
 
 LARGEST_FILE = 256 << 20

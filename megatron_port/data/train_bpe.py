@@ -7,7 +7,8 @@ from pathlib import Path
 
 from megatron_port.data.extras import need
 from megatron_port.data.records import Recipe, texts_of
-from megatron_port.data.sources import Reader, ReadOptions, find_sources
+from megatron_port.data.source_files import ReadOptions, find_sources
+from megatron_port.data.sources import Reader
 from megatron_port.data.tokenizer import ByteTokenizer
 from megatron_port.errors import DataError
 from megatron_port.runtime.atomic import write_bytes

@@ -17,8 +17,8 @@ from megatron_port.parallel.linear import WgradAccumulator
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.step import AuxiliarySums, Tallies
 from megatron_port.parallel.to_device import to_device_async
+from megatron_port.pipeline.actions import Action, Kind, most_held
 from megatron_port.pipeline.boundary import Payload
-from megatron_port.pipeline.schedules import Action, Kind, most_held
 from megatron_port.runtime.progress import BACKWARD, FORWARD, ProgressTracker
 
 PassKey = tuple[int, int]

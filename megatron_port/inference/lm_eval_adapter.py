@@ -14,7 +14,7 @@ from contextlib import nullcontext, redirect_stderr
 from importlib.util import find_spec
 from typing import Any
 
-from megatron_port.data.tokenizer import Tokenizer
+from megatron_port.data.tokenizer_base import Tokenizer
 from megatron_port.errors import ConfigError, DataError, EnvironmentFault
 from megatron_port.inference.generation import Generator, Sampling
 from megatron_port.inference.model import InferenceModel

@@ -17,7 +17,7 @@ from typing import Any
 from megatron_port.checkpoint.disk import write_text
 from megatron_port.data.chat_template import ChatTemplate, TemplateRefusal, find_template, settings_of, special_pieces
 from megatron_port.data.chat_tokens import PROBE
-from megatron_port.data.tokenizer import Tokenizer
+from megatron_port.data.tokenizer_base import Tokenizer
 from megatron_port.errors import DataError, shortened
 from megatron_port.interop.pinned_tokenizer import ADVICE, Trained, read_json
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from megatron_port.checkpoint.reader import Checkpoint
 from megatron_port.data.format import chat_path
-from megatron_port.data.tokenizer import NAMES, Tokenizer, get_tokenizer
+from megatron_port.data.tokenizer import NAMES, get_tokenizer
+from megatron_port.data.tokenizer_base import Tokenizer
 from megatron_port.data.tokenizer_files import content_hash, load, read_file
 from megatron_port.errors import DataError
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from megatron_port.pipeline.actions import Action, Kind, Schedule, peak_in_flight
 from megatron_port.pipeline.filling import check_fills
 from megatron_port.pipeline.messages import Message, turns
-from megatron_port.pipeline.schedules import Action, Kind, Schedule, peak_in_flight
 from megatron_port.registry import SCHEDULES
 
 

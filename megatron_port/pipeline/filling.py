@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_port.pipeline.schedules import Action, Kind
+from megatron_port.pipeline.actions import Action, Kind
 
 
 def filled(plan: Sequence[Action]) -> list[Action]:

@@ -19,7 +19,7 @@ from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_port.pipeline.schedules import Action, Kind, Schedule
+from megatron_port.pipeline.actions import Action, Kind, Schedule
 from megatron_port.pipeline.simulate import simulate
 
 AHEAD = 1

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from megatron_port.pipeline.actions import Action, Kind, Schedule
 from megatron_port.pipeline.boundary import Boundary, Payload
 from megatron_port.pipeline.messages import Message, turns
-from megatron_port.pipeline.schedules import Action, Kind, Schedule
 from megatron_port.pipeline.simulate import Span
 from megatron_port.pipeline.transfer import Arrival, Departure, StageLink
 from megatron_port.runtime.progress import TRANSFER, ProgressTracker

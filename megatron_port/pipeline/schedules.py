@@ -21,91 +21,15 @@ torch.distributed.pipelining has schedules of these names too; why they are not 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 from functools import lru_cache
 
 from megatron_port.errors import ConfigError
 from megatron_port.parallel.topology import Topology
+from megatron_port.pipeline.actions import Action, Kind, Schedule
+from megatron_port.pipeline.check import check
+from megatron_port.pipeline.filling import filled
+from megatron_port.pipeline.zero_bubble import list_schedule
 from megatron_port.registry import SCHEDULES
-
-
-class Kind(Enum):
-    """Kind of computation that an action is."""
-
-    FORWARD = "F"
-    BACKWARD = "B"
-    """Gradients of the input and of the weights."""
-    INPUT = "I"
-    """Backward pass of the input alone (and of what is cheap: biases, norms)."""
-    WEIGHT = "W"
-    """Backward pass of the linears' weights alone, after ``INPUT``."""
-
-
-@dataclass(frozen=True)
-class Action:
-    """One pass of one micro-batch through one chunk of a stage."""
-
-    kind: Kind
-    micro_batch: int
-    chunk: int = 0
-    fills: bool = field(default=False, compare=False)
-    """WEIGHT only: its products are computed while the pass before it exchanges rows of experts, and after that pass
-    those that are left (``pipeline.filling``)."""
-
-    def __str__(self) -> str:
-        chunk = f".{self.chunk}" if self.chunk else ""
-        return f"{self.kind.value}{self.micro_batch}{chunk}" + ("+" if self.fills else "")
-
-
-@dataclass(frozen=True, eq=False)
-class Schedule:
-    """The passes of every stage of a pipeline, for one step.
-
-    Made once and compared by identity: results derived from it are looked up every step, and hashing a hundred thousand
-    passes would cost more than deriving them."""
-
-    name: str
-    grid: Topology
-    """Only ``pp``, ``vp`` and ``folded`` count: which chunk of the model lies where."""
-    micro_batches: int
-    plans: tuple[tuple[Action, ...], ...]
-    """By stage."""
-
-    @property
-    def stages(self) -> int:
-        """Number of stages, p."""
-        return self.grid.pp
-
-    @property
-    def forward_only(self) -> bool:
-        """Whether it is an evaluation, without backward passes."""
-        return all(action.kind is Kind.FORWARD for action in self.plans[0])
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether some backward passes leave the weight gradients to separate passes."""
-        return any(action.kind is Kind.WEIGHT for action in self.plans[0])
-
-    def before(self, stage: int, action: Action) -> tuple[int, Action] | None:
-        """Return the (stage, action) in another chunk of the model whose result ``action`` takes, or None."""
-        if action.kind is Kind.WEIGHT:
-            return None
-        virtual = self.grid.virtual_stage(stage, action.chunk) + (-1 if action.kind is Kind.FORWARD else 1)
-        if not 0 <= virtual < self.grid.virtual_stages:
-            return None
-        other, chunk = self.grid.holder(virtual)
-        return other, Action(action.kind, action.micro_batch, chunk)
-
-    def after(self, stage: int, action: Action) -> tuple[int, Action] | None:
-        """Return the (stage, action) in another chunk of the model that takes the result of ``action``, or None."""
-        if action.kind is Kind.WEIGHT:
-            return None
-        virtual = self.grid.virtual_stage(stage, action.chunk) + (1 if action.kind is Kind.FORWARD else -1)
-        if not 0 <= virtual < self.grid.virtual_stages:
-            return None
-        other, chunk = self.grid.holder(virtual)
-        return other, Action(action.kind, action.micro_batch, chunk)
 
 
 @lru_cache(maxsize=64)
@@ -175,7 +99,6 @@ def forward_only(grid: Topology, micro_batches: int) -> Schedule:
     return Schedule("forward", grid, micro_batches, (order,) * grid.pp)
 
 
-
 @lru_cache(maxsize=64)
 def make_schedule(
     name: str, stages: int, micro_batches: int, chunks: int = 1, *, exchanges: bool = False
@@ -196,8 +119,6 @@ def make_schedule(
     grid = Topology(pp=stages, vp=chunks, folded=name == "zb-v")
     plans: Sequence[Sequence[Action]]
     if name in ("zb-h1", "zb-v"):
-        from megatron_port.pipeline.zero_bubble import list_schedule
-
         plans = list_schedule(grid, micro_batches)
     elif chunks > 1:
         plans = [interleaved(s, stages, chunks, micro_batches) for s in range(stages)]
@@ -205,8 +126,6 @@ def make_schedule(
         actions = SCHEDULES.function(name)
         plans = [actions(s, stages, micro_batches) for s in range(stages)]
     if exchanges and name == "zb-h1":
-        from megatron_port.pipeline.filling import filled
-
         plans = [filled(plan) for plan in plans]
     schedule = Schedule(name, grid, micro_batches, tuple(tuple(plan) for plan in plans))
     if name in SCHEDULES.added:
@@ -216,8 +135,6 @@ def make_schedule(
 
 def _check_added(schedule: Schedule) -> None:
     """Raise ConfigError where a plugin's schedule would compute something else, or wait for ever."""
-    from megatron_port.pipeline.check import check
-
     try:
         check(schedule)
     except ValueError as error:
@@ -225,26 +142,3 @@ def _check_added(schedule: Schedule) -> None:
             f'layout.pipeline_schedule "{schedule.name}", with {schedule.stages} stages and '
             f"{schedule.micro_batches} micro-batches: {error}; correct the plugin's function"
         ) from error
-
-
-def peak_in_flight(actions: Sequence[Action]) -> int:
-    """Largest number of (micro-batch, chunk) pairs whose activations a stage holds: from forward to the last part of
-    backward."""
-    split = any(a.kind is Kind.WEIGHT for a in actions)
-    ends = Kind.WEIGHT if split else Kind.BACKWARD
-    held = peak = 0
-    for action in actions:
-        held += (action.kind is Kind.FORWARD) - (action.kind is ends)
-        peak = max(peak, held)
-    return peak
-
-
-def most_held(actions: Sequence[Action]) -> dict[int, int]:
-    """Return how many micro-batches at most are between the forward and the backward pass of each chunk of a stage."""
-    held: dict[int, int] = {}
-    most: dict[int, int] = {}
-    for action in actions:
-        if action.kind is not Kind.WEIGHT:
-            held[action.chunk] = held.get(action.chunk, 0) + (1 if action.kind is Kind.FORWARD else -1)
-            most[action.chunk] = max(most.get(action.chunk, 0), held[action.chunk])
-    return most

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_port.pipeline.schedules import Action, Kind, Schedule, make_schedule
+from megatron_port.pipeline.actions import Action, Kind, Schedule
 
 
 @dataclass(frozen=True)
@@ -177,12 +177,10 @@ def simulate(
     return out
 
 
-def bubble_fraction(
-    name: str, stages: int, micro_batches: int, chunks: int = 1, *, forward: float = 1.0, backward: float = 2.0
-) -> float:
+def bubble_fraction(schedule: Schedule, *, forward: float = 1.0, backward: float = 2.0) -> float:
     """Return idle / useful time of a stage with equal chunks; (p - 1) / (m v) for gpipe and 1F1B, v chunks a stage."""
-    found = flow(make_schedule(name, stages, micro_batches, chunks))
+    found = flow(schedule)
     cost = unit_cost(forward, backward)
     _, ends = found.times(cost(0, action) for action in found.action)
-    busy = micro_batches * chunks * (forward + backward)
+    busy = schedule.micro_batches * schedule.grid.vp * (forward + backward)
     return (max(ends) - busy) / busy

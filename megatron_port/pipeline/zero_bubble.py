@@ -15,7 +15,7 @@ m = 2p on, and at most p / 2 + 1 ticks more for others (tests/unit/test_pipeline
 from __future__ import annotations
 
 from megatron_port.parallel.topology import Topology
-from megatron_port.pipeline.schedules import Action, Kind
+from megatron_port.pipeline.actions import Action, Kind
 
 _H1 = ((Kind.FORWARD, 0), (Kind.INPUT, 0), (Kind.WEIGHT, 0))
 _V = (

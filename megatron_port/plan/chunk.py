@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from megatron_port.config.schema import ModelConfig
 from megatron_port.model.decoder_spec import model_spec
-from megatron_port.pipeline.schedules import Kind
+from megatron_port.pipeline.actions import Kind
 from megatron_port.plan.activations import Away, away
 from megatron_port.plan.case import Case
 from megatron_port.plan.further import prediction

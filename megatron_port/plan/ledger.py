@@ -18,8 +18,9 @@ from functools import lru_cache
 from operator import ge
 
 from megatron_port.parallel.topology import Topology
+from megatron_port.pipeline.actions import Action, Kind, Schedule
 from megatron_port.pipeline.messages import AHEAD, Message, Turn, turns
-from megatron_port.pipeline.schedules import Action, Kind, Schedule, interleaved, make_schedule, one_f_one_b
+from megatron_port.pipeline.schedules import interleaved, make_schedule, one_f_one_b
 from megatron_port.plan.case import Case
 from megatron_port.plan.chunk import ChunkBytes, chunk_bytes
 from megatron_port.registry import SCHEDULES

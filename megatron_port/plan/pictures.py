@@ -9,7 +9,7 @@ from megatron_port.charts.gantt import Bar as GanttBar
 from megatron_port.charts.gantt import gantt
 from megatron_port.charts.numbers import number, ticks
 from megatron_port.charts.shapes import colour, drawing, legend, line, rectangle, text
-from megatron_port.pipeline.schedules import Kind
+from megatron_port.pipeline.actions import Kind
 from megatron_port.pipeline.simulate import Span
 from megatron_port.plan.case import Case, Machine
 from megatron_port.plan.memory import StageMemory

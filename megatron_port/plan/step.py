@@ -19,7 +19,7 @@ from megatron_port.plan.layer import embedding_cost, head_cost, layer_cost, part
 from megatron_port.plan.links import Links, span
 from megatron_port.plan.offload import offloaded, updated_elements
 from megatron_port.plan.rates import Rates
-from megatron_port.plan.rule_cost import rule_seconds
+from megatron_port.plan.rule_seconds import rule_seconds
 from megatron_port.plan.swap import link_of, swapped_bytes
 from megatron_port.plan.timeline import Exchanges, Timeline, timeline
 

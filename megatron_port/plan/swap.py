@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_port.pipeline.schedules import make_schedule, most_held
+from megatron_port.pipeline.actions import most_held
+from megatron_port.pipeline.schedules import make_schedule
 from megatron_port.plan.activations import away
 from megatron_port.plan.case import Case, Machine
 from megatron_port.plan.ledger import steady_count

@@ -14,7 +14,7 @@ from megatron_port.plan.chunk import layer_bytes
 from megatron_port.plan.context_text import context_lines, explain_context
 from megatron_port.plan.expert_text import expert_lines, explain_experts
 from megatron_port.plan.offload import offloaded
-from megatron_port.plan.rule_cost import matrix_bytes
+from megatron_port.plan.rule_seconds import matrix_bytes
 from megatron_port.plan.search import Candidate
 from megatron_port.plan.verdict import Plan
 

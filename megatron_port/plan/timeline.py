@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_port.pipeline.schedules import Action, Kind, make_schedule
+from megatron_port.pipeline.actions import Action, Kind
+from megatron_port.pipeline.schedules import make_schedule
 from megatron_port.pipeline.simulate import Span, flow, simulate
 from megatron_port.plan.case import grid_of
 from megatron_port.registry import SCHEDULES

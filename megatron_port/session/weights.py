@@ -17,7 +17,8 @@ from megatron_port.config.loader import load
 from megatron_port.config.same_model import model_differences, upcycling_differences
 from megatron_port.config.schema import ModelConfig, RunConfig
 from megatron_port.config.sparsity import NO_SPARSITY
-from megatron_port.data.tokenizer import Tokenizer, get_tokenizer
+from megatron_port.data.tokenizer import get_tokenizer
+from megatron_port.data.tokenizer_base import Tokenizer
 from megatron_port.data.tokenizer_files import load as load_tokenizer
 from megatron_port.engine.api import Engine
 from megatron_port.errors import CheckpointError, DataError

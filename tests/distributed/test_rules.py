@@ -29,7 +29,7 @@ from megatron_port.parallel.state import StatePiece
 from megatron_port.parallel.topology import Topology
 from megatron_port.parity.comparison import FP64, Run, compare
 from megatron_port.plan.case import case_of
-from megatron_port.plan.rule_cost import matrix_bytes
+from megatron_port.plan.rule_seconds import matrix_bytes
 
 STEPS = 3
 SHAPES = {

@@ -165,6 +165,7 @@ def fuzz_shard(corpus: Corpus, r: random.Random) -> None:
 def fuzz_index(corpus: Corpus, r: random.Random) -> None:
     """.idx, now and then .bin or the sidecar; then everything that reads it."""
     from megatron_port.data.indexed import IndexedDataset
+    from megatron_port.data.verify import verify
 
     which = r.choice(("idx", "idx", "idx", "idx", "bin", "meta"))
     idx = damage_bytes(corpus.idx, r) if which == "idx" else corpus.idx
@@ -187,7 +188,7 @@ def fuzz_index(corpus: Corpus, r: random.Random) -> None:
         dataset.document(index)
     dataset.nearest_document(dataset.num_tokens // 2)
     _load(corpus.prefix)
-    dataset.verify()
+    verify(corpus.prefix).raise_if_bad()
 
 
 def _load(prefix: Path) -> None:

@@ -22,7 +22,7 @@ from megatron_port.data.fingerprint import check_tokenizers
 from megatron_port.data.format import chat_path, mask_path
 from megatron_port.data.indexed import IndexedDataset
 from megatron_port.data.prepare import prepare
-from megatron_port.data.sources import ReadOptions
+from megatron_port.data.source_files import ReadOptions
 from megatron_port.data.tokenizer import get_tokenizer
 from megatron_port.data.train_bpe import train_bpe
 from megatron_port.data.verify import verify

@@ -22,7 +22,7 @@ from megatron_port.data.indexed import IndexedDataset
 from megatron_port.data.loader import build_loaders
 from megatron_port.data.prepare import prepare
 from megatron_port.data.run_datasets import build_sample_index
-from megatron_port.data.sources import ReadOptions
+from megatron_port.data.source_files import ReadOptions
 from megatron_port.data.tokenizer import ByteTokenizer
 from megatron_port.data.train_bpe import train_bpe
 from megatron_port.errors import DataError

@@ -20,6 +20,7 @@ from megatron_port.data.indexed import (
     meta_path,
     unigram_entropy,
 )
+from megatron_port.data.verify import verify
 from megatron_port.errors import DataError
 
 META = CorpusMeta(tokenizer="byte", vocab_size=257, eod_id=256)
@@ -59,14 +60,14 @@ def test_round_trip(tmp_path_factory, documents, wide):
     assert [data.document(i).tolist() for i in range(len(documents))] == documents
     assert data.read(len(flat) // 3, len(flat) // 2).tolist() == flat[len(flat) // 3:len(flat) // 3 + len(flat) // 2]
     assert data.read(0, 0).dtype == np.int64
-    data.verify()
+    verify(data.prefix).raise_if_bad()
 
 
 def test_sidecar_counts_and_verify(tmp_path):
     data = IndexedDataset(make(tmp_path / "c", DOCUMENTS))
     assert data.meta is not None
     assert (data.meta.documents, data.meta.tokens, data.meta.tokenizer) == (5, 107, "byte")
-    assert len(data.verify()) == 5
+    assert len(verify(data.prefix).checked) == 5
 
 
 @pytest.mark.parametrize("cut", [-1, 1, -20])
@@ -101,7 +102,7 @@ def test_a_flipped_bit_is_found_by_verify(tmp_path, where):
     data[offset] ^= 1
     path.write_bytes(data)
     with pytest.raises(DataError):
-        IndexedDataset(prefix).verify()
+        verify(prefix).raise_if_bad()
 
 
 def test_missing_and_foreign_files(tmp_path):
@@ -138,7 +139,7 @@ def test_a_document_whose_offset_is_wrong_inside_the_file(tmp_path, pointer):
     with pytest.raises(DataError, match="data verify"):
         [data.document(i) for i in range(data.num_documents)]
     with pytest.raises(DataError, match="sequence 1 has a wrong byte offset"):
-        data.verify()
+        verify(data.prefix).raise_if_bad()
 
 
 @pytest.mark.parametrize("entry", [-1, -(2**63), 2**63 - 1, 4])
@@ -151,7 +152,7 @@ def test_a_document_boundary_that_is_wrong_inside_the_file(tmp_path, entry):
     with pytest.raises(DataError, match="data verify"):
         [data.document(i) for i in range(data.num_documents)]
     with pytest.raises(DataError, match="backwards"):
-        data.verify()
+        verify(data.prefix).raise_if_bad()
 
 
 def test_writer_refuses_ids_and_leaves_nothing(tmp_path):

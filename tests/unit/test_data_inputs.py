@@ -12,8 +12,9 @@ import pytest
 from megatron_port.data import sources
 from megatron_port.data.indexed import IndexedDataset
 from megatron_port.data.prepare import prepare
-from megatron_port.data.sources import ReadOptions
+from megatron_port.data.source_files import ReadOptions
 from megatron_port.data.tokenizer import ByteTokenizer
+from megatron_port.data.verify import verify
 from megatron_port.errors import DataError
 
 BYTE = ByteTokenizer()
@@ -22,7 +23,7 @@ TEXTS = ["one", "zwei é", "日本語\n\n", "x" * 5000, "<|endoftext|> is text",
 
 def documents(prefix):
     data = IndexedDataset(prefix)
-    data.verify()
+    verify(data.prefix).raise_if_bad()
     return [BYTE.decode(data.document(i).tolist()) for i in range(data.num_documents)]
 
 

@@ -14,6 +14,7 @@ import torch
 from megatron_port.data import megatron_order as mo
 from megatron_port.data.dataset import MegatronGPTDataset
 from megatron_port.data.indexed import IndexedDataset, IndexedWriter
+from megatron_port.data.verify import verify
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def test_reads_documents_of_several_sequences(oracle, tmp_path):
     builder.add_document(torch.arange(20, 25), [5])
     builder.finalize(str(tmp_path / "a.idx"))
     data = IndexedDataset(tmp_path / "a")
-    data.verify()
+    verify(data.prefix).raise_if_bad()
     assert (data.num_sequences, data.num_documents) == (3, 2)
     assert data.document(0).tolist() == list(range(10)) and data.document(1).tolist() == list(range(20, 25))
 
@@ -243,4 +244,4 @@ def test_datatroves_output_is_read(tmp_path):
         file.close()
         data = IndexedDataset(tmp_path / f"d{size}")
         assert [data.document(i).tolist() for i in range(data.num_documents)] == documents
-        assert len(data.verify()) == 3
+        assert len(verify(data.prefix).checked) == 3

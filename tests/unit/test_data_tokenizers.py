@@ -12,7 +12,8 @@ import pytest
 from megatron_port.data.format import meta_path, read_meta, tokenizer_name
 from megatron_port.data.indexed import IndexedDataset
 from megatron_port.data.prepare import prepare
-from megatron_port.data.tokenizer import encode_array, get_tokenizer, gpt2_directory, identity, identity_of
+from megatron_port.data.tokenizer import get_tokenizer, gpt2_directory, identity, identity_of
+from megatron_port.data.tokenizer_base import encode_array
 from megatron_port.data.train_bpe import train_bpe
 from megatron_port.errors import DataError
 

@@ -22,8 +22,9 @@ from megatron_port.config.schema import BackendConfig, RunConfig
 from megatron_port.data.loader import build_loaders as loaders_of
 from megatron_port.errors import ConfigError, DataError, EnvironmentFault
 from megatron_port.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron_port.pipeline.actions import Action, Kind, peak_in_flight
 from megatron_port.pipeline.check import check
-from megatron_port.pipeline.schedules import Action, Kind, make_schedule, peak_in_flight
+from megatron_port.pipeline.schedules import make_schedule
 from megatron_port.plan.case import case_of
 from megatron_port.plan.ledger import peak_of
 from megatron_port.plan.timeline import timeline

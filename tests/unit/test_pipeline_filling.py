@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from megatron_port.config.loader import load
 from megatron_port.parallel.linear import WgradAccumulator
+from megatron_port.pipeline.actions import Action, Kind, Schedule, peak_in_flight
 from megatron_port.pipeline.check import check, check_passes
 from megatron_port.pipeline.filling import filled, fillers
-from megatron_port.pipeline.schedules import Action, Kind, Schedule, make_schedule, peak_in_flight
+from megatron_port.pipeline.schedules import make_schedule
 from megatron_port.pipeline.simulate import simulate
 from megatron_port.plan.case import case_of
 from megatron_port.plan.pictures import _beside

@@ -10,18 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_port.parallel.topology import Topology
+from megatron_port.pipeline.actions import Action, Kind, Schedule, peak_in_flight
 from megatron_port.pipeline.check import check, check_messages, check_passes, held_bound
-from megatron_port.pipeline.schedules import (
-    Action,
-    Kind,
-    Schedule,
-    forward_only,
-    gpipe,
-    interleaved,
-    make_schedule,
-    one_f_one_b,
-    peak_in_flight,
-)
+from megatron_port.pipeline.schedules import forward_only, gpipe, interleaved, make_schedule, one_f_one_b
 from megatron_port.pipeline.simulate import bubble_fraction, simulate, unit_cost
 
 F = Kind.FORWARD
@@ -84,7 +75,7 @@ def test_bubble_is_p_minus_1_over_m_v(name: str, chunks: int, forward: int, back
     """Exactly: small integers are exact in floating point. Interleaved: m divisible by p."""
     for p in range(1, 9):
         for m in range(1, 17) if chunks == 1 else range(p, 4 * p + 1, p):
-            idle = bubble_fraction(name, p, m, chunks, forward=forward, backward=backward)
+            idle = bubble_fraction(make_schedule(name, p, m, chunks), forward=forward, backward=backward)
             assert Fraction(idle).limit_denominator(1000) == Fraction(p - 1, m * chunks), (p, m)
 
 
@@ -98,7 +89,7 @@ def test_zero_bubble_is_as_short_as_it_says(name: str, chunks: int) -> None:
             least = name == "zb-h1" or p <= 4 or (p == 8 and m >= 2 * p)
             assert more == 0 if least else 0 <= more <= p // 2 + 1, (p, m, more)
             if not more:
-                assert bubble_fraction(name, p, m, chunks) == pytest.approx((p - 1) / (3 * m * chunks))
+                assert bubble_fraction(schedule) == pytest.approx((p - 1) / (3 * m * chunks))
 
 
 def test_one_stage_runs_each_micro_batch_through() -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from memory_matrix import BOUND, compared
 
 from megatron_port.config.schema import ModelConfig
-from megatron_port.pipeline.schedules import make_schedule, peak_in_flight
+from megatron_port.pipeline.actions import peak_in_flight
+from megatron_port.pipeline.schedules import make_schedule
 from megatron_port.plan import chunk
 from megatron_port.plan.case import Case
 from megatron_port.plan.chunk import chunk_bytes

@@ -19,7 +19,8 @@ from megatron_port.config.schema import (
 )
 from megatron_port.optim.bucket_memory import Bucket
 from megatron_port.optim.sharded import ShardedParameters
-from megatron_port.pipeline.schedules import Kind, make_schedule
+from megatron_port.pipeline.actions import Kind
+from megatron_port.pipeline.schedules import make_schedule
 from megatron_port.plan.case import case_of
 from megatron_port.plan.elements import gathered_elements as planned_elements
 from megatron_port.plan.elements import stage_elements
