@@ -142,6 +142,7 @@ def run_training(config: RunConfig, info: ProcessInfo | None = None) -> Training
     block_signals()
     from megatron_port.errors import PeerLost
     from megatron_port.launch.outcome import record_failure
+    from megatron_port.plan.guard import starved_stages
     from megatron_port.runtime.discovery import discover
     from megatron_port.runtime.job import attempt_name
     from megatron_port.session.folders import run_folder
@@ -153,9 +154,9 @@ def run_training(config: RunConfig, info: ProcessInfo | None = None) -> Training
 
     info = info or discover()
     try:
-        warning = check_memory(config, info.world_size)
-        if warning and info.rank == 0:
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
+        for warning in filter(None, (check_memory(config, info.world_size), starved_stages(config, info.world_size))):
+            if info.rank == 0:
+                print(f"warning: {warning}", file=sys.stderr, flush=True)
         opening = open_session(config, info, around=watch_ranks, writes=True)
         with opening as opened, leased_session(opened) as session:
             try:

@@ -281,8 +281,9 @@ def machine_problems(machine: Machine) -> list[str]:
     out = []
     if not h.device and not h.matmul_tflops:
         return [
-            f"cluster {c.name!r} has no [hardware] section, which a plan needs; extend one of configs/clusters, e.g. "
-            "clusters/frontier, or add it (docs/planner.md)"
+            f"cluster {c.name!r} has no [hardware] section; extend the cluster that you have (`megatron-port config "
+            "list`), or measure it with `megatron-port bench calibrate`. `megatron-port plan` goes by defaults "
+            "instead, which nothing measured is held against"
         ]
     positive = {
         "cluster.memory_gb": c.memory_gb, "cluster.peak_tflops": c.peak_tflops,

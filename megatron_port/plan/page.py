@@ -64,7 +64,7 @@ def report_page(config: RunConfig, plan: Plan) -> str:
         *head,
         section("Layouts", f"The best of every tensor and pipeline parallel size on {case.world} devices for a batch "
                 f"of {case.global_batch}; micro-batch, recompute and sequence parallelism by the planner. The "
-                "run's own pair is framed.", heat_map(found, case, machine)),
+                "run's own pair is framed.", _wide(heat_map(found, case, machine))),
         section("Memory by stage", "Of one rank at its peak, against what a device has.",
                 _wide(memory_bars(plan.memory, plan.limit))),
         section("Time of a step", "On the busiest stage; the parts add up.", _wide(waterfall(plan.step))),

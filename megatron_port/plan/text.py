@@ -34,11 +34,8 @@ def _head(plan: Plan) -> list[str]:
         f"{'fused' if case.flash else 'unfused'} attention; batch {case.global_batch} = {case.micro_batch} x "
         f"{case.micro_batches} x dp {case.dp}",
     ]
-    if case.pp > 1 and case.micro_batches < case.pp:
-        lines.append(
-            f"          {case.micro_batches} micro-batch{'es' if case.micro_batches > 1 else ''} for {case.pp} stages: "
-            "fewer than stages, so that most of them wait most of the time; use fewer stages or a larger batch"
-        )
+    if starved := arithmetic.starved_pipeline(case.pp, case.micro_batches):
+        lines.append(f"          {starved}")
     if plan.within_documents:
         lines.append("          attention within documents " + (
             f"of {case.document:,.0f} tokens (that a token is in, in the mean)" if case.document else

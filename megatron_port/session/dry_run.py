@@ -30,7 +30,7 @@ from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord, record_of
 from megatron_port.parallel.topology import Topology
 from megatron_port.plan.activation_plan import with_activation_plan
-from megatron_port.plan.arithmetic import bubble_fraction
+from megatron_port.plan.arithmetic import bubble_fraction, starved_pipeline
 from megatron_port.plan.case import case_of
 from megatron_port.plan.guard import memory_problem, planned_memory
 from megatron_port.plan.memory import held_bytes
@@ -167,6 +167,7 @@ def dry_run(config: RunConfig, world_size: int | None = None, *, all_stages: boo
         f"{topology.world_size} ranks, every distinct one built in {time.perf_counter() - started:.1f} s",
         f"batch {config.batch.global_batch_size} = {config.batch.micro_batch_size} x {micro} micro-batches x {dp} "
         f"replicas; pipeline bubble {bubble_fraction(pp, micro, topology.vp):.1%} of the useful time",
+        *(f"warning: {line}" for line in [starved_pipeline(pp, micro)] if line),
         f"a step: {needed * config.batch.global_batch_size / 1e15:.4g} model PFLOP, "
         f"{executed * config.batch.global_batch_size / 1e15:.4g} "
         "hardware",

@@ -39,6 +39,20 @@ def test_the_report_in_chromium(tmp_path: Path) -> None:
     assert seen["light"].width <= 1100 and narrow.width <= 380
 
 
+def test_the_plan_on_a_telephone(tmp_path: Path) -> None:
+    out = tmp_path / "plan.html"
+    assert main(["plan", "runs/frontier-175b", "--no-search", "--report", str(out)]) == 0
+    program = chromium()
+    assert program is not None
+    with Browser(program) as browser:
+        seen = {scheme: browser.look(out, scheme, width=390) for scheme in ("light", "dark")}
+        rest = browser.call("Runtime.evaluate", expression="document.body.scrollWidth - window.innerWidth")
+    for one in seen.values():
+        assert one.requests == [out.as_uri()] and one.console == [] and one.width <= 390 and one.height > 3000
+    assert rest["result"]["value"] <= 0
+    assert brightness(seen["light"].background) > 0.8 > 0.3 > brightness(seen["dark"].background)
+
+
 def test_the_browser_sees_requests_and_messages(tmp_path: Path) -> None:
     """Otherwise their absence says nothing."""
     page = tmp_path / "bad.html"

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from megatron_port.api import run_training
 from megatron_port.cli.main import main
 from megatron_port.config.checks import problems
 from megatron_port.config.loader import load
@@ -16,11 +19,12 @@ from megatron_port.config.schema import OptimizerConfig, RunConfig
 from megatron_port.plan.advice import ways_to_fit
 from megatron_port.plan.case import case_of, machine_of
 from megatron_port.plan.elements import stage_elements
-from megatron_port.plan.guard import memory_problem, planned_memory
+from megatron_port.plan.guard import memory_problem, planned_memory, starved_stages
 from megatron_port.plan.memory import stage_memory
 from megatron_port.plan.offload import offloaded
 from megatron_port.plan.rule_cost import rule_cost
 from megatron_port.plan.verdict import make_plan
+from megatron_port.runtime.discovery import ProcessInfo
 
 TOO_FEW = "layout.pipeline_parallel_size=4"
 ONE_DEVICE = ["cluster.nodes=1", "cluster.gpus_per_node=1", "layout.pipeline_parallel_size=1"]
@@ -108,6 +112,27 @@ def test_train_stops_with_2_before_any_process_meets(
 def test_told_to_it_only_warns(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(small), "--dry-run", "--ignore-memory"]) == 0
     assert "warning: this run cannot fit" in capsys.readouterr().out
+
+
+def test_starved_stages_are_told_by_plan_dry_run_and_training_alike(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "2 micro-batches for 4 stages: fewer than stages"
+    few = ["layout.pipeline_parallel_size=4", "batch.global_batch_size=2", "launch.memory_check=warn",
+           "cluster.gpus_per_node=8", f"output_dir={tmp_path}"]
+    config = load(str(small), few).config
+    assert text in starved_stages(config, 8)
+    enough = load(str(small), [*few, "batch.global_batch_size=4"]).config
+    assert not starved_stages(config, 7) and not starved_stages(enough, 8)
+    two = load(str(small), [*few, "batch.global_batch_size=8", "layout.elastic=true"]).config
+    assert not starved_stages(two, 8) and text in starved_stages(two, 32)  # four replicas share the batch
+    sets = [word for one in few for word in ("--set", one)]
+    assert main(["train", str(small), "--dry-run", *sets]) == 0
+    assert f"warning: {text}" in capsys.readouterr().out
+    monkeypatch.setattr("megatron_port.session.session.open_session", lambda *a, **k: pytest.fail("reached"))
+    with pytest.raises(pytest.fail.Exception, match="reached"):
+        run_training(config, cast(ProcessInfo, SimpleNamespace(rank=0, world_size=8)))
+    assert f"warning: {text}" in capsys.readouterr().err
 
 
 def test_launch_refuses_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,6 +45,19 @@ def test_the_page_needs_nothing_else(page: str) -> None:
     assert set(re.findall(r"var\(--(\w+)\)", page)) <= set(re.findall(r"--(\w+):", page.partition("@media")[0]))
 
 
+def test_nothing_is_wider_than_a_telephone(page: str) -> None:
+    """At 390 px: what has a least width scrolls in its own box, and no words shrink below two thirds of theirs."""
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
+    style, body = page.partition("</style>")[::2]
+    free = re.sub(r"\.scroll>svg\{[^}]*\}|min\(100%,\d+px\)|max-width:\d+px", "", style)
+    assert not [px for px in re.findall(r"width:(\d+)px|minmax\((\d+)px", free) if int("".join(px)) > 350]
+    assert re.search(r"\.scroll\{overflow-x:auto\}", style) and re.search(r"pre\{overflow-x:auto", style)
+    assert not re.search(r"style=\"[^\"]*width", re.sub(r"<svg.*?</svg>", "", body, flags=re.DOTALL))
+    alone = re.sub(r'<div class="scroll">.*?</div>', "", body, flags=re.DOTALL)
+    assert "<table" not in alone and len(drawings(alone)) < len(drawings(body))
+    assert all(350 / float(d.get("viewBox", "").split()[2]) > 0.66 for d in drawings(alone))
+
+
 def test_every_picture_is_there_and_is_xml(page: str) -> None:
     found = [d.get("aria-label", "") for d in drawings(page)]
     for words in ("tp and pp", "memory", "seconds of a step", "passes of every", "weak", "strong", "the machine",
