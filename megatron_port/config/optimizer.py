@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from megatron_port.config.ranges import CountOrZero, Fraction, NonNegative, Positive, at_least
 from megatron_port.config.rule_options import (
     AdafactorOptions,
+    AdagradOptions,
     CAMEOptions,
     LAMBOptions,
     MuonOptions,
@@ -105,6 +106,8 @@ class OptimizerConfig:
     """Evaluate with the averaged weights of ema_decay."""
     sgd: SGDOptions = field(default_factory=SGDOptions)
     """Options of name = "sgd"."""
+    adagrad: AdagradOptions = field(default_factory=AdagradOptions)
+    """Options of name = "adagrad"."""
     adafactor: AdafactorOptions = field(default_factory=AdafactorOptions)
     """Options of name = "adafactor"."""
     came: CAMEOptions = field(default_factory=CAMEOptions)

@@ -21,15 +21,31 @@ class SGDOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdagradOptions:
+    """Adagrad, as torch.optim.Adagrad, which has no momentum."""
+
+    momentum: Fraction = 0.0
+    """Decay of a running mean of the updates; 0: none. 4 bytes per parameter."""
+    initial_accumulator: NonNegative = 0.0
+    """What the sums of squared gradients begin with."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdafactorOptions:
-    """Adafactor, as torch.optim.Adafactor."""
+    """Adafactor, as torch.optim.Adafactor, which is always relative and has no momentum."""
+
+    momentum: Fraction = 0.0
+    """Decay of a running mean of the updates, the paper's first moment; 0: none. 4 bytes per parameter."""
+    relative: bool = True
+    """Multiply optimizer.lr, of which 1/√step is the largest, by a parameter's root mean square; false: the learning
+    rate is AdamW's."""
 
     beta2_decay: Annotated[float, between(-1, 0)] = -0.8
     """The second moments are averaged by 1 - step ** beta2_decay."""
     eps_variance: NonNegative = 0.0
     """Lower bound of the root of the estimated second moment; 0: the spacing of the master's dtype at 1."""
     eps_scale: NonNegative = 1e-3
-    """Lower bound of a parameter's root mean square, which the learning rate is multiplied by."""
+    """With relative: lower bound of a parameter's root mean square."""
     clip_update: Ratio = 1.0
     """Largest root mean square of an update before the learning rate."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_port.config.rule_options import SGDOptions
+from megatron_port.config.rule_options import AdagradOptions, SGDOptions
 from megatron_port.config.schema import OptimizerConfig
 from megatron_port.optim.rules import ElementwiseRule, UpdateSettings
 from megatron_port.parallel.record import ParameterRecord
@@ -67,20 +67,38 @@ class SGD(ElementwiseRule):
         master.sub_(gradient, alpha=settings.lr)
 
 
+@dataclass(frozen=True)
 class Adagrad(ElementwiseRule):
-    """Adagrad (Duchi et al., 2011), by the formula of torch.optim.Adagrad: weight decay is added to the gradient."""
+    """Adagrad (Duchi et al., 2011), by the formula of torch.optim.Adagrad: weight decay is added to the gradient.
+
+    With momentum, ``m = momentum m + (1 - momentum) g / (√sum + eps)`` is the update, as in the runs that SM3's paper
+    (arXiv 1901.11150) compares with.
+    """
+
+    options: AdagradOptions = field(default_factory=AdagradOptions)
+
+    def configured(self, config: OptimizerConfig) -> Adagrad:
+        """Return the rule with ``[optimizer.adagrad]``."""
+        return Adagrad(config.adagrad)
 
     def kinds(self, record: ParameterRecord) -> tuple[str, ...]:
-        """Return the sum of squared gradients, for every parameter."""
-        return ("sum",)
+        """Return the sum of squared gradients, for every parameter, and the mean of updates, if there is one."""
+        return ("sum", "exp_avg") if self.options.momentum else ("sum",)
 
     def update_(
         self, master: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], settings: UpdateSettings
     ) -> None:
+        options, total = self.options, state["sum"]
         if settings.weight_decay:
             gradient.add_(master, alpha=settings.weight_decay)
-        total = state["sum"].addcmul_(gradient, gradient)
-        master.addcdiv_(gradient, total.sqrt().add_(settings.eps), value=-settings.lr)
+        if options.initial_accumulator and settings.step == 1:
+            total.fill_(options.initial_accumulator)
+        root = total.addcmul_(gradient, gradient).sqrt().add_(settings.eps)
+        if options.momentum:
+            mean = state["exp_avg"].lerp_(gradient.div_(root), 1.0 - options.momentum)
+            master.sub_(mean, alpha=settings.lr)
+        else:
+            master.addcdiv_(gradient, root, value=-settings.lr)
 
 
 LION, MOMENTUM_SGD, ADAGRAD = Lion(), SGD(), Adagrad()

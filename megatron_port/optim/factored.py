@@ -34,9 +34,10 @@ def _rms(total: torch.Tensor, t: LogicalTensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Adafactor(SumsRule):
-    """Adafactor (Shazeer & Stern, arXiv 1804.04235), as torch.optim.Adafactor.
+    """Adafactor (Shazeer & Stern, arXiv 1804.04235), as torch.optim.Adafactor; weight decay is decoupled.
 
-    ``optimizer.lr`` is a bound of the relative step, which falls as 1/√step; weight decay is decoupled.
+    ``optimizer.lr`` is a bound of the relative step, which falls as 1/√step; or, with ``adafactor.relative`` off, the
+    step. ``adafactor.momentum`` averages updates that the step has multiplied, as the paper's first moment.
     """
 
     options: AdafactorOptions = field(default_factory=AdafactorOptions)
@@ -46,10 +47,11 @@ class Adafactor(SumsRule):
         return Adafactor(config.adafactor)
 
     def state(self, record: ParameterRecord) -> tuple[StateKind, ...]:
-        """Return the mean squares of rows and columns, or of a vector's elements."""
+        """Return the mean squares of rows and columns, or of a vector's elements, and the momentum, if there is one."""
+        momentum = (StateKind("exp_avg"),) if self.options.momentum else ()
         if is_matrix(record):
-            return StateKind("row_var", of="row"), StateKind("col_var", of="column")
-        return (StateKind("variance"),)
+            return StateKind("row_var", of="row"), StateKind("col_var", of="column"), *momentum
+        return StateKind("variance"), *momentum
 
     def rounds(self, tensor: LogicalTensor, settings: UpdateSettings) -> Rounds:
         t, o = tensor, self.options
@@ -80,12 +82,16 @@ class Adafactor(SumsRule):
             if t.counts(r):
                 squares[r.matrix] += g.square().sum()
         yield [t.over_matrices(squares)]
-        step = _rms(weights, t).clamp_(min=o.eps_scale) * min(settings.lr, settings.step**-0.5)
+        step = torch.full_like(weights, settings.lr)
+        if o.relative:
+            step = _rms(weights, t).clamp_(min=o.eps_scale) * min(settings.lr, settings.step**-0.5)
         step /= (_rms(squares, t) / o.clip_update).clamp_(min=1.0)
         for r in t.rectangles:
             place = t.places[r.place]
-            master = r.view(place.master).mul_(1.0 - settings.lr * settings.weight_decay)
-            master.sub_(r.view(place.gradient).mul_(step[r.matrix]))
+            update = r.view(place.gradient).mul_(step[r.matrix])
+            if o.momentum:
+                update = r.view(place.state["exp_avg"]).lerp_(update, 1.0 - o.momentum)
+            r.view(place.master).mul_(1.0 - settings.lr * settings.weight_decay).sub_(update)
 
     def _second_moments(self, t: LogicalTensor, weights: torch.Tensor, new: float) -> Rounds:
         """Average the mean squares of rows and columns, and add up the weights' squares."""

@@ -25,6 +25,7 @@ NOT_DRAWN = {
     "precision.max_skipped_steps": "only stops a run",
     "optimizer.came": "as the paper's; tests/unit/test_rule_formulas.py draws it",
     "optimizer.adafactor": "as torch's; likewise",
+    "optimizer.adagrad": "as torch's (tests/unit/test_optim_rules.py); on layouts in test_rules.py",
     "optimizer.min_lr": "a rate is given to the engine step by step (tests/unit/test_schedules.py)",
     "optimizer.decay": "as min_lr", "optimizer.warmup_steps": "as min_lr", "optimizer.decay_steps": "as min_lr",
     "optimizer.groups": "test_optimizer_options.py", "model.mup_base_size": "test_optimizer_options.py",

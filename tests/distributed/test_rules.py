@@ -15,6 +15,7 @@ from cases import make_config, run_case, run_cases, single_run
 from drawing import RATES
 from pool import RankPool
 
+from megatron_port.config.rule_options import AdafactorOptions, AdagradOptions
 from megatron_port.config.schema import MoEConfig, OptimizerConfig, RunConfig
 from megatron_port.engine.native_state import load_state, state_pieces
 from megatron_port.engine.native_update import make_update
@@ -60,6 +61,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Topology, dict[str, Any]]] = {
     "zb-pp2-tp2": (TIED, Topology(tp=2, pp=2), {"zero_stage": 1, "pipeline_schedule": "zb-h1"}),
 }
 RULES = tuple(RATES)
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adafactor, averaged": ("adafactor", {"adafactor": AdafactorOptions(momentum=0.9, relative=False)}),
+    "adagrad, averaged": ("adagrad", {"adagrad": AdagradOptions(momentum=0.9, initial_accumulator=0.1)}),
+}
+"""Rules with options that add state: the name of the rule, and its options."""
 
 
 def config_of(rule: str, model: dict[str, Any], layout: dict[str, Any], topology: Topology) -> RunConfig:
@@ -67,8 +73,9 @@ def config_of(rule: str, model: dict[str, Any], layout: dict[str, Any], topology
     sizes = {"tensor_parallel_size": topology.tp, "pipeline_parallel_size": topology.pp,
              "data_parallel_size": topology.dp}
     config = make_config(dtype="fp64", model=model, layout={**sizes, **layout})
+    name, options = VARIANTS.get(rule, (rule, {}))
     optimizer: OptimizerConfig = dataclasses.replace(
-        config.optimizer, name=rule, lr=config.optimizer.lr * RATES[rule], beta2=0.9,
+        config.optimizer, name=name, lr=config.optimizer.lr * RATES[name], beta2=0.9, **options,
     )
     return dataclasses.replace(config, optimizer=optimizer)
 
@@ -81,7 +88,7 @@ def reference(config: RunConfig) -> Run:
 PAIRS = {
     "zero1-tp2-sp": ("adafactor", "muon"), "zero3-dp4": ("came", "sgd"), "zero2-pp2-tied-padded": ("lamb",),
     "zero0-tp4-kv-copies": ("muon",), "hybrid-dp4": ("sm3",), "cp2-tp2": ("lion",),
-    "ep2-tp2-dp2": ("muon", "adafactor"), "zb-pp2-tp2": ("adagrad",),
+    "ep2-tp2-dp2": ("muon", "adafactor, averaged"), "zb-pp2-tp2": ("adagrad, averaged",),
     "zero1-tp2-one-head": ("came",),
 }
 """What the suite runs of each layout; all of them: ``python tests/distributed/rules_matrix.py``."""
@@ -197,7 +204,8 @@ def assembled(pieces: Sequence[StatePiece]) -> State:
 def test_weights_and_state_are_those_of_one_process(ranks: RankPool, topology: Topology, split_state: bool) -> None:
     """Of the same gradients, and continued from one process's state: to the bit where nothing is summed, SM3's maxima
     among them."""
-    configs = [OptimizerConfig(name=rule, clip_grad=0.0, lr=0.1) for rule in RULES]
+    rules = [(rule, {}) for rule in RULES] + list(VARIANTS.values())
+    configs = [OptimizerConfig(name=rule, clip_grad=0.0, lr=0.1, **options) for rule, options in rules]
     first = [assembled(pieces) for pieces in updated(Topology(), configs, True)]
     then = [assembled(pieces) for pieces in updated(Topology(), configs, True, first)]
     there = ranks.run(topology.world_size, updated, topology, configs, split_state, timeout=240.0)

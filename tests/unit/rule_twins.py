@@ -63,6 +63,26 @@ def came(t: Twin, g: Tensor, *, lr: float, betas: tuple[float, float, float], de
     t.w = t.w - lr * decay * t.w - lr * step
 
 
+def adafactor(
+    t: Twin, g: Tensor, *, lr: float, decay: float, momentum: float, relative: bool, d: float = 1.0,
+) -> None:
+    """arXiv 1804.04235, algorithms 4 to 6, with section 7's first moment of what is subtracted; decay decoupled."""
+    t.step += 1
+    new, least = t.step**-0.8, torch.finfo(g.dtype).eps
+    if g.dim() == 1:
+        v = t.kept["v"] = (1 - new) * t.get("v", tuple(g.shape)) + new * g**2
+    else:
+        r = t.kept["r"] = (1 - new) * t.get("r", (g.shape[0],)) + new * (g**2).mean(1)
+        c = t.kept["c"] = (1 - new) * t.get("c", (g.shape[1],)) + new * (g**2).mean(0)
+        v = r[:, None] * c[None] / r.mean().clamp(min=least)
+    u = g / v.clamp(min=least**2).sqrt()
+    u = u / max(1.0, float(u.pow(2).mean().sqrt()) / d)
+    if relative:
+        u = u * max(1e-3, float(t.w.pow(2).mean().sqrt())) * min(1.0, t.step**-0.5 / lr)
+    m = t.kept["m"] = momentum * t.get("m", tuple(g.shape)) + (1 - momentum) * lr * u
+    t.w = t.w - lr * decay * t.w - m
+
+
 def lamb(t: Twin, g: Tensor, *, lr: float, betas: tuple[float, float], eps: float, decay: float, ratio: bool) -> None:
     """arXiv 1904.00962, algorithm 2, with the identity for phi."""
     t.step += 1

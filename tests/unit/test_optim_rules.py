@@ -17,7 +17,7 @@ from megatron_port.backend.providers import torch_providers
 from megatron_port.checkpoint.format import kinds_fault, read_manifest
 from megatron_port.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron_port.checkpoint.writer import save_checkpoint
-from megatron_port.config.rule_options import SGDOptions
+from megatron_port.config.rule_options import AdagradOptions, SGDOptions
 from megatron_port.config.schema import (
     BatchConfig,
     CheckpointConfig,
@@ -366,11 +366,13 @@ def reference(name: str, p: torch.Tensor, options: OptimizerConfig) -> torch.opt
         sgd = options.sgd
         return torch.optim.SGD([p], lr=0.01, momentum=sgd.momentum, dampening=sgd.dampening, nesterov=sgd.nesterov,
                                weight_decay=0.1)
-    return torch.optim.Adagrad([p], lr=0.01, eps=1e-8, weight_decay=0.1)
+    return torch.optim.Adagrad([p], lr=0.01, eps=1e-8, weight_decay=0.1,
+                               initial_accumulator_value=options.adagrad.initial_accumulator)
 
 
 @pytest.mark.parametrize(("name", "options"), [
     ("sgd", OptimizerConfig(name="sgd")), ("adagrad", OptimizerConfig(name="adagrad")),
+    ("adagrad", OptimizerConfig(name="adagrad", adagrad=AdagradOptions(initial_accumulator=0.3))),
     ("sgd", OptimizerConfig(name="sgd", sgd=SGDOptions(momentum=0.8, nesterov=True))),
     ("sgd", OptimizerConfig(name="sgd", sgd=SGDOptions(momentum=0.8, dampening=0.3))),
     ("sgd", OptimizerConfig(name="sgd", sgd=SGDOptions(momentum=0.0))),
@@ -389,6 +391,26 @@ def test_rules_of_elements_are_torchs(name: str, options: OptimizerConfig) -> No
         rule.update_(mine[100:], p.grad[100:].clone(), {k: v[100:] for k, v in kept.items()}, settings)
         theirs.step()
         torch.testing.assert_close(mine, p.detach(), rtol=1e-14, atol=1e-14)
+
+
+def test_adagrads_momentum_is_a_mean_of_updates() -> None:
+    """Against plain Python."""
+    options = AdagradOptions(momentum=0.8, initial_accumulator=0.2)
+    rule = rule_of(OptimizerConfig(name="adagrad", adagrad=options))
+    assert isinstance(rule, ElementwiseRule)
+    generator = torch.Generator().manual_seed(2)
+    master = torch.randn(5, dtype=torch.float64, generator=generator)
+    kept = {kind: torch.zeros_like(master) for kind in ("sum", "exp_avg")}
+    w, v, m = master.tolist(), [0.2] * 5, [0.0] * 5
+    for step in range(1, 11):
+        g = torch.randn(5, dtype=torch.float64, generator=generator)
+        for i, x in enumerate(g.tolist()):
+            x += 0.3 * w[i]
+            v[i] += x * x
+            m[i] = 0.8 * m[i] + 0.2 * x / (v[i] ** 0.5 + 1e-3)
+            w[i] -= 0.01 * m[i]
+        rule.update_(master, g, kept, UpdateSettings(step=step, lr=0.01, weight_decay=0.3, beta1=0, beta2=0, eps=1e-3))
+    torch.testing.assert_close(master, torch.tensor(w, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 
 
 def test_lion_is_the_papers_formula() -> None:

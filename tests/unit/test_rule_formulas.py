@@ -14,7 +14,13 @@ from fake_ranks import fake_rank
 from rule_twins import Twin
 from torch import nn
 
-from megatron_port.config.rule_options import AdafactorOptions, CAMEOptions, LAMBOptions, MuonOptions
+from megatron_port.config.rule_options import (
+    AdafactorOptions,
+    AdagradOptions,
+    CAMEOptions,
+    LAMBOptions,
+    MuonOptions,
+)
 from megatron_port.config.schema import (
     BatchConfig,
     DataConfig,
@@ -202,6 +208,14 @@ def test_adafactor_is_torchs(options: AdafactorOptions) -> None:
                     other.step()
 
 
+@pytest.mark.parametrize("relative", [False, True])
+def test_adafactors_momentum_is_the_papers(relative: bool) -> None:
+    options = AdafactorOptions(momentum=0.8, relative=relative)
+    follow(config_of("adafactor", adafactor=options), lambda t, g, decays: rule_twins.adafactor(
+        t, g, lr=LR, decay=0.1 if decays else 0.0, momentum=0.8, relative=relative,
+    ))
+
+
 def test_a_steep_matrix_is_brought_near_the_orthogonal() -> None:
     generator = torch.Generator().manual_seed(0)
     for shape in ((20, 50), (50, 20), (30, 30)):
@@ -240,6 +254,10 @@ def test_owners_share_the_work() -> None:
 def test_bytes_of_state(name: str, expected: float) -> None:
     record = slice_record("layers.0.mlp.down.weight", (1000, 500), init=InitSpec("zeros"), decay=True)
     assert state_bytes(rule_of(OptimizerConfig(name=name)), record) == pytest.approx(expected, rel=1e-12)
+    if name in ("adagrad", "adafactor"):
+        averaged = OptimizerConfig(
+            name=name, adagrad=AdagradOptions(momentum=0.9), adafactor=AdafactorOptions(momentum=0.9))
+        assert state_bytes(rule_of(averaged), record) == pytest.approx(expected + 4.0, rel=1e-12)
 
 
 TABLE: dict[str, Callable[[int, int], float]] = {
