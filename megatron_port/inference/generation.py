@@ -2,7 +2,8 @@
 
 Prompts are read at once and their keys and values kept (``inference.kv_cache``); each new token is then one position.
 The last stage draws the tokens of a batch from the gathered logits, and the other stages hear of them just before they
-need them: with more batches than stages, every stage has work meanwhile. Replicas take the prompts in turn.
+need them: with more batches than stages, every stage has work meanwhile. Replicas take the prompts in turn; those that
+share experts stop together.
 """
 
 from __future__ import annotations
@@ -112,6 +113,11 @@ class _Batch:
         return all(self.stopped)
 
 
+def _idle() -> _Batch:
+    """Return a batch of one ended text, of a replica that only computes for others' rows."""
+    return _Batch(indices=[0], tokens=[[0]], prompts=[1], starts=[0], stopped=[True])
+
+
 def _advance(advance: Advance, before: int, total: int, at: int) -> None:
     advance(before + at, total)
 
@@ -133,22 +139,23 @@ class Generator:
         called with the tokens drawn for each group of batches, of the most that they may have.
 
         Raises:
-            ConfigError: no prompt, an empty one, a token that the model does not have, stop strings without a
-                decoder, or experts that are divided among replicas.
+            ConfigError: no prompt, an empty one, a token that the model does not have, or stop strings without a
+                decoder.
         """
         self._check(prompts, sampling)
-        self.model.require_independent_replicas()
         ctx = self.model.ctx
         mine = list(range(ctx.index("dp"), len(prompts), ctx.size("dp")))
         batches = [
             self._batch(mine[i : i + batch_size], prompts) for i in range(0, len(mine), batch_size)
         ]
+        own = len(batches)
+        batches += [_idle() for _ in range(own, self.model.batches(len(prompts), batch_size))]
         lanes = ctx.topology.pp + 1 if ctx.topology.pp > 1 else 1
         most = sampling.max_new_tokens
         groups = [batches[i : i + lanes] for i in range(0, len(batches), lanes)]
         for number, group in enumerate(groups):
             self._run(group, sampling, partial(_advance, advance, number * most, len(groups) * most))
-        return self._gathered(batches, len(prompts), sampling)
+        return self._gathered(batches[:own], len(prompts), sampling)
 
     def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         if not prompts or any(len(p) == 0 for p in prompts):
@@ -170,11 +177,13 @@ class Generator:
     def _run(self, batches: list[_Batch], sampling: Sampling, drawn: Callable[[int], None]) -> None:
         for at in range(sampling.max_new_tokens):
             drawn(at)
+            going = False
             for batch in batches:
                 self._learn(batch, sampling)
-                if not batch.finished:
+                if self.model.any_in_step(not batch.finished):
                     self._pass(batch, sampling, at)
-            if all(batch.finished for batch in batches):
+                    going = True
+            if not going:
                 return
         for batch in batches:
             self._learn(batch, sampling)
@@ -202,7 +211,7 @@ class Generator:
             batch.drawn = torch.zeros(len(batch.tokens), dtype=torch.int64, device=device)
             return
         keys = torch.tensor([key_of("generate", sampling.seed, i) for i in batch.indices], device=device)
-        batch.drawn = draw(self.model.gather_logits(out)[0], sampling, keys, at)
+        batch.drawn = self.model.one_choice(draw(self.model.gather_logits(out)[0], sampling, keys, at))
 
     def _learn(self, batch: _Batch, sampling: Sampling) -> None:
         """Append what the last pass drew; the same on every stage."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_port.config.schema import ActivationsConfig
 from megatron_port.engine.module import read_local, recorded_parameters
-from megatron_port.errors import ConfigError, PortError
+from megatron_port.errors import PortError
 from megatron_port.inference.kv_cache import CacheSlot, KeyValueCache
 from megatron_port.model.gpt import GPTStage
 from megatron_port.parallel.buffers import recorded_buffers
@@ -36,7 +36,8 @@ class InferenceModel:
     """Model for inference. Collective: the ranks of one copy (tp × cp × pp) call the same methods with the same
     arguments.
 
-    Replicas (dp) are independent of one another.
+    Replicas (dp) are independent of one another, except those that share experts (``in_step``): they run as many
+    passes, each with texts of its own.
 
     Raises:
         CheckpointError: on every rank: ``read`` found damage or another model.
@@ -44,6 +45,8 @@ class InferenceModel:
 
     def __init__(self, session: Session, read: StateReader) -> None:
         self.ctx, config = session.ctx, session.config
+        mesh = self.ctx.mesh
+        self.in_step = bool(mesh.factors("dp") & mesh.factors("ep"))
         layout = replace(config.layout, sequence_parallel=False, virtual_pipeline_size=1, cp_method="gather")
         model = replace(config.model, mtp_layers=0)  # which predict further tokens in training alone
         self.config = replace(config, layout=layout, activations=ActivationsConfig(), model=model)
@@ -68,19 +71,27 @@ class InferenceModel:
         self.dtype = DTYPES[config.precision.dtype]
         self.first, self.last = self.link.previous is None, self.link.next is None
 
-    def require_independent_replicas(self) -> None:
-        """Refuse experts that are divided among replicas, which take other prompts and exchange at other times.
+    def batches(self, count: int, batch_size: int) -> int:
+        """Return how many batches this replica runs when the replicas take ``count`` texts in turn. Where they share
+        experts, all run as many: whoever has no more texts still computes for the others' rows."""
+        first = 0 if self.in_step else self.ctx.index("dp")
+        return -(-len(range(first, count, self.ctx.size("dp"))) // batch_size)
 
-        Raises:
-            ConfigError: expert parallelism spans more than one replica.
-        """
-        shape = self.ctx.topology
-        copy = shape.tp * shape.cp
-        if shape.dp > 1 and shape.ep > copy:
-            raise ConfigError(
-                f"layout.expert_parallel_size {shape.ep} divides the experts among replicas, which work on "
-                f"different prompts; set layout.expert_parallel_size to {copy} (tp × cp) or a divisor of it"
-            )
+    def any_in_step(self, here: bool) -> bool:
+        """Return whether ``here`` is true on this replica or on one that shares its experts."""
+        if not self.in_step:
+            return here
+        found = torch.tensor(int(here), device=self.ctx.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.ctx.over("ep"))
+        return bool(found.item())
+
+    def one_choice(self, drawn: torch.Tensor) -> torch.Tensor:
+        """Return the tokens int64 [batch] that the first context-parallel rank drew. Where these ranks share experts,
+        each expert sees their rows at other places of one product, whose last bits may differ."""
+        group, mesh = self.ctx.over("cp"), self.ctx.mesh
+        if group is not None and mesh.factors("cp") & mesh.factors("ep"):
+            dist.broadcast(drawn, src=mesh.first(self.ctx.rank, mesh.factors("cp")), group=group)
+        return drawn
 
     @property
     def vocabulary(self) -> tuple[int, int]:

@@ -31,7 +31,6 @@ def score(
 
     Raises:
         DataError: a sequence is longer than the model's context and one more, or nothing stands before what is scored.
-        ConfigError: experts are divided among replicas.
     """
     ctx, limit = model.ctx, model.model.seq_length
     for tokens, count in sequences:
@@ -40,14 +39,14 @@ def score(
                 f"{len(tokens)} tokens, the last {count} to be scored: at least one must stand before them, and at "
                 f"most model.seq_length + 1 = {limit + 1} are allowed"
             )
-    model.require_independent_replicas()
     order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i][0]))
     mine = order[ctx.index("dp") :: ctx.size("dp")]
     table = torch.zeros(len(sequences), 2, dtype=torch.float64, device=ctx.device)
-    for start in range(0, len(mine), batch_size):
-        chosen = mine[start : start + batch_size]
-        rows = _score_batch(model, [sequences[i] for i in chosen])
-        table[torch.tensor(chosen, device=ctx.device)] = model.from_last_stage(rows)
+    for number in range(model.batches(len(order), batch_size)):
+        chosen = mine[number * batch_size : (number + 1) * batch_size]
+        rows = model.from_last_stage(_score_batch(model, [sequences[i] for i in chosen or order[-1:]]))
+        if chosen:
+            table[torch.tensor(chosen, device=ctx.device)] = rows
     return [Score(p, bool(g)) for p, g in model.over_replicas(table).tolist()]
 
 

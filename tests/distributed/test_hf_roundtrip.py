@@ -207,15 +207,24 @@ NEW = 200
 PROMPTS = [[5, 17, 3], [60, 2, 9, 9, 31, 77, 12, 40], [99], [8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12]]
 
 
-def generated(
-    config: RunConfig, topology: Topology, jobs: list[tuple[list[list[int]], Sampling, int]]
-) -> list[list[Continuation]]:
+Job = tuple[list[list[int]], Sampling, int]
+Text = tuple[list[int], int]
+
+
+def generated(config: RunConfig, topology: Topology, jobs: list[Job]) -> list[list[Continuation]]:
+    return generated_and_scored(config, topology, jobs, [])[0]
+
+
+def generated_and_scored(
+    config: RunConfig, topology: Topology, jobs: list[Job], texts: list[Text]
+) -> tuple[list[list[Continuation]], list[Score]]:
+    """Continuations of each job, and the scores of texts one by one."""
     ctx = ParallelContext.create(topology, "cpu")
     try:
         session = session_of(config, ctx)
-        generator = Generator(InferenceModel(session, HFFolder(config.checkpoint.initial_weights).read),
-                              decode=lambda ids: "".join(chr(33 + i) for i in ids))
-        return [generator.generate(p, s, batch_size=b) for p, s, b in jobs]
+        model = InferenceModel(session, HFFolder(config.checkpoint.initial_weights).read)
+        generator = Generator(model, decode=lambda ids: "".join(chr(33 + i) for i in ids))
+        return [generator.generate(p, s, batch_size=b) for p, s, b in jobs], score(model, texts, batch_size=1)
     finally:
         ctx.close()
 
@@ -302,7 +311,8 @@ def test_generation_on_every_layout(ranks: RankPool, tmp_path: Path, case: str, 
 
 def test_drawing_does_not_depend_on_layout_or_batch(ranks: RankPool, tmp_path: Path) -> None:
     """Sampled tokens, stop strings and ids: equal on one rank, tp 2 × pp 2, pp 2 × dp 2, in batches of 1, 3, 4. With
-    experts, whose tensor-parallel ranks share even a single position."""
+    experts, whose tensor-parallel ranks share even a single position, and which replicas divide: of three prompts and
+    texts, the second replica has one, and computes for the first one's until they have ended."""
     folder = hf.saved(hf.reference(hf.small("mixtral", 32)), tmp_path / "m")
     config = run_config(HFFolder(folder).model, folder)
     drawn = Sampling(max_new_tokens=40, temperature=1.0, top_k=20, top_p=0.9, seed=3)  # beyond the context of 32
@@ -317,8 +327,12 @@ def test_drawing_does_not_depend_on_layout_or_batch(ranks: RankPool, tmp_path: P
     assert cut.stopped and cut.text is not None and text.startswith(cut.text) and text[20:23] not in cut.text
     assert alone[1][1].stopped and stopping.stop_ids[0] not in alone[1][1].tokens
     assert alone[1] == alone[2]
-    for topology, some in ((Topology(tp=2, pp=2), slice(0, 1)), (Topology(pp=2, dp=2), slice(1, 2))):
-        assert all(r == alone[some] for r in ranks.run(4, generated, config, topology, jobs[some]))
+    assert all(r == alone[:1] for r in ranks.run(4, generated, config, Topology(tp=2, pp=2), jobs[:1]))
+    texts = [(prompt, 2) for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[3])]
+    job, (_, scores) = (PROMPTS[:3], stopping, 1), generated_and_scored(config, Topology(), [], texts)
+    for found, told in ranks.run(4, generated_and_scored, config, Topology(pp=2, dp=2, ep=2), [job], texts):
+        assert found == [alone[1][:3]]
+        assert [s.log_probability for s in told] == pytest.approx([s.log_probability for s in scores], rel=1e-6)
 
 
 def evaluated(
