@@ -8,7 +8,6 @@ cannot be pruned by accident.
 from __future__ import annotations
 
 from megatron_port.errors import CheckpointError
-from megatron_port.model.parameter_spec import ParameterSpec
 
 HIDDEN, FFN, HEADS, VALUES, PROJECTION, QUERIES, KEYS, LATENT_KEYS, EXPERTS = (
     "hidden", "ffn", "heads", "values", "projection", "queries", "keys", "latent_keys", "experts"
@@ -72,8 +71,3 @@ def axes_of(name: str, shape: tuple[int, ...], *, gated: bool, norm_over_heads: 
     if len(found) != len(shape):
         raise CheckpointError(f"{name}: it has {len(shape)} dimensions, {len(found)} are expected")
     return found
-
-
-def axes_of_spec(spec: ParameterSpec, *, gated: bool, norm_over_heads: bool) -> tuple[Axis, ...]:
-    """Return :func:`axes_of` for a parameter of the model's spec."""
-    return axes_of(spec.name, spec.shape, gated=gated, norm_over_heads=norm_over_heads)

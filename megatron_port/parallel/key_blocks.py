@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_port.parallel.positions import Positions, Run
+from megatron_port.parallel.positions import Positions
 
 
 class KeyBlock(NamedTuple):
@@ -67,9 +67,3 @@ def _count_below(position: Tensor, keys: Positions) -> Tensor:
     """:func:`rows_below` of each position: int32, contiguous."""
     counts = [(position - start).clamp(0, length) for start, length in keys.runs]
     return sum(counts[1:], start=counts[0]).to(torch.int32).contiguous()
-
-
-def ascending(positions: Positions) -> Positions | None:
-    """Return the same positions in ascending order; None where they are so already."""
-    runs = sorted(positions.runs)
-    return None if list(positions.runs) == runs else Positions(tuple(Run(*run) for run in runs))
