@@ -78,6 +78,8 @@ class Engine:
     whole layers."""
     reduces_parameters: bool = False
     """ZeRO-2 and 3: a parameter's gradient goes into ``bucket_bytes`` at once; no sums of whole layers wait."""
+    builds_whole: bool = False
+    """ZeRO-3: a rank's model is built whole on its device, and divided over the replicas then."""
     inputs_on_host: bool = False
     """Under full recompute the layers' inputs wait on the host (DeepSpeed's cpu_checkpointing)."""
 

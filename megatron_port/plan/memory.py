@@ -165,11 +165,22 @@ def stage_memory(case: Case, machine: Machine, stage: int, *, quick: bool = Fals
     of_teacher, judged = teacher_bytes(case, stage)
     weights, judged = weights + of_teacher, judged * max(1.0, peak.in_flight)
     allocated = weights + gradients + optimizer + peak.total + judged + bucket
+    if e.builds_whole and case.zero_stage == 3 and n * w > allocated:
+        return _construction(stage, n, experts, float(n * w), machine)
     return StageMemory(
         stage=stage, elements=n, experts=experts, weights=weights, gradients=gradients, optimizer=optimizer,
         activations=peak.activations, working=peak.working, logits=peak.logits + judged, buffers=peak.messages + bucket,
         fragmentation=allocated * machine.hardware.fragmentation, reserved=machine.hardware.reserved_gb * 1e9,
         in_flight=peak.in_flight, peak_at=peak.at, host=swap_host_bytes(case, stage) if case.dropped else 0.0,
+    )
+
+
+def _construction(stage: int, elements: int, experts: int, weights: float, machine: Machine) -> StageMemory:
+    """A rank that holds its whole model at the start, which is more than any step needs; at the least that."""
+    return StageMemory(
+        stage=stage, elements=elements, experts=experts, weights=weights, gradients=0.0, optimizer=0.0, activations=0.0,
+        working=0.0, logits=0.0, buffers=0.0, fragmentation=weights * machine.hardware.fragmentation,
+        reserved=machine.hardware.reserved_gb * 1e9, in_flight=0.0, peak_at="the model's construction",
     )
 
 

@@ -38,8 +38,9 @@ MEGATRON_CORE_DEEP_EP = replace(  # with Transformer Engine's fused loss (ModelZ
 )
 MEGATRON_CORE_FSDP = replace(
     # Megatron-core's own FSDP: weights gathered layer by layer for both passes, fp32 gradients scattered after each
-    # micro-batch; interleaving and its transfers do not exist.
-    MEGATRON_CORE, name="Megatron-core FSDP", transfer_overlap=False,
+    # micro-batch; interleaving and its transfers do not exist. Building the model on the meta device is an option
+    # (--init-model-with-meta-device) that has to be asked for.
+    MEGATRON_CORE, name="Megatron-core FSDP", transfer_overlap=False, builds_whole=True,
 )
 MEGATRON_BRIDGE = replace(
     # Recipes of 25.09: gradients are summed and reduced in bf16 (grad_reduce_in_fp32 = False)
