@@ -90,6 +90,8 @@ class HardwareConfig:
     """Peak dense fp8 rate; 0: no fp8."""
     fp8_matmul_tflops: NonNegative = 0.0
     """Highest rate that large fp8 products reach."""
+    fp8_exact_share: Share = 1.0
+    """Share of it that is left where sums are kept in fp32, as those of the backward pass are (Hopper and Ada)."""
     compute_units: CountOrZero = 0
     """SMs or CUs of a device: tiles of a product that run at once."""
     tile_rows: Count = 256
@@ -149,7 +151,9 @@ class HardwareConfig:
     nodes_per_group: CountOrZero = 0
     """Nodes below one level of the network (dragonfly group, pod); 0: one level."""
     group_taper: Share = 1.0
-    """Bandwidth of a node out of its group, relative to that into the network (1: not tapered)."""
+    """Bandwidth of all links out of a group, relative to that of its adapters (1: not tapered)."""
+    dragonfly: bool = False
+    """Groups are linked in pairs: what one sends to another goes over a third one as well, and takes two links."""
     power_w: NonNegative = 0.0
     """Power of a device at work with its share of the node, watts; 0: not known."""
     jitter: NonNegative = 0.015

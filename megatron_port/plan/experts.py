@@ -82,8 +82,8 @@ def expert_cost(case: Case, moe: MoESpec, rates: Rates, links: Links) -> Cost:
     products = inputs = weights = 0.0
     for columns, inner in both:
         products += rates.product(sizes.each, columns, inner, width=pw, batch=sizes.experts)
-        inputs += rates.product(sizes.each, inner, columns, width=pw, batch=sizes.experts)
-        weights += rates.product(inner, columns, sizes.each, width=pw, batch=sizes.experts)
+        inputs += rates.product(sizes.each, inner, columns, width=pw, batch=sizes.experts, exact=True)
+        weights += rates.product(inner, columns, sizes.each, width=pw, batch=sizes.experts, exact=True)
     held = sizes.experts * sum(columns * inner for columns, inner in both)
     if case.dtype == "fp8":  # as the products of the other layers (plan.layer)
         products += rates.stream(4.0 * (sizes.rows * (both[0][1] + both[1][1]) + held / case.micro_batches), 4)

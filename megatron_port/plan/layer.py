@@ -117,9 +117,9 @@ def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
     shapes = _products(case, layer)
     pw = 1 if case.dtype == "fp8" else w
     products = sum(rates.product(*p, width=pw) for p in shapes)
-    inputs = sum(rates.product(r, k, c, width=pw) for r, c, k in shapes)
+    inputs = sum(rates.product(r, k, c, width=pw, exact=True) for r, c, k in shapes)
     narrow = pw if case.fp8 != "rowwise" else w  # rowwise leaves the weights' gradients in the compute dtype
-    weights = sum(rates.product(k, c, r, width=narrow) for r, c, k in shapes)
+    weights = sum(rates.product(k, c, r, width=narrow, exact=True) for r, c, k in shapes)
     elements = sum(c * k for _, c, k in shapes)
     traffic = WIDE_SUM if case.fp8 == "tensorwise" else case.engine.accumulate_traffic
     accumulate = rates.stream(elements * traffic, len(shapes))

@@ -3,14 +3,20 @@
 Ranks are placed tensor parallel innermost, then data (and context) parallel, then pipeline, as ``parallel.topology``
 does. A ring over r ranks moves 2(r−1)/r of the buffer past each rank for an all-reduce, half of that for a
 reduce-scatter or an all-gather, in as many hops. Where a group spans nodes, its ranks on one node share
-the node's adapters with the other groups of that node, and the slowest level bounds the ring; a tree (2·log2 of the
-nodes hops) is taken where its latency is less.
+the node's adapters with the other groups of that node, and the slowest level bounds the ring. An all-reduce takes a
+tree (2·log2 of the nodes hops) where its latency is less; for reduce-scatters and all-gathers NCCL and RCCL have rings
+alone (``src/graph/tuning.cc``; arXiv 2504.18658).
+
+Out of a group of the network (a dragonfly's, a pod) goes what ranks send beyond its nodes while all groups of ranks do
+the same: of rings and transfers, whose neighbours are d nodes apart, the last d nodes of each group of g send out, d / g of
+all; of an all-to-all over n nodes 1 − g / n. The links have room for ``group_taper`` of what the adapters can send,
+on a dragonfly for half of that: traffic between two groups takes a detour (Kim et al., ISCA 2008).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_port.errors import ConfigError
 from megatron_port.plan.case import Case, Machine
@@ -34,6 +40,12 @@ class Span:
 def domain(machine: Machine) -> int:
     """Devices that reach one another without the network: a node's, or those of several nodes in one rack."""
     return max(machine.hardware.domain_devices, machine.cluster.gpus_per_node)
+
+
+def scattered(machine: Machine) -> Machine:
+    """The machine of a job whose nodes lie anywhere: nearly all traffic leaves its group, and goes to all others."""
+    spread = replace(machine.hardware, nodes_per_group=1, dragonfly=False)
+    return replace(machine, hardware=spread) if machine.hardware.nodes_per_group else machine
 
 
 def span(machine: Machine, size: int, stride: int) -> Span:
@@ -69,17 +81,27 @@ class Links:
             near=h.node_latency_us * 1e-6, far=h.network_latency_us * 1e-6,
         )
 
-    def network_share(self, group: Span) -> float:
-        """Bandwidth of one group through a node's adapters, which all groups of the node use at once."""
+    def network_share(self, group: Span, *, to_all: bool = False) -> float:
+        """Bandwidth of one group through a node's adapters, which all groups of the node use at once.
+
+        ``to_all``: ranks send to all of their group, not to neighbours.
+        """
         if not self.adapters:
             raise ConfigError(
                 f"{group.size} ranks {group.stride} apart span {group.nodes} nodes, but {self.machine.cluster.name} "
                 "has no network (hardware.nics is 0); keep the run on one node, or describe the network"
             )
-        h, node = self.machine.hardware, domain(self.machine)
-        share = self.adapters * group.local / node
-        far = h.nodes_per_group and group.nodes * max(1, group.stride // node) > h.nodes_per_group
-        return share * (h.group_taper if far else 1.0)
+        return self.adapters * group.local / domain(self.machine) * self._room(group, to_all=to_all)
+
+    def _room(self, group: Span, *, to_all: bool) -> float:
+        """Share of the adapters' bandwidth that the links out of the network's groups leave (1: all)."""
+        h = self.machine.hardware
+        apart = max(1, group.stride // domain(self.machine))
+        nodes = group.nodes * apart
+        if not h.nodes_per_group or nodes <= h.nodes_per_group:
+            return 1.0
+        leaves = 1 - h.nodes_per_group / nodes if to_all else min(1.0, apart / h.nodes_per_group)
+        return min(1.0, h.group_taper / (2 if h.dragonfly else 1) / leaves)
 
     def local_bandwidth(self, group: Span) -> float:
         """Ring bandwidth of the ranks of a group that share a node."""
@@ -102,7 +124,7 @@ class Links:
             bandwidth = min(bandwidth, self.local_bandwidth(group))
         ring = rounds * ((r - group.nodes) * self.near + (group.nodes - 1) * self.far)
         tree = rounds * (group.local * self.near + math.ceil(math.log2(group.nodes)) * self.far)
-        return share / bandwidth + min(ring, tree)
+        return share / bandwidth + (min(ring, tree) if kind == "all-reduce" else ring)
 
     def all_to_all(self, size: float, group: Span, outside: float = 0.0) -> float:
         """Seconds in which every rank of a group sends ``size`` bytes, as many to each rank.
@@ -116,7 +138,7 @@ class Links:
         if group.nodes == 1:
             return inside + self.near
         outside = outside or size * (r - group.local) / r
-        alone = self.network_share(group) / group.local  # each rank sends for itself
+        alone = self.network_share(group, to_all=True) / group.local  # each rank sends for itself
         return max(inside, outside / alone) + self.far
 
     def hop(self, size: float, group: Span) -> float:

@@ -41,6 +41,8 @@ class Rates:
     attention_backward: float
     launch: float
     memory: float
+    fp8_exact: float = 0.0
+    """``fp8`` where sums are kept in fp32."""
     fp32: float = 0.0
     """0: a quarter of ``matmul``."""
     attention_scale: float = 1.0
@@ -55,6 +57,7 @@ class Rates:
         h, k = machine.hardware, machine.calibration
         return cls(
             matmul=h.matmul_tflops * 1e12 * k.matmul_scale, fp8=h.fp8_matmul_tflops * 1e12 * k.matmul_scale,
+            fp8_exact=h.fp8_matmul_tflops * 1e12 * k.matmul_scale * h.fp8_exact_share,
             units=h.compute_units, tile=(h.tile_rows, h.tile_columns), fill=h.inner_fill,
             attention_forward=h.attention_forward_tflops * 1e12,
             attention_backward=h.attention_backward_tflops * 1e12,
@@ -81,9 +84,15 @@ class Rates:
         """Seconds to move ``size`` bytes in ``kernels`` kernels."""
         return size / self.memory + kernels * self.launch
 
-    def product(self, rows: float, columns: float, inner: float, *, width: int = 2, batch: float = 1) -> float:
-        """Seconds of ``batch`` products [rows, inner] x [inner, columns]; ``width``: bytes of an element (1: fp8)."""
-        return _product(self, math.ceil(rows), math.ceil(columns), math.ceil(inner), width, batch)
+    def product(
+        self, rows: float, columns: float, inner: float, *, width: int = 2, batch: float = 1, exact: bool = False
+    ) -> float:
+        """Seconds of ``batch`` products [rows, inner] x [inner, columns]; ``width``: bytes of an element (1: fp8).
+
+        ``exact``: fp8 sums are kept in fp32, as those of gradients are, which slows some devices.
+        """
+        peak = (self.fp8_exact if exact else self.fp8) if width == 1 else 0.0
+        return _product(self, math.ceil(rows), math.ceil(columns), math.ceil(inner), width, batch, peak)
 
 
 def efficiency(rates: Rates, rows: int, columns: int, inner: int, batch: float = 1) -> float:
@@ -103,11 +112,11 @@ def efficiency(rates: Rates, rows: int, columns: int, inner: int, batch: float =
 
 
 @lru_cache(maxsize=65536)
-def _product(rates: Rates, rows: int, columns: int, inner: int, width: int, batch: float) -> float:
+def _product(rates: Rates, rows: int, columns: int, inner: int, width: int, batch: float, fp8: float) -> float:
     if not rows or not columns or not inner:
         return 0.0
     ratio = _measured(rates, rows, columns, inner, width) if rates.table is not None and batch == 1 else 1.0
-    return _analytic(rates, rows, columns, inner, width, batch) / ratio
+    return _analytic(rates, rows, columns, inner, width, batch, fp8) / ratio
 
 
 DTYPES = {1: "fp8", 2: "bf16", 4: "fp32"}
@@ -117,14 +126,14 @@ def _measured(rates: Rates, rows: int, columns: int, inner: int, width: int) -> 
     """Measured over planned rate of a product; 1 where the table has nothing near."""
     def formula(shape: tuple[float, ...]) -> float:
         r, c, k = (int(x) for x in shape)
-        return 2.0 * r * c * k / _analytic(rates, r, c, k, width, 1) / 1e12
+        return 2.0 * r * c * k / _analytic(rates, r, c, k, width, 1, rates.fp8) / 1e12
 
     assert rates.table is not None
     return rates.table.ratio("product", "", DTYPES.get(width, ""), (rows, columns, inner), formula) or 1.0
 
 
-def _analytic(rates: Rates, rows: int, columns: int, inner: int, width: int, batch: float) -> float:
-    peak = rates.fp8 if width == 1 else rates.matmul
+def _analytic(rates: Rates, rows: int, columns: int, inner: int, width: int, batch: float, fp8: float) -> float:
+    peak = fp8 if width == 1 else rates.matmul
     if width >= 4:  # no 16-bit tensor rate: fp32 a quarter of it, roughly, and fp64 half of that
         peak = (rates.fp32 or rates.matmul / 4) / (width // 4)
     flops = 2.0 * rows * columns * inner * batch

@@ -13,9 +13,11 @@ from megatron_port.plan.activations import layer_activation_bytes
 from megatron_port.plan.chunk import layer_bytes
 from megatron_port.plan.context_text import context_lines, explain_context
 from megatron_port.plan.expert_text import expert_lines, explain_experts
+from megatron_port.plan.links import scattered
 from megatron_port.plan.offload import offloaded
 from megatron_port.plan.rule_seconds import matrix_bytes
 from megatron_port.plan.search import Candidate
+from megatron_port.plan.step import plan_step
 from megatron_port.plan.verdict import Plan
 
 
@@ -191,7 +193,7 @@ def explain(plan: Plan) -> str:
         f"  the whole model  weights {whole.weights / 1e9:.4g} + gradients {whole.gradients / 1e9:.4g} + optimizer "
         f"{whole.optimizer / 1e9:.4g} + activations {whole.activations / 1e9:.4g} = {whole.total / 1e9:.4g} GB: "
         f"{whole.devices(plan.limit)} devices of {plan.limit / 1e9:g} GB at least",
-        _rule_line(plan), _state_line(plan),
+        _rule_line(plan), _state_line(plan), *_placement(plan),
     ]
     if link:
         node, adapters = machine.cluster.gpus_per_node, machine.hardware.nics * machine.hardware.nic_gb * 1e9
@@ -206,6 +208,20 @@ def explain(plan: Plan) -> str:
             )
         )
     return "\n".join([*lines, *explain_experts(plan), *explain_context(plan)])
+
+
+def _placement(plan: Plan) -> list[str]:
+    """The step where the job's nodes lie side by side in the network, as it is planned, and where they lie anywhere."""
+    hardware, far = plan.machine.hardware, scattered(plan.machine)
+    if plan.nodes <= 1 or hardware.group_taper == 1 or far == plan.machine:
+        return []
+    seconds = plan_step(plan.case, far).seconds
+    return [
+        f"  placement        nodes side by side in groups of {hardware.nodes_per_group}, as planned: "
+        f"{_figure(plan.step.seconds)} s; scattered over the network's groups, whose links out carry "
+        f"{hardware.group_taper:.0%} of the adapters' bandwidth: {_figure(seconds)} s "
+        f"({seconds / plan.step.seconds - 1:+.1%})"
+    ]
 
 
 def _state_line(plan: Plan) -> str:

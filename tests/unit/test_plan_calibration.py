@@ -108,10 +108,10 @@ def test_ring_fit_of_exact_times() -> None:
 def test_fp32_has_a_rate_of_its_own() -> None:
     plain = replace(machine_of(load("clusters/selene").config), calibration=CalibrationConfig())
     named = replace(plain, hardware=replace(plain.hardware, fp32_matmul_tflops=100.0))
-    shape = {"rows": 8192, "columns": 8192, "inner": 8192}
-    slow, fast = (Rates.of(m).product(**shape, width=4) for m in (plain, named))
+    shape = (8192, 8192, 8192)
+    slow, fast = (Rates.of(m).product(*shape, width=4) for m in (plain, named))
     assert slow / fast == pytest.approx(100.0 / (plain.hardware.matmul_tflops / 4), rel=0.01)
-    assert Rates.of(named).product(**shape, width=8) == pytest.approx(2 * fast, rel=0.01)
+    assert Rates.of(named).product(*shape, width=8) == pytest.approx(2 * fast, rel=0.01)
 
 
 def test_a_real_measurement_of_one_rank() -> None:

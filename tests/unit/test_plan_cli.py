@@ -47,7 +47,7 @@ def test_a_run_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert code == 0
     assert "attention within documents" in out
-    for word in ("fits", "MFU", "HFU", "compute", "bubble", "node-hours", "6·N·T", "228,882 steps"):
+    for word in ("fits", "MFU", "HFU", "compute", "bubble", "node-hours", "6·N·T", "228,882 steps", "scattered over"):
         assert word in out
 
 

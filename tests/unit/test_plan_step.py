@@ -16,7 +16,7 @@ from megatron_port.pipeline.schedules import make_schedule
 from megatron_port.pipeline.simulate import simulate
 from megatron_port.plan.case import Case, Machine, case_of, machine_of
 from megatron_port.plan.layer import attention_seconds
-from megatron_port.plan.links import Links, span
+from megatron_port.plan.links import Links, scattered, span
 from megatron_port.plan.rates import Rates, efficiency
 from megatron_port.plan.step import plan_step
 from megatron_port.plan.timeline import timeline
@@ -87,6 +87,38 @@ def test_products_reach_what_shapes_allow() -> None:
         seconds = rates.product(*shape)
         assert 2.0 * shape[0] * shape[1] * shape[2] / seconds <= rates.matmul
         assert 2 * (shape[0] * shape[2] + shape[2] * shape[1] + shape[0] * shape[1]) / seconds <= rates.memory
+
+
+def test_links_out_of_a_group_hold_up_what_leaves_it() -> None:
+    """Frontier: 128 nodes a group, 0.57 of their bandwidth out, half of it between two groups of a dragonfly."""
+    frontier = machine()
+    links, whole = Links.of(frontier), Links.of(frontier).adapters / 8
+    def neighbours(size: int, stride: int) -> float:
+        return links.network_share(span(frontier, size, stride)) / whole
+    assert neighbours(64, 8) == neighbours(6, 8) == neighbours(384, 8) == 1  # one node of 128 sends out of the group
+    assert neighbours(8, 8 * 32) == 1 and neighbours(8, 8 * 64) == pytest.approx(0.57 / 2 / 0.5)
+    assert neighbours(8, 8 * 512) == pytest.approx(0.57 / 2)  # every node does
+    all_to_all = links.network_share(span(frontier, 256, 8), to_all=True) / whole
+    assert all_to_all == pytest.approx(0.57 / 2 / 0.5)  # half of each rank's bytes leave
+    far = Links.of(scattered(frontier))
+    assert far.network_share(span(frontier, 64, 8)) / whole == pytest.approx(0.57)
+    assert far.network_share(span(frontier, 256, 8), to_all=True) / whole == pytest.approx(0.57, rel=0.01)
+    assert scattered(machine("rtx4090")) == machine("rtx4090")
+
+
+def test_only_all_reduces_have_trees() -> None:
+    """NCCL and RCCL gather and scatter along rings: as many hops as ranks, whatever the bytes."""
+    links, group = Links.of(machine()), span(machine(), 64, 8)
+    hops = [links.collective(1.0, group, kind=kind) / links.far for kind in ("half", "all-reduce")]
+    assert hops[0] == pytest.approx(63, rel=1e-3) and 12 <= hops[1] < 14
+
+
+def test_fp8_products_of_the_backward_pass_sum_in_fp32_which_slows_some_devices() -> None:
+    hopper, blackwell = Rates.of(machine("dgx-h100")), Rates.of(machine("b200"))
+    for rates, slower in ((hopper, 1 / 0.87), (blackwell, 1.0)):
+        fast, exact = (rates.product(8192, 8192, 8192, width=1, exact=e) - rates.launch for e in (False, True))
+        assert exact / fast == pytest.approx(slower)
+    assert hopper.product(512, 512, 512, exact=True) == hopper.product(512, 512, 512)  # bf16 always does
 
 
 def test_levels_of_links() -> None:
