@@ -8,9 +8,9 @@ tree (2·log2 of the nodes hops) where its latency is less; for reduce-scatters 
 alone (``src/graph/tuning.cc``; arXiv 2504.18658).
 
 Out of a group of the network (a dragonfly's, a pod) goes what ranks send beyond its nodes while all groups of ranks do
-the same: of rings and transfers, whose neighbours are d nodes apart, the last d nodes of each group of g send out, d / g of
-all; of an all-to-all over n nodes 1 − g / n. The links have room for ``group_taper`` of what the adapters can send,
-on a dragonfly for half of that: traffic between two groups takes a detour (Kim et al., ISCA 2008).
+the same. The neighbours of rings and transfers are d nodes apart, so the last d nodes of each group of g send out, d / g
+of all of them; an all-to-all over n nodes sends 1 − g / n. The links have room for ``group_taper`` of what the adapters
+send, on a dragonfly for half of that: traffic between two groups takes a detour (Kim et al., ISCA 2008).
 """
 
 from __future__ import annotations
