@@ -7,10 +7,10 @@ the node's adapters with the other groups of that node, and the slowest level bo
 tree (2·log2 of the nodes hops) where its latency is less; for reduce-scatters and all-gathers NCCL and RCCL have rings
 alone (``src/graph/tuning.cc``; arXiv 2504.18658).
 
-Out of a group of the network (a dragonfly's, a pod) goes what ranks send beyond its nodes while all groups of ranks do
-the same. The neighbours of rings and transfers are d nodes apart, so the last d nodes of each group of g send out, d / g
-of all of them; an all-to-all over n nodes sends 1 − g / n. The links have room for ``group_taper`` of what the adapters
-send, on a dragonfly for half of that: traffic between two groups takes a detour (Kim et al., ISCA 2008).
+Out of a group of the network (a dragonfly's, a pod) goes what ranks send beyond its nodes while all groups of ranks
+do the same. The neighbours of rings and transfers are d nodes apart, so the last d nodes of each group of g send out,
+d / g of all of them; an all-to-all over n nodes sends 1 − g / n. The links have room for ``group_taper`` of what the
+adapters send, on a dragonfly for half of that: traffic between two groups takes a detour (Kim et al., ISCA 2008).
 """
 
 from __future__ import annotations
