@@ -167,7 +167,7 @@ class SelfAttention(nn.Module):
         return self.providers.packed_attention is not None and self.rotary is None and self.context is None
 
     def attend(self, y: torch.Tensor) -> torch.Tensor:
-        """Causal attention from what :meth:`project` returned: [seq, batch, heads/tp · d]."""
+        """Causal attention from what :meth:`project` returned: [seq, batch, heads/tp · elements of a value]."""
         packed = self.providers.packed_attention
         if packed is not None and self._packed:
             # Inside what is recomputed: dropout and documents are those of the samples which the stream then has.
@@ -175,7 +175,7 @@ class SelfAttention(nn.Module):
                 rows = y.shape[0]
                 return packed(y, dropout=self._probability_dropout(rows), mask=self._mask(rows))
 
-            return self._recomputed(core, y)
+            return self.values(self._recomputed(core, y))
         return self.attend_split(*self.split(y))
 
     def attend_split(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -19,12 +19,22 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+LATENT = {**MODELS["llama"], "num_query_groups": 0, "num_layers": 1, "kv_lora_rank": 12, "head_dim": 12,
+          "qk_rope_head_dim": 4, "v_head_dim": 6, "rope_pattern": ("none",)}
+"""No rotation: own attention takes the packed projection, whose values are padded to the size of a key."""
+
+
 def gradients(model: dict, dtype: str, own: str) -> torch.Tensor:
     """All gradients of the first step, flat."""
     config = make_config(dtype=dtype, model={**model, "hidden_dropout": 0.1}, own_kernels=own)
     config = dataclasses.replace(config, precision=dataclasses.replace(config.precision, initial_loss_scale=1.0))
     run = single_run(config, steps=1)
     return torch.cat([run.gradients[0][name].double().flatten() for name in sorted(run.gradients[0])])
+
+
+def test_latents_without_rotation_are_those_of_torchs_ops() -> None:
+    own, eager = (gradients(LATENT, "fp32", k) for k in ("on", "off"))
+    assert float((own - eager).norm() / eager.norm()) <= 1e-5
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
