@@ -3,17 +3,25 @@
 The weights of a group have the names of its first layer. On one rank its layers hold the same parameters; where a group
 spans stages, each has a copy, whose record is tied: gradients are summed over those stages, and the copy of the first
 layer's stage is saved and counted, as of a tied embedding. Dropout stays the layer's own.
+
+The gradients of a group's layers are added in the engine's wide sums. Those of matrices always are
+(``parallel.linear``). Those of biases, norms and sinks autograd would first add in the compute dtype, on each stage by
+itself, so each layer's use of them gives its gradient to the sum directly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
+import torch
 from torch import nn
 
 from megatron_port.config.schema import ModelConfig
 from megatron_port.model.layers import TransformerLayer
+from megatron_port.parallel.linear import WgradAccumulator
 from megatron_port.parallel.mesh import shared_name
 from megatron_port.parallel.record import record_of
 from megatron_port.parallel.topology import Topology
@@ -79,3 +87,38 @@ def share_weights(
                 )
                 parameter.record = record  # type: ignore[attr-defined]
                 module._parameters[name] = held.setdefault(record.place, parameter)
+            if any(p is not None and not record_of(p).decay for p in module._parameters.values()):
+                module.__class__ = _with_uses_apart(type(module))  # type: ignore[arg-type]  # a class is hashable
+
+
+class _Use(torch.autograd.Function):
+    """One layer's use of a parameter: its gradient goes to the engine's sum by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor) -> torch.Tensor:
+        ctx.parameter = parameter
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
+        accumulator: WgradAccumulator = ctx.parameter.wgrad_accumulator
+        accumulator.main_grad_of(ctx.parameter).add_(grad)
+        accumulator.on_added(ctx.parameter)
+
+
+@cache
+def _with_uses_apart(module: type[nn.Module]) -> type[nn.Module]:
+    """Return a class of modules whose parameters without weight decay (biases, norms, sinks) are read as uses of their
+    own."""
+
+    def read(self: nn.Module, name: str) -> Any:
+        found = nn.Module.__getattr__(self, name)
+        if not isinstance(found, nn.Parameter) or record_of(found).decay or not hasattr(found, "wgrad_accumulator"):
+            return found
+        if not (found.requires_grad and torch.is_grad_enabled()):
+            return found
+        use = _Use.apply(found)  # type: ignore[no-untyped-call]
+        use.parameter = found
+        return use
+
+    return type(module.__name__, (module,), {"__getattr__": read, "__module__": module.__module__})

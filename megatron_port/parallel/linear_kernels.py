@@ -271,8 +271,9 @@ class FewBitLinearKernels(PlainLinearKernels):
     """Products with weights on a grid of few bits (``parallel.few_bits``), computed anew for each pass; the gradient of
     the weight is that of its value on the grid."""
 
-    def __init__(self, grid: Callable[[Tensor], Tensor]) -> None:
-        self.grid = grid
+    def __init__(self, few_bits: QuantisationConfig) -> None:
+        self.group_size = few_bits.group_size
+        self.grid = partial(on_grid, kind=few_bits.weights, group_size=few_bits.group_size)
 
     def forward(
         self, x: Tensor, weight: Tensor, weight_2d: Tensor, bias: Tensor | None
@@ -291,7 +292,7 @@ def forward_operand(kernels: LinearKernels, weight_2d: Tensor) -> Tensor:
 def make_linear_kernels(fp8: Fp8 | None, few_bits: QuantisationConfig = NO_QUANTISATION) -> LinearKernels:
     """Return the kernels of a model's linear layers; without either in the compute dtype."""
     if few_bits.enabled:
-        return FewBitLinearKernels(partial(on_grid, kind=few_bits.weights, group_size=few_bits.group_size))
+        return FewBitLinearKernels(few_bits)
     if fp8 is None:
         return PLAIN
     return TensorwiseLinearKernels(fp8) if fp8.recipe == "tensorwise" else RowwiseLinearKernels(fp8)

@@ -26,12 +26,13 @@ from megatron_port.backend import cpu_upcast
 from megatron_port.backend.cross_entropy import CrossEntropyOps
 from megatron_port.config.schema import RunConfig
 from megatron_port.model.attention import SelfAttention, rank_rows
+from megatron_port.model.factored import FactoredColumnLinear
 from megatron_port.model.layers import Embedding, Head, TransformerLayer
 from megatron_port.model.norm import Norm, ProjectionNorm
 from megatron_port.model.residual import ResidualStream
 from megatron_port.parallel.embedding import VocabParallelEmbedding, padded_vocab_size
 from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear, linear
-from megatron_port.parallel.linear_kernels import PLAIN
+from megatron_port.parallel.linear_kernels import PLAIN, LinearKernels
 from megatron_port.parallel.positions import SequencePartition
 from megatron_port.parallel.record import record_of
 from megatron_port.parallel.topology import Topology
@@ -73,10 +74,11 @@ class RoundingEmulation:
             elif isinstance(module, ColumnParallelLinear) and isinstance(module.kernels, SharedRowsLinearKernels):
                 continue
             elif isinstance(module, RowParallelLinear):
-                module.kernels = self._kernels(inputs=_equal(module.weight.shape[1], tp))
+                module.kernels = self._kernels(module.kernels, inputs=_equal(module.weight.shape[1], tp))
             elif isinstance(module, ColumnParallelLinear):
                 packed = module.weight.shape[0] if module.weight.ndim == 3 else 1
-                module.kernels = self._kernels(outputs=_equal(module.weight.shape[-2], tp), packed=packed)
+                outputs = _equal(module.weight.shape[-2], tp)
+                module.kernels = self._kernels(module.kernels, outputs=outputs, packed=packed)
             elif isinstance(module, Head):
                 self._cut_head(module)
             elif isinstance(module, Norm) and (
@@ -90,18 +92,20 @@ class RoundingEmulation:
             elif isinstance(module, TransformerLayer) and self.sequence_parallel:
                 module.residual = _SplitResidual.of(module.residual, tp)
 
-    def _kernels(self, *, inputs: Pieces = (), outputs: Pieces = (), packed: int = 1) -> SplitSumLinearKernels:
-        return SplitSumLinearKernels(inputs, outputs, packed, self.rounded_weight_gradients)
+    def _kernels(
+        self, each: LinearKernels, *, inputs: Pieces = (), outputs: Pieces = (), packed: int = 1
+    ) -> SplitSumLinearKernels:
+        return SplitSumLinearKernels(inputs, outputs, packed, self.rounded_weight_gradients, each)
 
     def _cut_shared(self, attention: SelfAttention) -> None:
         """Let attention run as on ranks that share key/value heads: each has its query heads and its copy."""
-        heads, tp, linear_ = attention.spec.groups, self.tensor_parallel_size, attention.qkv
-        if not isinstance(linear_, ColumnParallelLinear):
-            raise ValueError("a factored projection's rounding on ranks that share key/value heads is not emulated")
+        heads, tp = attention.spec.groups, self.tensor_parallel_size
+        linear_ = attention.qkv.high if isinstance(attention.qkv, FactoredColumnLinear) else attention.qkv
+        assert isinstance(linear_, ColumnParallelLinear)
         ranks = tuple(
             tuple(slice(r.start, r.start + r.count) for r in rank_rows(heads, tp, rank)) for rank in range(tp)
         )
-        linear_.kernels = SharedRowsLinearKernels(ranks, self.rounded_weight_gradients)
+        linear_.kernels = SharedRowsLinearKernels(ranks, self.rounded_weight_gradients, linear_.kernels)
         attention.groups, attention.heads_per_group = tp, heads.heads // tp
 
         def forward(x: Tensor) -> Tensor:
@@ -124,7 +128,7 @@ class RoundingEmulation:
         vocab, tp = record_of(head.weight).shape[0], self.tensor_parallel_size
         share = padded_vocab_size(vocab, tp=tp, multiple=self.vocab_padding_multiple) // tp
         pieces = tuple(slice(min(i * share, vocab), min((i + 1) * share, vocab)) for i in range(tp))
-        kernels = self._kernels(outputs=pieces)
+        kernels = self._kernels(PLAIN, outputs=pieces)
         head.cross_entropy = _CutCrossEntropy(head.cross_entropy, tuple(p for p in pieces if p.start < p.stop))
 
         def logits(y: Tensor) -> Tensor:
@@ -173,36 +177,38 @@ class SplitSumLinearKernels:
     packed: int = 1
     rounded: bool = False
     """The weight's gradient is rounded to the compute dtype before it is added to the sum."""
+    each: LinearKernels = PLAIN
+    """Kernels of each part's products: in the compute dtype, or with weights of few bits, whose groups no part cuts."""
 
     def forward(
         self, x: Tensor, weight: Tensor, weight_2d: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         if not self.inputs:
-            return PLAIN.forward(x, weight, weight_2d, bias)
+            return self.each.forward(x, weight, weight_2d, bias)
         assert bias is None  # a row-parallel linear adds it after the sum
-        return ring_sum([PLAIN.forward(x[..., p], weight, weight_2d[:, p], None)[0] for p in self.inputs]), None
+        return ring_sum([self.each.forward(x[..., p], weight, weight_2d[:, p], None)[0] for p in self.inputs]), None
 
     def prepare_grad_output(self, grad_output_2d: Tensor) -> tuple[Tensor, Tensor]:
         return grad_output_2d, grad_output_2d
 
     def dgrad(self, grad_output_2d: Tensor, weight: Tensor, weight_2d: Tensor) -> Tensor:
         if not self.outputs:
-            return PLAIN.dgrad(grad_output_2d, weight, weight_2d)
+            return self.each.dgrad(grad_output_2d, weight, weight_2d)
         given = grad_output_2d.view(grad_output_2d.shape[0], self.packed, -1)
         matrices = weight_2d.view(self.packed, -1, weight_2d.shape[1])
         return ring_sum([
-            PLAIN.dgrad(given[:, :, p].flatten(1), weight, matrices[:, p].flatten(0, 1)) for p in self.outputs
+            self.each.dgrad(given[:, :, p].flatten(1), weight, matrices[:, p].flatten(0, 1)) for p in self.outputs
         ])
 
     def wgrad(self, grad_output_2d: Tensor, x: Tensor, saved_input_scale: Tensor | None) -> Tensor:
-        return PLAIN.wgrad(grad_output_2d, x, saved_input_scale)
+        return self.each.wgrad(grad_output_2d, x, saved_input_scale)
 
     def wgrad_accumulate(
         self, main_grad: Tensor, grad_output_2d: Tensor, x: Tensor, saved_input_scale: Tensor | None, *,
         first: bool = False,
     ) -> None:
         if not self.rounded:
-            PLAIN.wgrad_accumulate(main_grad, grad_output_2d, x, saved_input_scale, first=first)
+            self.each.wgrad_accumulate(main_grad, grad_output_2d, x, saved_input_scale, first=first)
             return
         if first:
             main_grad.zero_()
@@ -217,7 +223,8 @@ class SharedRowsLinearKernels:
     ranks: tuple[Pieces, ...]
     """Rows of each rank's two weights."""
     rounded: bool = False
-    """As :class:`SplitSumLinearKernels`."""
+    each: LinearKernels = PLAIN
+    """Both as :class:`SplitSumLinearKernels`."""
 
     def _split(self, columns: Tensor) -> Iterator[list[tuple[slice, Tensor]]]:
         """Yield for each rank (rows, its columns [tokens, rows]) of its two weights."""
@@ -232,7 +239,7 @@ class SharedRowsLinearKernels:
         """Return y [..., all ranks' columns]; ``bias`` has every column too."""
         rows = [p for own in self.ranks for p in own]
         biases = [None] * len(rows) if bias is None else bias.split([p.stop - p.start for p in rows])
-        made = [PLAIN.forward(x, weight, weight_2d[p], b)[0] for p, b in zip(rows, biases)]
+        made = [self.each.forward(x, weight, weight_2d[p], b)[0] for p, b in zip(rows, biases)]
         return torch.cat(made, dim=-1), None
 
     def prepare_grad_output(self, grad_output_2d: Tensor) -> tuple[Tensor, Tensor]:
@@ -241,7 +248,7 @@ class SharedRowsLinearKernels:
     def dgrad(self, grad_output_2d: Tensor, weight: Tensor, weight_2d: Tensor) -> Tensor:
         parts = []
         for own in self._split(grad_output_2d):
-            first, second = (PLAIN.dgrad(columns, weight, weight_2d[p]) for p, columns in own)
+            first, second = (self.each.dgrad(columns, weight, weight_2d[p]) for p, columns in own)
             parts.append(first + second)
         return ring_sum(parts)
 
@@ -300,7 +307,10 @@ class _Shared(torch.autograd.Function):
 
 def _share(parameter: Tensor, place: int) -> Tensor:
     """The parameter as the rank at a place uses it. The first one's gradient arrives as every gradient does."""
-    return parameter if place == 0 else _Shared.apply(parameter)  # type: ignore[no-untyped-call]
+    if place == 0:
+        return parameter
+    owner = getattr(parameter, "parameter", parameter)  # of the use that one of several layers makes of it
+    return _Shared.apply(owner)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _cut_norm(norm: Norm, ranks: int) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from megatron_port.model.layers import Head
 from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear, linear
-from megatron_port.parallel.linear_kernels import PLAIN, LinearKernels
+from megatron_port.parallel.linear_kernels import PLAIN, FewBitLinearKernels, LinearKernels
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,20 @@ ORDERS: tuple[Reordering | None, ...] = (None, *sorted(REORDERINGS, key=lambda r
 """One process in its own order and in the eight, those first that change most."""
 
 
-def _pieces(size: int, reordering: Reordering, place: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return a random partition of ``range(size)`` into the reordering's pieces, another for every linear."""
+def _pieces(
+    size: int, reordering: Reordering, place: int, device: torch.device, group: int = 1
+) -> tuple[torch.Tensor, ...]:
+    """Return a random partition of ``range(size)`` into the reordering's pieces, another for every linear; ``group``
+    neighbours stay together."""
     generator = torch.Generator().manual_seed(1_000 * reordering.order_seed + place)
-    return torch.randperm(size, generator=generator).to(device).chunk(reordering.chunks)
+    drawn = torch.randperm(size // group, generator=generator).chunk(reordering.chunks)
+    return tuple((part[:, None] * group + torch.arange(group)).flatten().to(device) for part in drawn)
 
 
 def _row(module: RowParallelLinear, reordering: Reordering, place: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    pieces = _pieces(module.weight.shape[1], reordering, place, module.weight.device)
+    # Weights of few bits have a scale for each group, which no piece may cut.
+    group = module.kernels.group_size if isinstance(module.kernels, FewBitLinearKernels) else 1
+    pieces = _pieces(module.weight.shape[1], reordering, place, module.weight.device, group)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         parts = [linear(x[..., piece], module.weight[:, piece], kernels=module.kernels) for piece in pieces]

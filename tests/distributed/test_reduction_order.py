@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from cases import REORDERINGS, Order, RoundingEmulation, make_config, single_run
 
+from megatron_port.config.schema import QuantisationConfig
 from megatron_port.parity.reduction_order import Reordering
 
-GPT = {"tie_embeddings": True, "hidden_dropout": 0.1}
+GPT = {"tie_embeddings": True, "hidden_dropout": 0.1, "shared_layers": 2}
 LLAMA = {"activation": "swiglu", "normalization": "rmsnorm", "add_bias": False, "num_query_groups": 2,
          "position_embedding": "rope"}
+FACTORED = {**LLAMA, "tie_embeddings": True, "qkv_rank": 8, "output_rank": 8, "up_rank": 8, "down_rank": 8}
+"""With weights of few bits."""
 ORDERS = [
     REORDERINGS[3], REORDERINGS[6], REORDERINGS[7],
     RoundingEmulation(2, 8, sequence_parallel=True),
@@ -18,11 +23,12 @@ ORDERS = [
 ]
 
 
-@pytest.mark.parametrize("model", [{}, GPT, LLAMA, {**LLAMA, "tie_embeddings": True}],
-                         ids=["untied", "gpt", "llama", "tied llama"])
+@pytest.mark.parametrize("model", [{}, GPT, LLAMA, FACTORED], ids=["untied", "gpt", "llama", "factored"])
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_an_order_changes_nothing_but_rounding(model: dict, order: Order) -> None:
     config = make_config(dtype="fp64", model=model)
+    if model is FACTORED:
+        config = dataclasses.replace(config, quantisation=QuantisationConfig(weights="int4", group_size=4))
     plain, other = single_run(config, steps=2), single_run(config, steps=2, order=order)
     assert other.losses == pytest.approx(plain.losses, rel=1e-12)
     assert other.grad_norms == pytest.approx(plain.grad_norms, rel=1e-10)
