@@ -11,9 +11,9 @@ from megatron_port.config.ranges import Fraction
 if TYPE_CHECKING:
     from megatron_port.config.schema import ModelConfig, RunConfig
 
-LINEARS = ("*.attention.*.weight", "*.mlp.up.weight", "*.mlp.down.weight", "*.mlp.experts.*.weight",
-           "*.mlp.shared.*.weight")
-"""Patterns of the layers' matrices, without routers."""
+LINEARS = ("*.attention.*.weight", "*.mlp.up.weight", "*.mlp.up_low.weight", "*.mlp.down.weight",
+           "*.mlp.down_low.weight", "*.mlp.experts.*.weight", "*.mlp.shared.*.weight")
+"""Patterns of the layers' matrices, the two factors of some (``*_low``) among them, without routers."""
 NOT_ELEMENTWISE = ("muon",)
 """Rules whose update of an element with a zero gradient is not zero."""
 GROUP = 4
@@ -63,6 +63,8 @@ def sparsity_problems(config: RunConfig) -> list[str]:
             config.fine_tuning.enabled,
         'offload.optimizer "nvme": masks are taken from masters in memory; use "cpu" or "none"':
             config.offload.optimizer == "nvme",
+        'quantisation.weights "binary", which has no zero; use "int8" or "int4"':
+            config.quantisation.weights == "binary",
     }
     out = [f'sparsity.method "{s.method}" with {problem}' for problem, there in found.items() if there]
     if s.method == "2:4":
@@ -77,7 +79,8 @@ def sparsity_problems(config: RunConfig) -> list[str]:
 def inputs(model: ModelConfig) -> dict[str, int]:
     """Return the number of inputs of the layers' matrices by what they are called."""
     out = {"attention.qkv (model.hidden_size)": model.hidden_size,
-           "attention.output (heads × model.head_dim)": model.num_attention_heads * model.head_size}
+           "attention.output (heads × model.head_dim)": model.num_attention_heads * model.head_size,
+           **{f"the second factor of {name} (model.{name}_rank)": rank for name, rank in model.ranks.items()}}
     if not model.moe.enabled or model.moe.first_dense:
         out["mlp.down (model.ffn_hidden_size)"] = model.ffn_size
     if model.moe.enabled:

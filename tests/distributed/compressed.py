@@ -1,12 +1,14 @@
 """Masks and few bits on every kind of layout, and in random combinations, each against one process; resumable.
 
 ``python tests/distributed/compressed.py --out benchmarks/results/masks.jsonl [--seeds 0-99]`` runs what the file lacks,
-``--few-bits --out benchmarks/results/few-bits.jsonl`` the same of weights on a grid.
+``--few-bits --out benchmarks/results/few-bits.jsonl`` the same of weights on a grid, ``--combined --seeds 0-23 --out
+benchmarks/results/combined.jsonl`` draws of factors or shared layers together with masks, few bits and teachers.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import random
 import sys
@@ -14,10 +16,14 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import drawing
+import factored
 from cases import make_config
+from distilled import WIDE, teacher_folder, with_drawn_teacher
 from drawing import Draw
 from fuzz import record, record_parser
 
+from megatron_port.config.checks import problems
+from megatron_port.config.distillation import DistillationConfig
 from megatron_port.config.quantisation import quantisation_problems
 from megatron_port.config.schema import MoEConfig, QuantisationConfig, RunConfig, SparsityConfig
 from megatron_port.config.sparsity import GROUP, inputs
@@ -31,6 +37,11 @@ LLAMA: dict[str, Any] = {
 """Tensor-parallel ranks have 18 of the 36 inputs: they cut a group."""
 EXPERTS: dict[str, Any] = {**LLAMA, "moe": MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=24)}
 MODELS = {"gpt": GPT, "llama": LLAMA, "experts": EXPERTS, "wide llama": {**LLAMA, "ffn_hidden_size": 64}}
+RANKS = {"qkv_rank": 16, "output_rank": 8, "up_rank": 16, "down_rank": 16}
+MODELS |= {
+    "factored llama": {**MODELS["wide llama"], **RANKS}, "shared gpt": {**GPT, "num_layers": 4, "shared_layers": 3},
+    "both": {**GPT, **RANKS, "num_layers": 4, "shared_layers": 3},
+}
 WIDER = ("gpt", "wide llama")
 """Whose sizes groups divide on two tensor-parallel ranks."""
 
@@ -40,15 +51,17 @@ class CompressedDraw(Draw):
 
     def describe(self) -> dict[str, object]:
         """For the results file."""
-        s = self.config.sparsity
-        return {**super().describe(), "ep": self.topology.ep, "experts": self.config.model.moe.num_experts,
-                "sparsity": s.method, "ratio": s.ratio, "sparse": list(s.targets),
+        s, m = self.config.sparsity, self.config.model
+        return {**super().describe(), "ep": self.topology.ep, "experts": m.moe.num_experts,
+                "ranks": m.ranks, "shared_layers": m.shared_layers,
+                "teacher": self.config.distillation.enabled, "sparsity": s.method, "ratio": s.ratio,
+                "sparse": list(s.targets),
                 "bits": self.config.quantisation.weights, "group": self.config.quantisation.group_size}
 
 
 def on_layout(
     number: int, model: str, topology: Topology, change: Callable[[RunConfig], RunConfig], *, recompute: Any = "none",
-    mask: bool = False, **layout: Any,
+    mask: bool = False, dtype: str = "fp64", **layout: Any,
 ) -> CompressedDraw:
     """A run of a model on a layout."""
     sizes = {
@@ -56,7 +69,7 @@ def on_layout(
         "data_parallel_size": topology.dp, "context_parallel_size": topology.cp, "expert_parallel_size": topology.ep,
     }
     stages = topology.pp * layout.get("virtual_pipeline_size", 1)
-    config = make_config(dtype="fp64", model={**MODELS[model], "num_layers": max(2, stages)}, mask_loss=mask,
+    config = make_config(dtype=dtype, model={"num_layers": max(2, stages), **MODELS[model]}, mask_loss=mask,
                          layout={**sizes, "recompute": recompute, **layout})
     return CompressedDraw(number, change(config), topology)
 
@@ -69,6 +82,18 @@ def sparse(method: Any, ratio: float = 0.5, *targets: str) -> Callable[[RunConfi
 def few(kind: Any, group: int) -> Callable[[RunConfig], RunConfig]:
     """Return what lets a run compute with few bits."""
     return lambda c: dataclasses.replace(c, quantisation=QuantisationConfig(weights=kind, group_size=group))
+
+
+def together(*changes: Callable[[RunConfig], RunConfig]) -> Callable[[RunConfig], RunConfig]:
+    """Return what makes several changes."""
+    return lambda c: functools.reduce(lambda config, change: change(config), changes, c)
+
+
+def taught(config: RunConfig) -> RunConfig:
+    """Return the run with a teacher."""
+    teacher = make_config(dtype="fp64", model={**WIDE, "num_layers": 4}).model
+    return dataclasses.replace(config, distillation=DistillationConfig(
+        teacher=teacher_folder(teacher), alpha=0.3, temperature=2.0))
 
 
 FEW_BITS: dict[str, Callable[[RunConfig], RunConfig]] = {
@@ -132,13 +157,39 @@ def few_draw(seed: int) -> CompressedDraw:
             return CompressedDraw(20_000 + seed, drawn, t)
 
 
+def combined_draw(seed: int) -> CompressedDraw:
+    """A run in fp64 of a factored model, or one whose layers share weights, with few bits, masks or both in turn; every
+    other one has a teacher."""
+    r = random.Random(f"combined-{seed}")
+    changes = [
+        *([sparse(r.choice(("2:4", "magnitude")), r.choice((0.2, 0.5, 0.9)))] if seed % 3 else []),
+        *([few(r.choice(("int8", "int4", "binary") if seed % 3 == 0 else ("int8", "int4")), r.choice((2, 4)))]
+          if seed % 3 != 1 else []),
+    ]
+    while True:
+        one = factored.draw(r.randrange(10_000_000))
+        config, t = one.config, one.topology
+        if config.precision.dtype != "fp64":
+            continue
+        for change in changes:
+            config = change(config)
+        if seed % 2:
+            config, _ = with_drawn_teacher(r, config, t)
+        if set(problems(config, world_size=t.world_size)) <= set(problems(one.config, world_size=t.world_size)):
+            return CompressedDraw(30_000 + seed, config, t)
+
+
 def main() -> int:
     """Run what a file lacks."""
     parser = record_parser(main.__doc__)
     parser.add_argument("--few-bits", action="store_true", help="weights on a grid instead of masks")
+    parser.add_argument("--combined", action="store_true", help="draws of several methods together")
     args = parser.parse_args()
-    drawn = [(few_draw if args.few_bits else draw)(seed) for seed in args.seeds]
-    return record(drawn or (matrix(FEW_BITS, WIDER) if args.few_bits else matrix()), args, "compressed")
+    if args.combined and not args.seeds:
+        parser.error("--combined needs --seeds")
+    drawn = [(combined_draw if args.combined else few_draw if args.few_bits else draw)(seed) for seed in args.seeds]
+    return record(drawn or (matrix(FEW_BITS, WIDER) if args.few_bits else matrix()), args, "compressed",
+                  lambda c: c.sparsity.method)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from fuzz import record, record_parser
 from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.config.distillation import DistillationConfig
 from megatron_port.config.dump import as_dict
-from megatron_port.config.schema import ModelConfig, MoEConfig
+from megatron_port.config.schema import ModelConfig, MoEConfig, RunConfig
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
 from megatron_port.session.assemble import build_engine
@@ -93,7 +93,8 @@ class DistilledDraw(Draw):
 
 def distilled(
     number: int, pair: str, topology: Topology, *, data: dict[str, Any] | None = None, recompute: Any = "none",
-    mask: bool = False, objective: tuple[float, float, Any] = (0.3, 2.0, "forward"), **layout: Any,
+    mask: bool = False, objective: tuple[float, float, Any] = (0.3, 2.0, "forward"), dtype: str = "fp64",
+    **layout: Any,
 ) -> DistilledDraw:
     """A run of a pair on a layout."""
     model, teacher = PAIRS[pair]
@@ -102,7 +103,7 @@ def distilled(
         "data_parallel_size": topology.dp, "context_parallel_size": topology.cp, "expert_parallel_size": topology.ep,
     }
     stages = topology.pp * layout.get("virtual_pipeline_size", 1)
-    config = make_config(dtype="fp64", model={**model, "num_layers": max(3, stages)}, mask_loss=mask, data=data,
+    config = make_config(dtype=dtype, model={**model, "num_layers": max(3, stages)}, mask_loss=mask, data=data,
                          layout={**sizes, "recompute": recompute, **layout})
     base = make_config(dtype="fp64", model={**teacher, "num_layers": max(teacher["num_layers"], stages)}).model
     alpha, temperature, divergence = objective
@@ -146,6 +147,12 @@ def draw(seed: int) -> DistilledDraw:
         if config.engine == "native" and config.precision.dtype in ("fp64", "fp32") and not config.model.mtp_layers \
                 and not config.fine_tuning.enabled:
             break
+    config, teacher = with_drawn_teacher(r, config, t)
+    return DistilledDraw(10_000 + seed, config, t, teacher)
+
+
+def with_drawn_teacher(r: random.Random, config: RunConfig, t: Topology) -> tuple[RunConfig, ModelConfig]:
+    """Return a run with a teacher of any shape that can be split likewise, and that."""
     mine, stages = config.model, t.pp * config.layout.virtual_pipeline_size
     groups, llama = mine.kv_heads, r.random() < 0.5
     heads = groups * r.choice((1, 2)) if groups >= t.tp else t.tp * r.choice((1, 2))
@@ -159,7 +166,7 @@ def draw(seed: int) -> DistilledDraw:
     config = dataclasses.replace(config, distillation=DistillationConfig(
         teacher=teacher_folder(teacher), alpha=r.choice((0.0, 0.3, 0.8)), temperature=r.choice((0.5, 1.0, 2.0)),
         divergence=r.choice(("forward", "reverse"))))
-    return DistilledDraw(10_000 + seed, config, t, teacher)
+    return config, teacher
 
 
 def main() -> int:

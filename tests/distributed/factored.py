@@ -101,7 +101,8 @@ def draw(seed: int) -> CompressedDraw:
 def main() -> int:
     """Run what a file lacks."""
     args = record_parser(main.__doc__).parse_args()
-    return record([draw(seed) for seed in args.seeds] or matrix(), args, "compression")
+    return record([draw(seed) for seed in args.seeds] or matrix(), args, "compression",
+                  lambda c: "shared" if c.model.shared_layers > 1 else "factored")
 
 
 if __name__ == "__main__":

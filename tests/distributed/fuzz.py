@@ -12,6 +12,7 @@ import json
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from pool import RankPool
 
 from megatron_port.config.attention import MaskNeeds
 from megatron_port.config.schema import ActivationsConfig, LayoutConfig, RunConfig
+from megatron_port.parallel.topology import Topology
 from megatron_port.parity.comparison import FP32, FP64, Deviation, Run, compare
 from megatron_port.parity.run_record import RankTrace
 
@@ -72,19 +74,25 @@ def judge(one: Draw, traces: Sequence[RankTrace]) -> list[Deviation]:
     return compare(reference_run(config), run, FP64 if exact else FP32, config.model, lr=lr)
 
 
-def run_draws(ranks: RankPool, draws: Sequence[Draw]) -> list[tuple[Draw, list[Deviation]]]:
-    """Run draws, those of one world and engine on the same ranks."""
+def run_draws(
+    ranks: RankPool, draws: Sequence[Draw], *, patience: float = 30.0,
+) -> list[tuple[Draw, list[Deviation]]]:
+    """Run draws, those of one world and engine on the same ranks; ``patience``: seconds for each before it fails."""
     groups: dict[tuple[int, bool], list[Draw]] = {}
     for one in map(settled, draws):
         groups.setdefault((one.topology.world_size, one.config.engine == "deepspeed"), []).append(one)
     out = []
     for (world, deepspeed), members in sorted(groups.items()):
         results = ranks.run(
-            world, run_cases, [m.case for m in members], timeout=60.0 + 30.0 * len(members), deepspeed=deepspeed
+            world, run_cases, [m.case for m in members], timeout=60.0 + patience * len(members), deepspeed=deepspeed
         )
         for i, member in enumerate(members):
             out.append((member, judge(member, [result[i] for result in results])))
     return out
+
+
+_PATIENT = functools.partial(run_draws, patience=300.0)
+"""For records, which share their machine with other work."""
 
 
 def failures(results: Sequence[tuple[Draw, list[Deviation]]]) -> str:
@@ -105,7 +113,7 @@ def seed_range(text: str) -> list[int]:
 
 def run_resumable(
     draws: Sequence[Draw], out: Path, *, batch_size: int, seconds: float,
-    run: Callable[[RankPool, Sequence[Draw]], list[tuple[Draw, list[Deviation]]]] = run_draws,
+    run: Callable[[RankPool, Sequence[Draw]], list[tuple[Draw, list[Deviation]]]] = _PATIENT,
 ) -> int:
     """Run the draws that ``out`` (JSON lines) lacks, a batch at a time; 0 if none failed."""
     done = {json.loads(line)["seed"] for line in out.read_text().splitlines()} if out.exists() else set()
@@ -143,10 +151,25 @@ def record_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def record(draws: Sequence[Draw], args: argparse.Namespace, order: str) -> int:
-    """Run what a file lacks; wherever it is cut off, what it has seen is spread over all. ``order``: of the shuffle."""
+def record(
+    draws: Sequence[Draw], args: argparse.Namespace, order: str, kind: Callable[[RunConfig], str] = lambda config: "",
+) -> int:
+    """Run what a file lacks: of each kind on each layout and ZeRO stage one, then a second one, and so on.
+
+    ``order`` seeds the shuffle: wherever the command is cut off, what it has seen is spread over all the rest.
+    """
+    done = {json.loads(line)["seed"] for line in args.out.read_text().splitlines()} if args.out.exists() else set()
     shuffled = list(draws)
     random.Random(order).shuffle(shuffled)
+    shuffled.sort(key=lambda one: one.seed not in done)
+    count: Counter[tuple[Topology, int, str]] = Counter()
+    turn = {}
+    for one in shuffled:
+        place = one.topology, one.config.layout.zero_stage, kind(one.config)
+        turn[one.seed], count[place] = count[place], count[place] + 1
+    first = [one.seed in done for one in shuffled if turn[one.seed] == 0]
+    print(f"{sum(first)} of {len(first)} layouts are in {args.out}", flush=True)
+    shuffled.sort(key=lambda one: turn[one.seed])
     return run_resumable(shuffled, args.out, batch_size=args.batch, seconds=args.seconds)
 
 

@@ -23,6 +23,7 @@ from megatron_port.config.schema import (
     MoEConfig,
     OptimizerConfig,
     PrecisionConfig,
+    QuantisationConfig,
     RunConfig,
     SparsityConfig,
 )
@@ -155,6 +156,8 @@ def test_settings_that_contradict_are_refused(tmp_path: Path) -> None:
         (dataclasses.replace(base, optimizer=OptimizerConfig(name="muon")), "optimizer.name 'muon'"),
         (dataclasses.replace(base, model=dataclasses.replace(base.model, ffn_hidden_size=50)), "50 inputs"),
         (dataclasses.replace(base, sparsity=SparsityConfig(ratio=0.2)), "leaves nothing out"),
+        (dataclasses.replace(base, quantisation=QuantisationConfig(weights="binary", group_size=4)), "has no zero"),
+        (dataclasses.replace(base, model=dataclasses.replace(base.model, up_rank=6)), "up_rank) has 6 inputs"),
     ):
         assert any(words in problem for problem in problems(changed)), words
 
@@ -165,6 +168,10 @@ def test_targets_are_the_layers_matrices_without_routers() -> None:
     assert [name for name in parameter_shapes(model) if TWO_FOUR.has(name)] == [
         "layers.0.attention.qkv.weight", "layers.0.attention.output.weight", "layers.0.mlp.experts.up.weight",
         "layers.0.mlp.experts.down.weight", "layers.0.mlp.shared.up.weight", "layers.0.mlp.shared.down.weight",
+    ]
+    both = dataclasses.replace(RunConfig().model, num_layers=1, output_rank=8, up_rank=8, down_rank=8)
+    assert [name.split(".")[3] for name in parameter_shapes(both) if TWO_FOUR.has(name)] == [
+        "qkv", "output_low", "output", "up_low", "up", "down_low", "down",
     ]
     some = SparsityConfig(method="2:4", targets=("layers.*.mlp.*",))
     assert some.has("layers.3.mlp.up.weight") and not some.has("layers.3.attention.qkv.weight")
