@@ -251,7 +251,9 @@ class Case:
         parts += [f"ep {self.ep}" + (f" x etp {self.etp}" if self.etp > 1 else "")] if self.model.moe.enabled else []
         parts += [f"micro-batch {self.micro_batch}", f"recompute {'by plan' if self.dropped else self.recompute}"]
         parts += ["ZeRO-3"] if self.zero_stage == 3 else []
-        parts += [f"optimizer on {self.offload}"] if self.offload != "none" else []
+        share = f" {self.offload_fraction:.0%}" if self.offload_fraction < 1 else ""
+        parts += [f"optimizer{share} on {self.offload}"] if self.offload != "none" else []
+        parts += [f"products in {self.tensor_chunks} parts"] if self.tensor_chunks > 1 else []
         return ", ".join(parts)
 
 

@@ -6,9 +6,9 @@ stage computes and exchanges), then schedule and recompute (with the bubble), th
 groups of shards, offload. Recompute, sharding and offload only add to a step, which is what makes the bounds valid.
 Layouts come out in the order of their planned seconds, so the search ends with the first few that fit.
 
-Two kinds of choice are too many to be enumerated, and are made for what comes out: layers that keep only some of their
-activations (``activation_plan``), where keeping all does not fit and recomputing all does; and a split of the layers by
-the planned seconds of the units instead of their FLOPs.
+Some choices are too many to be enumerated, and are made for what comes out: layers that keep only some of their
+activations (``activation_plan``), where keeping all does not fit and recomputing all does; and for the best of them a
+split of the layers by seconds, pieces of products and a share of the optimizer (``refine``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from megatron_port.config.checks import problems
 from megatron_port.config.choices import CHOICES
 from megatron_port.config.layout import divisors, with_values
 from megatron_port.config.schema import RunConfig
-from megatron_port.pipeline.partition import balanced_layers
 from megatron_port.plan.activation_plan import plan_activations
 from megatron_port.plan.case import Case, Machine, case_of
 from megatron_port.plan.chunk import chunk_bytes
@@ -32,6 +31,7 @@ from megatron_port.plan.elements import expert_elements, stage_elements, trained
 from megatron_port.plan.ledger import chunk_ends
 from megatron_port.plan.memory import held_bytes, plan_memory, stage_memory
 from megatron_port.plan.offload import host_problem
+from megatron_port.plan.refine import refined
 from megatron_port.plan.search import (
     FINALISTS,
     NEUTRAL,
@@ -45,10 +45,12 @@ from megatron_port.plan.search import (
     layouts,
     options_of,
 )
-from megatron_port.plan.step import pass_seconds, plan_step, unit_seconds
+from megatron_port.plan.step import pass_seconds, plan_step
 
 PLANNED = 3
 """Layouts for which a plan of activations is made at the most; one takes as long as hundreds of others."""
+REFINED = 8
+"""Layouts, of the best, for which ``refine`` looks for more."""
 
 
 @dataclass(frozen=True)
@@ -302,7 +304,8 @@ def fastest(
             break
         chosen.append(replace(candidate, step=plan_step(candidate.case, machine)))
     chosen = _exactly(sorted(chosen, key=_rank), machine)
-    return sorted(_with_timed_splits(asked, chosen, machine), key=_rank)
+    better = [refined(asked, candidate, machine) for candidate in chosen[:REFINED]]
+    return sorted([*better, *chosen[REFINED:]], key=_rank)
 
 
 def _rank(candidate: Candidate) -> tuple[float, float]:
@@ -319,17 +322,3 @@ def _exactly(found: list[Candidate], machine: Machine) -> list[Candidate]:
         exact += [made]
         found = sorted([*([made] if made.fits(machine) else []), *found[1:]], key=_rank)
     return found
-
-
-def _with_timed_splits(config: RunConfig | None, found: list[Candidate], machine: Machine) -> list[Candidate]:
-    """The layouts, the first of them also with its layers split by seconds where that is another split and faster."""
-    if not found or found[0].case.pp * found[0].case.vp == 1 or found[0].case.dropped:
-        return found
-    best = found[0]
-    units = unit_seconds(best.case, machine)
-    case = replace(best.case, split=balanced_layers(units, best.case.pp * best.case.vp))
-    if case.split == best.case.split or (config is not None and not is_legal(config, case)):
-        return found
-    memory, step = fullest(case, machine), plan_step(case, machine)
-    better = memory.total <= machine.cluster.memory_gb * 1e9 and step.seconds < best.step.seconds
-    return [Candidate(case=case, step=step, memory=memory), *found] if better else found

@@ -116,7 +116,8 @@ def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
     w, tokens = case.width, _stream(case)[0]
     shapes = _products(case, layer)
     pw = 1 if case.dtype == "fp8" else w
-    products = sum(rates.product(*p, width=pw) for p in shapes)
+    pieces = case.tensor_chunks
+    products = pieces * sum(rates.product(r / pieces, c, k, width=pw) for r, c, k in shapes)
     inputs = sum(rates.product(r, k, c, width=pw, exact=True) for r, c, k in shapes)
     narrow = pw if case.fp8 != "rowwise" else w  # rowwise leaves the weights' gradients in the compute dtype
     weights = sum(rates.product(k, c, r, width=narrow, exact=True) for r, c, k in shapes)
@@ -203,7 +204,8 @@ def start_seconds(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, fl
     exchanges = 0
     if case.tp > 1:
         exchanges = (2 if case.sequence_parallel else 1) * (1 + (_dense_block(layer) is not None))
-    forward, backward = linears + core + light + exchanges, 2 * linears + core + 1 + light_back + exchanges
+    forward = case.tensor_chunks * (linears + exchanges) + core + light
+    backward = 2 * linears + core + 1 + light_back + exchanges
     if layer.moe is not None:
         grouped, each = case.engine.linear_calls, layer.moe.num_experts / case.ep * case.engine.expert_calls
         forward += ROUTER_CALLS + MOVE_CALLS + 2 * (grouped + each)

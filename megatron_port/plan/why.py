@@ -22,6 +22,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "{schedule}": ("schedule",),
     "ZeRO-{zero_stage}": ("zero_stage", "shard", "reshard"),
     "optimizer on {offload}": ("offload", "offload_weights", "offload_fraction"),
+    "products in {tensor_chunks} parts": ("tensor_chunks",),
 }
 """What changes together, by how it is called."""
 

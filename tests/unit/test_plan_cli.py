@@ -27,7 +27,17 @@ from megatron_port.plan.assumed import with_assumed_hardware
 from megatron_port.plan.case import case_of, machine_of, machine_problems
 from megatron_port.plan.fastest import fastest, kinds_of, states_of
 from megatron_port.plan.memory import plan_memory
-from megatron_port.plan.search import fullest, is_legal, layouts, options_of, search, settings_of
+from megatron_port.plan.refine import refined
+from megatron_port.plan.search import (
+    Candidate,
+    flags_of,
+    fullest,
+    is_legal,
+    layouts,
+    options_of,
+    search,
+    settings_of,
+)
 from megatron_port.plan.step import plan_step
 from megatron_port.plan.verdict import make_plan
 
@@ -180,6 +190,27 @@ def test_the_search_over_every_axis_finds_the_best_of_1t_on_3072_gcds_in_seconds
     assert best.step.seconds < 0.68 * plan_step(case, machine).seconds and best.case.engine.name == "native"
     assert best.case.world == 3072 and max(m.total for m in plan_memory(best.case, machine)) <= 64e9
     assert {c.case.engine.name for c in found} == {"native", "deepspeed"}
+    assert best.case.offload_fraction < 1 < best.case.tensor_chunks  # refined: no more on the host than has to be
+    flags = flags_of(config, case, best.case)
+    assert "--set offload.fraction=0.95 " in flags + " " and "--set layout.tp_overlap_chunks=4" in flags
+    as_a_whole = replace(best.case, offload_fraction=1.0, tensor_chunks=1)
+    assert best.step.seconds < plan_step(as_a_whole, machine).seconds
+    less = replace(best.case, offload_fraction=0.9)
+    assert max(m.total for m in plan_memory(less, machine)) > 64e9
+
+
+def test_refined_layouts_are_faster_fit_and_are_legal() -> None:
+    config = load("runs/frontier-22b", ["cluster.nodes=2", "engine=native"]).config
+    case, machine = case_of(config)[0], machine_of(config)
+    heavy = replace(case, pp=4, dp=4, tp=1, split=(14, 12, 12, 10), micro_batches=case.global_batch // 4,
+                    offload="cpu", recompute="full")
+    found = Candidate(case=heavy, step=plan_step(heavy, machine), memory=fullest(heavy, machine))
+    better = refined(config, found, machine)
+    assert better.step.seconds < found.step.seconds and better.fits(machine) and is_legal(config, better.case)
+    assert better.case.split == (12, 12, 12, 12)
+    assert 0 < better.case.offload_fraction < 1 and better.case.tensor_chunks == 1  # without tensor parallelism
+    again = refined(config, better, machine)
+    assert again.step.seconds == better.step.seconds
 
 
 def test_the_search_over_every_axis_is_exact() -> None:
