@@ -129,7 +129,7 @@ def measure(size: Size, peer: str, device: torch.device, steps: int, warm_up: in
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities) as prof:
         profiled = run(steps)
-    measured = rates(device, size.dtype)
+    measured = rates(device, size.dtype, small=size.for_tests)
     kernels = kernels_of(prof, steps, cuda)
     by_group: dict[str, float] = {}
     for kernel in kernels:
@@ -156,10 +156,11 @@ def measure(size: Size, peer: str, device: torch.device, steps: int, warm_up: in
 
 def table(found: dict[str, Any]) -> str:
     """For people."""
-    total = sum(g["seconds"] for g in found["groups"]) or 1.0  # a profiler that sees no kernel leaves zeros
+    seen = sum(g["seconds"] for g in found["groups"])
+    total = seen or 1.0
     lines = [
         f"{found['peer']} on {found['size']}: {found['seconds'] * 1e3:.2f} ms per step "
-        f"({found['seconds_profiled'] * 1e3:.2f} ms under the profiler, {total * 1e3:.2f} ms of it in operations)",
+        f"({found['seconds_profiled'] * 1e3:.2f} ms under the profiler, {seen * 1e3:.2f} ms of it in operations)",
         f"  {'group':<30}{'ms':>9}{'share':>8}{'by FLOPs':>10}{'by bytes':>10}{'of limit':>10}",
     ]
     for g in found["groups"]:
@@ -170,11 +171,15 @@ def table(found: dict[str, Any]) -> str:
     lines.append("the slowest third of the step:")
     for k in found["slowest_third"]:
         lines.append(f"  {k['seconds'] * 1e3:>9.3f} ms {k['calls']:>7.1f} calls  {k['group']:<12} {k['name'][:70]}")
-    if "device" in found:
+    if "device" in found and not seen:
+        lines.append("the profiler saw no kernel: CUPTI (ROCm: roctracer) is missing or not permitted here, and the "
+                     "times of groups and the launch gaps are unknown")
+    elif "device" in found:
         waits = ", ".join(f"{n} {c:g}" for n, c in found["device"]["waits"].items()) or "none"
         gaps = found["device"]
         lines.append(f"launch gaps {gaps['launch_gaps']:.1%} of the step (a kernel ran {gaps['busy'] * 1e3:.2f} ms of "
                      f"it; under the profiler {gaps['profiled_gaps']:.1%}); host waits a step: {waits}")
+    if "device" in found:
         lines.append(f"CUDA was made to wait in a step: {places(found['device_syncs'])}")
     if "host_reads" in found:
         lines.append(f"values brought to the host in a step: {places(found['host_reads'])}")

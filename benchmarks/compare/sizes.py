@@ -43,6 +43,11 @@ class Size:
         return model_flops(self.model) * self.global_batch
 
     @property
+    def for_tests(self) -> bool:
+        """Whether its times say nothing, so that what is measured beside them may be small too."""
+        return self.name.startswith("tiny")
+
+    @property
     def family(self) -> str:
         """gpt | llama: what a peer must be able to build."""
         return "llama" if self.model.normalization == "rmsnorm" else "gpt"

@@ -128,7 +128,7 @@ class Worker:
 
     def matmul(self, request: dict[str, Any]) -> dict[str, Any]:
         """See :func:`rates`."""
-        found = rates(self.device, request["dtype"])
+        found = rates(self.device, request["dtype"], small=request["small"])
         if self.device.type == "cuda":  # this process stays beside the peers
             torch.cuda.empty_cache()
         return found
@@ -144,14 +144,15 @@ def numbers_of(peer: Step, size: Size, batches: Sequence[tuple[torch.Tensor, tor
     return {"losses": [float(a) for a, _ in steps], "grad_norms": [float(b) for _, b in steps if b is not None]}
 
 
-def rates(device: torch.device, dtype: str) -> dict[str, float]:
-    """FLOP/s of a large square product of random numbers, and bytes/s of a copy (read and write)."""
+def rates(device: torch.device, dtype: str, *, small: bool = False) -> dict[str, float]:
+    """FLOP/s of a large square product of random numbers, and bytes/s of a copy (read and write). ``small``: of sizes
+    whose rates say nothing; the ghost machine takes a minute for one product of a GPU's size."""
     cuda = device.type == "cuda"
-    n = 8192 if cuda else 1024
+    n, copied = (256, 1 << 20) if small else (8192, 1 << 30) if cuda else (1024, 64 << 20)
     a, b = (torch.randn(n, n, device=device).to(torch.bfloat16 if dtype == "bf16" else torch.float32) for _ in range(2))
     out = torch.empty_like(a)
     seconds = seconds_of(lambda: torch.mm(a, b, out=out), device, budget_s=1.0)
-    source = torch.ones((1 << 30 if cuda else 64 << 20) // 4, device=device)
+    source = torch.ones(copied // 4, device=device)
     target = torch.empty_like(source)
     copy = seconds_of(lambda: target.copy_(source), device, budget_s=0.5)
     return {"flops": 2.0 * n**3 / seconds, "bandwidth": 8.0 * source.numel() / copy, "size": n}
