@@ -78,6 +78,8 @@ def host_arguments(name: str, args: Any, kwargs: dict[str, Any]) -> tuple[Any, d
         args = tree_map(lambda x: x.float() if isinstance(x, torch.Tensor) else x, args)
     if name in ("_softmax", "_log_softmax") and args[2]:  # half in, float out: the GPU's kernels alone can
         args = (args[0].float(), args[1], False)
+    if name in ("_softmax_backward_data", "_log_softmax_backward_data"):  # and back: the copy to the result rounds
+        args = (*args[:3], args[0].dtype)
     return args, kwargs
 
 

@@ -2,19 +2,22 @@
 
 Every pair of values of any two dimensions that may stand together is in one run at least; after that runs are drawn
 until there are as many as asked for. Runs on divided sequences, with experts or of DeepSpeed's engine are drawn by
-themselves, until they have every pair that one of their own dimensions is part of. Pure: the same lists every time.
+themselves, on fewer layouts, until with those of the record they have every pair that one of their own dimensions is
+part of. Pure: the same lists every time.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 LAYOUTS = ("1x1x1", "2x1x1", "4x1x1", "1x2x1", "1x4x1", "1x1x2", "1x1x3", "1x1x4", "2x2x1", "2x1x2", "1x2x2", "2x1x3",
            "1x2x3", "2x2x2", "4x2x1", "2x4x1", "1x4x2", "1x2x4", "4x1x2", "1x1x8")
 """tp × pp × dp, at most 8."""
+FURTHER_LAYOUTS = ("1x1x1", "2x1x1", "4x1x1", "1x2x1", "1x4x1", "1x1x2", "1x1x4", "2x2x1", "2x1x2", "1x2x2", "2x2x2")
+"""Of the runs that differ in FURTHER too, which have more ranks."""
 VALUES: dict[str, tuple[str, ...]] = {
     "layout": LAYOUTS,
     "schedule": ("1f1b", "gpipe", "1f1b-2", "zb-h1", "zb-v"),
@@ -81,6 +84,11 @@ class Case:
         return self.offload != "none" or self.kernels == "off" or self.experts != "none" or self.engine != "native"
 
     @property
+    def is_further(self) -> bool:
+        """Whether it has a value of FURTHER that is not the first."""
+        return self.name.count(",") >= len(VALUES)
+
+    @property
     def stages(self) -> int:
         """Chunks of layers on each pipeline stage."""
         return 2 if self.schedule in ("1f1b-2", "zb-v") else 1
@@ -91,6 +99,12 @@ class Case:
         values = asdict(self)
         other = [f"{key}={values[key]}" for key, known in FURTHER.items() if values[key] != known[0]]
         return ",".join([*(values[key] for key in VALUES), *other])
+
+    @classmethod
+    def of(cls, name: str) -> Case:
+        """Return the run of a :attr:`name`."""
+        words = name.split(",")
+        return cls(**dict(zip(VALUES, words)), **dict(word.split("=") for word in words[len(VALUES):]))
 
     @property
     def pairs(self) -> set[Pair]:
@@ -115,14 +129,13 @@ class Case:
 
     def _further_legal(self) -> bool:
         """Whether sequences, experts and engine go with the rest."""
-        tp, pp, dp = self.sizes
+        tp, _, dp = self.sizes
         method, ep = self.context[2:], 1 if self.experts == "none" else int(self.experts)
         deepspeed = self.engine == "deepspeed"
         return self.world <= MOST_RANKS and not any((
             method == "heads" and 4 // tp % self.shares,
             tp * dp * self.shares % ep,
-            deepspeed and (self.schedule != "1f1b" or self.zero not in ("0", "1") or self.offload != "none" or ep > 1),
-            deepspeed and self.zero == "0" and (self.dtype == "bf16" or (self.dtype == "fp16" and pp > 1)),
+            deepspeed and (self.schedule != "1f1b" or self.zero != "1" or self.offload != "none" or ep > 1),
         ))
 
     def settings(self, folder: str) -> dict[str, str]:
@@ -159,10 +172,11 @@ class Case:
 
 def drawn(chance: random.Random, known: Mapping[str, tuple[str, ...]]) -> Iterator[Case]:
     """Yield legal runs of known values for ever, small layouts more often than large ones."""
-    weights = [1.0 / (1 + Case(layout, *[""] * (len(VALUES) - 1)).world) for layout in LAYOUTS]
+    layouts = known["layout"]
+    weights = [1.0 / (1 + Case(layout, *[""] * (len(VALUES) - 1)).world) for layout in layouts]
     while True:
         values = {name: chance.choice(values) for name, values in known.items()}
-        values["layout"] = chance.choices(LAYOUTS, weights)[0]
+        values["layout"] = chance.choices(layouts, weights)[0]
         case = Case(**values)
         if case.legal():
             yield case
@@ -179,14 +193,15 @@ def cases(count: int = 320) -> list[Case]:
     return _covering(possible_pairs(VALUES), drawn(random.Random(0), VALUES), count)
 
 
-def further_cases(count: int = 0) -> list[Case]:
-    """Return runs on divided sequences, with experts or of DeepSpeed's engine: ``count`` at least, and every pair that
-    a value of theirs is part of."""
-    known = VALUES | FURTHER
+def further_cases(recorded: Iterable[str] = ()) -> list[Case]:
+    """Return runs on divided sequences, with experts or of DeepSpeed's engine that have, with the recorded ones (by
+    name), every pair that a value of theirs is part of. The list begins with the recorded ones."""
+    known = VALUES | FURTHER | {"layout": FURTHER_LAYOUTS}
+    had = [case for case in map(Case.of, recorded) if case.is_further and case.legal()]
     # A pair's second value is FURTHER's if one of them is.
-    missing = {pair for pair in possible_pairs(known) if pair[2] in FURTHER}
-    found = _covering(missing, drawn(random.Random(2), known), count)
-    return [case for case in found if case.name.count(",") >= len(VALUES)]
+    missing = {pair for pair in possible_pairs(known) if pair[2] in FURTHER}.difference(*(case.pairs for case in had))
+    found = _covering(missing, drawn(random.Random(2), known), 0)
+    return had + [case for case in found if case.is_further]
 
 
 def _covering(missing: set[Pair], draw: Iterator[Case], count: int) -> list[Case]:
