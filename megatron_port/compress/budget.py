@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megatron_port.compress.plain import plain_model
 from megatron_port.config.schema import ModelConfig, RunConfig
 from megatron_port.errors import CheckpointError, ConfigError
 from megatron_port.interop.hf_config import family_for
@@ -23,27 +24,33 @@ class Budget:
     """Per token, forward and backward."""
     memory: float | None
     """Bytes of the fullest device of the run's layout in training, by the planner; None: it cannot be planned."""
+    limit: float
+    """Bytes of a device; 0: not planned."""
+    step_seconds: float | None
+    """Of a training step of the run, by the planner."""
     unplanned: str
     """Why not."""
     family: str
-    """Hugging Face family that computes it; empty: none."""
+    """Hugging Face family as which it is exported, factors multiplied out and shared layers copied; empty: none."""
 
 
 def budget_of(config: RunConfig, model: ModelConfig) -> Budget:
     """Return what ``model`` takes in the run that ``config`` describes."""
     spec, seq = model_spec(model), model.seq_length
     forward = sum(unit.forward_flops(seq) for unit in spec.units) / seq
-    memory, unplanned = None, ""
+    memory, limit, seconds, unplanned = None, 0.0, None, ""
     try:
         plan = make_plan(replace(config, model=model), neighbours=False)
-        memory = plan.fullest.total
+        memory, limit, seconds = plan.fullest.total, plan.limit, plan.step.seconds
     except ConfigError as error:
         unplanned = str(error)
     try:
-        family = family_for(model)
+        family = family_for(plain_model(model))
     except CheckpointError:
         family = ""
-    return Budget(parameter_count(model), forward, model_flops(model) / seq, memory, unplanned, family)
+    return Budget(
+        parameter_count(model), forward, model_flops(model) / seq, memory, limit, seconds, unplanned, family
+    )
 
 
 def rows_of(before: Budget, after: Budget) -> list[tuple[str, str, str, str]]:
@@ -56,7 +63,10 @@ def rows_of(before: Budget, after: Budget) -> list[tuple[str, str, str, str]]:
     ):
         rows.append((name, f"{a:,.0f}", f"{b:,.0f}", f"{b / a:.1%}"))
     if before.memory is not None and after.memory is not None:
-        rows.append(("memory of the fullest device, GB", f"{before.memory / 1e9:.2f}", f"{after.memory / 1e9:.2f}",
-                     f"{after.memory / before.memory:.1%}"))
+        rows.append((f"memory of the fullest device of {after.limit / 1e9:.1f} GB", f"{before.memory / 1e9:.2f}",
+                     f"{after.memory / 1e9:.2f}", f"{after.memory / before.memory:.1%}"))
+    if before.step_seconds is not None and after.step_seconds is not None:
+        rows.append(("seconds per step", f"{before.step_seconds:.2f}", f"{after.step_seconds:.2f}",
+                     f"{after.step_seconds / before.step_seconds:.1%}"))
     rows.append(("Hugging Face family", before.family or "none", after.family or "none", ""))
     return rows

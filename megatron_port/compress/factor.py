@@ -23,6 +23,8 @@ from megatron_port.parallel.state import WEIGHT, StateReader
 Box = tuple[int, ...]
 NAMES = {"qkv": "attention.qkv", "output": "attention.output", "up": "mlp.up", "down": "mlp.down"}
 """Name of a rank → that of the linear within a layer."""
+TILE = 64
+"""Multiple that matrix products of GPUs compute without waste."""
 
 
 def with_ranks(model: ModelConfig, ranks: Mapping[str, int]) -> ModelConfig:
@@ -45,8 +47,10 @@ def with_ranks(model: ModelConfig, ranks: Mapping[str, int]) -> ModelConfig:
 
 
 def ranks_by_budget(model: ModelConfig, names: tuple[str, ...], share: float) -> dict[str, int]:
-    """Return the largest ranks whose factors have at most ``share`` of the elements of their matrices."""
-    return {name: max(1, int(share * a * b) // (a + b)) for name, (a, b) in _shapes(model, names).items()}
+    """Return the largest ranks whose factors have at most ``share`` of the elements of their matrices; those above
+    4 x ``TILE`` are multiples of it."""
+    ranks = {name: max(1, int(share * a * b) // (a + b)) for name, (a, b) in _shapes(model, names).items()}
+    return {name: rank - rank % TILE if rank > 4 * TILE else rank for name, rank in ranks.items()}
 
 
 def ranks_by_energy(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from megatron_port.compress.selection import select
 from megatron_port.compress.sizes import Sizes, pruned_model
 from megatron_port.config.checks import problems
 from megatron_port.config.fine_tuning import FineTuningConfig
+from megatron_port.config.loader import load
 from megatron_port.config.low_rank import factored_shapes
 from megatron_port.config.schema import LayoutConfig, ModelConfig, MoEConfig, RunConfig
 from megatron_port.engine.module import read_local
@@ -39,6 +41,7 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.init import initial_values
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import InitSpec, record_of
+from megatron_port.plan.verdict import make_plan
 from megatron_port.session.base_weights import fingerprint
 from megatron_port.session.weights import open_weights
 
@@ -250,6 +253,13 @@ def test_the_command_plans_makes_and_refuses(tmp_path: Path, capsys: pytest.Capt
     source = saved(tmp_path / "a", LLAMA).path
     assert main(["compress", "plan", str(source), "--ffn", "24", "--json"]) == 0
     assert '"parameters"' in capsys.readouterr().out
+    assert main(["compress", "plan", "runs/frontier-22b", "--factor", "all", "--budget", "0.5", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["after"]
+    assert planned["family"] == "gpt2" and planned["memory"] < planned["limit"] == 64e9
+    run = load("runs/frontier-22b", [f"model.{n}_rank={r}" for n, r in (
+        ("qkv", 2304), ("output", 1536), ("up", 2432), ("down", 2432))]).config
+    plan = make_plan(run, neighbours=False)
+    assert (planned["memory"], planned["step_seconds"]) == (plan.fullest.total, plan.step.seconds)
     assert main(["compress", "run", str(source), str(tmp_path / "b"), "--drop-layers", "0"]) == 0
     made, before = open_checkpoint(tmp_path / "b" / "step-00000000"), open_checkpoint(source)
     assert torch.equal(read_all(made)["layers.0.mlp.up.weight"], read_all(before)["layers.1.mlp.up.weight"])
@@ -308,6 +318,7 @@ def test_ranks_by_energy_and_by_budget(tmp_path: Path) -> None:
     for name, (rows, columns) in factored_shapes(LLAMA).items():
         rank = model.ranks[name]
         assert rank * (rows + columns) <= 0.5 * rows * columns < (rank + 1) * (rows + columns)
+    assert Request(factor={"up": 0}, budget=0.5).planned(ModelConfig(hidden_size=6144)).ranks == {"up": 2432}  # 2457
     before, after = (sum(p.numel for p in model_spec(m).parameters() if "weight" in p.name and "layers" in p.name)
                      for m in (LLAMA, model))
     assert after < 0.52 * before
