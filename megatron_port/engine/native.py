@@ -412,11 +412,12 @@ class NativeEngine:
         """Set masters, weights, optimizer state and counters. Each rank reads its own slices, without communication."""
         with self.beside(read) as whole:
             native_state.load_state(self.sharded, self.parameters, whole)
-            self.masks = GradientMasks(self.sharded.pieces, self.config.sparsity)
+            self.masks = GradientMasks(zip(self.sharded.owners, self.sharded.pieces), self.config.sparsity)
             load_buffers(self.buffers, whole)
         if self.sharded.unit_gather is not None:
             self.sharded.unit_gather.release()
         if self.sharded.offload is not None:
+            self.sharded.offload.on_final = self.masks.apply_to
             self.sharded.offload.changed()
         self.update.restore(int(scalars.get("optimizer_steps", 0)))
         self.norms.load(scalars)

@@ -12,20 +12,38 @@ from collections.abc import Iterable
 import torch
 
 from megatron_port.config.sparsity import SparsityConfig
-from megatron_port.optim.bucket_memory import StateShard
+from megatron_port.optim.bucket_memory import Bucket, StateShard
 
 
 class GradientMasks:
-    """Masks of the parts of sparse parameters that this rank updates: a byte per element."""
+    """Masks of the parts of sparse parameters that this rank updates: a byte per element.
 
-    def __init__(self, pieces: Iterable[StateShard], sparsity: SparsityConfig) -> None:
-        self._masks = [
-            (piece.gradient, (piece.master != 0).to(piece.gradient.device))
-            for piece in pieces if sparsity.has(piece.record.name)
-        ]
+    ``pieces``: what this rank updates, each with its bucket.
+    """
+
+    def __init__(self, pieces: Iterable[tuple[Bucket, StateShard]], sparsity: SparsityConfig) -> None:
+        self._masks: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._done: set[int] = set()
+        for bucket, piece in pieces:
+            if sparsity.has(piece.record.name):
+                mask = (piece.master != 0).to(piece.gradient.device)
+                self._masks.setdefault(id(bucket), []).append((piece.gradient, mask))
+
+    @torch.no_grad()
+    def apply_to(self, bucket: Bucket) -> None:
+        """Leave out the gradients of what stays zero in a bucket whose sums are final, before they go to the host."""
+        self._apply(id(bucket))
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Leave out the gradients of what stays zero, after their reduction and before their norm."""
-        for gradient, mask in self._masks:
+        """Leave out those of all other buckets, after their reduction and before the norm."""
+        for number in self._masks:
+            self._apply(number)
+        self._done.clear()
+
+    def _apply(self, number: int) -> None:
+        if number in self._done:  # its way to the host may not have ended
+            return
+        self._done.add(number)
+        for gradient, mask in self._masks.get(number, ()):
             gradient.mul_(mask)

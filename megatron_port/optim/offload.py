@@ -12,7 +12,7 @@ before the norm of all gradients is known, so the numbers are those of a run wit
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,9 @@ class Offload:
         )
         self.buckets: dict[int, Any] = {}
         """Offloaded buckets by number."""
+        self.on_final: Callable[[Any], None] = lambda bucket: None
+        """Called with a bucket (``optim.sharded.Bucket``) whose sums are final, before they are copied within the step.
+        """
         self._number_of: dict[int, int] = {}
         self._staged: dict[int, StagedBucket] = {}
 
@@ -136,6 +139,7 @@ class Offload:
         """Stage a bucket whose gradients are final, if its turn in the update comes within the ring's buffers."""
         number = self._number_of.get(id(bucket))
         if number is not None and number in self.numbers[-self.ring.count :] and number not in self._staged:
+            self.on_final(bucket)
             self._stage(number)
 
     def _stage(self, number: int) -> None:

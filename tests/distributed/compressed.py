@@ -24,6 +24,7 @@ from fuzz import record, record_parser
 
 from megatron_port.config.checks import problems
 from megatron_port.config.distillation import DistillationConfig
+from megatron_port.config.offload import OffloadConfig
 from megatron_port.config.quantisation import quantisation_problems
 from megatron_port.config.schema import MoEConfig, QuantisationConfig, RunConfig, SparsityConfig
 from megatron_port.config.sparsity import GROUP, inputs
@@ -94,6 +95,12 @@ def taught(config: RunConfig) -> RunConfig:
     teacher = make_config(dtype="fp64", model={**WIDE, "num_layers": 4}).model
     return dataclasses.replace(config, distillation=DistillationConfig(
         teacher=teacher_folder(teacher), alpha=0.3, temperature=2.0))
+
+
+def hosted(config: RunConfig) -> RunConfig:
+    """Return the run with its update on the host, to which gradients go while others are still reduced."""
+    return dataclasses.replace(config, offload=OffloadConfig(optimizer="cpu", buffers=8), backend=dataclasses.replace(
+        config.backend, own_kernels="on", optimizer="own"))
 
 
 FEW_BITS: dict[str, Callable[[RunConfig], RunConfig]] = {

@@ -4,7 +4,7 @@ one process, in bf16 within what rounding may do to it; the whole matrices are r
 from __future__ import annotations
 
 import pytest
-from compressed import CHANGES, FEW_BITS, CompressedDraw, combined_draw, draw, few, on_layout, taught, together
+from compressed import CHANGES, FEW_BITS, CompressedDraw, combined_draw, draw, few, hosted, on_layout, taught, together
 from fuzz import failures, run_draws
 from pool import RankPool
 
@@ -24,6 +24,8 @@ def draws(ranks: int) -> list[CompressedDraw]:
             on_layout(7, "gpt", Topology(tp=2), FEW_BITS["binary"], tp_overlap_chunks=2),
             on_layout(8, "wide llama", Topology(tp=2), together(pairs, FEW_BITS["int4"]), dtype="bf16",
                       sequence_parallel=True),
+            on_layout(10, "gpt", Topology(dp=2), together(share, hosted), dtype="fp32", zero_stage=1,
+                      reduce_bucket_size=4000),
         ]
     return [
         on_layout(2, "experts", Topology(tp=2, dp=2, ep=2), pairs, zero_stage=2),
