@@ -27,7 +27,7 @@ class Budget:
     limit: float
     """Bytes of a device; 0: not planned."""
     step_seconds: float | None
-    """Of a training step of the run, by the planner."""
+    """Time of a training step of the run, by the planner; None: it cannot be planned."""
     unplanned: str
     """Why not."""
     family: str
