@@ -16,6 +16,7 @@ from megatron_port.config.schema import RunConfig
 from megatron_port.plan.search import Candidate
 from megatron_port.runtime.atomic import write_output
 from megatron_port.runtime.work import Advance, silent
+from megatron_port.tune.importance import importance_line
 from megatron_port.tune.results import Results, Trial, key_of
 from megatron_port.tune.settle import Decision, interval, settle
 from megatron_port.tune.space import Space
@@ -124,6 +125,8 @@ def render(results: Results) -> str:
     rho = rank_correlation([(t.planned_seconds * t.world, (t.seconds or 0) * t.world) for t in good])
     if rho is not None:
         lines.append(f"order by the model against the measured one: Spearman's rho {rho:.2f} over {len(good)} layouts")
+    rows = [(t.parameters, t.model_tflops or 0.0) for t in results.trials.values()]
+    lines += filter(None, [importance_line(rows)])
     failed = [t for t in results.trials.values() if t.seconds is None]
     lines += [f"{t.status}: {t.world} devices: {label_of(t)}: {t.error[:200]}" for t in failed]
     return "\n".join(lines)

@@ -23,6 +23,7 @@ from megatron_port.config.loader import load
 from megatron_port.errors import ConfigError, EnvironmentFault
 from megatron_port.plan.search import Candidate
 from megatron_port.runtime.processes import born
+from megatron_port.tune.importance import importance, importance_line
 from megatron_port.tune.lease import claim, held
 from megatron_port.tune.results import FAILED, OK, OUT_OF_MEMORY, TIMEOUT, Results, Trial, key_of
 from megatron_port.tune.settle import merged, settle
@@ -121,6 +122,23 @@ def test_a_tuning_goes_on_where_it_was(space: Space, tmp_path: Path) -> None:
     assert found.best is not None and found.best.seconds == 1.0
     text = render(again)
     assert "oom: 16 devices" in text and "why" in text and "Spearman" in text
+
+
+def test_importance_is_what_each_choice_explains_by_itself() -> None:
+    """By hand: 32 of 34 are between the values of tp, what micro-batches differ by is chance; a failure counts as 0."""
+    rows: list[tuple[dict[str, Any], float]] = [
+        ({"tp": tp, "micro_batch": m, "zero_stage": 1, "trial": 10 * tp + m}, rate + m % 2)
+        for tp, rate in ((1, 8.0), (2, 4.0)) for m in (1, 2, 3, 4)
+    ]
+    found = importance(rows)
+    between, total = 8 * 2.0**2, 8 * 2.0**2 + 8 * 0.5**2
+    noise = (total - between) / 6
+    assert list(found) == ["tp", "micro_batch"] and found["micro_batch"] == 0.0  # one value, and one for each trial: out
+    assert found["tp"] == pytest.approx((between - noise) / (total + noise))
+    failed = [(p, 0.0 if p["micro_batch"] == 4 else rate) for p, rate in rows]
+    assert importance(failed)["micro_batch"] > importance(failed)["tp"]
+    assert importance(rows[:7]) == {} and importance([(p, 1.0) for p, _ in rows]) == {}
+    assert "8 trials, failures as 0): tp 92%, micro batch 0%" in importance_line(rows)
 
 
 def test_results_are_not_mixed_and_never_half_written(space: Space, tmp_path: Path) -> None:
