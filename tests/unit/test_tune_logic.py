@@ -133,7 +133,7 @@ def test_importance_is_what_each_choice_explains_by_itself() -> None:
     found = importance(rows)
     between, total = 8 * 2.0**2, 8 * 2.0**2 + 8 * 0.5**2
     noise = (total - between) / 6
-    assert list(found) == ["tp", "micro_batch"] and found["micro_batch"] == 0.0  # one value, and one for each trial: out
+    assert list(found) == ["tp", "micro_batch"] and found["micro_batch"] == 0.0  # out: one value, one for each trial
     assert found["tp"] == pytest.approx((between - noise) / (total + noise))
     failed = [(p, 0.0 if p["micro_batch"] == 4 else rate) for p, rate in rows]
     assert importance(failed)["micro_batch"] > importance(failed)["tp"]
