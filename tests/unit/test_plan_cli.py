@@ -134,6 +134,17 @@ def test_nodes_that_nothing_gives_are_assumed_and_told(capsys: pytest.CaptureFix
         assert "planned for" not in run(capsys, str(file), "--no-search", *given)[1]
 
 
+def test_readmes_own_run_is_planned_with_its_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """As it is printed there: no nodes, and data that was not prepared."""
+    block = re.search(r"^cat > mine.toml <<'EOF'\n(.*?)^EOF$", (ROOT / "README.md").read_text(), re.S | re.M)
+    assert block is not None
+    (tmp_path / "mine.toml").write_text(block.group(1))
+    page = tmp_path / "plan.html"
+    code, out, _ = run(capsys, str(tmp_path / "mine.toml"), "--report", str(page))
+    assert code == 0 and "best      of all layouts" in out and "planned for 1 node of 8 devices" in out
+    assert "<h1>mine: 124,439,808 parameters on 8 devices of h200</h1>" in page.read_text()
+
+
 @pytest.mark.parametrize("section", [HardwareConfig, CalibrationConfig], ids=["hardware", "calibration"])
 def test_no_number_of_a_machine_is_negative(section: type) -> None:
     """Every number of the description, those that are still to be added too, has a range that ends at 0 or above."""
