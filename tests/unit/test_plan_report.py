@@ -168,11 +168,11 @@ def test_ticks_are_round_and_cover() -> None:
 
 def test_the_command_writes_it_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "deep" / "plan.html"
-    assert main(["plan", "runs/frontier-22b", "--report", str(path)]) == 0
+    assert main(["plan", "runs/frontier-22b", "--no-search", "--report", str(path)]) == 0
     assert f"report    {path}" in capsys.readouterr().out
     assert "<h1>" in path.read_text() and [p.name for p in path.parent.iterdir()] == ["plan.html"]
     (tmp_path / "file").write_text("")
-    assert main(["plan", "runs/frontier-22b", "--report", str(tmp_path / "file" / "x.html")]) == 3
+    assert main(["plan", "runs/frontier-22b", "--no-search", "--report", str(tmp_path / "file" / "x.html")]) == 3
     assert "cannot be written" in capsys.readouterr().err
 
 
