@@ -42,7 +42,8 @@ BEGIN, END = "<!-- claims: begin -->", "<!-- claims: end -->"
 @cache
 def frontier() -> dict[int, Any]:
     """The rows of Frontier by line of points.csv."""
-    return {r.line: r for r in plan_accuracy.rows(plan_accuracy.read_points()) if r.source == "Dash"}
+    lines = [line for line in plan_accuracy.read_points() if line.row["source"].startswith("Dash")]
+    return {r.line: r for r in plan_accuracy.rows(lines)}
 
 
 def frontier_error(line: int, published: float) -> float:
@@ -98,14 +99,20 @@ def flash_gain() -> float:
 
 def deepseek_hours() -> float:
     """Percent by which DeepSeek-V3's planned hours are off."""
-    rows = plan_accuracy_moe.rows(plan_accuracy_moe.read_points())
-    return float(100 * next(r.error for r in rows if r.source.startswith("DeepSeek-V3 report")))
+    lines = plan_accuracy_moe.read_points()
+    (row,) = plan_accuracy_moe.rows([x for x in lines if x.row["source"].startswith("DeepSeek-V3 report")])
+    return float(100 * row.error)
 
 
 def llama(index: int) -> float:
     """Percent by which the planned time of a row of Llama 3 405B is off, all pairs of attention counted."""
-    found = [r for r in plan_accuracy_long.rows(plan_accuracy_long.read_points()) if r.tflops]
+    found = _llama()
     return float(100 * (found[index].tflops / found[index].plan.model_tflops - 1))
+
+
+@cache
+def _llama() -> list[Any]:
+    return [r for r in plan_accuracy_long.rows(plan_accuracy_long.read_points()) if r.tflops]
 
 
 def dense_error() -> float:
