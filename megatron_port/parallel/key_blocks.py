@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_port.parallel.positions import Positions
+from megatron_port.parallel.positions import Positions, Run
 
 
 class KeyBlock(NamedTuple):
@@ -30,21 +30,32 @@ def rows_below(position: int, keys: Positions) -> int:
 
 
 def key_blocks(
-    queries: Positions, keys: Positions, *, window: int = 0, earliest: Callable[[int], int] | None = None
+    queries: Positions, keys: Positions, *, window: int = 0, earliest: Callable[[int], int] | None = None,
+    longest: int = 0,
 ) -> list[KeyBlock]:
     """Return what queries see of keys at ``keys`` (ascending), a block for each run of queries that sees any.
 
+    Runs of more than ``longest`` queries (0: any number) are cut: in a block, the first queries are computed with the
+    keys of the last.
     ``window``: keys that a query sees at most, 0: any number; ``earliest(i)``: the first position that the query at
     position i may see in some sample, which must not fall with i (None: 0).
     """
     out, row = [], 0
-    for start, length in queries.runs:
+    for start, length in _cut(queries, longest):
         low = max(earliest(start) if earliest else 0, start - window + 1 if window else 0)
         first, last = rows_below(low, keys), rows_below(start + length, keys)
         if first < last:
             out.append(KeyBlock(row, length, first, last - first))
         row += length
     return out
+
+
+def _cut(positions: Positions, longest: int) -> list[Run]:
+    """Return the runs, none longer than ``longest`` (0: any length)."""
+    return [
+        Run(start + at, min(longest or length, length - at))
+        for start, length in positions.runs for at in range(0, length, longest or length)
+    ]
 
 
 def key_ranges(

@@ -56,19 +56,25 @@ class RingKeys:
         """Send the keys and values round, and merge what each part of them gives."""
         mask, seq = mask or AttentionMask(), partition.seq_length(q.shape[0])
         held = partition.held(seq)
+        division = partition.division
+        # In zigzag order the last rank's two chunks are neighbours: as one block they would cost it more than the
+        # others' do, and twice the scores.
+        longest = held.count // 2 if division.chunks > division.ranks else 0
         plan = [
-            list(ring_blocks(held, replace(partition, rank=rank).held(seq), q, mask, dropout_of, seq))
-            for rank in range(partition.division.ranks)
+            list(ring_blocks(held, replace(partition, rank=rank).held(seq), q, mask, dropout_of, seq, longest))
+            for rank in range(division.ranks)
         ]
         out: Tensor = _RingAttention.apply(q, k, v, mask.sinks, self.group, self.provider, plan)
         return out
 
 
 def ring_blocks(
-    queries: Positions, keys: Positions, q: Tensor, mask: AttentionMask, dropout_of: DropoutOf | None, seq_length: int
+    queries: Positions, keys: Positions, q: Tensor, mask: AttentionMask, dropout_of: DropoutOf | None,
+    seq_length: int, longest: int,
 ) -> Iterator[RingBlock]:
-    """Yield what queries ``q`` see of keys at these positions, under the ``mask`` of the whole sequence."""
-    for rows in key_blocks(queries, keys, window=mask.window, earliest=mask.earliest):
+    """Yield what queries ``q`` see of keys at these positions, under the ``mask`` of the whole sequence; ``longest``:
+    see :func:`key_blocks`."""
+    for rows in key_blocks(queries, keys, window=mask.window, earliest=mask.earliest, longest=longest):
         asking, asked = queries.rows(rows.first_query, rows.queries), keys.rows(rows.first_key, rows.keys)
         first, end = key_ranges(asking, asked, q.shape[1], q.device, window=mask.window, starts=mask.first)
         drop = None

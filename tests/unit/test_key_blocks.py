@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from megatron_port.backend.mask import AttentionMask
 from megatron_port.parallel.key_blocks import key_blocks, key_ranges
-from megatron_port.parallel.positions import Positions, Run
+from megatron_port.parallel.positions import Positions, Run, SequencePartition, divide
 from megatron_port.parallel.step import earliest_start
 
 
@@ -20,21 +21,24 @@ def drawn(r: random.Random, seq: int) -> Positions:
 
 
 def test_blocks_hold_all_that_is_seen_and_ranges_say_what() -> None:
-    """400 draws: what a query sees is in the block of its run, nothing else is seen in it, and where nobody sees a key
-    there is no block."""
+    """400 draws: what a query sees is in the block of its run, cut or not, nothing else is seen in it, and where nobody
+    sees a key there is no block."""
     blocks_of_nothing = 0
     for seed in range(400):
         r = random.Random(seed)
         seq = r.randint(8, 24)
         queries, keys, window = drawn(r, seq), drawn(r, seq), r.choice((0, 1, 3))
+        longest = seed % 4
         starts = None
         if seed % 2:
             edges = [{0, *r.sample(range(seq), 3)} for _ in range(2)]
             starts = torch.tensor([[max(e for e in some if e <= i) for i in range(seq)] for some in edges])
             starts = starts.to(torch.int32)
         blocks = key_blocks(
-            queries, keys, window=window, earliest=None if starts is None else partial(earliest_start, starts)
+            queries, keys, window=window, earliest=None if starts is None else partial(earliest_start, starts),
+            longest=longest,
         )
+        assert all(count <= (longest or seq) for _, count, *_ in blocks)
         q, k = (x.index(torch.device("cpu")) for x in (queries, keys))
         seen = (k <= q[:, None]).expand(2, -1, -1).clone()
         seen &= (k > q[:, None] - window) if window else True
@@ -47,5 +51,15 @@ def test_blocks_hold_all_that_is_seen_and_ranges_say_what() -> None:
             found[:, first_query : first_query + count, first_key : first_key + width] = visible[:, 0]
         assert torch.equal(found, seen), seed
         assert starts is not None or all(seen[:, a : a + n, b : b + m].any() for a, n, b, m in blocks), seed
-        blocks_of_nothing += len(queries.runs) - len(blocks)
-    assert blocks_of_nothing > 100
+        blocks_of_nothing += 0 if longest else len(queries.runs) - len(blocks)
+    assert blocks_of_nothing > 30
+
+
+def test_every_rank_of_a_zigzag_computes_as_many_scores() -> None:
+    """Two chunks of the last rank are neighbours, and uncut they would be one block of more work."""
+    for ranks in (2, 4):
+        parts = [replace(SequencePartition(divide(ranks, "zigzag")), rank=rank).held(12 * ranks)
+                 for rank in range(ranks)]
+        costs = [sum(b.queries * b.keys for k in parts for b in key_blocks(q, k, longest=q.count // 2)) for q in parts]
+        assert len(set(costs)) == 1
+        assert sum(b.queries * b.keys for k in parts for b in key_blocks(parts[-1], k)) > costs[0]
