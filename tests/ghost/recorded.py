@@ -15,14 +15,16 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from analyse import faults
 from check import RUN
 from machine import Event, Machine, RankLog
-from options import chosen_torch, machine, parser
+from options import chosen_torch, commit, machine, parser
+
+from megatron_port.optim.step_values import StepNumbers
 
 WORK = ("kernel", "product", "fill", "copy", "nccl")
 
@@ -68,8 +70,8 @@ CASES = [
     Case(2, 2, 2, "1f1b", 1, 1, "bf16"),
 ]
 STEPS, CALLED, REPLAYED = 6, 2, 4
-MARK = "pinned device 64"
-"""The copy of a step's eight numbers (``optim.step_values``), with which it begins."""
+MARK = f"pinned device {8 * (len(fields(StepNumbers)) + 1)}"
+"""The copy of a step's numbers (``optim.step_values``), with which it begins."""
 
 
 def steps_of(log: RankLog) -> list[list[Event]]:
@@ -86,7 +88,7 @@ def work(step: Sequence[Event]) -> list[Event]:
 def by_host(step: Sequence[Event]) -> list[Event]:
     """Return the calls of a step that the host makes itself: the launch of a graph is one."""
     out, inside = [], False
-    for event in step:
+    for event in (event for event in step if event.kind != "mark"):
         if event.kind in ("graph begins", "graph ends"):
             inside = event.kind == "graph begins"
         if event.kind == "graph begins" or (not inside and event.kind != "graph ends"):
@@ -173,7 +175,8 @@ def main() -> int:
         for case in CASES:
             if a.only not in case.name:
                 continue
-            row = run_case(node, case) | {"torch": torch.version, "command": "python tests/ghost/recorded.py"}
+            row = run_case(node, case) | {"commit": commit(), "torch": torch.version,
+                                         "command": "python tests/ghost/recorded.py"}
             if a.out:
                 with open(a.out, "a") as out:
                     out.write(json.dumps(row) + "\n")
