@@ -310,7 +310,8 @@ class NativeEngine:
             probe.own_gradients(self.sharded.local_gradients())
         at(REDUCE, "gradients over the replicas, partial and tied ones over tp and the stages")
         self.sharded.finish()
-        self.masks.apply()
+        if self.masks.some:
+            self.masks.apply()
         if self.on_gradients is not None:
             scale = self.scaler.scale
             self.on_gradients([(record, g / scale) for record, g in self.sharded.whole_gradients()])

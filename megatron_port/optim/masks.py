@@ -28,19 +28,20 @@ class GradientMasks:
             if sparsity.has(piece.record.name):
                 mask = (piece.master != 0).to(piece.gradient.device)
                 self._masks.setdefault(id(bucket), []).append((piece.gradient, mask))
+        self.some = bool(self._masks)
+        """Whether any are kept."""
 
-    @torch.no_grad()
     def apply_to(self, bucket: Bucket) -> None:
         """Leave out the gradients of what stays zero in a bucket whose sums are final, before they go to the host."""
         self._apply(id(bucket))
 
-    @torch.no_grad()
     def apply(self) -> None:
         """Leave out those of all other buckets, after their reduction and before the norm."""
         for number in self._masks:
             self._apply(number)
         self._done.clear()
 
+    @torch.no_grad()
     def _apply(self, number: int) -> None:
         if number in self._done:  # its way to the host may not have ended
             return

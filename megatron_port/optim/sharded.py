@@ -104,6 +104,8 @@ class ShardedParameters:
         ]
         self.trained, self.frozen = self.buckets[: len(trained)], self.buckets[len(trained) :]
         """Those of the buckets that updates change, and those of weights that stay as they are."""
+        self._tied = sorted((bucket for bucket in self.trained if ctx.tied_group(bucket.plan.tied) is not None),
+                            key=lambda b: self.parameters[b.plan.slots[0].index][0].place)
         if self.offload is not None:
             self.offload.attach(self.buckets)
         if self.unit_gather is not None:
@@ -362,9 +364,7 @@ class ShardedParameters:
             group = ctx.along(factors)
             if group is not None:
                 all_reduce_flat(partial[factors], group)
-        # In one order on every stage: a bucket holds one tied parameter.
-        tied = [bucket for bucket in self.trained if ctx.tied_group(bucket.plan.tied) is not None]
-        for bucket in sorted(tied, key=lambda b: self.parameters[b.plan.slots[0].index][0].place):
+        for bucket in self._tied:  # in one order on every stage, since a bucket holds one tied parameter
             dist.all_reduce(bucket.sums, group=ctx.tied_group(bucket.plan.tied))
 
     @torch.no_grad()
