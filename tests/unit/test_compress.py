@@ -16,6 +16,7 @@ from interop_cases import EXPERTS, GPT2, LLAMA, read_all, saved
 from megatron_port.backend.providers import torch_providers
 from megatron_port.checkpoint.reader import open_checkpoint
 from megatron_port.cli.main import main
+from megatron_port.compress.axes import HEADS
 from megatron_port.compress.convert import convert
 from megatron_port.compress.factor import MultipliedWeights
 from megatron_port.compress.importance_file import Importance, read_importance, write_importance
@@ -211,6 +212,13 @@ def test_patterns_follow_the_layers_that_are_left() -> None:
     assert [left.moe.has_experts(i) for i in range(3)] == [False, True, True]
     with pytest.raises(ConfigError, match="no first_dense and every"):
         pruned_model(moe, Sizes(), (2, 3, 4, 5, 0, 1))
+
+
+def test_a_group_counts_by_the_heads_that_it_keeps() -> None:
+    """The first group's best head is the best of all, the second's two are better together."""
+    scores = {"heads": np.array([[5.0, 0.0, 3.0, 3.0]] * LLAMA.num_layers)}
+    assert select(LLAMA, Sizes(heads=1, groups=1), scores).indices[HEADS, 0].tolist() == [0]
+    assert select(LLAMA, Sizes(groups=1), scores).indices[HEADS, 0].tolist() == [2, 3]
 
 
 @pytest.mark.parametrize(("model", "sizes", "said"), [
