@@ -37,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
     measure.add_argument("--out", type=local_path, required=True, metavar="FILE", help="e.g. importance.safetensors")
     add_overrides(measure, "layout.tensor_parallel_size=2")
     add_rendezvous_options(measure)
-    plan = actions.add_parser("plan", help="parameters, FLOPs per token and memory, before and after")
+    plan = actions.add_parser("plan", help="parameters, FLOPs per token, memory and time of a step, before and after")
     plan.add_argument("source", metavar="SOURCE", help="a run file, or " + SOURCE_HELP)
     _add_method(plan)
     add_json(plan)

@@ -36,8 +36,8 @@ def draws(ranks: int) -> list[DistilledDraw]:
         distilled(3, "experts from llama", Topology(tp=2, dp=2, ep=2), zero_stage=2, objective=(0.5, 0.7, "reverse")),
         distilled(4, "llama from tied gpt", Topology(tp=2, cp=2), zero_stage=3, reshard="step",
                   data={"attention_documents": "within"}),
-        distilled(5, "llama from tied gpt", Topology(pp=2, dp=2), zero_stage=1, mask=True, virtual_pipeline_size=2),
-        adapted(distilled(6, "llama from tied gpt", Topology(tp=2, dp=2), zero_stage=3)),
+        adapted(distilled(6, "llama from tied gpt", Topology(pp=2, dp=2), zero_stage=3, mask=True,
+                          virtual_pipeline_size=2)),
     ]
 
 

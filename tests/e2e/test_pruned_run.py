@@ -73,12 +73,11 @@ def test_trained_pruned_trained_on_and_exported_on_four_layouts(commands: Comman
     small = run_file("small", f'extends = "{half}/model.toml"\nname = "small"\ncheckpoint.initial_weights = "{half}"\n'
                      f'distillation.teacher = "{tmp_path}/large"\nlayout.vocab_padding_multiple = 1')
     losses = {}
-    for name, ranks, layout in (("alone", "1", ()), ("zero3", "4", ("data_parallel_size=2", "zero_stage=3",
-                                                                    "context_parallel_size=2"))):
-        call("train", small, "--nproc", ranks, "--set", f"name={name}", *(x for s in layout for x in (
-            "--set", f"layout.{s}")))
+    for name, ranks, layout in (("alone", "1", ()), ("zero3", "2", ("--set", "layout.zero_stage=3"))):
+        call("train", small, "--nproc", ranks, "--set", f"name={name}", *layout)
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        losses[name] = [(x["loss"], x["cross_entropy"], x["grad_norm"]) for x in lines if "learning_rate" in x]
+        losses[name] = [(x["loss"], x["grad_norm"]) for x in lines if "learning_rate" in x]
+        assert all(0 < x["teacher_kl"] < x["cross_entropy"] for x in lines if "learning_rate" in x)
     assert len(losses["alone"]) == 3
     assert np.array(losses["zero3"]) == pytest.approx(np.array(losses["alone"]), rel=1e-9)
 
