@@ -1,8 +1,9 @@
 """Draw the pictures of README and docs/ from records and from the layouts that they explain.
 
 ``python scripts/docs_pictures.py`` writes docs/images/*.svg: ``layouts`` from benchmarks/results/layout-curves.jsonl,
-``planned`` from benchmarks/results/plan-accuracy.md, and one picture for each kind of parallelism. A picture whose
-record is missing is left as it is. tests/unit/test_docs.py compares the files with what this script draws.
+``planned`` from benchmarks/results/plan-accuracy.md, ``optimizers`` from benchmarks/results/optimizer-curves.jsonl, and
+one picture for each kind of parallelism. A picture whose record is missing is left as it is. tests/unit/test_docs.py
+compares the files with what this script draws.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_port.charts.lines import Axis, Series, line_chart  # noqa: E402
 from megatron_port.charts.page import standalone  # noqa: E402
-from megatron_port.charts.shapes import colour, drawing, legend, line, rectangle, text  # noqa: E402
+from megatron_port.charts.shapes import COLOURS, colour, drawing, legend, line, rectangle, text  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -242,14 +244,43 @@ def planned() -> str | None:
     ), themed=True)
 
 
+def optimizers() -> str | None:
+    """Training loss under each optimizer rule at the setting that its search chose, over AdamW's at the same step."""
+    record = RESULTS / "optimizer-curves.jsonl"
+    if not record.exists():
+        return None
+    curves = _curves_of_rules([json.loads(row) for row in record.read_text().splitlines()])
+    reference, steps = curves["adamw"], 100 * len(curves["adamw"])
+    series = [
+        Series(rule, [(100.0 * i + 50, loss / reference[i]) for i, loss in enumerate(losses) if i >= 4], number,
+               dashed=number >= COLOURS)
+        for number, (rule, losses) in enumerate(curves.items())
+    ]
+    title = f"Training loss under {len(series)} rules over AdamW's, {steps:,} steps"
+    return standalone(line_chart(
+        series, label=title, title=title, width=800, height=330, x=Axis("step of 512 tokens"),
+        y=Axis("loss / AdamW's", log=0, form=lambda v: f"{v:.2f}"),
+    ), themed=True)
+
+
+def _curves_of_rules(runs: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """The loss of each 100 steps of each rule, by the longest runs with the record's first seed: the best of each."""
+    steps, seed = max(run["steps"] for run in runs), runs[0]["seed"]
+    best: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        if (run["steps"], run["seed"]) == (steps, seed):
+            best[run["rule"]] = min(run, best.get(run["rule"], run), key=lambda one: one["held_out"])
+    return {rule: run["training_loss_of_each_100_steps"] for rule, run in best.items()}
+
+
 def _power(exponent: float) -> str:
     """Seconds of a logarithm."""
     return f"{10**exponent:.3g}"
 
 
 PICTURES: dict[str, Callable[[], str | None]] = {
-    "layouts": layouts, "planned": planned, "tensor": tensor, "sequence": sequence, "pipeline": pipeline, "zero": zero,
-    "context": context, "expert": expert,
+    "layouts": layouts, "planned": planned, "optimizers": optimizers, "tensor": tensor, "sequence": sequence,
+    "pipeline": pipeline, "zero": zero, "context": context, "expert": expert,
 }
 
 
