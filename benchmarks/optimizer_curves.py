@@ -47,7 +47,7 @@ FACTOR = 10.0 ** (1.0 / 3.0)
 MOST = 9
 """Rates that are tried of one set of options at most."""
 MARGIN = 0.01
-SEEDS = (1234, 1)
+SEEDS = (1234, 1, 2)
 BATCH = 8
 SHAPE: Options = {
     "engine": "native", "model.name": "optimizer-curves", "model.num_layers": 1, "model.hidden_size": 128,
