@@ -459,7 +459,7 @@ def test_own_casts_are_planned_faster() -> None:
     """The 6.7B shape on one H200, by bytes: what docs/performance.md says."""
     bf16, _ = planned("none")
     gains = [bf16 / planned(recipe, f"backend.quantise={q}")[0] for recipe in RECIPES for q in ("torch", "own")]
-    assert [round(gain, 2) for gain in gains] == [1.2, 1.31, 1.15, 1.24]
+    assert [round(gain, 2) for gain in gains] == [1.14, 1.24, 1.12, 1.21]
     assert planned("tensorwise", "backend.own_kernels=off") == planned("tensorwise", "backend.quantise=torch")
 
 
