@@ -30,10 +30,11 @@ struct Forward {
   RowMask mask;
 };
 
-// The row's mean (0 under RMS) and reciprocal deviation, from values that stay in registers.
+// The row's mean (0 under RMS) and reciprocal deviation, from values that stay in registers and lose their mean. `each`:
+// 1 / columns.
 template <bool RMS, int PIECES, int N>
-__device__ inline void statistics(
-    const float (&value)[PIECES][N], const bool (&live)[PIECES], int cols, float eps, float* scratch, float& mean,
+__device__ inline void centre(
+    float (&value)[PIECES][N], const bool (&live)[PIECES], float each, float eps, float* scratch, float& mean,
     float& rstd) {
   float total[1];
   mean = 0.0f;
@@ -41,23 +42,26 @@ __device__ inline void statistics(
     total[0] = 0.0f;
 #pragma unroll
     for (int p = 0; p < PIECES; p++) {
+      if (!live[p]) continue;
 #pragma unroll
-      for (int i = 0; i < N; i++) total[0] += live[p] ? value[p][i] : 0.0f;
+      for (int i = 0; i < N; i++) total[0] += value[p][i];
     }
     block_reduce(total, scratch, Add(), 0.0f);
-    mean = total[0] / cols;
+    mean = total[0] * each;
   }
   total[0] = 0.0f;
 #pragma unroll
   for (int p = 0; p < PIECES; p++) {
+    if (!RMS && !live[p]) continue;
 #pragma unroll
     for (int i = 0; i < N; i++) {
-      const float d = live[p] ? value[p][i] - mean : 0.0f;
+      if (!RMS) value[p][i] -= mean;
+      const float d = live[p] ? value[p][i] : 0.0f;
       total[0] += d * d;
     }
   }
   block_reduce(total, scratch, Add(), 0.0f);
-  rstd = rsqrtf(total[0] / cols + eps);
+  rstd = rsqrtf(total[0] * each + eps);
 }
 
 // mask * scale * (x + bias) of a piece.
@@ -79,6 +83,7 @@ __global__ void __launch_bounds__(kThreads) forward_registers(Forward a) {
   __shared__ float scratch[kMaxWarps];
   const T* weight = static_cast<const T*>(a.weight);
   const T* bias = static_cast<const T*>(a.bias);
+  const float each = 1.0f / a.cols;
   for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
     const T* x = static_cast<const T*>(a.x) + row * a.cols;
     float value[PIECES][N];
@@ -109,7 +114,7 @@ __global__ void __launch_bounds__(kThreads) forward_registers(Forward a) {
       }
     }
     float mean, rstd;
-    statistics<RMS>(value, live, a.cols, a.eps, scratch, mean, rstd);
+    centre<RMS>(value, live, each, a.eps, scratch, mean, rstd);
 #pragma unroll
     for (int p = 0; p < PIECES; p++) {
       const int at = (p * blockDim.x + threadIdx.x) * N;
@@ -119,7 +124,7 @@ __global__ void __launch_bounds__(kThreads) forward_registers(Forward a) {
       if (bias != nullptr) b = load<N>(bias + at);
       float y[N];
 #pragma unroll
-      for (int i = 0; i < N; i++) y[i] = (value[p][i] - mean) * rstd * to_float(w.at[i]) + to_float(b.at[i]);
+      for (int i = 0; i < N; i++) y[i] = value[p][i] * rstd * to_float(w.at[i]) + to_float(b.at[i]);
       store<N>(static_cast<T*>(a.y) + row * a.cols + at, to_pack<T>(y));
     }
     if (threadIdx.x == 0) {
