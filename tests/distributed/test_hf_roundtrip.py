@@ -319,19 +319,20 @@ def test_drawing_does_not_depend_on_layout_or_batch(ranks: RankPool, tmp_path: P
     first = generated(config, Topology(), [(PROMPTS, drawn, 4)])[0]
     text = "".join(chr(33 + i) for i in first[0].tokens)
     stopping = replace(drawn, stop_strings=(text[20:23],), stop_ids=(first[1].tokens[30],))
-    jobs = [(PROMPTS, s, b) for s, b in ((drawn, 1), (stopping, 3), (stopping, 4))]
+    second = replace(stopping, stop_strings=())  # the second text alone ends early
+    jobs = [(PROMPTS, s, b) for s, b in ((drawn, 1), (stopping, 3), (stopping, 4), (second, 4))]
     alone = generated(config, Topology(), jobs)
     assert alone[0] == first and all(len(c.tokens) == 40 and not c.stopped for c in first)
     assert len({tuple(c.tokens) for c in first}) == 4
     cut = alone[1][0]
     assert cut.stopped and cut.text is not None and text.startswith(cut.text) and text[20:23] not in cut.text
     assert alone[1][1].stopped and stopping.stop_ids[0] not in alone[1][1].tokens
-    assert alone[1] == alone[2]
+    assert alone[1] == alone[2] and [c.stopped for c in alone[3][:3]] == [False, True, False]
     assert all(r == alone[:1] for r in ranks.run(4, generated, config, Topology(tp=2, pp=2), jobs[:1]))
     texts = [(prompt, 2) for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[3])]
-    job, (_, scores) = (PROMPTS[:3], stopping, 1), generated_and_scored(config, Topology(), [], texts)
+    job, (_, scores) = (PROMPTS[:3], second, 1), generated_and_scored(config, Topology(), [], texts)
     for found, told in ranks.run(4, generated_and_scored, config, Topology(pp=2, dp=2, ep=2), [job], texts):
-        assert found == [alone[1][:3]]
+        assert found == [alone[3][:3]]
         assert [s.log_probability for s in told] == pytest.approx([s.log_probability for s in scores], rel=1e-6)
 
 
