@@ -1,7 +1,7 @@
 """Planner against published steps: `python benchmarks/plan_accuracy.py` writes benchmarks/results/plan-accuracy.md.
 
 One calibration a cluster, no fitting to points. What a source does not say is assumed here, once for the source, in
-``PROGRAMS`` and ``assumed``.
+``plan.programs`` and ``assumed``.
 """
 
 from __future__ import annotations

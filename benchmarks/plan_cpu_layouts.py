@@ -16,6 +16,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -107,7 +108,7 @@ def measured(work: Path, name: str) -> dict[str, object]:
 def main() -> int:
     """Calibrate, run, compare; 1 where a layout is off by more than the goal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path("/tmp/plan-cpu-layouts"))
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "plan-cpu-layouts")
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--seconds", default="0.3", help="of each measurement of the calibration")

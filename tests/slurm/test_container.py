@@ -16,6 +16,8 @@ from jobs import losses, settings, train_here
 from test_launch import SHORT, Runs, runs  # noqa: F401 - runs is a fixture
 from test_record import Login
 
+from megatron_port.config.machine import ClusterConfig
+
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 CONTAINERS = '[engine]\nruntime = "runc"\n[containers]\ndefault_ulimits = []\n'
@@ -75,7 +77,7 @@ def pyxis_usable(runs: Runs) -> str:  # noqa: F811
     plugin = next((path for path in PLUGINS if path.is_file()), None)
     if plugin is None or not shutil.which("enroot") or not shutil.which("mksquashfs"):
         return "no enroot, mksquashfs and spank_pyxis.so here (NVIDIA's enroot and pyxis, from source)"
-    own = "/tmp/pyxis-of-tests"
+    own = f"{ClusterConfig().local_disk}/pyxis-of-tests"
     (runs.cluster.base / "etc" / "slurm" / "plugstack.conf").write_text(f"required {plugin} runtime_path={own}\n")
     for name in runs.cluster.nodes:
         runs.cluster.on_node(name, ["mkdir", "-p", own])

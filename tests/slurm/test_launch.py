@@ -19,8 +19,11 @@ import pytest
 from cluster import Cluster, Options, parse_job, start_cluster, why_not
 from jobs import ROOT, environment, losses, metrics, settings, steps, train_here
 
+from megatron_port.config.machine import ClusterConfig
+
 pytestmark = pytest.mark.slurm
 
+LOCAL_DISK = ClusterConfig().local_disk
 SHORT = {"model__num_layers": 1, "batch__global_batch_size": 6}
 """Two or three micro-batches on each of two or three ranks: many steps a second. A rank more takes five seconds of a
 core, to import torch."""
@@ -285,7 +288,7 @@ def test_a_full_disk_a_taken_port_and_a_prepared_folder_do_not_end_a_job(runs: R
     change = settings(training__steps=2, model__num_layers=1)
     job = runs.submit(["--hold", "--nodes=3", "--ntasks-per-node=1"], change,
                       env={"SPARE_NODES": "1", "STAGE": str(archive)})
-    port, guessed = 15000 + 31 * job % 17000, f"/tmp/megatron_port-{job}"
+    port, guessed = 15000 + 31 * job % 17000, f"{LOCAL_DISK}/megatron_port-{job}"
     cluster = runs.cluster
     cluster.on_node("n2", ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "/tmp"])
     try:
@@ -302,7 +305,8 @@ def test_a_full_disk_a_taken_port_and_a_prepared_folder_do_not_end_a_job(runs: R
         cluster.on_node("n1", ["rm", "-rf", guessed], check=False)
     log = runs.log()
     assert record["Restarts"] == "0" and len(losses(runs.run_folder)) == 2
-    assert re.search(r"staging failed on n2: \d+ MiB free for /tmp/megatron_port-.*, at least \d+ needed", log), log
+    no_space = rf"staging failed on n2: \d+ MiB free for {LOCAL_DISK}/megatron_port-.*, at least \d+ needed"
+    assert re.search(no_space, log), log
     assert "(n1,n3)" in log and f"port {port} of {cluster.addresses['n1']} is taken, trying the next" in log, log
     assert kept == ["file"] and [n for n in left if n.startswith("megatron_port-")] == [f"megatron_port-{job}"], log
 
@@ -341,7 +345,7 @@ def test_ranks_run_from_the_image_that_launch_image_makes(runs: Runs) -> None:
     runs.wait_for_step(job, 5, timeout=500)
     found = {name: runs.cluster.on_node(name, ["sh", "-c", MAPPED]).stdout.split() for name in ("n1", "n2")}
     runs.wait(job, "COMPLETED")
-    own, system = f"/tmp/megatron_port-{job}-", ("/usr/", "/lib/", "/lib64/", "/dev/", "/memfd")
+    own, system = f"{LOCAL_DISK}/megatron_port-{job}-", ("/usr/", "/lib/", "/lib64/", "/dev/", "/memfd")
     for name, paths in found.items():
         assert any(re.fullmatch(rf"{own}\w+/env/bin/python3[.\d]*", p) for p in paths), (name, paths)
         assert any(p.endswith("libtorch_cpu.so") for p in paths), (name, paths)
