@@ -27,7 +27,7 @@ class AdagradOptions:
     momentum: Fraction = 0.0
     """Decay of a running mean of the updates; 0: none. 4 bytes per parameter."""
     initial_accumulator: NonNegative = 0.0
-    """What the sums of squared gradients begin with."""
+    """Initial value of the sums of squared gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What every tokenizer gives, and those that are made of another library's functions."""
+"""The interface of a tokenizer, and the base classes of those that call another library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a schedule is made of: passes of micro-batches through chunks, in an order for each stage."""
+"""Actions and schedules: passes of micro-batches through chunks, in an order for each stage."""
 
 from __future__ import annotations
 

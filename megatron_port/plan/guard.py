@@ -1,7 +1,7 @@
-"""What training asks of the planner before any process meets another: does this run fit its devices, do stages starve?
+"""Checks of a run by the planner before the ranks connect: does it fit its devices, do stages starve?
 
-Memory only where the cluster says what a device holds (``cluster.memory_gb`` and a ``[hardware]`` section); anything
-else that is wrong with a run is found elsewhere, so nothing here raises for it.
+Memory is checked only where the cluster gives a device's capacity (``cluster.memory_gb`` and a ``[hardware]``
+section); anything else that is wrong with a run is found elsewhere, so nothing here raises for it.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ alone (``src/graph/tuning.cc``; arXiv 2504.18658).
 
 Out of a group of the network (a dragonfly's, a pod) goes what ranks send beyond its nodes while all groups of ranks
 do the same. The neighbours of rings and transfers are d nodes apart, so the last d nodes of each group of g send out,
-d / g of all of them; an all-to-all over n nodes sends 1 − g / n. The links have room for ``group_taper`` of what the
-adapters send, on a dragonfly for half of that: traffic between two groups takes a detour (Kim et al., ISCA 2008).
+d / g of all of them; an all-to-all over n nodes sends 1 − g / n. The links have ``group_taper`` of the bandwidth of the
+adapters, on a dragonfly half of that: traffic between two groups takes a detour (Kim et al., ISCA 2008).
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ class Links:
                 f"{group.size} ranks {group.stride} apart span {group.nodes} nodes, but {self.machine.cluster.name} "
                 "has no network (hardware.nics is 0); keep the run on one node, or describe the network"
             )
-        return self.adapters * group.local / domain(self.machine) * self._room(group, to_all=to_all)
+        return self.adapters * group.local / domain(self.machine) * self._beyond_groups(group, to_all=to_all)
 
-    def _room(self, group: Span, *, to_all: bool) -> float:
+    def _beyond_groups(self, group: Span, *, to_all: bool) -> float:
         """Share of the adapters' bandwidth that the links out of the network's groups leave (1: all)."""
         h = self.machine.hardware
         apart = max(1, group.stride // domain(self.machine))

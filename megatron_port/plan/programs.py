@@ -81,7 +81,6 @@ DUALPIPE = replace(
 MEGASCALE = replace(MEGATRON_CORE, name="MegaScale-MoE", expert_overlap="passes")
 
 
-
 def megatron_split(model: ModelConfig, chunks: int) -> tuple[int, ...]:
     """Layers of each chunk as Megatron-core divides them: evenly, or with embedding and head counted as a layer each
     (``account_for_embedding_in_pipeline_split``; they may be a chunk alone); else as even in time as can be, for
@@ -93,11 +92,3 @@ def megatron_split(model: ModelConfig, chunks: int) -> tuple[int, ...]:
     if not rest and chunks > 1:
         return (each - 1, *(each,) * (chunks - 2), each - 1)
     return balanced_split(model, chunks)
-
-
-PROGRAMS = {program.name: program for program in (
-    MEGATRON_2021, MEGATRON_2022, NEMO, NEMO_LLAMA, MEGATRON_CORE, MEGATRON_CORE_DEEP_EP, MEGATRON_CORE_FSDP,
-    MEGATRON_BRIDGE, FSDP2, FSDP2_ASYNC, LLAMA3, MEGATRON_DEEPSPEED, DEEPSPEED_ZERO3, DEEPSPEED_ZERO3_HOST, DUALPIPE,
-    MEGASCALE,
-)}
-"""By name."""

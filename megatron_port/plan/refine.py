@@ -73,12 +73,13 @@ def _shares(found: Candidate, machine: Machine) -> Iterator[Case]:
     case = found.case
     if case.offload == "none" or case.offload_weights or not case.offload_fraction:
         return
-    room = machine.cluster.memory_gb * 1e9 - found.memory.total
+    headroom = machine.cluster.memory_gb * 1e9 - found.memory.total
     less = replace(case, offload_fraction=case.offload_fraction / 2)
-    grows = (stage_memory(less, machine, found.memory.stage).total - found.memory.total) / (case.offload_fraction / 2)
-    if room <= 0 or grows <= 0:
+    more = stage_memory(less, machine, found.memory.stage).total - found.memory.total
+    bytes_per_fraction = more / (case.offload_fraction / 2)
+    if headroom <= 0 or bytes_per_fraction <= 0:
         return
-    share = math.ceil(STEPS * max(case.offload_fraction - room / grows, 1 / STEPS)) / STEPS
-    for more in range(3):  # another stage may be the fullest then
-        if share + more / STEPS < case.offload_fraction:
-            yield replace(case, offload_fraction=share + more / STEPS)
+    least = math.ceil(STEPS * max(case.offload_fraction - headroom / bytes_per_fraction, 1 / STEPS)) / STEPS
+    for step in range(3):  # another stage may be the fullest then
+        if least + step / STEPS < case.offload_fraction:
+            yield replace(case, offload_fraction=least + step / STEPS)

@@ -1,4 +1,4 @@
-"""What an optimizer rule keeps, computes and moves, of the whole model (``plan.rule_seconds``: on one rank).
+"""State, operations and traffic of an optimizer rule for the whole model (``plan.rule_seconds``: on one rank).
 
 AdamW's two moments are known. Another rule is imported, and torch with it, and asked about the model's records. Its
 state is counted in the mean over the model; a rank with Muon's tables, which have AdamW's moments, has a little more.

@@ -1,4 +1,4 @@
-"""What an optimizer rule's products and collectives take of one rank's step."""
+"""Seconds and bytes of an optimizer rule's products and collectives in one rank's step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tuning's rates hung on: the share of their variance that each free parameter explains by itself.
+"""Importance of a tuning's free parameters: the share of the rates' variance that each explains by itself.
 
 Omega squared of a one-way analysis of variance (Hays 1963): between the values of a parameter, less what chance would
 give, over all. Trials that failed or ran out of memory count with a rate of 0, as the tuner was told (arXiv 2312.12705,
