@@ -100,6 +100,8 @@ class HardwareConfig:
     """Columns of that tile."""
     inner_fill: CountOrZero = 128
     """Steps along the inner dimension that filling and emptying a tile's pipeline costs: efficiency k / (k + fill)."""
+    epilogue_overlap: bool = False
+    """Matmul kernels write a tile while they multiply the next one (persistent kernels, from Hopper on)."""
     attention_forward_tflops: NonNegative = 0.0
     """Rate of the fused attention's forward, over the operations of the causal half; 0: no fused attention."""
     attention_backward_tflops: NonNegative = 0.0

@@ -56,6 +56,11 @@ class Engine:
     """A token goes once to each node with experts of its own, and is copied there (DeepEP)."""
     unfused_ops: float = 1.0
     """Passes over memory of bias, GeLU, dropout and residual over those of fused kernels."""
+    adds_gradients: bool = True
+    """Autograd adds the gradient of a residual branch to the norm's in a pass of its own; a compiler fuses it."""
+    bias_passes: bool = False
+    """Biases of q, k and v are added, and gradients of biases and norms summed over the tokens, in passes of their own
+    instead of in the products' kernels."""
     attention: str = "flash2"
     """Whose fused attention, where the cluster's table knows it: flash2 | flash3 | cudnn."""
     linear_calls: float = 1.0

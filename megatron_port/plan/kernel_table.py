@@ -8,6 +8,7 @@ A table is a CSV file that ``bench calibrate`` writes, or that was copied from a
 | attention-forward, attention-backward | length x head size | 10^12 operations of the causal half a second |
 | product | rows x columns x inner | 10^12 operations a second |
 | stream | bytes | 10^9 bytes a second |
+| dropout | elements | 10^9 elements a second, random numbers drawn |
 | host | calls | 10^6 calls a second |
 | all-reduce, all-gather, reduce-scatter | ranks x bytes of the whole buffer | 10^9 bytes of the buffer a second |
 

@@ -59,7 +59,7 @@ def attention_seconds(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float
     )
     dropout = 1 if m.attention_dropout > 0 else 0
     # Softmax with scale and mask in one kernel: read, write; dropout: read, write, a byte of mask.
-    forward = rates.stream(scores * (2 * w + dropout * (2 * w + 1)), 1 + dropout)
+    forward = rates.stream(scores * 2 * w) + dropout * rates.dropout(scores, 2 * w + 1)
     backward = rates.stream(scores * (3 * w + dropout * (2 * w + 1)), 1 + dropout)
     return product + forward, 2 * product + backward
 
@@ -89,6 +89,13 @@ def _elementwise(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, flo
     # norm: gradient and input read, gradient written, once more for the weights' gradient; the others read one more.
     backward = len(layer.norms) * norm * 2 + rotate
     backward += fused * (2 * stream * (2 * w + mask) + split * ffn * w * (2 * gates + 1))
+    if case.engine.adds_gradients and case.kernels != "own":  # the own norm's backward adds the branch's gradient
+        backward += len(layer.norms) * stream * 3 * w
+    if case.engine.bias_passes and m.add_bias:
+        values = layer.attention.groups.heads * layer.attention.groups.head_size
+        forward += split * values * 2 * w  # heads put side by side; q, k and v's biases are counted as the rotation
+        # Read once more: gradients of both residual branches, of the norms with their inputs, of up and of q, k, v.
+        backward += (2 + len(layer.norms)) * stream * w + split * (ffn * gates + heads) * w
     kernels, kernels_back = 6, 9
     normalized = layer.attention.normalized_features(t)
     if normalized:  # norms of query and key heads, and the fused projection put together again

@@ -5,7 +5,8 @@ does. A ring over r ranks moves 2(r−1)/r of the buffer past each rank for an a
 reduce-scatter or an all-gather, in as many hops. Where a group spans nodes, its ranks on one node share
 the node's adapters with the other groups of that node, and the slowest level bounds the ring. An all-reduce takes a
 tree (2·log2 of the nodes hops) where its latency is less; for reduce-scatters and all-gathers NCCL and RCCL have rings
-alone (``src/graph/tuning.cc``; arXiv 2504.18658).
+alone (``src/graph/tuning.cc``; arXiv 2504.18658). Within a node, where the cluster's table has measured collectives by
+ranks and bytes, these seconds are times the ratio that was measured: short rings and small buffers fill links less.
 
 Out of a group of the network (a dragonfly's, a pod) goes what ranks send beyond its nodes while all groups of ranks
 do the same. The neighbours of rings and transfers are d nodes apart, so the last d nodes of each group of g send out,
@@ -20,6 +21,7 @@ from dataclasses import dataclass, replace
 
 from megatron_port.errors import ConfigError
 from megatron_port.plan.case import Case, Machine
+from megatron_port.plan.kernel_table import KernelTable
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class Links:
     """Bandwidth of all adapters of a node, or of the nodes of a domain (``hardware.domain_devices``)."""
     near: float
     far: float
+    table: KernelTable | None = None
+    """What was measured, where it is used beside the formulas."""
 
     @classmethod
     def of(cls, machine: Machine) -> Links:
@@ -78,7 +82,7 @@ class Links:
             node=h.node_gb * 1e9 * h.node_efficiency * scale,
             adapters=h.nics * h.nic_gb * 1e9 * h.network_efficiency * scale * domain(machine)
             / machine.cluster.gpus_per_node,
-            near=h.node_latency_us * 1e-6, far=h.network_latency_us * 1e-6,
+            near=h.node_latency_us * 1e-6, far=h.network_latency_us * 1e-6, table=machine.table,
         )
 
     def network_share(self, group: Span, *, to_all: bool = False) -> float:
@@ -118,13 +122,36 @@ class Links:
         rounds = 2 if kind == "all-reduce" else 1
         share = rounds * (r - 1) / r * size
         if group.nodes == 1:
-            return share / self.local_bandwidth(group) + rounds * (r - 1) * self.near
+            return self._within(size, r, self.local_bandwidth(group), rounds) / self._measured(kind, group, size)
         bandwidth = self.network_share(group)
         if group.local > 1:
             bandwidth = min(bandwidth, self.local_bandwidth(group))
         ring = rounds * ((r - group.nodes) * self.near + (group.nodes - 1) * self.far)
         tree = rounds * (group.local * self.near + math.ceil(math.log2(group.nodes)) * self.far)
         return share / bandwidth + (min(ring, tree) if kind == "all-reduce" else ring)
+
+    def _within(self, size: float, ranks: int, bandwidth: float, rounds: int) -> float:
+        """Seconds of a ring over the ranks of one node."""
+        return rounds * (ranks - 1) * (size / ranks / bandwidth + self.near)
+
+    def _measured(self, kind: str, group: Span, size: float) -> float:
+        """Measured over planned rate of a collective within a node; 1 where the table has nothing near.
+
+        A table without reduce-scatters and all-gathers of its own has them as halves of its all-reduces: their rings
+        send the same pieces in half as many rounds.
+        """
+        table = self.table
+        if table is None:
+            return 1.0
+        rounds, bandwidth = 2 if kind == "all-reduce" else 1, self.local_bandwidth(group)
+        own = kind == "all-reduce" or table.group("reduce-scatter")
+        op = kind if kind == "all-reduce" else "reduce-scatter" if own else "all-reduce"
+
+        def formula(shape: tuple[float, ...]) -> float:
+            ranks, whole = shape
+            return whole / self._within(whole, int(ranks), bandwidth, rounds if own else 2) / 1e9
+
+        return table.ratio(op, "", "", (group.size, size), formula) or 1.0
 
     def all_to_all(self, size: float, group: Span, outside: float = 0.0) -> float:
         """Seconds in which every rank of a group sends ``size`` bytes, as many to each rank.

@@ -14,7 +14,7 @@ from megatron_port.plan.engines import Engine
 
 MEGATRON_2021 = Engine(
     name="Megatron-LM 2021",  # fp16 gradients summed after the backward, transfers scattered over tp, no ZeRO
-    gradient_bytes=4, accumulate_traffic=12, reduce_bytes=4, scatter_transfers=True,
+    gradient_bytes=4, accumulate_traffic=12, reduce_bytes=4, scatter_transfers=True, bias_passes=True,
     update_extra_bytes=26,  # cast (2 + 4), unscaled (4 + 4), clipped (4 + 4), cast back and written (4)
 )
 MEGATRON_2022 = replace(MEGATRON_2021, name="Megatron-LM 2022", tensor_overlap="backward")
@@ -51,7 +51,7 @@ FSDP2 = Engine(
     # torchtitan of 2024-12: FSDP2 over dp x cp, weights gathered in bf16, gradients reduced in fp32 after each backward
     # pass, compiled layers, scaled_dot_product_attention with torch's flash kernel (FlashAttention-2).
     name="FSDP2", gradient_bytes=4, accumulate_traffic=8, reduce_bytes=4, shard_reduces=True, reduce_overlap=1.0,
-    gather_overlap=1.0, tensor_overlap="none", attention="flash2", casts="current",
+    gather_overlap=1.0, tensor_overlap="none", attention="flash2", casts="current", adds_gradients=False,
 )
 FSDP2_ASYNC = replace(FSDP2, name="FSDP2 with asynchronous tensor parallelism", tensor_overlap="tiled")
 LLAMA3 = replace(
@@ -62,6 +62,7 @@ LLAMA3 = replace(
 MEGATRON_DEEPSPEED = Engine(
     name="Megatron-DeepSpeed", gradient_bytes=2, accumulate_traffic=8, reduce_bytes=2, bucket_bytes=0.0,
     duplex_transfers=False, scatter_transfers=True,  # DeepSpeed's defaults pipe_partitioned and grad_partitioned
+    bias_passes=True,
     update_extra_bytes=26,
 )
 DEEPSPEED_ZERO3 = Engine(

@@ -15,7 +15,7 @@ from megatron_port.model.flops import hardware_flops, model_flops
 from megatron_port.pipeline.schedules import make_schedule
 from megatron_port.pipeline.simulate import simulate
 from megatron_port.plan.case import Case, Machine, case_of, machine_of
-from megatron_port.plan.layer import attention_seconds
+from megatron_port.plan.layer import attention_seconds, layer_cost
 from megatron_port.plan.links import Links, scattered, span
 from megatron_port.plan.rates import Rates, efficiency
 from megatron_port.plan.step import plan_step
@@ -165,6 +165,22 @@ def test_the_papers_observations() -> None:
     base = case(run="runs/frontier-175b")  # enough layers a stage that the head's imbalance stays small
     held = [rate(pp=p, dp=1, split=(), micro_batches=8 * p, global_batch=8 * p) for p in (4, 8, 16)]
     assert max(held) / min(held) < 1.07  # III.4: throughput holds with the ratio of stages to micro-batches
+
+
+def test_gradients_of_residuals_and_biases_are_passes_of_their_own() -> None:
+    """Autograd adds a residual branch's gradient, three tensors a norm, and reads others' once more for their biases."""
+    selene, plain = machine("selene"), replace(case(), kernels="fused", tp=1, recompute="none")
+    rates, links, layer = Rates.of(selene), Links.of(selene), model_spec(plain.model).layers[0]
+
+    def bytes_of(kernels: str = "fused", **flags: Any) -> float:
+        one = replace(plain, kernels=kernels, engine=replace(plain.engine, **flags))
+        return layer_cost(one, layer, rates, links, span(selene, 1, 1)).backward * rates.memory
+
+    stream = 2.0 * plain.model.seq_length * plain.micro_batch * plain.model.hidden_size
+    bare, added = bytes_of(adds_gradients=False), bytes_of()
+    assert added - bare == pytest.approx(6 * stream)
+    assert bytes_of(bias_passes=True) - added == pytest.approx((2 + 2 + 4 + 3) * stream)  # branches, norms, up, q k v
+    assert bytes_of("own") == pytest.approx(bare)  # the norm's own kernel adds it
 
 
 def test_weak_scaling_of_1t() -> None:

@@ -12,6 +12,7 @@ from megatron_port.config.schema import CalibrationConfig
 from megatron_port.errors import ConfigError
 from megatron_port.plan.case import case_of, machine_of, table_of
 from megatron_port.plan.kernel_table import Entry, KernelTable, band, between, held_out_errors, read_table, to_csv
+from megatron_port.plan.links import Links, span
 from megatron_port.plan.rates import Rates
 from megatron_port.plan.step import plan_step
 
@@ -73,3 +74,33 @@ def test_a_table_is_equal_to_itself_alone() -> None:
     """It is part of the keys of caches."""
     one, two = KernelTable([]), KernelTable([])
     assert one == one and one != two and hash(one) != hash(two)
+
+
+def test_all_reduces_within_a_node_take_as_long_as_they_were_measured() -> None:
+    """nccl-tests on 8 A100 (VIA-Research/vTrain): sizes that the table does not have, and what it leaves alone."""
+    machine = machine_of(load("clusters/a100-4hdr").config)
+    links, bare = Links.of(machine), Links.of(replace(machine, calibration=CalibrationConfig()))
+    for ranks, seconds in ((2, 607.8e-6), (4, 813.4e-6), (8, 913.0e-6)):
+        group = span(machine, ranks, 1)
+        assert links.collective(103_809_024, group) == pytest.approx(seconds, rel=0.05)
+        assert links.collective(103_809_024, group) > 1.05 * bare.collective(103_809_024, group)
+        half = links.collective(103_809_024, group, kind="half")  # a reduce-scatter is half of an all-reduce
+        assert half == pytest.approx(links.collective(103_809_024, group) / 2)
+    apart = span(machine, 64, 1)
+    assert links.collective(1e9, apart) == bare.collective(1e9, apart)
+
+
+def test_attention_that_writes_its_scores_takes_as_long_as_measured() -> None:
+    """16 x 8 heads of size 64 at 2,048 positions on an A100 40 GB (arXiv 2205.14135, tables 13, 15 and 18): four
+    products and Megatron's softmax backward 6.49 ms; dropout adds 2.24 ms to the forward pass."""
+    machine = machine_of(load("clusters/selene").config)
+    rates = Rates.of(replace(machine, hardware=replace(machine.hardware, memory_bandwidth_gb=1555.0)))
+    scores = 16 * 8 * 2048**2
+    written = rates.product(2048, 2048, 64, batch=128)
+    read = rates.product(2048, 64, 2048, batch=128)
+    assert written + 3 * read + rates.stream(6 * scores) == pytest.approx(6.49e-3, rel=0.12)
+    assert rates.dropout(scores, 5) == pytest.approx(2.24e-3, rel=0.02)
+    assert written > 2 * scores / rates.memory + 2 * 64 * scores / rates.matmul  # nothing hides a tile's writing
+    hidden = replace(rates, epilogue_overlap=True)
+    assert hidden.product(2048, 2048, 64, batch=128) < 0.9 * written
+    assert hidden.product(8192, 8192, 8192) == pytest.approx(rates.product(8192, 8192, 8192), rel=0.01)
