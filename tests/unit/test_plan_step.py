@@ -168,7 +168,7 @@ def test_the_papers_observations() -> None:
 
 
 def test_gradients_of_residuals_and_biases_are_passes_of_their_own() -> None:
-    """Autograd adds a residual branch's gradient, three tensors a norm, and reads others' once more for their biases."""
+    """Autograd adds a residual branch's gradient, three tensors a norm; biases' and norms' read theirs once more."""
     selene, plain = machine("selene"), replace(case(), kernels="fused", tp=1, recompute="none")
     rates, links, layer = Rates.of(selene), Links.of(selene), model_spec(plain.model).layers[0]
 
