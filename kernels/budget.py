@@ -33,7 +33,8 @@ SLACK = 1.02
 """Instructions of a loop may grow by this; bytes, spills not at all."""
 _BYTES = {"float": 4, "mp::bf16": 2, "mp::f16": 2, "mp::NoWeight": 0}
 _PIECES = ("forward_registers", "backward_registers", "rows_registers")
-_STORED = ("forward", "backward", "gelu_forward", "gelu_backward", "swiglu_forward", "gradient", "rotate")
+_STORED = ("forward", "backward", "gelu_forward", "gelu_backward", "swiglu_forward", "gradient", "rotate",
+           "split_backward")
 _LOADED = ("statistics", "squares", "largest", "largest_of_columns")
 
 

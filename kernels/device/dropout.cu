@@ -8,26 +8,16 @@
 // Arithmetic: a hash of 3 64-bit products an aligned group of four elements; 18 (backward) to 23 instructions an
 // element on sm_90 in all, 2/3 of what it can issue at 4.8 TB/s. Rows whose positions do not fall into whole groups
 // (width, width_offset, cols or pointers unaligned) hash each element.
-#include "common.cuh"
+#include "columns.cuh"
 #include "dropout.h"
 #include "mask.cuh"
 
 namespace mp {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kBlocksEach = 8;
-constexpr int kRows = 2;         // rows that a thread has in flight
-constexpr int kLeastRows = 16;   // rows of a slot of partial sums
-
-// How the tensor is cut: strips of `across` pieces of N columns, `down` rows of a strip in a block, `bands` blocks a
-// strip. Thread (slot = band * down + its row in the block) takes rows slot, slot + slots, ...
-struct Cut {
-  int64_t rows;
-  int batch, cols;
-  int across, down, strips, bands;
-  unsigned threads;
-};
+constexpr int kThreads = kCutThreads;
+constexpr int kRows = 2;       // rows that a thread has in flight
+constexpr int kSlotRows = 16;  // rows of a slot of partial sums
 
 struct Mask {
   const int64_t* keys;
@@ -180,26 +170,6 @@ __global__ void __launch_bounds__(kThreads) backward(Backward a) {
   for (int i = 0; i < N; i++) a.partial[slot * a.cut.cols + column + i] = sum[i];
 }
 
-// `least`: rows of a slot at least, where there are as many.
-Cut cut_of(int64_t rows, int64_t batch, int64_t cols, int n, int least) {
-  const int64_t pieces = cols / n, strips = (pieces + kThreads - 1) / kThreads;
-  const int64_t across = (pieces + strips - 1) / strips, room = kThreads / across;
-  const int64_t wanted = rows / least < 1 ? 1 : rows / least;
-  const int64_t down = room < wanted ? room : wanted;
-  const int64_t most = persistent_blocks(INT64_MAX, kBlocksEach) / strips;
-  const int64_t bands = wanted / down < most ? wanted / down : most;
-  Cut cut{};
-  cut.rows = rows;
-  cut.batch = static_cast<int>(batch);
-  cut.cols = static_cast<int>(cols);
-  cut.across = static_cast<int>(across);
-  cut.down = static_cast<int>(down);
-  cut.strips = static_cast<int>(strips);
-  cut.bands = static_cast<int>(bands < 1 ? 1 : bands);
-  cut.threads = block_threads(across * down, kThreads);
-  return cut;
-}
-
 // Whether N elements from any piece's first column on are whole groups of four.
 bool groups_fit(const Mask& mask) {
   return mask.keep.threshold == 0 || (mask.width % 4 == 0 && mask.width_offset % 4 == 0);
@@ -215,7 +185,7 @@ int32_t launch_forward(void* stream, Forward a, int64_t rows, int64_t batch, int
 
 template <typename T, int N>
 int32_t launch_backward(void* stream, Backward a, int64_t rows, int64_t batch, int64_t cols, void* dbias) {
-  a.cut = cut_of(rows, batch, cols, N, a.partial != nullptr ? kLeastRows : kRows);
+  a.cut = cut_of(rows, batch, cols, N, a.partial != nullptr ? kSlotRows : kRows);
   const unsigned blocks = static_cast<unsigned>(a.cut.strips) * a.cut.bands;
   const int32_t code = a.mask.keep.threshold == 0 ? launch(backward<T, N, false>, blocks, a.cut.threads, stream, a)
                                              : launch(backward<T, N, true>, blocks, a.cut.threads, stream, a);
@@ -238,14 +208,7 @@ Mask mask_of(
 }  // namespace mp
 
 extern "C" int64_t mp_dropout_workspace(int64_t rows, int64_t cols) {
-  int64_t slots = 0;
-  for (const int n : {1, 4, 8}) {
-    if (cols % n != 0) continue;
-    const mp::Cut cut = mp::cut_of(rows, 1, cols, n, mp::kLeastRows);
-    const int64_t own = static_cast<int64_t>(cut.bands) * cut.down;
-    slots = own > slots ? own : slots;
-  }
-  return slots * cols;
+  return mp::cut_floats(rows, cols, mp::kSlotRows);
 }
 
 extern "C" int32_t mp_dropout_forward(

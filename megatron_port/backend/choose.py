@@ -295,6 +295,12 @@ def _own_rotary() -> fused.SplitRotary:
     return split_rotary
 
 
+def _own_split_bias() -> fused.SplitBias:
+    from megatron_port.backend.ops import rotary
+
+    return rotary.split
+
+
 def _packed_attention(
     provider: str, device: DeviceInfo, softmax: fused.CausalSoftmax, split: fused.SplitRotary
 ) -> fused.PackedAttention | None:
@@ -394,6 +400,7 @@ def choose_providers(
         optimizer=optimizer, table=tuple(rows), fp8=products,
         partial_attention=PARTIALS.get(attention_row.provider),
         packed_attention=_packed_attention(attention_row.provider, device, softmax, split_rotary),
+        split_bias=_own_split_bias() if rotary_row.provider == "own" else None,
         bias_dropout_add_norm=_own_dropout_norm() if together else None, experts=experts,
         row_exchange=row_exchange,
     )

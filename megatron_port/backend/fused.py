@@ -49,6 +49,15 @@ class SplitRotary(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
+class SplitBias(Protocol):
+    """The split of a projection that is not rotated, where ``bias`` [g·(r + 2)·d] was added without a gradient.
+
+    The gradient of the bias comes from here: the kernel that packs the gradients of queries, keys and values sums them.
+    """
+
+    def __call__(self, qkv: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
 class BiasDropoutAdd(Protocol):
     """residual + dropout(x + bias) for [seq, batch, h]; see ``parallel.random`` for the mask and its arguments."""
 

@@ -44,6 +44,8 @@ class Providers:
     """Attention over parts of the keys, in fp32, where the provider has it."""
     packed_attention: fused.PackedAttention | None = None
     """The same attention of a projection that is not split, where the provider has it."""
+    split_bias: fused.SplitBias | None = None
+    """The split that gives the projection's bias its gradient; None: the linear layer does."""
     bias_dropout_add_norm: fused.BiasDropoutAddNorm | None = None
     """``bias_dropout_add`` with the norm that follows, where one provider has both; None: one after the other."""
     fp8: Fp8 | None = None

@@ -16,7 +16,7 @@ from megatron_port.model.recompute import recompute
 from megatron_port.model.spec import AttentionSpec, Groups
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.context_attention import DropoutOf
-from megatron_port.parallel.linear import Rows
+from megatron_port.parallel.linear import ColumnParallelLinear, Rows
 from megatron_port.parallel.positions import Positions
 
 
@@ -73,6 +73,8 @@ class SelfAttention(nn.Module):
         self.sinks = None if spec.sinks is None else build.per_head(spec.sinks, layer)
         self._build_projection(layer, spec, build)
         self.output = row_linear(layer, spec.output, build)
+        self.split_sums_bias = True
+        """Whether :meth:`split` may give the projection's bias its gradient."""
         self.core: AttentionCore = SelfAttention.attend
         """Replaced by inference, which keeps keys and values; training leaves it as it is."""
 
@@ -138,7 +140,7 @@ class SelfAttention(nn.Module):
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """Return [seq, batch, groups/tp, heads of a group + 2, d]: a group's queries, key, value; normed if asked."""
-        y = self.qkv(x)
+        y = self.qkv(x) if self._split_bias is None else self.qkv(x, detach_bias=True)
         groups: torch.Tensor = y.view(*y.shape[:2], self.groups, self.heads_per_group + 2, self.head_size)
         if self.query_norm is None or self.key_norm is None:
             return groups
@@ -148,9 +150,22 @@ class SelfAttention(nn.Module):
     def split(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [seq, batch, heads/tp, d], keys and values [seq, batch, groups/tp, d]; rotated under rope."""
         if self.rotary is None:
-            return self.providers.split_rotary(y, None, None)
+            bias, with_bias = self._split_bias, self.providers.split_bias
+            if bias is None or with_bias is None:
+                return self.providers.split_rotary(y, None, None)
+            return with_bias(y, bias)
         cos, sin = self.rotary.rows(self._positions(y.shape[0]), y.device)
         return self.providers.split_rotary(y, cos, sin)
+
+    @property
+    def _split_bias(self) -> torch.Tensor | None:
+        """The projection's bias where :meth:`split` gives it its gradient, and :meth:`project` does not."""
+        qkv = self.qkv
+        plain = isinstance(qkv, ColumnParallelLinear) and qkv.shared_bias is None and qkv.adapter is None
+        wanted = self.split_sums_bias and self.providers.split_bias is not None and not self._packed
+        if not plain or not wanted or self.rotary is not None or self.query_norm is not None:
+            return None
+        return qkv.bias
 
     def core_arguments(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return what :meth:`attend_to` takes, from the input: the packed projection, or queries, keys and values."""

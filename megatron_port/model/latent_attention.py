@@ -26,6 +26,8 @@ class LatentAttention(SelfAttention):
     halves, the rest; so that element i pairs with i + head_size / 2, as everywhere (``model.rotary``).
     """
 
+    _split_bias = None  # its products have no bias
+
     def _build_projection(self, layer: str, spec: AttentionSpec, build: BuildContext) -> None:
         latent = spec.latent
         assert latent is not None

@@ -147,11 +147,11 @@ class ChunkedColumnParallelLinear(ColumnParallelLinear):
         super().__init__(*arguments, **options)
         self.chunks = chunks
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, detach_bias: bool = False) -> torch.Tensor:
         plain = not self.sequence_parallel or self.group is None or self.shared_weight is not None
         if plain or not _divides(x, None, self.chunks, sequence=False):
-            return super().forward(x)
-        bias = self.bias.flatten() if self.bias is not None and not self.skip_bias else None
+            return super().forward(x, detach_bias=detach_bias)
+        bias = self.added_bias(detach_bias)
         out: torch.Tensor = _Entering.apply(x, bias, (self.group, self.chunks), True, self.kernels, self.weight)
         return out
 

@@ -305,10 +305,16 @@ class ColumnParallelLinear(nn.Module):
             )
             self.bias = attach(nn.Parameter(torch.empty(record.local_shape, dtype=dtype, device=ctx.device)), record)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        bias = self.bias.flatten() if self.bias is not None and not self.skip_bias else None
-        if bias is not None and self.shared_bias is not None:
-            bias = torch.cat([bias, self.shared_bias])
+    def added_bias(self, detached: bool) -> torch.Tensor | None:
+        """Return what the product adds, [.., out/tp]; ``detached``: without a gradient. None: nothing."""
+        if self.bias is None or self.skip_bias:
+            return None
+        bias = self.bias.detach().flatten() if detached else self.bias.flatten()
+        return bias if self.shared_bias is None else torch.cat([bias, self.shared_bias])
+
+    def forward(self, x: torch.Tensor, *, detach_bias: bool = False) -> torch.Tensor:
+        """Return y. ``detach_bias``: b gets no gradient from here; the caller computes it."""
+        bias = self.added_bias(detach_bias)
         if self.adapter is not None:
             weights = (self.weight,) if self.shared_weight is None else (self.weight, self.shared_weight)
             out: torch.Tensor = self.adapter(

@@ -107,6 +107,7 @@ class RoundingEmulation:
         )
         linear_.kernels = SharedRowsLinearKernels(ranks, self.rounded_weight_gradients, linear_.kernels)
         attention.groups, attention.heads_per_group = tp, heads.heads // tp
+        attention.split_sums_bias = False  # what is added below has other rows than the bias
 
         def forward(x: Tensor) -> Tensor:
             bias = None
@@ -114,7 +115,7 @@ class RoundingEmulation:
                 bias = torch.cat([_share(linear_.bias, i)[rows] for i, own in enumerate(ranks) for rows in own])
             return linear(x, linear_.weight, bias, kernels=linear_.kernels)
 
-        linear_.forward = forward  # type: ignore[method-assign]
+        linear_.forward = forward  # type: ignore[method-assign,assignment]
         if isinstance(attention.key_norm, ProjectionNorm):
             norm, d, copies = attention.key_norm, heads.head_size, tp // heads.groups
 

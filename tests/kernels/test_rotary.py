@@ -87,6 +87,30 @@ def test_a_split_without_rotation_is_torchs_and_its_gradient_is_packed(
     assert all(torch.equal(a, b) for a, b in zip(*found)) and found[0][-1].is_contiguous()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_bias_gets_the_sums_of_the_packed_gradient(device: torch.device, dtype: torch.dtype) -> None:
+    """Beside fp64's, for gradients as attention returns them; more rows than slots, several strips, odd sizes."""
+    for s, b, g, r, size in [(5, 2, 3, 1, 16), (70, 3, 2, 2, 8), (9, 1, 20, 4, 128), (4, 2, 2, 2, 6), (3, 1, 2, 1, 7)]:
+        shape = (s, b, g, r, size)
+        qkv = _qkv(shape).to(dtype).to(device)
+        x, plain = qkv.clone().requires_grad_(), qkv.clone().requires_grad_()
+        bias = torch.zeros(g * (r + 2) * size, dtype=dtype, device=device, requires_grad=True)
+        out = rotary.split(x, bias)
+        grads = [torch.empty_like(o.transpose(0, 1).contiguous()).transpose(0, 1).copy_(o + i)
+                 for i, o in enumerate(out)]
+        dqkv, dbias = torch.autograd.grad(out, (x, bias), grads)
+        wanted, = torch.autograd.grad(torch_split_rotary(plain, None, None), plain, grads)
+        assert torch.equal(dqkv, wanted) and dqkv.is_contiguous()
+        sums = wanted.double().flatten(0, 1).sum(dim=0).flatten()
+        rows, unit = s * b, wanted.double().abs().flatten(0, 1).sum(dim=0).flatten()
+        assert ((dbias.double() - sums).abs() <= torch.finfo(dtype).eps * sums.abs() + 1e-7 * rows * unit).all(), shape
+
+
+def test_without_rows_the_bias_has_no_gradient(device: torch.device) -> None:
+    qkv, bias = (torch.zeros(n, device=device, requires_grad=True) for n in ((0, 2, 1, 3, 4), (12,)))
+    assert not torch.autograd.grad(rotary.split(qkv, bias), bias, [qkv.new_zeros(0, 2, 1, 4)] * 3)[0].any()
+
+
 def test_values_are_copied_and_every_element_is_turned_by_its_own_angle(device: torch.device) -> None:
     """One hot element at a time: it stays at i by the cosine and appears at i + d/2 by the sine of its position."""
     size, offset = 16, 9
@@ -163,8 +187,9 @@ def test_opcheck(device: torch.device) -> None:
     tables = _tables(16, device)
     torch.library.opcheck(op.rotary_forward, (qkv, *tables, 2))
     torch.library.opcheck(op.rotary_forward, (qkv, None, None, 0))
-    grads = [o.detach() for o in op.rotary_forward(qkv, *tables, 2)]
+    grads = tuple(o.detach() for o in op.rotary_forward(qkv, *tables, 2))
     torch.library.opcheck(op.rotary_backward, (*grads, *tables, 2))
+    torch.library.opcheck(op.split_backward, grads)
 
 
 @pytest.mark.parametrize("broken, text", [

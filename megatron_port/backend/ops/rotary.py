@@ -30,32 +30,47 @@ def split_rotary(
     return q, k, v
 
 
-def split(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def split(qkv: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Split without rotation: keys, values, and queries where a group has one head, are views of qkv.
 
-    The three gradients, of any strides, are put into one packed tensor by one kernel. Heads that it does not take (d
-    odd, or above 512) are split by torch.
+    The three gradients, of any strides, are put into one packed tensor by one kernel, or by torch for heads that it
+    does not take (d odd, or above 512). ``bias`` [g·(r + 2)·d]: was added to qkv without a gradient of its own; it gets
+    the sums of the packed gradient over s and b, from the same kernel.
     """
-    if qkv.shape[-1] % 2 or qkv.shape[-1] > _LARGEST_HEAD:
-        return torch_split_rotary(qkv, None, None)
-    q, k, v = _Split.apply(qkv)
+    q, k, v = _Split.apply(qkv, bias)
     return q, k, v
 
 
 class _Split(FirstOrderFunction):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, qkv: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         return torch_split_rotary(qkv, None, None)
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return _pack(grads, None, None, 0)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
+        size, sums = grads[0].shape[-1], ctx.needs_input_grad[1]
+        if size % 2 or size > _LARGEST_HEAD:
+            packed = _pack_by_torch(*grads)
+            return packed, packed.flatten(0, 1).sum(dim=0).flatten() if sums else None
+        if not sums:
+            return _pack(grads, None, None, 0), None
+        both: tuple[Tensor, Tensor] = torch.ops.megatron_port.split_backward.default(*_last_contiguous(grads))
+        return both
+
+
+def _pack_by_torch(dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+    groups = dk.shape[2]
+    return torch.cat((dq.unflatten(2, (groups, -1)), dk.unsqueeze(3), dv.unsqueeze(3)), dim=3)
+
+
+def _last_contiguous(grads: tuple[Tensor, ...]) -> list[Tensor]:
+    return [g if g.stride(-1) == 1 else g.contiguous() for g in grads]
 
 
 def _pack(grads: tuple[Tensor, ...], cos: Tensor | None, sin: Tensor | None, offset: int) -> Tensor:
     """Gradient of the packed projection from those of q, k and v, rotated back."""
-    dq, dk, dv = (g if g.stride(-1) == 1 else g.contiguous() for g in grads)
+    dq, dk, dv = _last_contiguous(grads)
     packed: Tensor = torch.ops.megatron_port.rotary_backward.default(dq, dk, dv, cos, sin, offset)
     return packed
 
@@ -72,6 +87,11 @@ def _backward_shapes(
 ) -> Tensor:
     s, b, g, d = dk.shape
     return dq.new_empty((s, b, g, dq.shape[2] // g + 2, d))
+
+
+def _sums_shapes(dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+    packed = _backward_shapes(dq, dk, dv, None, None, 0)
+    return packed, dq.new_empty(packed.shape[2:].numel())
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -91,4 +111,5 @@ def register() -> None:
     """Shapes and gradients of the ops, in torch's registry."""
     torch.library.register_fake("megatron_port::rotary_forward", _forward_shapes)
     torch.library.register_fake("megatron_port::rotary_backward", _backward_shapes)
+    torch.library.register_fake("megatron_port::split_backward", _sums_shapes)
     torch.library.register_autograd("megatron_port::rotary_forward", _backward, setup_context=_save)
