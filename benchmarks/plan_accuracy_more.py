@@ -137,7 +137,8 @@ def model_of(row: dict[str, str]) -> ModelConfig:
     return ModelConfig(
         name=name, num_layers=layers, hidden_size=hidden, num_attention_heads=heads or hidden // 128,
         num_query_groups=int(row["kv_heads"] or 0), ffn_hidden_size=int(row["ffn"] or row["moe_ffn"] or 0),
-        vocab_size=int(row["vocab"] or 50257), seq_length=int(row["seq"]), hidden_dropout=0.0, attention_dropout=0.0,
+        vocab_size=int(row["vocab"] or 50257), seq_length=int(row["seq"]), hidden_dropout=0.1 if gpt else 0.0,
+        attention_dropout=0.1 if gpt else 0.0,  # Megatron-LM's defaults, which DeepSpeed's examples kept
         activation="gelu" if gpt else "swiglu", normalization="layernorm" if gpt else "rmsnorm",
         position_embedding="learned" if gpt else "rope", add_bias=gpt, tie_embeddings=gpt, moe=moe,
         **latent,  # type: ignore[arg-type]
@@ -216,6 +217,7 @@ def case_of_row(row: dict[str, str]) -> Case:
         micro_batch=micro, micro_batches=math.ceil(batch / (micro * dp)), global_batch=batch,
         dropped=(("norm1", "norm2", "activation"),) * model.num_layers if "per op" in row["recompute"] else (),
         dtype="fp8" if eight else "fp16" if row["precision"].startswith("fp16") else "bf16",
+        flash=row["source_group"] != "deepspeed",  # of July 2022, a month younger than FlashAttention
         split=megatron_split(model, pp * vp),
     )
 

@@ -49,15 +49,17 @@ MEGATRON_BRIDGE = replace(
 )
 FSDP2 = Engine(
     # torchtitan of 2024-12: FSDP2 over dp x cp, weights gathered in bf16, gradients reduced in fp32 after each backward
-    # pass, compiled layers, scaled_dot_product_attention with torch's flash kernel (FlashAttention-2).
-    name="FSDP2", gradient_bytes=4, accumulate_traffic=8, reduce_bytes=4, shard_reduces=True, reduce_overlap=1.0,
+    # pass (widened and added in passes of their own: torch fuses neither into a product), compiled layers,
+    # scaled_dot_product_attention with torch's flash kernel (FlashAttention-2).
+    name="FSDP2", gradient_bytes=4, accumulate_traffic=10, reduce_bytes=4, shard_reduces=True, reduce_overlap=1.0,
     gather_overlap=1.0, tensor_overlap="none", attention="flash2", casts="current", adds_gradients=False,
 )
 FSDP2_ASYNC = replace(FSDP2, name="FSDP2 with asynchronous tensor parallelism", tensor_overlap="tiled")
 LLAMA3 = replace(
     # arXiv 2407.21783, 3.3: tensor parallelism within a node and nothing said of its overlap, asynchronous transfers,
     # FSDP that keeps gathered weights for the backward pass; trained before FlashAttention-3 was out (July 2024).
-    FSDP2, name="Llama 3", transfer_overlap=True, casts="delayed",
+    # Nothing is said of a compiler.
+    FSDP2, name="Llama 3", transfer_overlap=True, casts="delayed", adds_gradients=True,
 )
 MEGATRON_DEEPSPEED = Engine(
     name="Megatron-DeepSpeed", gradient_bytes=2, accumulate_traffic=8, reduce_bytes=2, bucket_bytes=0.0,
@@ -69,6 +71,7 @@ DEEPSPEED_ZERO3 = Engine(
     # Stage 3 with overlap_comm: parameters are prefetched, fp16 gradients reduce-scattered in buckets of 5e8.
     name="DeepSpeed ZeRO-3", gradient_bytes=2, accumulate_traffic=8, reduce_bytes=2, shard_reduces=True,
     reduce_overlap=1.0, gather_overlap=1.0, bucket_bytes=2e9, update_extra_bytes=22, live_elements=1e9,
+    bias_passes=True,
     reduces_parameters=True,  # runtime/zero/config.py: max_live_parameters 1e9, reduce_bucket_size 5e8, two of them
 )
 DEEPSPEED_ZERO3_HOST = replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, reduce
@@ -270,9 +271,10 @@ def data_seconds(case: Case, links: Links, chunks: Sequence[Cost]) -> float:
     worst = 0.0
     for stage in {0, case.pp // 2, case.pp - 1}:
         n, experts = trained_elements(case, stage), expert_elements(case, stage)
-        moved = _replica_seconds(case, links, n - experts)
+        pieces = _collectives(case, stage)
+        moved = _replica_seconds(case, links, n - experts, pieces)
         if experts:
-            moved = [a + b for a, b in zip(moved, _expert_replica_seconds(case, links, experts))]
+            moved = [a + b for a, b in zip(moved, _expert_replica_seconds(case, links, experts, pieces))]
         gathers, mine = gathered_elements(case, stage) / n, case.of_stage(chunks, stage)
         if case.weight_gathers > 1 and case.shards > 1:
             worst = max(worst, _exposed_by_pass(case, stage, moved, mine, gathers))
@@ -309,44 +311,69 @@ def _exposed_by_pass(case: Case, stage: int, moved: list[float], chunks: Sequenc
     """The same where every pass gathers the weights anew (ZeRO-3): a backward pass gathers and reduces through the same
     links, one after the other, and neither runs beside the exchanges of the pass itself."""
     e, m, (reduce_, gather, beyond) = case.engine, case.micro_batches, moved
-    shown = 1 / max(case.vp, case.chunks[stage])
+    shown, late_share, again = 1 / max(case.vp, case.chunks[stage]), *_late_gathers(case)
     each = gather * gathers / (2 * m)
     free = [
         sum(c.passes[0] - c.forward_exchange - c.forward_context for c in chunks),
         sum(c.passes[1] - c.backward_exchange - c.backward_context for c in chunks),
     ]
-    per_pass = reduce_ if case.shards_sums else 0.0
-    forward = max(each * shown, each - e.gather_overlap * free[0])
-    backward = max((each + per_pass) * shown, each + per_pass - e.reduce_overlap * free[1])
-    late = 0.0 if case.shards_sums else reduce_ - min(reduce_ * (1 - shown), e.reduce_overlap * free[1])
-    return m * (forward + backward) + late + beyond
+    per_pass, late = reduce_ if case.shards_sums else 0.0, each * late_share
+    forward = late + max((each - late) * shown, each - late - e.gather_overlap * free[0])
+    each, late = each * again, late * again
+    sent = each - late + per_pass
+    backward = late + max(sent * shown, sent - e.reduce_overlap * free[1])
+    last = 0.0 if case.shards_sums else reduce_ - min(reduce_ * (1 - shown), e.reduce_overlap * free[1])
+    return m * (forward + backward) + last + beyond
 
 
-def _replica_seconds(case: Case, links: Links, n: int) -> list[float]:
+def _late_gathers(case: Case) -> tuple[float, int]:
+    """Share of the weights that no earlier one is used beside their gathering, and how often a backward pass gathers.
+
+    DeepSpeed fetches the next parameter while fewer than ``live_elements`` are there, so none beside a larger one,
+    and releases what is not used again within as many: a larger layer is gathered for its recompute and again for its
+    gradients (``runtime/zero/partitioned_param_coordinator.py``).
+    """
+    live = case.engine.live_elements
+    if not live:
+        return 0.0, 1
+    sizes = [float(math.prod(linear.product(case.tp))) for linear in model_spec(case.model).layers[-1].linears]
+    late = sum(size for before, size in zip([sizes[-1], *sizes], sizes) if before >= live)
+    return late / sum(sizes), 2 if case.recompute == "full" and sum(sizes) > live else 1
+
+
+def _collectives(case: Case, stage: int) -> int:
+    """Collectives in which a pass gathers a stage's weights under ZeRO-3: one a layer, or one a matrix (DeepSpeed)."""
+    layers = sum(stop - start for start, stop in case.of_stage(case.layer_ranges, stage))
+    each = len(model_spec(case.model).layers[-1].linears) if case.engine.live_elements else 1
+    return max(layers * each, 1) if case.weight_gathers > 1 else 1
+
+
+def _replica_seconds(case: Case, links: Links, n: int, pieces: int = 1) -> list[float]:
     """Seconds of summing the gradients of so many elements over replicas, of gathering their weights, and of the sums
-    over shard groups, which come after the last reduction, so that nothing hides them."""
+    over shard groups, which come after the last reduction, so that nothing hides them. ``pieces``: collectives that
+    the first two are made in, each with its own hops."""
     replicas, shards, e = case.dp * case.cp, case.shards, case.engine
     group = span(links.machine, shards if shards > 1 else replicas, case.tp)
     copies = span(links.machine, case.shard_copies, case.tp * shards)
     kind = "half" if e.shard_reduces and shards > 1 else "all-reduce"
-    gather = links.collective(n * case.width, group, kind="half") if shards > 1 else 0.0
+    gather = pieces * links.collective(n / pieces * case.width, group, kind="half") if shards > 1 else 0.0
     return [
-        links.collective(n * e.reduce_bytes, group, kind=kind), gather,
+        pieces * links.collective(n / pieces * e.reduce_bytes, group, kind=kind), gather,
         links.collective(n / shards * case.wide, copies),
     ]
 
 
-def _expert_replica_seconds(case: Case, links: Links, n: int) -> list[float]:
+def _expert_replica_seconds(case: Case, links: Links, n: int, pieces: int = 1) -> list[float]:
     """The same of experts, over the ranks that hold the same ones; those of tensor parallelism sum last."""
     e, apart = case.engine, max(case.ep * case.etp, case.tp)
     shards = case.expert_shards
     group = span(links.machine, shards if case.shards > 1 else case.expert_replicas, apart)
     copies = span(links.machine, case.expert_copies, apart * shards)
     kind = "half" if e.shard_reduces and case.shards > 1 else "all-reduce"
-    gather = links.collective(n * case.width, group, kind="half") if case.shards > 1 else 0.0
+    gather = pieces * links.collective(n / pieces * case.width, group, kind="half") if case.shards > 1 else 0.0
     alike = span(links.machine, case.expert_sums, case.ep * case.etp)
     beyond = links.collective(n / shards * case.wide, copies) + links.collective(n / shards * case.wide, alike)
-    return [links.collective(n * e.reduce_bytes, group, kind=kind), gather, beyond]
+    return [pieces * links.collective(n / pieces * e.reduce_bytes, group, kind=kind), gather, beyond]
 
 
 def optimizer_seconds(case: Case, rates: Rates) -> float:

@@ -17,8 +17,9 @@ from megatron_port.pipeline.simulate import simulate
 from megatron_port.plan.case import Case, Machine, case_of, machine_of
 from megatron_port.plan.layer import attention_seconds, layer_cost
 from megatron_port.plan.links import Links, scattered, span
+from megatron_port.plan.programs import DEEPSPEED_ZERO3, FSDP2
 from megatron_port.plan.rates import Rates, efficiency
-from megatron_port.plan.step import plan_step
+from megatron_port.plan.step import _late_gathers, _replica_seconds, plan_step
 from megatron_port.plan.timeline import timeline
 
 
@@ -165,6 +166,24 @@ def test_the_papers_observations() -> None:
     base = case(run="runs/frontier-175b")  # enough layers a stage that the head's imbalance stays small
     held = [rate(pp=p, dp=1, split=(), micro_batches=8 * p, global_batch=8 * p) for p in (4, 8, 16)]
     assert max(held) / min(held) < 1.07  # III.4: throughput holds with the ratio of stages to micro-batches
+
+
+def test_zero_3_gathers_layer_by_layer_and_deepspeed_late_beside_large_parameters() -> None:
+    """Each collective has its own hops; DeepSpeed fetches nothing beside 1e9 elements, and gathers larger layers twice."""
+    far = machine("a100-ndv4")
+    small = replace(case(), engine=DEEPSPEED_ZERO3, tp=1, pp=1, dp=128, zero_stage=3, recompute="full", micro_batches=1)
+    large = replace(small, model=replace(small.model, hidden_size=32768, num_attention_heads=256))
+    assert _late_gathers(replace(small, engine=FSDP2)) == (0.0, 1)
+    assert _late_gathers(small) == (0.0, 2)  # 175B: 6e8 elements in the largest matrix, 1.8e9 in a layer
+    assert _late_gathers(large) == (1.0, 2)
+    mixed = replace(large, model=replace(large.model, hidden_size=20480, num_attention_heads=160))
+    assert _late_gathers(mixed)[0] == pytest.approx(8 / 12)  # all but the first of the MLP, which follows a small one
+    links = Links.of(far)
+    whole, parts = (_replica_seconds(small, links, 10**9, pieces)[1] for pieces in (1, 96))
+    assert parts - whole == pytest.approx(95 * links.collective(1, span(far, 128, 1), kind="half"), rel=1e-3)
+    late = plan_step(large, far).split.data
+    early = plan_step(replace(large, engine=replace(DEEPSPEED_ZERO3, live_elements=1e12)), far).split.data
+    assert late > 2 * early
 
 
 def test_gradients_of_residuals_and_biases_are_passes_of_their_own() -> None:
