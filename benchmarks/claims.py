@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 if sys.version_info >= (3, 11):
@@ -115,11 +116,75 @@ def _llama() -> list[Any]:
     return [r for r in plan_accuracy_long.rows(plan_accuracy_long.read_points()) if r.tflops]
 
 
+@cache
+def dense() -> list[plan_accuracy.Row]:
+    """The used rows of points.csv that have a time, without the one that calibrates."""
+    rows = plan_accuracy.rows(plan_accuracy.read_points())
+    return [r for r in rows if r.measured and not r.calibration]
+
+
+def _error(row: plan_accuracy.Row) -> float:
+    assert row.measured is not None
+    return 100 * (row.plan.seconds / row.measured - 1)
+
+
 def dense_error() -> float:
     """Mean absolute error of the used rows of points.csv, percent."""
-    rows = list(plan_accuracy.rows(plan_accuracy.read_points()))
-    errors = [abs(r.plan.seconds / r.measured - 1) for r in rows if r.measured and not r.calibration]
-    return 100 * sum(errors) / len(errors)
+    return fmean(abs(_error(r)) for r in dense())
+
+
+def bias(source: str, dtype: str) -> float:
+    """Mean error of a source's rows, percent."""
+    return fmean(_error(r) for r in dense() if r.source == source and r.case.dtype == dtype)
+
+
+def regret(model: str) -> float:
+    """Percent that the layout planned fastest of a model's published ones takes longer than the fastest measured."""
+    (found,) = [pair for pair in plan_accuracy.regrets(dense()) if pair[1].case.model.name == model]
+    chosen, best = found[0].measured, found[1].measured
+    assert chosen is not None and best is not None
+    return 100 * (chosen / best - 1)
+
+
+def row_rate(line: int, what: str) -> float:
+    """Planned rate of a line of points.csv: ``hardware`` TFLOP/s with recompute, or ``mfu`` in percent."""
+    row = next(r for r in dense() if r.line == line)
+    return 100 * row.plan.mfu if what == "mfu" else row.plan.hardware_tflops
+
+
+def gain(slow: int, fast: int) -> float:
+    """Percent more throughput of one planned line of points.csv than of another with the same batch."""
+    first, second = (next(r for r in dense() if r.line == line).plan.seconds for line in (slow, fast))
+    return 100 * (first / second - 1)
+
+
+def judged_error(page: str) -> float:
+    """Mean absolute error of all judged rows, percent, of a committed page that a test holds to what is computed."""
+    text = (ROOT / "benchmarks" / "results" / page).read_text()
+    (line,) = [line for line in text.splitlines() if line.startswith("| **all judged** |")]
+    return float(line.split("|")[4].strip().rstrip("%"))
+
+
+def peaks_within() -> float:
+    """Percent of Megatron-core's runs whose peak is planned within 10 %, of the committed page."""
+    text = (ROOT / "benchmarks" / "results" / "plan-memory-mcore.md").read_text()
+    (line,) = [line for line in text.splitlines() if "peaks within 10 %" in line]
+    within, _, runs = line.split()[:3]
+    return 100 * int(within) / int(runs)
+
+
+def observed(what: str) -> float:
+    """Percent of the rate lost (III.1: tp 1 to 8, 1.4B on 8 GCDs; III.3: 4 to 24 stages of 22B at 64 micro-batches) or
+    won (III.2: 8 to 256 micro-batches of 22B on 8 stages)."""
+    case, machine = _run("1.4b" if what == "III.1" else "22b")
+    case = replace(case, split=(), vp=1)
+    changes: list[dict[str, Any]] = {
+        "III.1": [{"tp": t, "pp": 1, "dp": 8 // t, "micro_batches": 8 * t, "global_batch": 64} for t in (1, 8)],
+        "III.2": [{"tp": 1, "pp": 8, "dp": 2, "micro_batches": m, "global_batch": 2 * m} for m in (256, 8)],
+        "III.3": [{"tp": 1, "pp": p, "dp": 1, "micro_batches": 64, "global_batch": 64} for p in (4, 24)],
+    }[what]
+    first, second = (plan_step(replace(case, micro_batch=1, **c), machine).hardware_tflops for c in changes)
+    return 100 * (first / second - 1) if what == "III.2" else 100 * (1 - second / first)
 
 
 def llama2_gigabytes() -> float:
@@ -208,7 +273,8 @@ MEASURES: dict[str, Callable[..., float]] = {
     f.__name__: f for f in (
         frontier_error, strong, weak, ratio_loss, flash_gain, deepseek_hours, llama, dense_error, llama2_gigabytes,
         widest, training_days, parameters, bubble, of_peak, without_recompute, share_of_frontier, llama2_devices,
-        korthikanti_activations, stages_error, a800, ledger_error,
+        korthikanti_activations, stages_error, a800, ledger_error, bias, regret, row_rate, gain, judged_error,
+        peaks_within, observed,
     )
 } | {"per_parameter": lambda parameters, size: parameters * size / 1e12}
 

@@ -169,7 +169,7 @@ def test_the_papers_observations() -> None:
 
 
 def test_zero_3_gathers_layer_by_layer_and_deepspeed_late_beside_large_parameters() -> None:
-    """Each collective has its own hops; DeepSpeed fetches nothing beside 1e9 elements, and gathers larger layers twice."""
+    """Each collective has its own hops; DeepSpeed fetches nothing beside 1e9 elements and gathers such layers twice."""
     far = machine("a100-ndv4")
     small = replace(case(), engine=DEEPSPEED_ZERO3, tp=1, pp=1, dp=128, zero_stage=3, recompute="full", micro_batches=1)
     large = replace(small, model=replace(small.model, hidden_size=32768, num_attention_heads=256))
