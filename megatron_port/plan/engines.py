@@ -52,6 +52,10 @@ class Engine:
     """Under context parallelism gathered keys and values are kept for backward instead of gathered again."""
     overlaps_keys: bool = False
     """Their gathering runs beside attention as far as it can."""
+    block_bytes: tuple[float, float] = (0.0, 0.0)
+    """Attention of gathered keys runs in a block for each rank: bytes per element of the results, forward and backward,
+    to merge a block's results and gradients and to copy keys and values, which have as many heads as the queries and
+    are gathered beside the first block; 0: one kernel over all keys."""
     sends_once_per_node: bool = False
     """A token goes once to each node with experts of its own, and is copied there (DeepEP)."""
     unfused_ops: float = 1.0

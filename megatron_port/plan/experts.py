@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from megatron_port.model.spec import MoESpec
 from megatron_port.plan.case import Case
 from megatron_port.plan.cost import Cost
+from megatron_port.plan.fp8 import foreign_bytes
 from megatron_port.plan.links import Links, Span, span
 from megatron_port.plan.rates import Rates
 
@@ -86,8 +87,9 @@ def expert_cost(case: Case, moe: MoESpec, rates: Rates, links: Links) -> Cost:
         weights += rates.product(inner, columns, sizes.each, width=pw, batch=sizes.experts, exact=True)
     held = sizes.experts * sum(columns * inner for columns, inner in both)
     if case.dtype == "fp8":  # as the products of the other layers (plan.layer)
-        products += rates.stream(4.0 * (sizes.rows * (both[0][1] + both[1][1]) + held / case.micro_batches), 4)
-        inputs += rates.stream(4.0 * sizes.rows * (both[0][0] + both[1][0]), 2)
+        cast = 4.0 if case.fp8 != "none" else foreign_bytes(case)
+        products += rates.stream(cast * (sizes.rows * (both[0][1] + both[1][1]) + held / case.micro_batches), 4)
+        inputs += rates.stream(cast * sizes.rows * (both[0][0] + both[1][0]), 2)
     accumulate = rates.stream(held * case.engine.accumulate_traffic, 2)
     if case.fine_tuning.enabled:  # frozen matrices have no gradient
         weights = accumulate = 0.0

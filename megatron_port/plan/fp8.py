@@ -66,6 +66,11 @@ def cast_seconds(case: Case, rates: Rates, products: LinearKernels) -> tuple[flo
     )
 
 
+def foreign_bytes(case: Case) -> float:
+    """Return the bytes per element that another program moves to cast an operand, as :func:`foreign_cast_seconds`."""
+    return {"delayed": 4.0, "current": 6.0, "mx": 4.0 + 2 / 32}[case.engine.casts]
+
+
 def foreign_cast_seconds(case: Case, rates: Rates, products: LinearKernels) -> tuple[float, float]:
     """Seconds of another program's casts in a layer's forward and backward (Transformer Engine's, read in its modules).
 
@@ -75,7 +80,7 @@ def foreign_cast_seconds(case: Case, rates: Rates, products: LinearKernels) -> t
     that would have written and read. A weight is cast in the first micro-batch of a step (``is_first_microbatch``) and
     kept.
     """
-    each = {"delayed": 4.0, "current": 6.0, "mx": 4.0 + 2 / 32}[case.engine.casts]
+    each = foreign_bytes(case)
     weights = sum(c * k for _, c, k in products) / case.micro_batches
     normed = (0, 2) if case.engine.casts == "delayed" else ()
     inputs = sum(r * k * (0.0 if i in normed else each) for i, (r, _, k) in enumerate(products))

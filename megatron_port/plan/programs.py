@@ -53,13 +53,17 @@ FSDP2 = Engine(
     # scaled_dot_product_attention with torch's flash kernel (FlashAttention-2).
     name="FSDP2", gradient_bytes=4, accumulate_traffic=10, reduce_bytes=4, shard_reduces=True, reduce_overlap=1.0,
     gather_overlap=1.0, tensor_overlap="none", attention="flash2", casts="current", adds_gradients=False,
+    # torch's _context_parallel/_attention.py. Forward: results widened (6) and merged (32 of a whole block, 16 and a
+    # copy of 8 of half a block), keys and values copied (8). Backward: three gradients added (10 each of a whole block,
+    # 5 and a copy of 8 of half a block), two copied to be sent (16), keys and values copied (8).
+    block_bytes=(6 + (32 + 24) / 2 + 8, 3 * (10 + 13) / 2 + 16 + 8),
 )
 FSDP2_ASYNC = replace(FSDP2, name="FSDP2 with asynchronous tensor parallelism", tensor_overlap="tiled")
 LLAMA3 = replace(
     # arXiv 2407.21783, 3.3: tensor parallelism within a node and nothing said of its overlap, asynchronous transfers,
     # FSDP that keeps gathered weights for the backward pass; trained before FlashAttention-3 was out (July 2024).
     # Nothing is said of a compiler.
-    FSDP2, name="Llama 3", transfer_overlap=True, casts="delayed", adds_gradients=True,
+    FSDP2, name="Llama 3", transfer_overlap=True, casts="delayed", adds_gradients=True, block_bytes=(0.0, 0.0),
 )
 MEGATRON_DEEPSPEED = Engine(
     name="Megatron-DeepSpeed", gradient_bytes=2, accumulate_traffic=8, reduce_bytes=2, bucket_bytes=0.0,

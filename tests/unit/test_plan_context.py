@@ -69,6 +69,14 @@ def test_attention_hides_a_ring_and_nothing_of_a_gather() -> None:
     assert whole.forward_context == context_cost(gather, layer, rates, links, (0.0, 0.0), again=False).forward_context
     half = replace(gather, engine=replace(gather.engine, overlaps_keys=True))
     assert context_cost(half, layer, rates, links, (1.0, 1.0), again=False).forward_context == whole.forward_context / 2
+    blocks = replace(gather, engine=replace(gather.engine, block_bytes=(40.0, 60.0)))  # torch's, by blocks
+    pieces = [context_cost(blocks, layer, rates, links, (t, t), again=False) for t in (0.0, 1.0)]
+    elements = head_bytes(gather, layer).queries / 2
+    kernels = 6 * 3 * rates.launch, 8 * 4 * rates.launch
+    assert pieces[0].forward == pytest.approx(3 * 40 * elements / rates.memory + kernels[0])  # the other ranks' blocks
+    assert pieces[0].backward == pytest.approx(4 * 60 * elements / rates.memory + kernels[1])
+    assert pieces[1].forward_context == 0.0 < pieces[1].backward_context < pieces[0].backward_context  # the way home
+    assert pieces[0].forward_context > 1.9 * whole.forward_context  # keys and values of as many heads as the queries
     plans = {case.cp_method: plan_step(case, machine).split for case in (ring, gather)}
     assert plans["ring"].context < plans["gather"].context
     assert plan_step(replace(gather, cp=1, dp=8), machine).split.context == 0.0
