@@ -156,6 +156,9 @@ class HardwareConfig:
     """Bandwidth of all links out of a group, relative to that of its adapters (1: not tapered)."""
     dragonfly: bool = False
     """Groups are linked in pairs: what one sends to another goes over a third one as well, and takes two links."""
+    group_uplinks: CountOrZero = 0
+    """Links out of a group of a fat tree onto which flows are hashed (ECMP) or routed by their destination, one each,
+    wherever others are; 0: spread evenly (adaptive routing)."""
     power_w: NonNegative = 0.0
     """Power of a device at work with its share of the node, watts; 0: not known."""
     jitter: NonNegative = 0.015

@@ -332,6 +332,11 @@ def nonsense(machine: Machine) -> list[str]:
     ]
     if h.nics and not h.nic_gb:
         out.append(f"hardware.nics is {h.nics} and hardware.nic_gb 0; give the bandwidth of an adapter, or nics = 0")
+    if h.group_uplinks and (h.dragonfly or not h.nodes_per_group):
+        out.append(
+            f"hardware.group_uplinks is {h.group_uplinks}: links out of a group of a fat tree; give nodes_per_group, "
+            "and not dragonfly = true"
+        )
     fp8 = h.fp8_matmul_tflops
     if fp8 and h.fp8_peak_tflops and fp8 > h.fp8_peak_tflops:
         out.append(f"hardware.fp8_matmul_tflops {fp8} is above hardware.fp8_peak_tflops {h.fp8_peak_tflops}")

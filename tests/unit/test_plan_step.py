@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from dataclasses import replace
 from itertools import product
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ from megatron_port.pipeline.schedules import make_schedule
 from megatron_port.pipeline.simulate import simulate
 from megatron_port.plan.case import Case, Machine, case_of, machine_of
 from megatron_port.plan.layer import attention_seconds, layer_cost
-from megatron_port.plan.links import Links, scattered, span
+from megatron_port.plan.links import Links, busiest_link, scattered, span, used_links
 from megatron_port.plan.programs import DEEPSPEED_ZERO3, FSDP2
 from megatron_port.plan.rates import Rates, efficiency
 from megatron_port.plan.step import _late_gathers, _replica_seconds, plan_step
@@ -105,6 +108,32 @@ def test_links_out_of_a_group_hold_up_what_leaves_it() -> None:
     assert far.network_share(span(frontier, 64, 8)) / whole == pytest.approx(0.57)
     assert far.network_share(span(frontier, 256, 8), to_all=True) / whole == pytest.approx(0.57, rel=0.01)
     assert scattered(machine("rtx4090")) == machine("rtx4090")
+
+
+@pytest.mark.parametrize(("flows", "uplinks", "groups"), [(1, 20, 1), (4, 20, 4), (16, 16, 1), (32, 32, 4), (8, 1, 1)])
+def test_hashed_flows_share_the_busiest_link(flows: int, uplinks: int, groups: int) -> None:
+    """The formulas against draws."""
+    draw, most, used = random.Random(1), [], []
+    for _ in range(400):
+        loads = [Counter(draw.randrange(uplinks) for _ in range(flows)) for _ in range(groups)]
+        most.append(max(max(load.values()) for load in loads))
+        used.append(fmean(len(load) for load in loads))
+    assert busiest_link(flows, uplinks, groups) == pytest.approx(fmean(most), rel=0.08)
+    assert used_links(flows, uplinks) == pytest.approx(fmean(used), rel=0.03)
+
+
+def test_a_fat_tree_that_hashes_is_slower_and_one_that_does_not_is_free() -> None:
+    """20 nodes of 8 adapters under 160 links: eight flows leave for the next group, and two may share one link."""
+    base = machine("selene")
+    even = Links.of(base)
+    hashed = Links.of(replace(base, hardware=replace(base.hardware, group_uplinks=160)))
+    ring, near = span(base, 64, 8), span(base, 8, 8)
+    assert even.network_share(ring) == even.network_share(near) == hashed.network_share(near)  # one group
+    slow = hashed.network_share(ring) / even.network_share(ring)
+    assert slow == pytest.approx(1 / busiest_link(8, 160, 4)) and 0.5 < slow < 0.9
+    every = replace(base, hardware=replace(base.hardware, group_uplinks=160, nodes_per_group=20))
+    part = Links.of(every).network_share(span(base, 8000, 1), to_all=True) / even.network_share(span(base, 8000, 1))
+    assert 0.6 < part < 0.66  # of as many flows as links, 1 - 1/e of these have one
 
 
 def test_only_all_reduces_have_trees() -> None:
