@@ -2,33 +2,14 @@
 #include "activation.h"
 
 #include "vmath.h"
+// After the functions that it takes from there.
+#include "gelu.h"
 
 namespace mp {
 namespace {
 
-constexpr float kTanhLinear = 0.797884561f;    // sqrt(2 / pi)
-constexpr float kTanhCubic = 0.0356774081f;    // 0.044715 * sqrt(2 / pi)
-constexpr float kNormalAtZero = 0.398942280f;  // 1 / sqrt(2 pi)
-
-// Phi(x): erfc(|x| / sqrt(2)) / 2 as e^Q(|x|), Q a minimax fit of the log as in device/activation.cu, falling to
-// -infinity; cheaper than erf, and the tail keeps its digits.
-inline float normal(float x) {
-  const float size = std::fabs(x);
-  float q = -1.474399083e-06f;
-  q = q * size + 2.155536204e-05f;
-  q = q * size - 1.025806733e-04f;
-  q = q * size - 1.565054129e-04f;
-  q = q * size + 4.972783221e-03f;
-  q = q * size - 3.643786438e-02f;
-  q = q * size - 3.182831422e-01f;
-  q = q * size - 7.978872003e-01f;
-  q = q * size - 6.931471392e-01f;
-  const float tail = exp_of_negative(q);
-  return x < 0.0f ? tail : 1.0f - tail;
-}
-
-// Phi(x) + x phi(x) with one exponential: erfc(|x| / sqrt(2)) / 2 = e^(-x²/2) t P(t) with t = 1 / (1 + 0.21 |x|), P a
-// minimax fit within 2e-8.
+// Phi(x) + x phi(x) with one exponential in place of normal()'s and another: erfc(|x| / sqrt(2)) / 2 is
+// e^(-x²/2) t P(t) with t = 1 / (1 + 0.21 |x|), P a minimax fit within 2e-8.
 inline float normal_slope(float x) {
   const float density = exp_of_negative(-0.5f * x * x), t = 1.0f / (1.0f + 0.21f * std::fabs(x));
   float p = -7.165452629e-02f;
@@ -41,29 +22,12 @@ inline float normal_slope(float x) {
   p = p * t + 8.506862296e-02f;
   p = p * t + 8.371159053e-02f;
   const float tail = density * (p * t);
-  return (x < 0.0f ? tail : 1.0f - tail) + x * (kNormalAtZero * density);
-}
-
-// gelu in the tanh form is x * sigmoid(2u) with u = x (kTanhLinear + kTanhCubic x²): nothing cancels for x < 0.
-template <bool APPROXIMATE>
-inline float gelu(float x) {
-  if constexpr (APPROXIMATE) {
-    return x / (1.0f + exp_float(-2.0f * x * (kTanhLinear + kTanhCubic * x * x)));
-  } else {
-    return x * normal(x);
-  }
+  return (x < 0.0f ? tail : 1.0f - tail) + x * (0.398942280f * density);  // the constant: 1 / sqrt(2 pi)
 }
 
 template <bool APPROXIMATE>
 inline float gelu_slope(float x) {
-  if constexpr (APPROXIMATE) {
-    // s = sigmoid(2u), t = 1 - s from e^-2|u|, which cannot overflow; gelu' = s + x s t 2u'.
-    const float z = x * x, e = exp_of_negative(-2.0f * std::fabs(x) * (kTanhLinear + kTanhCubic * z));
-    const float large = 1.0f / (1.0f + e), small = e * large;
-    return (x < 0.0f ? small : large) + x * (large * small) * (2.0f * kTanhLinear + 6.0f * kTanhCubic * z);
-  } else {
-    return normal_slope(x);
-  }
+  return APPROXIMATE ? gelu_tanh_slope(x) : normal_slope(x);
 }
 
 template <typename T, bool APPROXIMATE>
@@ -124,14 +88,14 @@ int32_t swiglu_forward(int64_t rows, int64_t cols, const T* x, T* y) {
     for (int64_t row = 0; row < rows; row++) {
       const float *gate = row_as_floats(x + row * 2 * cols, own.data(), 2 * cols), *up = gate + cols;
       float* to = row_for_floats(y + row * cols, out.data());
-      for (int64_t c = 0; c < cols; c++) to[c] = gate[c] / (1.0f + exp_float(-gate[c])) * up[c];
+      for (int64_t c = 0; c < cols; c++) to[c] = gate[c] * sigmoid(gate[c]) * up[c];
       put_row(to, y + row * cols, cols);
     }
   }
   return MP_OK;
 }
 
-// silu' = s + gate s (1 - s) with s = sigmoid(gate); 1 - s from e^-|gate|, without cancellation.
+// silu' = s + gate s (1 - s), s = sigmoid(gate).
 template <typename T>
 int32_t swiglu_backward(int64_t rows, int64_t cols, const T* dy, const T* x, T* dx) {
 #pragma omp parallel if (rows * cols > kParallelFrom)
@@ -143,10 +107,10 @@ int32_t swiglu_backward(int64_t rows, int64_t cols, const T* dy, const T* x, T* 
       const float* d = row_as_floats(dy + row * cols, grad.data(), cols);
       float *dgate = row_for_floats(dx + row * 2 * cols, out.data()), *dup = dgate + cols;
       for (int64_t c = 0; c < cols; c++) {
-        const float g = gate[c], e = exp_of_negative(-std::fabs(g)), large = 1.0f / (1.0f + e), small = e * large;
-        const float s = g < 0.0f ? small : large;
-        dgate[c] = d[c] * up[c] * (s + g * (large * small));
-        dup[c] = d[c] * g * s;
+        const float g = gate[c];
+        const Sigmoid s = sigmoid_of(-kLog2E * std::fabs(g), g < 0.0f);
+        dgate[c] = d[c] * up[c] * (s.at + g * s.slope);
+        dup[c] = d[c] * g * s.at;
       }
       put_row(dgate, dx + row * 2 * cols, 2 * cols);
     }

@@ -1,8 +1,9 @@
-// The arithmetic of AdamW, which does not know how its moments are stored, and the chunks that threads take.
+// Strips of AdamW, which do not know how its moments are stored, and the chunks that threads take.
 #pragma once
 
 #include <algorithm>
 
+#include "adam.h"
 #include "common.h"
 
 namespace mp {
@@ -25,7 +26,8 @@ inline std::vector<Chunk> chunks_of(int64_t count, const int64_t* sizes) {
 }
 
 struct Factors {
-  float scale, decay, beta1, rest1, beta2, rest2, rate, root, eps;
+  AdamRates rates;
+  Corrected step;
 };
 
 inline double number_of_step(const void* step, int32_t step_is_int64) {
@@ -36,29 +38,26 @@ inline double number_of_step(const void* step, int32_t step_is_int64) {
 inline Factors factors_of(
     const void* step, int32_t step_is_int64, const float* grad_scale, const double* lr, double beta1, double beta2,
     double eps, double weight_decay) {
-  const double number = number_of_step(step, step_is_int64);
-  // 1 - beta^step, accurate also where it is small and where it is nearly 1.
-  const double correction1 = -std::expm1(number * std::log(beta1)), correction2 = -std::expm1(number * std::log(beta2));
+  const float scale = grad_scale != nullptr ? *grad_scale : 1.0f;
   return Factors{
-      grad_scale != nullptr ? *grad_scale : 1.0f, static_cast<float>(1.0 - *lr * weight_decay),
-      static_cast<float>(beta1), static_cast<float>(1.0 - beta1), static_cast<float>(beta2),
-      static_cast<float>(1.0 - beta2), static_cast<float>(*lr / correction1),
-      static_cast<float>(1.0 / std::sqrt(correction2)), static_cast<float>(eps)};
+      adam_rates(beta1, beta2, eps),
+      corrected(number_of_step(step, step_is_int64), *lr, std::log(beta1), std::log(beta2), weight_decay, scale)};
 }
 
-// MEAN_FROM_OLD: which of two forms of the same mean; each is exact at its end, where the other would cancel.
-template <bool MEAN_FROM_OLD>
+template <bool FROM_OLD>
 inline void update_strip(
     const Factors& f, const float* __restrict grad, float* __restrict master, float* __restrict exp_avg,
     float* __restrict exp_avg_sq, int64_t n) {
   for (int64_t i = 0; i < n; i++) {
-    const float g = grad[i] * f.scale, old = exp_avg[i];
-    const float m = MEAN_FROM_OLD ? old + f.rest1 * (g - old) : g + f.beta1 * (old - g);
-    const float v = f.beta2 * exp_avg_sq[i] + f.rest2 * (g * g);
+    float p = master[i], m = exp_avg[i], v = exp_avg_sq[i];
+    adam_update(f.rates, f.step, FROM_OLD, grad[i], p, m, v);
+    master[i] = p;
     exp_avg[i] = m;
     exp_avg_sq[i] = v;
-    master[i] = f.decay * master[i] - f.rate * (m / (std::sqrt(v) * f.root + f.eps));
   }
 }
+
+// As the hyperparameters ask for.
+inline auto strip_of(const Factors& f) { return from_old(f.rates) ? update_strip<true> : update_strip<false>; }
 
 }  // namespace mp

@@ -16,30 +16,9 @@
 #endif
 
 #include "mp.h"
+#include "number.h"
 
 namespace mp {
-
-struct f16 {
-  uint16_t bits;
-};
-struct bf16 {
-  uint16_t bits;
-};
-
-inline float float_of_bits(uint32_t bits) {
-  float value;
-  memcpy(&value, &bits, 4);
-  return value;
-}
-
-inline uint32_t bits_of_float(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, 4);
-  return bits;
-}
-
-inline float to_float(float x) { return x; }
-inline float to_float(bf16 x) { return float_of_bits(static_cast<uint32_t>(x.bits) << 16); }
 
 inline float to_float(f16 x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
@@ -60,9 +39,7 @@ inline float from_float<float>(float x) {
 
 template <>
 inline bf16 from_float<bf16>(float x) {
-  const uint32_t bits = bits_of_float(x);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return bf16{static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded)};
+  return bf16_of_float(x);
 }
 
 template <>

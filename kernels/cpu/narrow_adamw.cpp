@@ -118,7 +118,7 @@ extern "C" int32_t mp_adamw_bf16(
   if (skip != nullptr && !(*skip == 0.0f)) return MP_OK;
   const mp::Factors f = mp::factors_of(step, step_is_int64, grad_scale, lr, beta1, beta2, eps, weight_decay);
   const uint64_t number = mp::folded_key(static_cast<int64_t>(mp::number_of_step(step, step_is_int64)));
-  const auto strip = f.rest1 < 0.5f ? mp::update_strip<true> : mp::update_strip<false>;
+  const auto strip = mp::strip_of(f);
   return mp::for_dtypes(weight_dtype, grad_dtype, weights, [&](auto weight, auto grad) {
     return mp::over_strips<decltype(weight), decltype(grad)>(
         count, weights, masters, grads, sizes, [&](int64_t t, int64_t at, int64_t n, const float* g) {
@@ -143,7 +143,7 @@ extern "C" int32_t mp_adamw_8bit(
   if (!mp::sizes_fit(count, sizes, MP_STATE_BLOCK)) return MP_BAD_SIZE;
   if (skip != nullptr && !(*skip == 0.0f)) return MP_OK;
   const mp::Factors f = mp::factors_of(step, step_is_int64, grad_scale, lr, beta1, beta2, eps, weight_decay);
-  const auto strip = f.rest1 < 0.5f ? mp::update_strip<true> : mp::update_strip<false>;
+  const auto strip = mp::strip_of(f);
   return mp::for_dtypes(weight_dtype, grad_dtype, weights, [&](auto weight, auto grad) {
     return mp::over_strips<decltype(weight), decltype(grad)>(
         count, weights, masters, grads, sizes, [&](int64_t t, int64_t at, int64_t n, const float* g) {
@@ -168,20 +168,14 @@ extern "C" int32_t mp_lion(
   if (!mp::sizes_fit(count, sizes, 1)) return MP_BAD_SIZE;
   if (skip != nullptr && !(*skip == 0.0f)) return MP_OK;
   const float scale = grad_scale != nullptr ? *grad_scale : 1.0f, rate = static_cast<float>(*lr);
-  const float decay = static_cast<float>(1.0 - *lr * weight_decay);
-  const float b1 = static_cast<float>(beta1), r1 = static_cast<float>(1.0 - beta1);
-  const float b2 = static_cast<float>(beta2), r2 = static_cast<float>(1.0 - beta2);
+  const float decay = static_cast<float>(std::fma(-*lr, weight_decay, 1.0));
+  const mp::AdamRates rates = mp::adam_rates(beta1, beta2, 0.0);
   return mp::for_dtypes(weight_dtype, grad_dtype, weights, [&](auto weight, auto grad) {
     return mp::over_strips<decltype(weight), decltype(grad)>(
         count, weights, masters, grads, sizes, [&](int64_t t, int64_t at, int64_t n, const float* g) {
           float* p = masters[t] + at;
           float* m = exp_avg[t] + at;
-          for (int64_t i = 0; i < n; i++) {
-            const float x = g[i] * scale, mean = b1 * m[i] + r1 * x;
-            const float sign = mean > 0.0f ? 1.0f : mean < 0.0f ? -1.0f : mean;  // 0 and NaN stay what they are
-            p[i] = decay * p[i] - rate * sign;
-            m[i] = b2 * m[i] + r2 * x;
-          }
+          for (int64_t i = 0; i < n; i++) mp::lion_update(rates, scale, decay, rate, g[i], p[i], m[i]);
         });
   });
 }

@@ -53,7 +53,7 @@ void update(
   for (int64_t at = 0; at < n; at += kStrip) {
     const int64_t here = std::min(kStrip, n - at);
     const float* g = row_as_floats(grad + at, buffer, here);
-    const auto strip = f.rest1 < 0.5f ? update_strip<true> : update_strip<false>;
+    const auto strip = strip_of(f);
     strip(f, g, master + at, exp_avg + at, exp_avg_sq + at, here);
     if (weight != nullptr) narrow(master + at, weight + at, here);
   }

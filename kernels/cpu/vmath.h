@@ -1,4 +1,4 @@
-// exp, tanh and erf in fp32 that the compiler vectorises, unlike calls of libm; within 2 ulp (tested).
+// exp, 2^x and tanh in fp32 that the compiler vectorises, unlike calls of libm; within 2 ulp (tested).
 // Not named math.h: this folder is on the include path, and <math.h> would find it.
 //
 // No branches, tables or float-to-int conversions that trap: both sides of a choice are computed. NaN gives NaN, the
@@ -9,16 +9,20 @@
 
 namespace mp {
 
-// e^r of r = x - n ln(2), |r| ≤ ln(2)/2, for a whole n.
-inline float exp_rest(float x, float n) {
-  // ln(2) in two parts; n times the first, of 9 bits, is exact.
-  const float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+// e^r of |r| ≤ ln(2)/2.
+inline float exp_small(float r) {
   float p = 1.382074552e-3f;
   p = p * r + 8.369248360e-3f;
   p = p * r + 4.166828096e-2f;
   p = p * r + 1.666651666e-1f;
   p = p * r + 4.999999404e-1f;
   return 1.0f + (r + r * r * p);
+}
+
+// e^r of r = x - n ln(2), |r| ≤ ln(2)/2, for a whole n.
+inline float exp_rest(float x, float n) {
+  // ln(2) in two parts; n times the first, of 9 bits, is exact.
+  return exp_small((x - n * 0.693359375f) - n * -2.12194440e-4f);
 }
 
 // e^x = 2^n e^r with |r| ≤ ln(2)/2. Subnormal results are kept: 2^n is applied in two factors.
@@ -47,6 +51,21 @@ inline float exp_of_negative(float x) {
   return p * float_of_bits(bits_of_float(shifted) << 23);
 }
 
+// 2^x for x ≤ 0 (or a rounding above); results below 1.2e-38 are 0.
+inline float power_of_2_of_negative(float x) {
+  x = x < -127.0f ? -127.0f : x;  // whose exponent field is that of 0
+  const float magic = 12582912.0f + 127.0f;
+  const float shifted = x + magic;
+  return exp_small((x - (shifted - magic)) * 0.693147181f) * float_of_bits(bits_of_float(shifted) << 23);
+}
+
+// 2^x, from 2^127.5 on infinite.
+inline float power_of_2(float x) {
+  return power_of_2_of_negative(x > 128.0f ? 128.0f : x);  // 128: the exponent field of infinity
+}
+
+inline float reciprocal(float x) { return 1.0f / x; }
+
 // x + x³ P(x²) near 0, 1 - 2 / (e^2|x| + 1) elsewhere.
 inline float tanh_float(float x) {
   const float size = std::fabs(x), z = x * x;
@@ -58,29 +77,6 @@ inline float tanh_float(float x) {
   const float near = x + x * z * p;
   const float far = std::copysign(1.0f - 2.0f / (exp_float(2.0f * size) + 1.0f), x);
   return size < 0.625f ? near : far;
-}
-
-// x + x P(x²) up to 1, 1 - e^Q(|x|) with Q = log erfc beyond; from 4 on it rounds to 1.
-inline float erf_float(float x) {
-  const float size = std::fabs(x), z = x * x;
-  float p = 7.806903159e-5f;
-  p = p * z - 7.997853099e-4f;
-  p = p * z + 5.187162198e-3f;
-  p = p * z - 2.685334720e-2f;
-  p = p * z + 1.128357872e-1f;
-  p = p * z - 3.761262596e-1f;
-  p = p * z + 1.283791661e-1f;
-  const float near = x + x * p;
-  const float a = size > 4.0f ? 4.0f : size;
-  float q = 1.855717564e-4f;
-  q = q * a - 2.939595841e-3f;
-  q = q * a + 2.180530131e-2f;
-  q = q * a - 1.030373648e-1f;
-  q = q * a - 6.382256746e-1f;
-  q = q * a - 1.127040029f;
-  q = q * a - 3.537256853e-4f;
-  const float far = std::copysign(1.0f - exp_float(q), x);
-  return size < 1.0f ? near : far;
 }
 
 }  // namespace mp

@@ -8,6 +8,7 @@
 // instructions an element, one or two of them special functions: less than an H200 issues in the time of the bytes.
 #include "activation.h"
 #include "common.cuh"
+#include "gelu.h"
 
 namespace mp {
 namespace {
@@ -16,60 +17,11 @@ constexpr int kThreads = 256;
 constexpr int kBlocksEach = 4;
 constexpr int kRowsOfSlot = 16;
 
-constexpr float kTanhLinear = 1.59576912f;   // 2 sqrt(2 / pi)
-constexpr float kTanhCubic = 0.0713548163f;  // 0.044715 * kTanhLinear
-
-// 1 / x to 1 ulp; subnormal results may be 0.
-__device__ inline float reciprocal(float x) {
-#if defined(__CUDA_ARCH__)
-  float out;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-  return out;
-#elif defined(__HIP_DEVICE_COMPILE__)
-  return __builtin_amdgcn_rcpf(x);
-#else
-  return 1.0f / x;
-#endif
-}
-
-// Phi(-|x|) = erfc(|x| / sqrt(2)) / 2 as 2^Q(|x|): Q is a minimax fit of log2, weighted so that the error of x Phi(x)
-// is under 2.1e-8 everywhere. Q falls for all |x|, to -infinity, so that there is no bound to check.
-__device__ inline float normal_tail(float size) {
-  float q = -2.127108246e-6f;
-  q = q * size + 3.109781392e-5f;
-  q = q * size - 1.479926286e-4f;
-  q = q * size - 2.257895831e-4f;
-  q = q * size + 7.174209692e-3f;
-  q = q * size - 5.256872624e-2f;
-  q = q * size - 4.591855109e-1f;
-  q = q * size - 1.151107907f;
-  q = q * size - 9.999999404e-1f;
-  return power_of_2(q);
-}
-
-// tanh form: x * sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x³).
-template <bool APPROXIMATE>
-__device__ inline float gelu(float x) {
-  if (APPROXIMATE) {
-    const float t = x * (-kLog2E * kTanhLinear - kLog2E * kTanhCubic * (x * x));
-    return x * reciprocal(1.0f + power_of_2(t));
-  }
-  const float tail = normal_tail(fabsf(x));
-  return x * (x < 0.0f ? tail : 1.0f - tail);
-}
-
 template <bool APPROXIMATE>
 __device__ inline float gelu_slope(float x) {
-  const float z = x * x;
-  if (APPROXIMATE) {
-    // From e^-2|u|, which cannot overflow: the larger and smaller of sigmoid(2u) and 1 - sigmoid(2u).
-    const float e = power_of_2(fabsf(x) * (-kLog2E * kTanhLinear - kLog2E * kTanhCubic * z));
-    const float large = reciprocal(1.0f + e), small = e * large;
-    return (x < 0.0f ? small : large) + x * (large * small) * (kTanhLinear + 3.0f * kTanhCubic * z);
-  }
-  const float tail = normal_tail(fabsf(x));
-  const float density = power_of_2(-0.5f * kLog2E * z - 1.32574806f);  // the constant: log2(1 / sqrt(2 pi))
-  return (x < 0.0f ? tail : 1.0f - tail) + x * density;
+  if (APPROXIMATE) return gelu_tanh_slope(x);
+  const float density = power_of_2(-0.5f * kLog2E * (x * x) - 1.32574806f);  // the constant: log2(1 / sqrt(2 pi))
+  return normal(x) + x * density;
 }
 
 struct Gelu {
@@ -181,14 +133,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksEach) swiglu_forward(Swiglu a
 #pragma unroll
       for (int i = 0; i < N; i++) {
         const float g = to_float(gate[r].at[i]);
-        out[i] = g * reciprocal(1.0f + power_of_2(-kLog2E * g)) * to_float(up[r].at[i]);
+        out[i] = g * sigmoid(g) * to_float(up[r].at[i]);
       }
       store<N>(static_cast<T*>(a.out) + here * a.cols + at, to_pack<T>(out));
     }
   }
 }
 
-// silu' = s + gate s (1 - s), s = sigmoid(gate); s and 1 - s from e^-|gate|, without overflow or cancellation.
+// silu' = s + gate s (1 - s), s = sigmoid(gate).
 template <typename T, int N>
 __global__ void __launch_bounds__(kThreads, kBlocksEach) swiglu_backward(Swiglu a) {
   constexpr int kRows = 2;
@@ -214,10 +166,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksEach) swiglu_backward(Swiglu 
 #pragma unroll
       for (int i = 0; i < N; i++) {
         const float g = to_float(gate[r].at[i]), d = to_float(dy[r].at[i]);
-        const float e = power_of_2(-kLog2E * fabsf(g)), large = reciprocal(1.0f + e), small = e * large;
-        const float s = g < 0.0f ? small : large;
-        dgate[i] = d * to_float(up[r].at[i]) * (s + g * (large * small));
-        dup[i] = d * (g * s);
+        const Sigmoid s = sigmoid_of(-kLog2E * fabsf(g), g < 0.0f);
+        dgate[i] = d * to_float(up[r].at[i]) * (s.at + g * s.slope);
+        dup[i] = d * (g * s.at);
       }
       T* out = static_cast<T*>(a.out) + here * 2 * a.cols + at;
       store<N>(out, to_pack<T>(dgate));

@@ -4,9 +4,6 @@
 // versions lack hip_bf16 and the _sync shuffles), and with g++ against emulator/emulator.h.
 #pragma once
 
-#include <stdint.h>
-#include <string.h>
-
 #ifdef MP_EMULATOR
 #include "emulator.h"
 #else
@@ -14,6 +11,7 @@
 #endif
 
 #include "mp.h"
+#include "number.h"
 
 // Lanes of a warp, for host and device code alike: ROCm 7 made warpSize no constant. The build sets 64 for gfx9.
 #ifndef MP_WARP
@@ -26,37 +24,10 @@ constexpr int kMaxWarps = 1024 / MP_WARP;
 
 // ---------------------------------------------------------------------------------------------- number types
 
-struct f16 {
-  uint16_t bits;
-};
-struct bf16 {
-  uint16_t bits;
-};
 template <typename T>
 inline constexpr bool is_bf16 = false;
 template <>
 inline constexpr bool is_bf16<bf16> = true;
-
-__host__ __device__ inline float float_of_bits(uint32_t bits) {
-  union {
-    uint32_t u;
-    float f;
-  } both;
-  both.u = bits;
-  return both.f;
-}
-
-__host__ __device__ inline uint32_t bits_of_float(float value) {
-  union {
-    float f;
-    uint32_t u;
-  } both;
-  both.f = value;
-  return both.u;
-}
-
-__device__ inline float to_float(float x) { return x; }
-__device__ inline float to_float(bf16 x) { return float_of_bits(static_cast<uint32_t>(x.bits) << 16); }
 
 __device__ inline float to_float(f16 x) {
 #if defined(__CUDA_ARCH__)
@@ -88,11 +59,7 @@ __device__ inline bf16 from_float<bf16>(float x) {
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out.bits) : "f"(x));
   return out;
 #else
-  // Round to nearest even; a NaN stays one.
-  uint32_t bits = bits_of_float(x);
-  bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
-  uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return bf16{static_cast<uint16_t>(nan ? 0x7fc0u : rounded)};
+  return bf16_of_float(x);
 #endif
 }
 
@@ -118,8 +85,6 @@ __device__ inline float rounded(float x) {
   return to_float(from_float<T>(x));
 }
 
-constexpr float kLog2E = 1.44269504f;
-
 // 2^x to 2 ulp; subnormal results may be 0.
 __device__ inline float power_of_2(float x) {
 #if defined(__CUDA_ARCH__)
@@ -134,6 +99,22 @@ __device__ inline float power_of_2(float x) {
 #endif
 #else
   return exp2f(x);
+#endif
+}
+
+// The same for x ≤ 0, where a CPU need not look for infinity.
+__device__ inline float power_of_2_of_negative(float x) { return power_of_2(x); }
+
+// 1 / x to 1 ulp; subnormal results may be 0.
+__device__ inline float reciprocal(float x) {
+#if defined(__CUDA_ARCH__)
+  float out;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+  return out;
+#elif defined(__HIP_DEVICE_COMPILE__)
+  return __builtin_amdgcn_rcpf(x);
+#else
+  return 1.0f / x;
 #endif
 }
 

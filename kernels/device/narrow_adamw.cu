@@ -218,23 +218,14 @@ __global__ void __launch_bounds__(kThreads) adamw_8bit(Adam8bit a) {
 
 // ---------------------------------------------------------------------------------------------- Lion
 
-struct Lion {
+struct Lion : AdamRates {
   Parts parts;
   float* exp_avg[kTensors];
   const float *grad_scale, *skip;
   const double* lr;
   double weight_decay;
-  float beta1, rest1, beta2, rest2;
 };
 static_assert(sizeof(Lion) <= 4096, "kernel parameters are at most 4 KiB");
-
-__device__ inline void lion_update(
-    const Lion& a, float scale, float decay, float lr, float grad, float& master, float& exp_avg) {
-  const float g = grad * scale, mean = a.beta1 * exp_avg + a.rest1 * g;
-  const float sign = mean > 0.0f ? 1.0f : mean < 0.0f ? -1.0f : mean;  // 0 and NaN stay what they are
-  master = decay * master - lr * sign;
-  exp_avg = a.beta2 * exp_avg + a.rest2 * g;
-}
 
 template <typename W, typename G>
 __global__ void __launch_bounds__(kThreads) lion(Lion a) {
@@ -393,15 +384,11 @@ extern "C" int32_t mp_lion(
     const double* lr, double beta1, double beta2, double weight_decay) {
   const mp::Lists lists{weight_dtype, grad_dtype, count, weights, masters, grads, sizes};
   if (!mp::sizes_fit(lists, 1)) return MP_BAD_SIZE;
-  mp::Lion a = {};
+  mp::Lion a = {mp::adam_rates(beta1, beta2, 0.0)};
   a.grad_scale = grad_scale;
   a.skip = skip;
   a.lr = lr;
   a.weight_decay = weight_decay;
-  a.beta1 = static_cast<float>(beta1);
-  a.rest1 = static_cast<float>(1.0 - beta1);
-  a.beta2 = static_cast<float>(beta2);
-  a.rest2 = static_cast<float>(1.0 - beta2);
   return mp::send_all<mp::Lion, mp::LionKernel>(stream, lists, a, [&](int t, int64_t i) {
     a.exp_avg[t] = exp_avg[i];
     return mp::aligned(exp_avg[i], 16);

@@ -4,11 +4,7 @@
 
 #include <stdint.h>
 
-#if defined(__CUDACC__) || defined(__HIPCC__)
-#define MP_BOTH __host__ __device__
-#else
-#define MP_BOTH
-#endif
+#include "both.h"
 
 namespace mp {
 

@@ -1,18 +1,11 @@
 // The arithmetic of 8-bit floats, for device and CPU sources: scales from largest elements, rounding to nearest even.
 // Integers alone, but for the addition that rounds subnormal numbers: the same bits everywhere.
-//
-// Include it after common.cuh or common.h, which bring float_of_bits and bits_of_float.
 #pragma once
 
 #include <stdint.h>
 
+#include "number.h"
 #include "quantise.h"
-
-#if defined(__CUDACC__) || defined(__HIPCC__)
-#define MP_FP8 __host__ __device__
-#else
-#define MP_FP8
-#endif
 
 namespace mp {
 
@@ -61,7 +54,7 @@ inline bool format_of(int32_t code, Format& out) {
 }
 
 // The code of a float.
-MP_FP8 inline uint32_t encode(float value, const Format& f) {
+MP_BOTH inline uint32_t encode(float value, const Format& f) {
   const uint32_t bits = bits_of_float(value), size = bits & 0x7fffffffu, sign = (bits >> 24) & 0x80u;
   const uint32_t small = bits_of_float(float_of_bits(size) + float_of_bits(f.magic)) - f.magic;
   const uint32_t rounded = (size + f.rounding + ((size >> f.shift) & 1u)) >> f.shift;
@@ -72,7 +65,7 @@ MP_FP8 inline uint32_t encode(float value, const Format& f) {
 }
 
 // Bits of the scale for the bits of a largest magnitude. A NaN's are above infinity's, so a maximum of bits finds it.
-MP_FP8 inline uint32_t scale_bits(uint32_t largest, const Format& f) {
+MP_BOTH inline uint32_t scale_bits(uint32_t largest, const Format& f) {
   if (largest >= kInfinity) return largest == kInfinity ? 0u : kInfinity;
   const uint32_t size = largest < kSmallest ? kSmallest : largest;
   const uint32_t exceeds = (size & 0x7fffffu) > (f.largest & 0x7fffffu) ? 1u : 0u;
@@ -80,7 +73,7 @@ MP_FP8 inline uint32_t scale_bits(uint32_t largest, const Format& f) {
 }
 
 // Bits of 1 / x, where x is a power of two whose inverse is normal, 0 or infinity.
-MP_FP8 inline uint32_t inverse_bits(uint32_t bits) {
+MP_BOTH inline uint32_t inverse_bits(uint32_t bits) {
   return bits == 0u ? kInfinity : bits == kInfinity ? 0u : (254u << 23) - bits;
 }
 
