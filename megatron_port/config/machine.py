@@ -159,6 +159,9 @@ class HardwareConfig:
     group_uplinks: CountOrZero = 0
     """Links out of a group of a fat tree onto which flows are hashed (ECMP) or routed by their destination, one each,
     wherever others are; 0: spread evenly (adaptive routing)."""
+    rails: bool = False
+    """Each adapter of a node is on a switch of its own (group_uplinks of each), and NCCL is older than 2.12: a ring
+    whose ranks on a node share no adapter leaves by another than it came in by, over the links out of the switch."""
     power_w: NonNegative = 0.0
     """Power of a device at work with its share of the node, watts; 0: not known."""
     jitter: NonNegative = 0.015

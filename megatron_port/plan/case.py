@@ -337,6 +337,8 @@ def nonsense(machine: Machine) -> list[str]:
             f"hardware.group_uplinks is {h.group_uplinks}: links out of a group of a fat tree; give nodes_per_group, "
             "and not dragonfly = true"
         )
+    if h.rails and not (h.group_uplinks and h.nics):
+        out.append("hardware.rails is true; give nics and group_uplinks, the links out of a switch of one rail")
     fp8 = h.fp8_matmul_tflops
     if fp8 and h.fp8_peak_tflops and fp8 > h.fp8_peak_tflops:
         out.append(f"hardware.fp8_matmul_tflops {fp8} is above hardware.fp8_peak_tflops {h.fp8_peak_tflops}")

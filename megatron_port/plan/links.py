@@ -14,7 +14,9 @@ d / g of all of them; an all-to-all over n nodes sends 1 − g / n. The links ha
 adapters, on a dragonfly half of that: traffic between two groups takes a detour (Kim et al., ISCA 2008). Where flows
 are hashed onto ``group_uplinks`` links instead of spread over them, some share one while others are idle. A ring runs
 at the pace of the busiest link, an all-to-all at their mean: Hoefler et al. (CLUSTER 2008) measured 55 to 60 % of the
-rated bisection so, where 1 - 1/e of the links have a flow.
+rated bisection so, where 1 - 1/e of the links have a flow. With ``rails`` a switch has one adapter of each node, and a
+ring that changes its adapter within a node sends all of its traffic over those links. NCCL closes such rings through
+another device from 2.12 on (PXN; NVIDIA/nccl issue 2193).
 """
 
 from __future__ import annotations
@@ -125,17 +127,19 @@ class Links:
         h = self.machine.hardware
         apart = max(1, group.stride // domain(self.machine))
         nodes = group.nodes * apart
-        if not h.nodes_per_group or nodes <= h.nodes_per_group:
+        changes = h.rails and not to_all and group.local > 1 and group.stride >= max(domain(self.machine) // h.nics, 2)
+        if not h.nodes_per_group or (nodes <= h.nodes_per_group and not changes):
             return 1.0
         leaves = 1 - h.nodes_per_group / nodes if to_all else min(1.0, apart / h.nodes_per_group)
-        even = h.group_taper / (2 if h.dragonfly else 1) / leaves
-        if h.group_uplinks:
-            flows = max(1, round(leaves * h.nodes_per_group * h.nics))
-            found = used_links(flows, h.group_uplinks) if to_all else flows / busiest_link(
-                flows, h.group_uplinks, math.ceil(nodes / h.nodes_per_group)
-            )
-            even *= found / h.group_uplinks
-        return min(1.0, even)
+        leaves = 1.0 if changes else leaves
+        if not h.group_uplinks:
+            return min(1.0, h.group_taper / (2 if h.dragonfly else 1) / leaves)
+        adapters, switches = (1, h.nics) if h.rails else (h.nics, 1)
+        link = h.group_taper * h.nodes_per_group * adapters / h.group_uplinks  # by the bandwidth of an adapter
+        flows = max(1, round(leaves * min(nodes, h.nodes_per_group) * adapters))
+        if to_all:
+            return min(1.0, link * used_links(flows, h.group_uplinks) / flows)
+        return min(1.0, link / busiest_link(flows, h.group_uplinks, math.ceil(nodes / h.nodes_per_group) * switches))
 
     def local_bandwidth(self, group: Span) -> float:
         """Ring bandwidth of the ranks of a group that share a node."""

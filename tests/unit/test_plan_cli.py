@@ -105,6 +105,7 @@ def test_neighbours_are_legal_fit_and_are_faster() -> None:
         (["hardware.node_efficiency=1.5"], "must be a share"),
         (["hardware.nics=0"], "has no network"),
         (["hardware.group_uplinks=8"], "not dragonfly"),
+        (["hardware.rails=true"], "give nics and group_uplinks"),
         (["batch.global_batch_size=641"], "does not divide"),
         (["model.hidden_size=12289"], "does not divide"),
     ],

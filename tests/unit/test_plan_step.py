@@ -136,6 +136,16 @@ def test_a_fat_tree_that_hashes_is_slower_and_one_that_does_not_is_free() -> Non
     assert 0.6 < part < 0.66  # of as many flows as links, 1 - 1/e of these have one
 
 
+def test_a_ring_that_changes_rails_crosses_the_links_of_its_switches() -> None:
+    """Two devices an adapter: of tp 1 a node's ring comes and goes by one adapter, of tp 8 each device has its own."""
+    base = machine("a100-4hdr")
+    rails = Links.of(replace(base, hardware=replace(base.hardware, rails=True, group_uplinks=20)))
+    for tp, kept in ((1, 1.0), (2, 1 / busiest_link(16, 20, 4)), (4, 1 / busiest_link(16, 20, 4)), (8, 1.0)):
+        group = span(base, 128 // tp, tp)  # 16 nodes, below 20 of one group
+        assert rails.network_share(group) / Links.of(base).network_share(group) == pytest.approx(kept)
+    assert 1 / busiest_link(16, 20, 4) < 0.35
+
+
 def test_only_all_reduces_have_trees() -> None:
     """NCCL and RCCL gather and scatter along rings: as many hops as ranks, whatever the bytes."""
     links, group = Links.of(machine()), span(machine(), 64, 8)
