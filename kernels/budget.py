@@ -33,6 +33,7 @@ SLACK = 1.02
 """Instructions of a loop may grow by this; bytes, spills not at all."""
 _BYTES = {"float": 4, "mp::bf16": 2, "mp::f16": 2, "mp::NoWeight": 0}
 _PIECES = ("forward_registers", "backward_registers", "rows_registers")
+_ATTENTION = ("attention_forward", "attention_backward_queries", "attention_backward_keys")
 _STORED = ("forward", "backward", "gelu_forward", "gelu_backward", "swiglu_forward", "gradient", "rotate",
            "split_backward")
 _LOADED = ("statistics", "squares", "largest", "largest_of_columns")
@@ -80,7 +81,7 @@ def stale(arch: str) -> list[Path]:
 # ------------------------------------------------------------------------------------------------ counting
 
 
-def elements(name: str, loop: Loop) -> float:
+def elements(name: str, loop: Loop, wave: int) -> float:
     """Return the elements that a thread handles in a turn of the hot loop, 0 where that is not known."""
     function, _, rest = name.removeprefix("mp::").partition("<")
     arguments = rest.removesuffix(">").split(", ")
@@ -90,6 +91,9 @@ def elements(name: str, loop: Loop) -> float:
             rows = 2 if function == "backward_registers" and arguments[2] == "1" else 1
             return 16 // size * int(arguments[2]) * rows
         return int(arguments[1]) * (8 if function == "rows_registers" else 1)
+    if function in _ATTENTION:  # a warp's 16 rows of probabilities in a step
+        step = 64 if function == "attention_forward" and int(arguments[1]) <= 64 else 32
+        return 16 * step / wave
     if function in _STORED:
         return (loop.stored or loop.loaded) / size
     if function == "swiglu_backward":
@@ -126,7 +130,7 @@ def count(source: Path, arch: str) -> dict[str, Count]:
     counts = {}
     for mangled, name in zip(found, isa.readable(found)):
         loop, kernel = hot_loop(found[mangled]), resources[mangled]
-        of = elements(name, loop)
+        of = elements(name, loop, kernel.wave)
         counts[f"{source.stem}: {name}"] = Count(
             kernel.registers, kernel.spilled, kernel.wave, loop.instructions, loop.loaded, loop.stored,
             round(loop.instructions / of, 2) if of else 0.0)

@@ -3,9 +3,10 @@
 NVIDIA: decoded from the cubin here, so no tool beyond nvcc is needed: only what moves global memory and branches has to
 be told apart, and an instruction is 16 bytes. AMD: LLVM's objdump.
 
-A kernel's *hot loop* is its smallest loop with at least half of the global memory traffic that any loop of it has (the
-whole kernel, where it has no such loop). Its instructions are counted as they stand: both sides of a condition,
-operands that a call may leave out, no instruction of a nested loop twice.
+A kernel's *hot loop* is its smallest loop with at least half of the global memory traffic that any loop of it has, or,
+where there are matrix instructions, half of those (the whole kernel, where it has no such loop). Its instructions are
+counted as they stand: both sides of a condition, operands that a call may leave out, no instruction of a nested loop
+twice.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 import isa
 
 _OPCODE = 0xFFF
-_LOAD, _STORE, _BRANCH, _NOP = 0x981, 0x986, 0x947, 0x918
+_LOAD, _STORE, _BRANCH, _NOP, _MATRIX = 0x981, 0x986, 0x947, 0x918, 0x23C
 _SASS_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 8, 6: 16}
 """By the size field of a load or store."""
 _GCN = re.compile(r"^\s*([a-z]\w+).*?// ([0-9A-F]{12}): ([0-9A-F]{8})")
@@ -41,6 +42,8 @@ class Instruction:
     stored: int = 0
     target: int | None = None
     """Address that a branch goes to."""
+    matrix: bool = False
+    """Whether it multiplies matrices."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,9 @@ class Loop:
 def hot_loop(instructions: list[Instruction]) -> Loop:
     """Return the loop in which the kernel spends its time; see the module's docstring."""
     loops = [[i for i in instructions if first <= i.at <= last] for first, last in _loops(instructions)]
-    most = max((_moved(loop) for loop in loops), default=0)
-    hot = min((loop for loop in loops if most and 2 * _moved(loop) >= most), key=len, default=instructions)
+    weigh = _products if any(i.matrix for i in instructions) else _moved
+    most = max((weigh(loop) for loop in loops), default=0)
+    hot = min((loop for loop in loops if most and 2 * weigh(loop) >= most), key=len, default=instructions)
     return Loop(len(hot), sum(i.loaded for i in hot), sum(i.stored for i in hot))
 
 
@@ -73,6 +77,10 @@ def _loops(instructions: list[Instruction]) -> list[tuple[int, int]]:
 
 def _moved(instructions: list[Instruction]) -> int:
     return sum(i.loaded + i.stored for i in instructions)
+
+
+def _products(instructions: list[Instruction]) -> int:
+    return sum(i.matrix for i in instructions)
 
 
 # ------------------------------------------------------------------------------------------------ NVIDIA
@@ -114,7 +122,7 @@ def _sass(at: int, low: int, high: int, number: int) -> Instruction | None:
             distance = distance << 8 | low >> 16 & 0xFF
         target = at + 16 + 4 * distance
         return Instruction(at, target=None if target == at else target)  # a branch to itself ends every kernel
-    return Instruction(at)
+    return Instruction(at, matrix=opcode == _MATRIX)
 
 
 # ------------------------------------------------------------------------------------------------ AMD
@@ -159,4 +167,4 @@ def _gcn(line: str) -> Instruction | None:
     if memory := _GCN_MEMORY.match(name):
         size = _GCN_BYTES[memory[2]] * int((memory[3] or "x1")[1:])
         return Instruction(at, size, 0) if memory[1] == "load" else Instruction(at, 0, size)
-    return Instruction(at)
+    return Instruction(at, matrix=name.startswith("v_mfma"))

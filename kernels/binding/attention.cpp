@@ -1,4 +1,4 @@
-// megatron_port::attention_forward, attention_backward: fused attention on CPU tensors.
+// megatron_port::attention_forward, attention_backward: fused attention.
 #include "attention.h"
 
 #include <array>
@@ -9,8 +9,8 @@
 namespace mp {
 namespace {
 
-const Function<decltype(mp_attention_forward)> forward{"mp_attention_forward", kCpuOnly};
-const Function<decltype(mp_attention_backward)> backward{"mp_attention_backward", kCpuOnly};
+const Function<decltype(mp_attention_forward)> forward{"mp_attention_forward"};
+const Function<decltype(mp_attention_backward)> backward{"mp_attention_backward"};
 
 using Strides = std::array<int64_t, 4>;
 
@@ -28,7 +28,8 @@ mp_attention_shape shape_of(
     const char* op, const Tensor& q, const Tensor& k, const Tensor& v, bool causal, double scale, bool moved) {
   check(q.dim() == 5 && k.dim() == 4 && v.dim() == 4, op, "q must be [s, b, g, r, d], k and v [keys, b, g, d]");
   for (const Tensor* t : {&q, &k, &v}) {
-    check(t->is_cpu(), op, "takes CPU tensors");
+    check(t->is_cpu() == q.is_cpu() && t->get_device_index() == q.get_device_index(), op,
+          "the tensors are on different devices");
     check(t->scalar_type() == q.scalar_type(), op, "the tensors have different dtypes");
   }
   const auto a = q.sizes(), b = k.sizes(), c = v.sizes();
@@ -67,6 +68,21 @@ mp_attention_mask mask_of(
           static_cast<const float*>(pointer(sinks)), window, static_cast<float>(softcap)};
 }
 
+// What GPUs' kernels and the emulated ones cannot do, in words; they would answer with a code alone.
+void check_limits(
+    const char* op, const mp_attention_shape& shape, const mp_attention_mask& mask,
+    std::initializer_list<const Tensor*> tensors) {
+  if (!on_device_kernels((*tensors.begin())->is_cpu())) return;
+  check(shape.d % 8 == 0 && shape.d <= 128, op, "on a GPU head sizes are multiples of 8 up to 128");
+  check(mask.sinks == nullptr && mask.softcap == 0.0f, op, "on a GPU there are no sinks and no soft-cap");
+  for (const Tensor* t : tensors) {
+    check((*tensors.begin())->scalar_type() != ScalarType::Float, op, "on a GPU takes float16 and bfloat16 tensors only");
+    int64_t all = reinterpret_cast<uintptr_t>(t->data_ptr()) / sizeof(uint16_t);
+    for (int64_t i = 0; i + 1 < t->dim(); i++) all |= t->stride(i);
+    check(all % 8 == 0, op, "on a GPU rows of heads start at multiples of 16 bytes; call .contiguous() first");
+  }
+}
+
 // out like q, contiguous; rows [b, g, r, 2, s]
 std::tuple<Tensor, Tensor> attention_forward(
     const Tensor& q, const Tensor& k, const Tensor& v, double scale, bool causal, const std::optional<Tensor>& keys,
@@ -78,12 +94,14 @@ std::tuple<Tensor, Tensor> attention_forward(
   const auto dropout = dropout_of(op, shape, q, keys, op_key, threshold, head_offset);
   const mp_attention_mask mask = mask_of(op, shape, q, first, end, sinks, window, softcap);
   const Strides qs = strides_of(op, q), ks = strides_of(op, k), vs = strides_of(op, v);
+  check_limits(op, shape, mask, {&q, &k, &v});
+  const Where where(q);
   const int64_t sizes[] = {shape.seq, shape.batch, shape.groups, shape.per_group, shape.d};
   Tensor out = torch::stable::new_empty(q, {sizes, 5});
   Tensor rows = floats(q, {shape.batch, shape.groups, shape.per_group, 2, shape.seq});
   check_code(
       forward.on(q)(
-          nullptr, dtype, &shape, q.data_ptr(), qs.data(), k.data_ptr(), ks.data(), v.data_ptr(), vs.data(),
+          where.stream(), dtype, &shape, q.data_ptr(), qs.data(), k.data_ptr(), ks.data(), v.data_ptr(), vs.data(),
           dropout.has_value() ? &*dropout : nullptr, shape.causal ? &mask : nullptr, out.data_ptr(),
           static_cast<float*>(rows.data_ptr())),
       q, op);
@@ -117,13 +135,19 @@ void attention_backward_(
   }
   const Strides qs = strides_of(op, q), ks = strides_of(op, k), vs = strides_of(op, v);
   const Strides dqs = strides_of(op, dq), dks = strides_of(op, dk), dvs = strides_of(op, dv);
+  check_limits(op, shape, mask, {&q, &k, &v, &dq, &dk, &dv, &dout, &out});
+  const Where where(q);
+  Tensor along = on_device_kernels(q.is_cpu())
+                     ? floats(q, {shape.batch, shape.groups, shape.per_group, shape.seq})
+                     : nothing(q);
   check_code(
       backward.on(q)(
-          nullptr, dtype, &shape, dout.data_ptr(), q.data_ptr(), qs.data(), k.data_ptr(), ks.data(), v.data_ptr(),
+          where.stream(), dtype, &shape, dout.data_ptr(), q.data_ptr(), qs.data(), k.data_ptr(), ks.data(), v.data_ptr(),
           vs.data(), out.data_ptr(), static_cast<const float*>(rows.data_ptr()),
           dropout.has_value() ? &*dropout : nullptr, shape.causal ? &mask : nullptr, dq.data_ptr(), dqs.data(),
           dk.data_ptr(), dks.data(), dv.data_ptr(), dvs.data(),
-          dsinks.has_value() ? static_cast<float*>(dsinks->data_ptr()) : nullptr),
+          dsinks.has_value() ? static_cast<float*>(dsinks->data_ptr()) : nullptr,
+          static_cast<float*>(along.data_ptr())),
       q, op);
 }
 
@@ -143,6 +167,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(megatron_port, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_port, CPU, m) {
+  m.impl("attention_forward", TORCH_BOX(&mp::attention_forward));
+  m.impl("attention_backward_", TORCH_BOX(&mp::attention_backward_));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(megatron_port, CUDA, m) {
   m.impl("attention_forward", TORCH_BOX(&mp::attention_forward));
   m.impl("attention_backward_", TORCH_BOX(&mp::attention_backward_));
 }

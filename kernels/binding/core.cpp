@@ -7,6 +7,7 @@ namespace mp {
 namespace {
 
 const char* (*error_text[2])(int32_t) = {nullptr, nullptr};
+bool from_device_sources[2] = {false, true};
 
 // torch's own function for the current stream: absent from a CPU build, and not found by weak reference even where
 // CUDA is there, because torch's libraries are loaded locally. ROCm builds call theirs libtorch_hip.
@@ -33,9 +34,11 @@ std::vector<Symbol*>& symbols() {
   return all;
 }
 
-Symbol::Symbol(const char* name, Kept kept) : name(name), kept(kept) { symbols().push_back(this); }
+Symbol::Symbol(const char* name) : name(name) { symbols().push_back(this); }
 
 void fail(const std::string& text) { throw std::runtime_error(text); }
+
+bool on_device_kernels(bool cpu_tensors) { return from_device_sources[cpu_tensors ? kCpu : kGpu]; }
 
 Where::Where(const Tensor& tensor) {
   if (tensor.is_cpu()) return;
@@ -109,11 +112,11 @@ extern "C" __attribute__((visibility("default"))) const char* megatron_port_load
   std::vector<void*> found;
   for (const mp::Symbol* symbol : mp::symbols()) {
     found.push_back(dlsym(handle, symbol->name));
-    const bool needed = symbol->kept == mp::kEverywhere || of_cpu;
-    if (found.back() == nullptr && needed) problem += std::string(problem.empty() ? "it lacks " : ", ") + symbol->name;
+    if (found.back() == nullptr) problem += std::string(problem.empty() ? "it lacks " : ", ") + symbol->name;
   }
   if (!problem.empty()) return problem.c_str();
   for (size_t i = 0; i < found.size(); i++) mp::symbols()[i]->at[side] = found[i];
+  mp::from_device_sources[side] = !of_cpu;
   mp::error_text[side] = reinterpret_cast<const char* (*)(int32_t)>(dlsym(handle, "mp_error"));
   return nullptr;
 }

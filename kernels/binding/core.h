@@ -27,14 +27,10 @@ using torch::stable::Tensor;
 
 enum Side { kCpu = 0, kGpu = 1 };
 
-// Where a function is: in every library, or in the CPU's own only (neither a GPU's nor an emulated one).
-enum Kept { kEverywhere = 0, kCpuOnly = 1 };
-
 // One symbol of the C ABI in the libraries. Every instance is static and enters the list that load() resolves.
 struct Symbol {
-  explicit Symbol(const char* name, Kept kept = kEverywhere);
+  explicit Symbol(const char* name);
   const char* name;
-  Kept kept;
   void* at[2] = {nullptr, nullptr};
 };
 
@@ -59,6 +55,9 @@ struct Function : Symbol {
     return reinterpret_cast<F*>(found);
   }
 };
+
+// Whether the library for such tensors is made of device sources, for a GPU or for the emulator.
+bool on_device_kernels(bool cpu_tensors);
 
 // Makes the tensor's device current while it lives, and knows the stream to work on (NULL on a CPU).
 class Where {

@@ -420,7 +420,7 @@ extern "C" int32_t mp_attention_backward(
     const int64_t* q_strides, const void* k, const int64_t* k_strides, const void* v, const int64_t* v_strides,
     const void* out, const float* rows, const mp_probability_mask* dropout, const mp_attention_mask* mask, void* dq,
     const int64_t* dq_strides, void* dk, const int64_t* dk_strides, void* dv, const int64_t* dv_strides,
-    float* dsinks) {
+    float* dsinks, float* along) {
   const bool has_sinks = mask != nullptr && mask->sinks != nullptr;
   if (mp::bad(*shape, dropout, mask) || (has_sinks && dsinks == nullptr)) return MP_BAD_SIZE;
   return mp::for_dtype(dtype, [&](auto zero) {

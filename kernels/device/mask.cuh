@@ -24,6 +24,24 @@ __device__ inline void keep_factors(const Keep& keep, uint64_t key, uint64_t sca
   }
 }
 
+// The random fields of four neighbours from `position` on, 16 bits each from the low end, wherever they stand in their
+// groups of four: shift = position % 4, and scaled = position / 4 * kGolden.
+__device__ inline uint64_t four_fields(const Keep& keep, uint64_t key, uint64_t scaled, int shift) {
+  const uint64_t bits = random_bits(scaled, key, keep.op);
+  if (shift == 0) return bits;
+  return bits >> (16 * shift) | random_bits(scaled + kGolden, key, keep.op) << (64 - 16 * shift);
+}
+
+// Whether each of four neighbours is kept.
+__device__ inline void four_kept(uint64_t fields, uint32_t threshold, bool (&kept)[4]) {
+  const uint32_t low = static_cast<uint32_t>(fields), high = static_cast<uint32_t>(fields >> 32);
+  const uint32_t least = threshold << 16;  // what stands below an upper field cannot reach its lowest bit
+  kept[0] = (low << 16) >= least;
+  kept[1] = low >= least;
+  kept[2] = (high << 16) >= least;
+  kept[3] = high >= least;
+}
+
 // The mask of rows [seq, batch, cols] that are whole in their sample.
 struct RowMask {
   const int64_t* keys;

@@ -58,6 +58,7 @@ struct Warp {
   Barrier barrier;
   int alive = 0;
   uint64_t slot[2][64];
+  uint32_t registers[2][64][8];  // of instructions that all lanes of a warp carry out together (matrix.h)
   int exchange[64] = {};
 };
 
@@ -195,6 +196,19 @@ inline T exchange(T value, int source_lane) {
   T out;
   memcpy(&out, &w.slot[side][source_lane], sizeof(T));
   return out;
+}
+
+// `mine` of every lane, [lanes][8], the first N of which are set; valid until this warp's next exchange but one.
+template <int N>
+inline const uint32_t (*exchange_registers(const uint32_t (&mine)[N]))[8] {
+  static_assert(N <= 8, "more registers than a slot has");
+  Block& b = state();
+  const int lane = b.current % b.lanes;
+  Warp& w = b.warps[b.current / b.lanes];
+  const int side = w.exchange[lane]++ & 1;
+  memcpy(w.registers[side][lane], mine, sizeof(mine));
+  wait(w.barrier, w.alive);
+  return w.registers[side];
 }
 
 struct Index {

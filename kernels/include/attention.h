@@ -1,5 +1,5 @@
 /* Causal attention with grouped queries, fused: scores and probabilities are never stored whole, and products leave out
- * what no query of a tile sees. CPU libraries only: on a GPU torch brings kernels of this kind.
+ * what no query of a tile sees.
  *
  * q, dq, out and dout [seq, batch, groups, per_group, d]; k, v, dk and dv [keys, batch, groups, d]. The last dimension
  * is contiguous; `strides` are those of the others, in elements: four of q and dq, three of k, v, dk and dv. causal:
@@ -8,6 +8,11 @@
  * the probabilities of the backward pass with it. dropout: of the probabilities, causal attention only; NULL: none. Its
  * heads are groups * per_group, in that order; keys are then all positions of the sequence, and query i is at end[i] - 1
  * where the mask has `end`. mask: NULL: what `causal` says.
+ *
+ * A CPU takes every dtype and head size, a GPU (CUDA from sm_80 on, CDNA2) halves, head sizes of up to 128 that are
+ * multiples of 8, tensors of 16-byte pieces (strides multiples of 8 elements), masks without sinks and soft-cap, and a
+ * positive scale. A GPU's `rows` have the largest score in units of the logarithm of 2: they are for its own backward
+ * pass.
  */
 #ifndef MP_ATTENTION_H
 #define MP_ATTENTION_H
@@ -40,13 +45,14 @@ int32_t mp_attention_forward(
     const void* k, const int64_t* k_strides, const void* v, const int64_t* v_strides,
     const struct mp_probability_mask* dropout, const struct mp_attention_mask* mask, void* out, float* rows);
 
-/* dq, dk and dv from contiguous dout and out; dsinks [batch, groups * per_group], of each sample, where mask has sinks. */
+/* dq, dk and dv from contiguous dout and out; dsinks [batch, groups * per_group], of each sample, where mask has sinks.
+ * along [batch, groups * per_group, seq]: room for a GPU's own use, dout . out of each query; a CPU needs none. */
 int32_t mp_attention_backward(
     void* stream, int32_t dtype, const struct mp_attention_shape* shape, const void* dout, const void* q,
     const int64_t* q_strides, const void* k, const int64_t* k_strides, const void* v, const int64_t* v_strides,
     const void* out, const float* rows, const struct mp_probability_mask* dropout, const struct mp_attention_mask* mask,
     void* dq, const int64_t* dq_strides, void* dk, const int64_t* dk_strides, void* dv, const int64_t* dv_strides,
-    float* dsinks);
+    float* dsinks, float* along);
 
 #ifdef __cplusplus
 }

@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-#define MP_ABI 8
+#define MP_ABI 9
 
 enum mp_dtype { MP_F32 = 0, MP_F16 = 1, MP_BF16 = 2 };
 enum mp_code { MP_OK = 0, MP_BAD_DTYPE = -1, MP_BAD_SIZE = -2 };

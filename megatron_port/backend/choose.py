@@ -20,6 +20,7 @@ from megatron_port.backend.choose_attention import (
     AttentionNeeds,
     OwnAttention,
     choose_attention,
+    own_gpu_limit,
     refuse,
     shape_here,
 )
@@ -198,8 +199,8 @@ class Chooser:
 
     def attend(self, softmax: fused.CausalSoftmax) -> tuple[Any, ProviderRow]:
         """Choose the attention."""
-        own = OwnAttention("own attention is for CPUs" if self.device.is_gpu else self.own_problem,
-                           lambda: self.own_library)
+        limit = own_gpu_limit(self.device, self.attention) if self.device.is_gpu else ""
+        own = OwnAttention(self.own_problem or limit, lambda: self.own_library)
         return choose_attention(self.config, self.device, self.attention, softmax, own)
 
     def _apex_norm_problem(self) -> str:
@@ -367,7 +368,8 @@ def choose_providers(
     Raises:
         EnvironmentFault: a provider that was asked for cannot serve; the message says why.
     """
-    needs = AttentionNeeds(dtype, attention_dropout, heads, shape_here(device, dtype, shape), mask)
+    head_size = shape[0] if shape is not None else heads[2] if heads is not None else 0
+    needs = AttentionNeeds(dtype, attention_dropout, head_size, heads, shape_here(device, dtype, shape), mask)
     chooser = Chooser(config, device, dtype, engine, needs, rule=rule)
     softmax, softmax_row = chooser.softmax()
     attention, attention_row = chooser.attend(softmax)

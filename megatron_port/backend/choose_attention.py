@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,11 +22,12 @@ from megatron_port.backend.device import DeviceInfo
 from megatron_port.backend.fused import CausalSoftmax, ProbabilityDropout
 from megatron_port.backend.mask import AttentionMask
 from megatron_port.backend.providers import ProviderRow, optional_import
-from megatron_port.config.attention import CAUSAL, MaskNeeds
+from megatron_port.config.attention import CAUSAL, MaskNeeds, own_gpu_problem
 from megatron_port.config.schema import BackendConfig
 from megatron_port.errors import EnvironmentFault
 
 _CHOICES = ("auto", "own", "math", "sdpa", "flash_attn", "fa3", "fa4")
+_MATRIX_ARCHS = ("gfx90a", "gfx94", "gfx95")
 _PACKAGES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
 _LARGEST_HEAD = 256
 """Largest head size of flash-attn, on CUDA and in its Composable Kernel build."""
@@ -38,6 +40,8 @@ class AttentionNeeds:
     dtype: torch.dtype
     dropout: float = 0.0
     """Dropout of probabilities; above 0 only ``own`` and ``math`` serve, whose masks do not depend on the layout."""
+    head_size: int = 0
+    """0: not known."""
     heads: tuple[int, int, int] | None = None
     """(query heads, key heads, head size) on one rank: on a GPU the table then names the very kernel."""
     shape: AttentionShape | None = None
@@ -62,6 +66,18 @@ def shape_here(device: DeviceInfo, dtype: torch.dtype, shape: tuple[int, int] | 
         return None
     name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}.get(dtype)
     return None if name is None else AttentionShape(arch_of(device.torch_device), name, *shape)
+
+
+def own_gpu_limit(device: DeviceInfo, needs: AttentionNeeds) -> str:
+    """Return why the own attention kernel cannot serve a run on this GPU, or nothing."""
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(needs.dtype, str(needs.dtype).removeprefix("torch."))
+    if (problem := own_gpu_problem(name, needs.head_size, needs.mask)) or not device.memory_bytes:
+        return problem
+    arch = arch_of(device.torch_device)
+    number = re.fullmatch(r"sm_(\d+)", arch)
+    if int(number[1]) >= 80 if number else arch.startswith(_MATRIX_ARCHS):
+        return ""
+    return f"own attention on a GPU needs matrix instructions as sm_80 and gfx90a have them, not {arch}"
 
 
 def refuse(op: str, provider: str, reason: str, other: str) -> EnvironmentFault:
@@ -135,8 +151,11 @@ def choose_attention(
     if asked == "own" and own.problem:
         other = "math" if needs.dropout > 0.0 or needs.mask.problem("sdpa") else "sdpa"
         raise refuse("attention", asked, own.problem, other)
-    if asked == "own" or (asked == "auto" and not own.problem):
+    # On a GPU others have faster kernels, but for dropout.
+    if asked == "own" or (asked == "auto" and not own.problem and (needs.dropout > 0.0 or not device.is_gpu)):
         how = "asked for" if asked != "auto" else "auto"
+        if needs.dropout > 0.0 and device.is_gpu:
+            how += f"; attention_dropout {needs.dropout:g}, inside of the kernel"
         return _own_attention(), ProviderRow("attention", "own", f"{how}; {own.load()}")
     flash, problem = _flash_problem(device, needs)
     without_row = ""

@@ -1,9 +1,10 @@
 """Attention written out in products that read the packed projection and write its packed gradient.
 
-For GPUs where attention dropout leaves no fused kernel. Queries, keys and values are strided batches of a matrix for
-each head in the projection [s, b, h, 3, d], the output is one in [s, b, h, d]; products take and fill those as they
-are. So nothing is split, scaled, laid out anew or put together: of ``attention.math_attention_with`` these are a pass
-over the queries and one over the output each way, and one over the three gradients.
+For GPUs where no fused kernel serves, as under attention dropout with large heads. Queries, keys and values are strided
+batches of a matrix for each head in the projection [s, b, h, 3, d], the output is one in [s, b, h, d]; products take
+and fill those as they are. So nothing is split, scaled, laid out anew or put together: of
+``attention.math_attention_with`` these are a pass over the queries and one over the output each way, and one over the
+three gradients.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def providers(config: RunConfig, device: DeviceInfo) -> Iterator[CheckResult]:
     visible = not device.is_gpu or device.memory_bytes > 0
     shape = shape_here(device, dtype, (model.head_size, model.seq_length))
     needs = AttentionNeeds(
-        dtype, model.attention_dropout, heads if visible else None, shape, MaskNeeds.of(config)
+        dtype, model.attention_dropout, model.head_size, heads if visible else None, shape, MaskNeeds.of(config)
     )
     chooser = Chooser(config.backend, device, dtype, config.engine, needs, load=visible, rule=config.optimizer.name)
     picks: dict[str, Callable[[], ProviderRow]] = {

@@ -61,6 +61,18 @@ class MaskNeeds:
         return f"{provider} cannot serve {' and '.join(missing)}" if missing else ""
 
 
+def own_gpu_problem(dtype: str, head_size: int, mask: MaskNeeds) -> str:
+    """Return why the own attention kernel for GPUs cannot serve tensors of a dtype (fp32, fp16, bf16) and a head size,
+    or nothing. ``head_size`` 0: not known."""
+    if dtype not in ("fp16", "bf16"):
+        return f"own attention on a GPU takes fp16 and bf16, not {dtype}"
+    if head_size > 128 or head_size % 8:
+        return f"own attention on a GPU takes heads of up to 128 elements, a multiple of 8, not {head_size}"
+    lacking = [words for name, words in _WORDS.items()
+               if getattr(mask, name) and name in ("softcap", "sinks", "partials")]
+    return f"own attention on a GPU cannot serve {' and '.join(lacking)}" if lacking else ""
+
+
 CAUSAL = MaskNeeds()
 """Nothing beyond the causal softmax."""
 

@@ -177,7 +177,7 @@ def _core_bytes(case: Case, layer: LayerSpec, scores: bool) -> float:
     rows = case.cp > 1 and case.cp_method == "gather"
     gathered = 2 * case.cp * heads.held(case.tp) * heads.head_size * w if rows else 0
     if case.flash:
-        return gathered + heads.heads * 4  # log-sum-exp of each row, fp32
+        return gathered + heads.heads * (8 if case.drops_inside else 4)  # log-sum-exp of each row; own: two numbers
     if not scores:
         return 0.0
     dropped = 1 if m.attention_dropout > 0 else 0

@@ -43,20 +43,28 @@ def heads_of(s: Sizes, spec: LayerSpec) -> Heads:
     )
 
 
-def fused_core(t: Tape, s: Sizes, h: Heads, q: Value, k: Value, v: Value) -> Value:
-    """One kernel that stores no scores: the output and the log-sum-exp of each row stay."""
-    rows = t.block(h.q / s.case.width / s.case.model.head_size * 4)
+def fused_core(t: Tape, s: Sizes, h: Heads, q: Value, k: Value, v: Value, *, rotated: bool = True) -> Value:
+    """One kernel that stores no scores: the output and the log-sum-exp of each row stay. The own kernel keeps
+    two values of a row, makes a third, and writes gradients into the packed one if queries and keys are not
+    ``rotated``."""
+    row = h.q / s.case.width / s.case.model.head_size * 4
+    own = s.case.drops_inside
+    rows = t.block(2 * row if own else row)
     out = t.block(h.q)
     packed = h.q + 2 * h.k
 
     def backward(grad: Block, saved: list[Block]) -> list[Block | None]:
-        parts = t.block(packed)
+        along = t.block(row if own else 0.0)
+        parts = t.block(0.0 if own and not rotated else packed)
         whole = t.block(packed)
-        del parts
+        del parts, along
         return [whole]
 
     def apart(grad: Block, saved: list[Block]) -> list[Block | None]:
-        return [t.block(h.q), t.block(h.all_k), t.block(h.all_k)]
+        along = t.block(row if own else 0.0)
+        grads: list[Block | None] = [t.block(h.q), t.block(h.all_k), t.block(h.all_k)]
+        del along
+        return grads
 
     if h.rows:
         return t.note(out, [q, k, v], apart, [q.block, k.block, v.block, out, rows])

@@ -79,10 +79,11 @@ def _core(t: Tape, s: Sizes, spec: LayerSpec, y: Value) -> Value:
     if s.case.flash or not s.torch:
         if rotary:
             y = t.note(t.block(y.size), [y], lambda grad, saved: [t.block(h.q + 2 * h.k)])
-        program = fused_core if s.case.flash else scores_core
-        if again and not s.case.flash:
-            return t.checkpoint(lambda tape, y: program(tape, s, h, y, y, y), y)
-        return program(t, s, h, y, y, y)
+        if s.case.flash:
+            return fused_core(t, s, h, y, y, y, rotated=rotary)
+        if again:
+            return t.checkpoint(lambda tape, y: scores_core(tape, s, h, y, y, y), y)
+        return scores_core(t, s, h, y, y, y)
     q, k, v = _split(t, s, h, y, rotary=rotary)
     if again:
         return t.checkpoint(lambda tape, q, k, v: scores_core(tape, s, h, q, k, v), q, k, v)

@@ -15,6 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar
 
+from megatron_port.config.attention import MaskNeeds, own_gpu_problem
 from megatron_port.config.distillation import as_teacher
 from megatron_port.config.fine_tuning import NO_ADAPTERS, FineTuningConfig
 from megatron_port.config.layout import topology_sizes
@@ -137,6 +138,11 @@ class Case:
             self, model=self.teacher, teacher=None, fine_tuning=NO_ADAPTERS, recompute="none", dropped=(),
             split=balanced_split(self.teacher, self.pp * self.vp),
         )
+
+    @property
+    def drops_inside(self) -> bool:
+        """Whether attention is the own kernel for GPUs, which makes the mask of dropout and keeps no scores."""
+        return self.flash and self.kernels == "own" and self.model.attention_dropout > 0
 
     @property
     def world(self) -> int:
@@ -406,10 +412,14 @@ def _teacher(config: RunConfig) -> ModelConfig | None:
 
 
 def _is_fused(config: RunConfig) -> bool:
-    """Whether attention keeps no scores: on a GPU sinks are written out, a soft-cap unless flash-attn is asked for."""
-    model, asked = config.model, config.backend.attention
-    if asked == "math" or model.attention_dropout > 0 or config.precision.dtype not in ("fp16", "bf16"):
+    """Whether attention keeps no scores. With dropout that is the own kernel for GPUs; without, on a GPU sinks are
+    written out, a soft-cap unless flash-attn is asked for."""
+    model, asked, dtype = config.model, config.backend.attention, config.precision.dtype
+    if asked == "math" or dtype not in ("fp16", "bf16"):
         return False
+    if model.attention_dropout > 0:
+        own = config.backend.own_kernels != "off" and config.backend.device != "cpu"
+        return own and not own_gpu_problem(dtype, model.head_size, MaskNeeds.of(config))
     ring = config.layout.context_parallel_size > 1 and config.layout.cp_method == "ring"  # in fp32: no fused kernel
     written_out = ring or model.attention_sinks or (model.attention_softcap > 0 and asked != "flash_attn")
     return config.backend.device == "cpu" or not written_out

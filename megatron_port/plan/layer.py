@@ -21,6 +21,9 @@ ROUTER_CALLS = 8
 """Operations of the host for a router: its product, softmax, choice, balance loss (as ``model.router`` has them)."""
 MOVE_CALLS = 10
 """The same for rows sorted by expert, two exchanges with their counts, and a token's sum."""
+LANE_INSTRUCTIONS = 64 * 1.7e9
+"""Vector instructions of single lanes that a compute unit carries out in a second: all that a CU of CDNA2 can, half of
+what an NVIDIA multiprocessor can (unverified)."""
 HEAD_SIZES = (32, 64, 96, 128, 192, 256)
 """Head sizes that FlashAttention-2 has kernels for; others are padded to the next (the Composable Kernel build has
 32, 64, 128 and 256: its OPT_DIM)."""
@@ -46,11 +49,13 @@ def attention_seconds(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float
             values = padded
         else:
             values = next((size for size in HEAD_SIZES if size >= value), value)
-        flops = 2 * heads * queries * keys * (padded + values) * CAUSAL * seen * _imbalance(case, layer)
+        probabilities = heads * queries * keys * CAUSAL * seen * _imbalance(case, layer)
+        flops = 2 * probabilities * (padded + values)
         length = queries if case.cp > 1 and case.cp_method == "ring" else keys  # of one kernel's queries
         document = min(case.document or length, length)
         forward, backward = rates.attention(case.engine.attention, document, padded)
-        return flops / forward + rates.launch, 2.5 * flops / backward + 2 * rates.launch
+        seconds = flops / forward + rates.launch, 2.5 * flops / backward + 2 * rates.launch
+        return _drops_inside(probabilities, padded, rates, seconds) if case.drops_inside else seconds
     if case.cp > 1 and case.cp_method == "ring":  # in full width, and without the blocks that no query sees
         w, keys = case.wide, keys * (1.0 if case.cp_order == "contiguous" else 0.5 + 0.25 / case.cp)
     scores = heads * queries * keys
@@ -62,6 +67,21 @@ def attention_seconds(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float
     forward = rates.stream(scores * 2 * w) + dropout * rates.dropout(scores, 2 * w + 1)
     backward = rates.stream(scores * (3 * w + dropout * (2 * w + 1)), 1 + dropout)
     return product + forward, 2 * product + backward
+
+
+def _drops_inside(
+    probabilities: float, head: int, rates: Rates, fused: tuple[float, float]
+) -> tuple[float, float]:
+    """Forward and backward of the own attention with dropout: no faster than others', and than its instructions.
+
+    Instructions of a probability as ``kernels/budgets`` counts them on sm_90, without what only edges of a mask take
+    (attention.cu; attention_backward.cu makes the mask twice). Never measured.
+    """
+    if not rates.units:
+        return fused
+    rate = rates.units * LANE_INSTRUCTIONS
+    forward, backward = (24 + head / 8) * probabilities / rate, (60 + head / 3) * probabilities / rate
+    return max(fused[0], forward), max(fused[1], backward) + rates.launch
 
 
 def _imbalance(case: Case, layer: LayerSpec) -> float:

@@ -1,4 +1,5 @@
-"""Fused attention of the CPU library: values, gradients, dropout, strides, packing, masks."""
+"""Fused attention of the CPU library: values, gradients, dropout, strides, packing, masks; test_device_attention.py has
+what GPUs have too."""
 
 from __future__ import annotations
 
@@ -140,15 +141,6 @@ def test_opcheck() -> None:
 def test_refusals(call: Callable[..., torch.Tensor], text: str) -> None:
     with pytest.raises(RuntimeError, match=text):
         call(torch.randn(6, 2, 4, 8), torch.randn(6, 2, 2, 8), torch.randn(6, 2, 2, 8))
-
-
-def test_other_libraries_lack_it_and_say_so(built: Path) -> None:
-    kernels.load("cpu", library=built / "libmp_emulated32.so")
-    try:
-        with pytest.raises(RuntimeError, match="mp_attention_forward: no kernel library that has it"):
-            packed_attention(_packed())
-    finally:
-        kernels.load("cpu")
 
 
 SAMPLES = (3, 1 << 33)

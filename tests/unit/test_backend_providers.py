@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from types import ModuleType, SimpleNamespace
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.backend import kernels
+from megatron_port.backend import choose_attention, kernels
 from megatron_port.backend.attention import flash_attention, fold_batch, gpu_kernels, math_attention, sdpa_attention
 from megatron_port.backend.choose import choose_providers
 from megatron_port.backend.device import Accelerators, DeviceInfo, choose_device, describe_device, identity_of
@@ -292,6 +293,45 @@ def test_dropout_on_probabilities_needs_counters() -> None:
         choose(dropout=0.1, attention="sdpa")
 
 
+def test_dropout_on_a_gpu_is_inside_of_the_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it can serve; math else, with the reason. Without dropout it is taken when asked for."""
+    monkeypatch.setattr(kernels, "kernels_status", lambda kind: (f"libmp_{kind}.so: here", ""))
+    monkeypatch.setattr(kernels, "load", lambda kind: f"libmp_{kind}.so: here")
+
+    def chosen(
+        dropout: float = 0.1, size: int = 64, dtype: torch.dtype = torch.bfloat16, mask: MaskNeeds = CAUSAL,
+        **config: Any
+    ) -> Any:
+        return choose_providers(BackendConfig(**config), GPU, dtype, engine="native", attention_dropout=dropout,
+                                shape=(size, 1024), mask=mask)
+
+    served = chosen()
+    assert row(served, "attention").provider == "own" and served.packed_attention is not None
+    assert "attention_dropout 0.1, inside of the kernel; libmp_cuda.so" in row(served, "attention").why
+    assert row(chosen(size=128, mask=MaskNeeds(window=True, documents=True, runs=True)), "attention").provider == "own"
+    for refused, why in (
+        ({"size": 200}, "heads of up to 128 elements, a multiple of 8, not 200"), ({"size": 68}, "not 68"),
+        ({"dtype": torch.float32}, "takes fp16 and bf16, not float32"), ({"own_kernels": "off"}, "own_kernels is off"),
+        ({"mask": MaskNeeds(runs=True, partials=True)}, "cannot serve partial results"),
+        ({"mask": MaskNeeds(sinks=True)}, "cannot serve attention sinks"),
+    ):
+        found = row(chosen(**refused), "attention")
+        assert found.provider == "math" and why in found.why, found
+        with pytest.raises(EnvironmentFault, match=why):
+            chosen(**refused, attention="own")
+    assert row(chosen(dropout=0.0), "attention").provider == "sdpa"
+    assert row(chosen(dropout=0.0, attention="own"), "attention").provider == "own"
+
+
+def test_the_own_kernel_needs_matrix_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = dataclasses.replace(GPU, memory_bytes=1 << 30)
+    for arch, serves in (("sm_75", False), ("sm_80", True), ("sm_120", True), ("gfx90a", True), ("gfx908", False),
+                         ("gfx942", True), ("gfx1100", False)):
+        monkeypatch.setattr(choose_attention, "arch_of", lambda device, arch=arch: arch)
+        problem = choose_attention.own_gpu_limit(there, choose_attention.AttentionNeeds(torch.float16, head_size=64))
+        assert (problem == "") == serves and (serves or f"not {arch}" in problem)
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [
@@ -318,8 +358,9 @@ def test_on_a_gpu_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, no
     assert row(chosen, "norm").provider == "torch"
     assert "libmp_cuda.so is not built" in row(chosen, "norm").why
     assert "fused_layer_norm_cuda is not installed" in row(chosen, "norm").why
-    with pytest.raises(EnvironmentFault, match="own attention is for CPUs"):
+    with pytest.raises(EnvironmentFault, match="libmp_cuda.so is not built"):
         choose(GPU, torch.bfloat16, attention="own")
+    assert row(choose(GPU, torch.bfloat16, dropout=0.1), "attention").provider == "math"
     with pytest.raises(EnvironmentFault, match="flash_attn is not installed"):
         choose(GPU, torch.bfloat16, attention="flash_attn")
     with pytest.raises(EnvironmentFault, match="not float32"):
