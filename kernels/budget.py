@@ -92,7 +92,7 @@ def elements(name: str, loop: Loop, wave: int) -> float:
             return 16 // size * int(arguments[2]) * rows
         return int(arguments[1]) * (8 if function == "rows_registers" else 1)
     if function in _ATTENTION:  # a warp's 16 rows of probabilities in a step
-        step = 64 if function == "attention_forward" and int(arguments[1]) <= 64 else 32
+        step = 64 if function != "attention_backward_queries" and int(arguments[1]) <= 64 else 32
         return 16 * step / wave
     if function in _STORED:
         return (loop.stored or loop.loaded) / size

@@ -13,7 +13,7 @@
 namespace mp {
 namespace {
 
-constexpr int kStep = 32;  // keys, or queries, of a step
+constexpr int kStep = 32;  // keys of a step of dq
 constexpr int kTiles = kStep / 16;
 
 struct Backward {
@@ -156,11 +156,15 @@ __global__ void __launch_bounds__(kThreads) attention_backward_queries(Backward 
 
 // ------------------------------------------------------------------------------------------------ dk and dv
 
-// Of the queries of a step.
+// Queries of a step.
+template <int HEAD>
+constexpr int kQueries = HEAD <= 64 ? 64 : 32;
+
+template <int QUERIES>
 struct alignas(16) Step {
-  float top[kStep], inverse[kStep], along[kStep];
-  int low[kStep], high[kStep];
-  uint16_t kept[kWarps][kStep];  // bit r: whether the probability of a warp's key r is kept
+  float top[QUERIES], inverse[QUERIES], along[QUERIES];
+  int low[QUERIES], high[QUERIES];
+  uint16_t kept[kWarps][QUERIES];  // bit r: whether the probability of a warp's key r is kept
 };
 
 // Scale or 0 of a lane's four neighbours and their probabilities likewise, without a condition of each: AMD's compilers
@@ -197,13 +201,14 @@ constexpr bool kHeld = MP_WARP == 64 || HEAD <= 64;
 
 // Halves of shared memory: queries and dout of a step, and the block's keys and values where they are not held.
 template <int HEAD>
-constexpr int kSharedRows = kHeld<HEAD> ? kRows : 2 * kStep + 2 * kRows;
+constexpr int kSharedRows = 2 * kQueries<HEAD> + (kHeld<HEAD> ? 0 : 2 * kRows);
 
 template <typename T, int HEAD>
 __global__ void __launch_bounds__(kThreads) attention_backward_keys(Backward a) {
-  __shared__ Step step;
+  constexpr int QUERIES = kQueries<HEAD>, TILES = QUERIES / 16;
+  __shared__ Step<QUERIES> step;
   T* const queries = reinterpret_cast<T*>(dynamic_shared());
-  T* const douts = queries + kStep * kStride<HEAD>;
+  T* const douts = queries + QUERIES * kStride<HEAD>;
   const Call& call = a.call;
   const int groups = call.groups * call.batch, block = static_cast<int>(blockIdx.x) / groups;
   const int place = static_cast<int>(blockIdx.x) % groups, sample = place / call.groups, group = place % call.groups;
@@ -211,40 +216,40 @@ __global__ void __launch_bounds__(kThreads) attention_backward_keys(Backward a) 
   const int warp_first = first + warp * matrix::kTile;
 
   Own<T, HEAD, kHeld<HEAD>> keys, values;
-  T* const spare = kHeld<HEAD> ? queries : douts + kStep * kStride<HEAD>;
+  T* const spare = kHeld<HEAD> ? queries : douts + QUERIES * kStride<HEAD>;
   keys.take(a.k.rows<T>(sample, group, 0), a.k.layout.seq, first, call.keys, call.d, spare);
   values.take(
       a.v.rows<T>(sample, group, 0), a.v.layout.seq, first, call.keys, call.d,
       kHeld<HEAD> ? queries : spare + kRows * kStride<HEAD>);
   matrix::Sums dk[HEAD / 16] = {}, dv[HEAD / 16] = {};
   // Queries that stand where their keys do see none of the block before its first key.
-  const int begin = call.causal && call.end == nullptr ? first / kStep * kStep : 0;
+  const int begin = call.causal && call.end == nullptr ? first / QUERIES * QUERIES : 0;
   const T *q_rows = a.q.rows<T>(sample, group, 0), *dout_rows = a.dout.rows<T>(sample, group, 0);
-  const int steps = begin < call.seq ? (call.seq - begin + kStep - 1) / kStep : 0;
+  const int steps = begin < call.seq ? (call.seq - begin + QUERIES - 1) / QUERIES : 0;
   int within = 0, at = begin;
-  Stage<T, HEAD, kStep> next_queries, next_douts;
+  Stage<T, HEAD, QUERIES> next_queries, next_douts;
 #pragma unroll 1
-  for (int left = steps * call.per_group; left > 0; left--, at += kStep) {
+  for (int left = steps * call.per_group; left > 0; left--, at += QUERIES) {
     if (at >= call.seq) at = begin, within++;
     if (!call.plain()) {
-      const Span span = seen_by(call, sample, at, kStep);
+      const Span span = seen_by(call, sample, at, QUERIES);
       if (span.from >= first + kRows || span.upto <= first) continue;
     }
     const int head = group * call.per_group + within;
     // Whether all of these queries see all keys of the warp.
-    const bool whole = call.plain() && at + kStep <= call.seq && warp_first + matrix::kTile <= call.stop(at);
+    const bool whole = call.plain() && at + QUERIES <= call.seq && warp_first + matrix::kTile <= call.stop(at);
     next_queries.fetch(q_rows + within * a.q.layout.head, a.q.layout.seq, at, call.seq, call.d);
     next_douts.fetch(dout_rows + within * a.dout.layout.head, a.dout.layout.seq, at, call.seq, call.d);
     __syncthreads();
     next_queries.template put<true>(queries);
     next_douts.template put<true>(douts);
-    for (int i = threadIdx.x; i < kStep; i += kThreads) {
+    for (int i = threadIdx.x; i < QUERIES; i += kThreads) {
       const Row row(a, sample, head, at + i);
       step.top[i] = row.top, step.inverse[i] = row.inverse, step.along[i] = row.along;
       step.low[i] = row.low, step.high[i] = row.high;
     }
-    for (int i = threadIdx.x; i < kWarps * kStep; i += kThreads) {
-      const int query = i % kStep, from = first + i / kStep * matrix::kTile;
+    for (int i = threadIdx.x; i < kWarps * QUERIES; i += kThreads) {
+      const int query = i % QUERIES, from = first + i / QUERIES * matrix::kTile;
       uint32_t bits = 0xffffu;
       if (call.sample_keys != nullptr) {
         const Fields fields(call, sample, head, at + query);
@@ -257,23 +262,23 @@ __global__ void __launch_bounds__(kThreads) attention_backward_keys(Backward a) 
           for (int c = 0; c < 4; c++) bits |= kept[c] ? 1u << (4 * four + c) : 0u;
         }
       }
-      step.kept[i / kStep][query] = static_cast<uint16_t>(bits);
+      step.kept[i / QUERIES][query] = static_cast<uint16_t>(bits);
     }
     __syncthreads();
 
-    matrix::Sums probs[kTiles] = {}, grads[kTiles] = {};
+    matrix::Sums probs[TILES] = {}, grads[TILES] = {};
 #pragma unroll
     for (int i = 0; i < HEAD / 16; i++) {
       const matrix::Operand<T> key = keys.at(i), value = values.at(i);
 #pragma unroll
-      for (int j = 0; j < kTiles; j++) {
+      for (int j = 0; j < TILES; j++) {
         const int tile = 16 * j * kStride<HEAD> + 16 * i;
         matrix::multiply(probs[j], key, matrix::right(queries + tile, kStride<HEAD>));
         matrix::multiply(grads[j], value, matrix::right(douts + tile, kStride<HEAD>));
       }
     }
 #pragma unroll
-    for (int j = 0; j < kTiles; j++) {
+    for (int j = 0; j < TILES; j++) {
       const int query = 16 * j + matrix::column(0);
       const auto top = load<4>(step.top + query), inverse = load<4>(step.inverse + query);
       const auto along = load<4>(step.along + query);
@@ -292,8 +297,8 @@ __global__ void __launch_bounds__(kThreads) attention_backward_keys(Backward a) 
         }
       }
     }
-    mix<T, HEAD, kTiles>(probs, douts, dv);
-    mix<T, HEAD, kTiles>(grads, queries, dk);
+    mix<T, HEAD, TILES>(probs, douts, dv);
+    mix<T, HEAD, TILES>(grads, queries, dk);
   }
   float factor[matrix::kLines];
 #pragma unroll
