@@ -25,7 +25,7 @@ from megatron_port.tune.results import Results, Trial, key_of
 from megatron_port.tune.space import Space, make_space
 from megatron_port.tune.trial import Launcher, run_trial
 
-NAMES = ("tensor", "micro-batches", "stages", "ratio", "weak", "strong")
+NAMES = ("tensor", "micro-batches", "stages", "ratio", "weak", "strong", "attention", "attention-math")
 
 
 def sweep(
@@ -61,7 +61,7 @@ def sweep(
             say(f"{study.title} ({study.says})")
             rates: list[tuple[float, float]] = []
             for point, plan in zip(study.points, lines[study.name]):
-                trial = _trial(point.case, config, space, results, lambda c, s: run_trial(
+                trial = _trial(point, config, space, results, lambda c, s: run_trial(
                     run_file, overrides, config, c, s, launcher=launcher, steps=steps, warm_up=warm_up,
                     timeout_s=timeout_s, folder=folder / "trials", note=note,
                 ))
@@ -102,13 +102,16 @@ def _studies(space: Space, names: Sequence[str], devices: int) -> list[Study]:
     return out
 
 
-def _settings(config: RunConfig, case: Case) -> dict[str, Any]:
+def _settings(config: RunConfig, point: Point) -> dict[str, Any]:
+    case = point.case
     nodes = -(-case.world // config.cluster.gpus_per_node) if config.cluster.nodes else 0
-    return {**settings_of(config, case), "batch.global_batch_size": case.global_batch, "cluster.nodes": nodes}
+    return {**settings_of(config, case), "batch.global_batch_size": case.global_batch, "cluster.nodes": nodes} | dict(
+        point.settings
+    )
 
 
 def _legal(config: RunConfig, point: Point) -> bool:
-    changed = with_values(config, {**_settings(config, point.case), "data": DataConfig(synthetic=True)})
+    changed = with_values(config, {**_settings(config, point), "data": DataConfig(synthetic=True)})
     return not problems(changed, world_size=point.case.world)
 
 
@@ -120,10 +123,11 @@ def _rate(case: Case, seconds: float) -> float:
 
 
 def _trial(
-    case: Case, config: RunConfig, space: Space, results: Results, measure: Callable[[Candidate, dict[str, Any]], Trial]
+    point: Point, config: RunConfig, space: Space, results: Results,
+    measure: Callable[[Candidate, dict[str, Any]], Trial],
 ) -> Trial:
     """A point's trial: from the results, or measured and kept."""
-    settings = _settings(config, case)
+    case, settings = point.case, _settings(config, point)
     key = key_of(settings, case.world)
     if key not in results.trials:
         candidate = Candidate(case=case, step=plan_step(case, space.machine), memory=fullest(case, space.machine))

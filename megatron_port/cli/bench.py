@@ -40,8 +40,8 @@ def add_parser(subparsers: Any) -> None:
     studies = actions.add_parser(
         "sweep", help="run the paper's studies and draw measured beside planned",
         description="Tensor parallel size, micro-batches, stages at a fixed batch and at a fixed ratio, weak and "
-        "strong scaling (arXiv 2312.12705): a few real steps of each layout, on this machine (--nproc) or by srun "
-        "inside an allocation. Resumable.",
+        "strong scaling (arXiv 2312.12705), fused attention by length: a few real steps of each layout, on this "
+        "machine (--nproc) or by srun inside an allocation. Resumable.",
     )
     add_run_options(studies)
     studies.add_argument("--nproc", type=int, metavar="N", help="up to N ranks on this machine")

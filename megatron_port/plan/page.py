@@ -17,6 +17,7 @@ from megatron_port.plan.studies import RATIO, Planned, Study, planned, studies
 from megatron_port.plan.text import best, explain, hours, render, span
 from megatron_port.plan.verdict import Plan
 
+OBSERVED = ("tensor", "micro-batches", "stages", "ratio", "attention", "attention-math")
 SHOWN_STAGES, SHOWN_MICRO_BATCHES = 16, 12
 """Limits of the pipeline's picture: beyond them, passes are too small to be seen."""
 
@@ -59,7 +60,7 @@ def report_page(config: RunConfig, plan: Plan) -> str:
     devices = max(4 * case.world, machine.cluster.gpus_per_node)
     made = {s.name: (s, planned(s, machine)) for s in studies(case, devices=devices, tensor=options.tensor)}
     scaling = [study_picture(*made[n]) for n in ("weak", "strong") if n in made]
-    observed = [study_picture(*made[n]) for n in ("tensor", "micro-batches", "stages", "ratio") if n in made]
+    observed = [study_picture(*made[n]) for n in OBSERVED if n in made]
     body = [
         *head,
         section("Layouts", f"The best of every tensor and pipeline parallel size on {case.world} devices for a batch "
@@ -77,8 +78,9 @@ def report_page(config: RunConfig, plan: Plan) -> str:
                     f"<div><h3>the machine</h3>{tornado(machine_bars(case, machine), label='the machine')}</div>",
                     f"<div><h3>the layout</h3>{tornado(choice_bars(case, machine, found), label='the layout')}</div>",
                 ])),
-        section("The paper's observations, by the planner", "Dash et al., arXiv 2312.12705, III.1 to III.4, for this "
-                f"model on this cluster (up to {devices:,} devices; the last with {RATIO} micro-batches a stage). "
+        section("The paper's observations, by the planner", "Dash et al., arXiv 2312.12705, III.1 to III.4 and "
+                f"FlashAttention, for this model on this cluster (up to {devices:,} devices; the fixed ratio: {RATIO} "
+                "micro-batches a stage). "
                 "Hollow points do not fit.", columns(observed)) if observed else "",
         section("In words", "As the command prints it.",
                 f"<pre>{escape(render(plan))}\n\n{escape(explain(plan))}</pre>"),

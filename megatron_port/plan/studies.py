@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_port.config.layout import divisors
 from megatron_port.plan.case import Case, Machine, balanced_split
@@ -23,6 +24,8 @@ class Point:
 
     x: float
     case: Case
+    settings: tuple[tuple[str, Any], ...] = ()
+    """What it sets beside the layout, by dotted name."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,10 @@ def studies(case: Case, *, devices: int, tensor: tuple[int, ...]) -> list[Study]
               tuple(_scaling(plain, devices, weak=True))),
         Study("strong", "strong scaling", "batch fixed: 89.93 % (175B) and 87.05 % (1T) published", "devices",
               tuple(_scaling(plain, devices, weak=False))),
+        Study("attention", "length, attention fused", "FlashAttention-2 gives up to 30 %", "sequence length",
+              tuple(_lengths(plain, devices, fused=True))),
+        Study("attention-math", "length, scores written out", "what FlashAttention-2 is compared with",
+              "sequence length", tuple(_lengths(plain, devices, fused=False))),
     ]
     return [s for s in found if len(s.points) > 1]
 
@@ -135,6 +142,21 @@ def _scaling(case: Case, devices: int, *, weak: bool) -> Iterator[Point]:
             yield Point(tp * pp * dp, _made(case, tp=tp, pp=pp, dp=dp, count=each))
         elif batch % dp == 0:
             yield Point(tp * pp * dp, _made(case, tp=tp, pp=pp, dp=dp, count=batch // dp))
+
+
+def _lengths(case: Case, devices: int, *, fused: bool) -> Iterator[Point]:
+    """Longer and longer samples with the tokens of a step kept, on as many replicas as the case has."""
+    tp, pp = (case.tp, case.pp) if case.tp * case.pp <= devices else (1, 1)
+    dp = max(1, min(case.dp, devices // (tp * pp)))
+    length = case.model.seq_length
+    for longer, shorter in ((1, 2), (1, 1), (2, 1), (4, 1)):
+        count, rest = divmod(case.micro_batches * shorter, longer)
+        seq = length * longer // shorter
+        if rest or length % shorter or seq % tp:
+            continue
+        made = _made(replace(case, model=replace(case.model, seq_length=seq)), tp=tp, pp=pp, dp=dp, count=count)
+        made = replace(made, flash=case.flash and fused)
+        yield Point(seq, made, (("model.seq_length", seq), *(() if fused else (("backend.attention", "math"),))))
 
 
 def planned(study: Study, machine: Machine) -> list[Planned]:

@@ -19,7 +19,7 @@ from megatron_port.bench.calibration import (
     to_toml,
 )
 from megatron_port.bench.probe import CollectiveTime, Measured, ProductTime, measure, shapes_of
-from megatron_port.bench.sweep import _legal, _settings, _studies
+from megatron_port.bench.sweep import NAMES, _legal, _settings, _studies
 from megatron_port.cli.main import main
 from megatron_port.config.checks import problems
 from megatron_port.config.layout import with_values
@@ -135,12 +135,14 @@ def test_shapes_are_the_models_layers() -> None:
 def test_the_points_of_a_sweep_are_runs_that_train() -> None:
     config = with_values(load("runs/frontier-22b").config, {"activations.policy": "none"})
     space = make_space(config)
-    found = _studies(space, ("tensor", "micro-batches", "stages", "ratio", "weak", "strong"), 16)
-    assert {s.name for s in found} >= {"micro-batches", "stages", "strong"}
+    found = _studies(space, NAMES, 16)
+    assert {s.name for s in found} >= {"micro-batches", "stages", "strong", "attention", "attention-math"}
     for study in found:
         for point in study.points:
             assert _legal(space.config, point)
-            changed = with_values(space.config, _settings(space.config, point.case))
+            changed = with_values(space.config, _settings(space.config, point))
+            assert changed.model.seq_length == point.case.model.seq_length
+            assert (changed.backend.attention == "math") is (study.name == "attention-math")
             assert changed.batch.global_batch_size == point.case.global_batch
             assert problems(changed, world_size=point.case.world) == []
 

@@ -131,6 +131,9 @@ def test_the_papers_observations_come_out(run: str) -> None:
     assert loss["ratio"] < 0.14 and loss["ratio"] < 0.45 * loss["stages"]
     assert found["weak"][-1] / found["weak"][0] > 0.975
     assert found["strong"] == sorted(found["strong"], reverse=True)
+    # Scores that are written out cost more the longer the sample is.
+    gains = [fused / math for fused, math in zip(found["attention"], found["attention-math"], strict=True)]
+    assert gains == sorted(gains) and gains[0] > 1
 
 
 def test_studies_hold_what_they_say() -> None:
@@ -141,6 +144,9 @@ def test_studies_hold_what_they_say() -> None:
     assert {c.micro_batches / c.pp for c in found["ratio"]} == {8}
     assert len({c.global_batch / c.dp for c in found["weak"]}) == 1
     assert len({c.global_batch for c in found["strong"]}) == 1
+    for name, fused in (("attention", True), ("attention-math", False)):
+        assert {c.flash for c in found[name]} == {fused} and len({c.model.seq_length for c in found[name]}) > 2
+        assert len({c.global_batch * c.model.seq_length for c in found[name]}) == 1
     assert all(sum(c.chunks) == 96 for cases in found.values() for c in cases)
 
 
