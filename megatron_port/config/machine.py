@@ -110,6 +110,9 @@ class HardwareConfig:
     """Least time between the starts of two kernels, microseconds."""
     host_us: NonNegative = 0.0
     """Time of the host to start one operation of an eager program, microseconds; 0: not known, and not planned."""
+    is_host: bool = False
+    """The device is cores of the host (a CPU): it computes nothing while it starts an operation, so host_us adds to
+    what operations take. Elsewhere the host runs ahead of the device, and the longer of the two counts."""
     memory_bandwidth_gb: NonNegative = 0.0
     """Datasheet bandwidth of device memory, 10^9 bytes/s."""
     memory_efficiency: Share = 0.85
@@ -180,6 +183,9 @@ class CalibrationConfig:
     """Multiplies the achieved memory bandwidth."""
     network_scale: Positive = 1.0
     """Multiplies the achieved bandwidth of all links."""
+    overlap_share: Annotated[float, between(0, 1)] = 1.0
+    """Share of a collective that products beside it hide, of what could be hidden: less than 1 where both use the same
+    cores."""
     table: str = ""
     """CSV file with rates by op, provider and shape (``plan.kernel_table``), a path or one of configs/, e.g.
     "tables/h100.csv"; empty: the formulas alone."""

@@ -27,7 +27,7 @@ class Cost:
     """Seconds in which the host starts the operations of the forward pass."""
     backward_starts: float = 0.0
     forward_host: float = 0.0
-    """What the forward pass waits for the host: see :meth:`floored`."""
+    """What the forward pass waits for the host: see :meth:`with_host`."""
     backward_host: float = 0.0
 
     @property
@@ -62,9 +62,13 @@ class Cost:
             self.backward + self.backward_tensor + self.backward_exchange + self.backward_context + self.backward_host,
         )
 
-    def floored(self) -> Cost:
+    def with_host(self, *, is_device: bool = False) -> Cost:
         """This pass no faster than the host starts it: the host runs ahead within a pass, so whole passes are compared.
+
+        ``is_device``: the host computes as well, and starting operations adds to that.
         """
+        if is_device:
+            return replace(self, forward_host=self.forward_starts, backward_host=self.backward_starts)
         forward, backward = self.passes
         return replace(
             self, forward_host=max(self.forward_starts - forward, 0.0),

@@ -6,11 +6,20 @@ A table is a CSV file that ``bench calibrate`` writes, or that was copied from a
 | op | shape | rate |
 |---|---|---|
 | attention-forward, attention-backward | length x head size | 10^12 operations of the causal half a second |
-| product | rows x columns x inner | 10^12 operations a second |
-| stream | bytes | 10^9 bytes a second |
+| product, product-input, product-weight | rows x columns x inner | 10^12 operations a second |
+| stream; norm-, add-, activation-, loss-forward and -backward; update | bytes | 10^9 bytes a second |
 | dropout | elements | 10^9 elements a second, random numbers drawn |
 | host | calls | 10^6 calls a second |
+| host-recompute (a layer's forward pass again), host-micro-batch, host-step | 1 | 10^6 a second |
 | all-reduce, all-gather, reduce-scatter | ranks x bytes of the whole buffer | 10^9 bytes of the buffer a second |
+| transfer (between two) | 2 x bytes | 10^9 bytes a second |
+| all-reduce-, all-gather-, reduce-scatter-hidden | as theirs | share of 1 that products beside them hide |
+| tensor- and sequence-forward and -backward | ranks x bytes of an activation | the same: what they add to a pass |
+
+``product`` is a linear layer's forward product. The other two are its backward ones, of which ``product-weight``
+includes the addition to the sum of gradients; where a table lacks them, ``product`` stands for them. The provider
+``here`` is what the program itself takes on a machine. Bytes of passes are those that the planner counts for them, and
+their rate is that of what a larger pass takes longer: a start costs the host a call.
 
 Between measured shapes the *ratio* of the measured rate to the planner's own formula is taken, not the rate: the
 formula knows how a product of other sizes differs, the table how far off it is here. The ratio is the mean over the
@@ -71,6 +80,10 @@ class KernelTable:
                 return self._groups[key]
         return []
 
+    def has(self, op: str, provider: str, dtype: str) -> bool:
+        """Whether there are entries of just this provider and dtype."""
+        return (op, provider, dtype) in self._groups
+
     def curve(self, op: str, provider: str, dtype: str, length: float, head: float) -> float | None:
         """Rate of attention at a length: between two measured ones straight in the logarithm, beyond them the last.
 
@@ -80,13 +93,13 @@ class KernelTable:
         if not found:
             return None
         nearest = min({e.shape[1] for e in found}, key=lambda size: abs(math.log(size / head)))
-        points = sorted((e.shape[0], e.rate) for e in found if e.shape[1] == nearest)
-        if length <= points[0][0]:
-            return points[0][1]
-        for (a, low), (b, high) in zip(points, points[1:]):
-            if length <= b:
-                return low + (high - low) * math.log(length / a) / math.log(b / a)
-        return points[-1][1]
+        return _on_curve(sorted((e.shape[0], e.rate) for e in found if e.shape[1] == nearest), length)
+
+    def rate(self, op: str, dtype: str, size: float) -> float | None:
+        """Rate of an op by the last size of its shape, between two measured ones as in :meth:`curve`. None: it was not
+        measured."""
+        found = self.group(op, "", dtype)
+        return _on_curve(sorted((e.shape[-1], e.rate) for e in found), size) if found else None
 
     def ratio(self, op: str, provider: str, dtype: str, shape: Shape, formula: Formula) -> float | None:
         """Measured over planned rate at a shape. None: nothing was measured near it."""
@@ -94,6 +107,16 @@ class KernelTable:
         if key not in self._ratios:
             self._ratios[key] = between(self.group(op, provider, dtype), shape, formula)
         return self._ratios[key]
+
+
+def _on_curve(points: Sequence[tuple[float, float]], x: float) -> float:
+    """The rate at ``x`` of (size, rate), in order: straight in the logarithm of the size, beyond the ends theirs."""
+    if x <= points[0][0]:
+        return points[0][1]
+    for (a, low), (b, high) in zip(points, points[1:]):
+        if x <= b:
+            return low + (high - low) * math.log(x / a) / math.log(b / a)
+    return points[-1][1]
 
 
 def between(entries: Sequence[Entry], shape: Shape, formula: Formula) -> float | None:

@@ -41,6 +41,11 @@ def attention_seconds(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float
     groups = layer.attention.groups
     heads = groups.heads / t * case.micro_batch
     queries, keys, d = m.seq_length / case.cp, float(m.seq_length), groups.head_size
+    here = rates.attention_here(case.dtype, keys, d) if case.cp == 1 else None
+    if here is not None:
+        seen = layer.attention.scores_seen(m.seq_length, case.document) / m.seq_length**2
+        flops = 2 * heads * queries * keys * (d + layer.attention.value_size) * CAUSAL * seen
+        return flops / here[0], 2.5 * flops / here[1]
     if case.flash and rates.attention_forward:
         padded = next((size for size in HEAD_SIZES if size >= d), d)
         seen = layer.attention.scores_seen(m.seq_length, case.document) / m.seq_length**2
@@ -105,24 +110,32 @@ def _elementwise(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, flo
     norm, add = stream * 2 * w, stream * (3 * w + mask)  # norm: read, write; add: two reads, write, mask
     hidden = split * ffn * w * (gates + 1)
     rotate = split * heads * 2 * w  # q, k, v split and rotated or copied
-    forward = len(layer.norms) * norm + fused * (2 * add + hidden) + rotate
+    if case.cp == 1 and rates.attention_here(case.dtype, m.seq_length, layer.attention.groups.head_size):
+        rotate = 0.0  # measured with the core
+    forward = {
+        "norm-forward": len(layer.norms) * norm, "add-forward": fused * 2 * add, "activation-forward": fused * hidden,
+        "rotate": rotate,
+    }
     # norm: gradient and input read, gradient written, once more for the weights' gradient; the others read one more.
-    backward = len(layer.norms) * norm * 2 + rotate
-    backward += fused * (2 * stream * (2 * w + mask) + split * ffn * w * (2 * gates + 1))
+    backward = {
+        "norm-backward": len(layer.norms) * norm * 2, "add-backward": fused * 2 * stream * (2 * w + mask),
+        "activation-backward": fused * split * ffn * w * (2 * gates + 1), "rotate": rotate,
+    }
     if case.engine.adds_gradients and case.kernels != "own":  # the own norm's backward adds the branch's gradient
-        backward += len(layer.norms) * stream * 3 * w
+        backward["branches"] = len(layer.norms) * stream * 3 * w
     if case.engine.bias_passes and m.add_bias:
         values = layer.attention.groups.heads * layer.attention.groups.head_size
-        forward += split * values * 2 * w  # heads put side by side; q, k and v's biases are counted as the rotation
+        # Heads put side by side; q, k and v's biases are counted as the rotation.
+        forward["biases"] = split * values * 2 * w
         # Read once more: gradients of both residual branches, of the norms with their inputs, of up and of q, k, v.
-        backward += (2 + len(layer.norms)) * stream * w + split * (ffn * gates + heads) * w
+        backward["biases"] = (2 + len(layer.norms)) * stream * w + split * (ffn * gates + heads) * w
     kernels, kernels_back = 6, 9
     normalized = layer.attention.normalized_features(t)
     if normalized:  # norms of query and key heads, and the fused projection put together again
-        forward += split * (normalized + heads) * 2 * w
-        backward += split * (normalized * 2 + heads) * 2 * w
+        forward["heads"] = split * (normalized + heads) * 2 * w
+        backward["heads"] = split * (normalized * 2 + heads) * 2 * w
         kernels, kernels_back = kernels + 3, kernels_back + 3
-    return rates.stream(forward, kernels), rates.stream(backward, kernels_back)
+    return rates.passes(forward, kernels, case.dtype), rates.passes(backward, kernels_back, case.dtype)
 
 
 def _dense_block(layer: LayerSpec) -> MLPSpec | None:
@@ -130,7 +143,7 @@ def _dense_block(layer: LayerSpec) -> MLPSpec | None:
     return layer.dense if layer.moe is None else layer.moe.shared
 
 
-def _products(case: Case, layer: LayerSpec) -> list[tuple[float, float, float]]:
+def layer_products(case: Case, layer: LayerSpec) -> list[tuple[float, float, float]]:
     """(rows, columns, inner) of a layer's products, those of routed tokens left out."""
     tokens = _stream(case)[0]
     own = tokens / case.tp if case.sequence_parallel else tokens
@@ -141,16 +154,16 @@ def _products(case: Case, layer: LayerSpec) -> list[tuple[float, float, float]]:
 def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: Span) -> Cost:
     """One layer. Backward: two products for each of the forward's, the sum into the main gradient, recompute."""
     w, tokens = case.width, _stream(case)[0]
-    shapes = _products(case, layer)
+    shapes = layer_products(case, layer)
     pw = 1 if case.dtype == "fp8" else w
     pieces = case.tensor_chunks
     products = pieces * sum(rates.product(r / pieces, c, k, width=pw) for r, c, k in shapes)
-    inputs = sum(rates.product(r, k, c, width=pw, exact=True) for r, c, k in shapes)
+    inputs = sum(rates.product(r, k, c, width=pw, exact=True, op="product-input") for r, c, k in shapes)
     narrow = pw if case.fp8 != "rowwise" else w  # rowwise leaves the weights' gradients in the compute dtype
-    weights = sum(rates.product(k, c, r, width=narrow, exact=True) for r, c, k in shapes)
+    weights = sum(rates.product(k, c, r, width=narrow, exact=True, op="product-weight") for r, c, k in shapes)
     elements = sum(c * k for _, c, k in shapes)
     traffic = WIDE_SUM if case.fp8 == "tensorwise" else case.engine.accumulate_traffic
-    accumulate = rates.stream(elements * traffic, len(shapes))
+    accumulate = 0.0 if rates.adds_gradient(narrow) else rates.stream(elements * traffic, len(shapes))
     if case.fp8 != "none":
         casts_forward, casts_backward = cast_seconds(case, rates, shapes)
         products, inputs = products + casts_forward, inputs + casts_backward
@@ -169,14 +182,16 @@ def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
     again, tensor_again, exchange_again = 0.0, 0.0, 0.0
     each = _tensor_collective(case, links, group)
     regions = _regions(case, layer)
+    waits = _waits(case, links, group)
+    once = each if waits is None else waits[0]
     # Without sequence parallelism the routed tokens are gathered at the end, and their gradients at the beginning.
     shares = each / 2 if layer.moe is not None and not case.sequence_parallel else 0.0
     means = _head_means(case, layer, links, group)
     if case.recompute == "full":
         # The last collective of a layer is repeated only where something behind it was kept for the backward pass.
-        skipped = 0.5 * each if case.sequence_parallel else each
+        skipped = 0.5 * once if case.sequence_parallel else once
         skipped = skipped if ends_at_product(case) and layer.moe is None and not layer.dense.down.rank else 0.0
-        again, tensor_again = forward, regions[0] * each + shares + means - skipped
+        again, tensor_again = forward, regions[0] * once + shares + means - skipped
         exchange_again = expert.forward_exchange
     elif case.recompute == "selective" and not case.flash:
         again = core
@@ -184,18 +199,20 @@ def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
         again, exchange_again = expert.forward, expert.forward_exchange
     again += _modules_again(case, layer, rates)
     forward_each = _tensor_collective(case, links, group, case.tensor_chunks)
-    hidden_forward, hidden_backward = _hidden(case, regions, each, forward_each, products, weights)
+    hidden_forward, hidden_backward = _hidden(case, links, regions, each, forward_each, products, weights)
+    shown = regions[0] * forward_each - hidden_forward, regions[1] * each - hidden_backward
+    if waits is not None:
+        shown = regions[0] * waits[0], regions[1] * waits[1]
     beside = _beside_exchange(case, layer, rates, links, forward, backward + again)
     starts = start_seconds(case, layer, rates)
     shared = context_cost(case, layer, rates, links, (core, core_back), again=case.recompute in ("selective", "full"))
     return shared + Cost(
         forward=forward, backward=backward + again,
-        forward_tensor=regions[0] * forward_each - hidden_forward + means + shares,
-        backward_tensor=regions[1] * each - hidden_backward + tensor_again + means + shares,
+        forward_tensor=shown[0] + means + shares, backward_tensor=shown[1] + tensor_again + means + shares,
         forward_exchange=max(expert.forward_exchange - beside[0], 0.0),
         backward_exchange=max(expert.backward_exchange + exchange_again - beside[1], 0.0),
         fillable=max(expert.fillable - beside[0], 0.0), forward_starts=starts[0],
-        backward_starts=starts[1] + (starts[0] if case.recompute == "full" else 0.0),
+        backward_starts=starts[1] + ((rates.host_recompute or starts[0]) if case.recompute == "full" else 0.0),
     )
 
 
@@ -224,7 +241,7 @@ def start_seconds(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, fl
     """
     if case.engine.graphed or not rates.host:
         return 0.0, 0.0
-    linears, core = len(_products(case, layer)) * case.engine.linear_calls, 1
+    linears, core = len(layer_products(case, layer)) * case.engine.linear_calls, 1
     if not case.flash:
         core += 3 + 2 * (case.model.attention_dropout > 0)
     light, light_back = (9, 12) if layer.attention.normalized_features(case.tp) else (6, 9)
@@ -330,13 +347,27 @@ def _tensor_collective(case: Case, links: Links, group: Span, chunks: int = 1) -
     return chunks * links.collective(size, group)
 
 
+def _waits(case: Case, links: Links, group: Span) -> tuple[float, float] | None:
+    """Seconds that a region's exchanges add to a forward and a backward pass where that was measured; None: it was not,
+    or the program overlaps them in another way than this one."""
+    if case.tensor_chunks > 1 or case.engine.tensor_overlap != "backward":
+        return None
+    size = _stream(case)[0] * case.model.hidden_size * case.width
+    forward, backward = (
+        links.region(size, group, sequence=case.sequence_parallel, backward=way, dtype=case.dtype)
+        for way in (False, True)
+    )
+    return None if forward is None or backward is None else (forward, backward)
+
+
 def _head_means(case: Case, layer: LayerSpec, links: Links, group: Span) -> float:
     """Seconds of the sums over ranks, one number per token each, of norms over the heads of all of them."""
     return layer.attention.norms_over_ranks * links.collective(_stream(case)[0] * 4, group) if case.tp > 1 else 0.0
 
 
 def _hidden(
-    case: Case, regions: tuple[float, float], each: float, forward_each: float, products: float, weights: float
+    case: Case, links: Links, regions: tuple[float, float], each: float, forward_each: float, products: float,
+    weights: float,
 ) -> tuple[float, float]:
     """Tensor-parallel seconds that run beside products, in a layer's forward and backward (:func:`_regions`).
 
@@ -349,10 +380,12 @@ def _hidden(
     if case.tp == 1 or overlap == "none":
         return 0.0, 0.0
     if overlap == "backward":
+        beside, share = 1 - 1 / case.tensor_chunks, links.machine.calibration.overlap_share
+        hidden = share * min(regions[0] * forward_each, products) * beside
+        back = share * min(regions[1] * each / (2 if case.sequence_parallel else 1), weights)
         # Under sequence parallelism also the second gathering of the input, which `each` leaves out.
-        beside = 1 - 1 / case.tensor_chunks
-        hidden = min(regions[0] * forward_each, products) * beside
-        return hidden, min(regions[1] * each / (2 if case.sequence_parallel else 1), weights)
+        again = regions[1] * each / 2 if case.sequence_parallel and case.engine.gathers_again else 0.0
+        return hidden, back - (1 - share) * again
     if overlap == "tiled":
         once = each * (1 - 1 / case.tp)
         return min(regions[0] * once, products), min(regions[1] * once, 2 * weights)
@@ -364,20 +397,23 @@ def head_cost(case: Case, rates: Rates, links: Links, group: Span) -> Cost:
     m, w = case.model, case.width
     tokens, columns = m.seq_length / case.cp * case.micro_batch, case.padded_vocab / case.tp
     product = rates.product(tokens, columns, m.hidden_size, width=w)
-    back = rates.product(tokens, m.hidden_size, columns, width=w)
+    back = rates.product(tokens, m.hidden_size, columns, width=w, op="product-input")
     frozen = case.fine_tuning.enabled
-    back += 0.0 if frozen else rates.product(m.hidden_size, columns, tokens, width=w)
+    back += 0.0 if frozen else rates.product(m.hidden_size, columns, tokens, width=w, op="product-weight")
     # Loss: cast to fp32 (2 + 4), maximum (4), shifted exponential (4 + 4) and sum (4); backward: scaled, cast (14).
-    loss, loss_back = rates.stream(tokens * columns * 22, 5), rates.stream(tokens * columns * 14, 3)
+    loss = rates.passes({"loss-forward": tokens * columns * 22}, 5, case.dtype)
+    loss_back = rates.passes({"loss-backward": tokens * columns * 14}, 3, case.dtype)
     each = _tensor_collective(case, links, group)
     small = 3 * links.collective(tokens * 4, group)
     return Cost(
         forward=product + loss,
         backward=back + loss_back + (
-            0.0 if frozen else rates.stream(m.hidden_size * columns * case.engine.accumulate_traffic)
+            0.0 if frozen or rates.adds_gradient(w)
+            else rates.stream(m.hidden_size * columns * case.engine.accumulate_traffic)
         ),
         forward_tensor=small + (each / 2 if case.sequence_parallel else 0.0),
         backward_tensor=each / 2 if case.sequence_parallel and not case.engine.gathers_again else each,
+        forward_starts=rates.host_micro_batch / 4, backward_starts=rates.host_micro_batch / 4,
     )
 
 
@@ -390,5 +426,5 @@ def embedding_cost(case: Case, rates: Rates, links: Links, group: Span) -> Cost:
     half = each / 2 if case.sequence_parallel else 0.0  # scattered forward, gathered backward
     return Cost(
         forward=rates.stream(4 * size, 4), backward=rates.stream(4 * size, 3), forward_tensor=each - half,
-        backward_tensor=half,
+        backward_tensor=half, forward_starts=rates.host_micro_batch / 4, backward_starts=rates.host_micro_batch / 4,
     )

@@ -22,6 +22,7 @@ another device from 2.12 on (PXN; NVIDIA/nccl issue 2193).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -149,14 +150,15 @@ class Links:
         return self.node
 
     def collective(self, size: float, group: Span, *, kind: str = "all-reduce") -> float:
-        """Seconds of one collective over ``size`` bytes (the whole buffer). kind: all-reduce | half (RS or AG)."""
+        """Seconds of one collective over ``size`` bytes (the whole buffer). kind: all-reduce | reduce-scatter |
+        all-gather | half (either of the last two)."""
         r = group.size
         if r <= 1 or size <= 0:
             return 0.0
         rounds = 2 if kind == "all-reduce" else 1
         share = rounds * (r - 1) / r * size
         if group.nodes == 1:
-            return self._within(size, r, self.local_bandwidth(group), rounds) / self._measured(kind, group, size)
+            return self.within(size, r, self.local_bandwidth(group), rounds) / self._measured(kind, group, size)
         bandwidth = self.network_share(group)
         if group.local > 1:
             bandwidth = min(bandwidth, self.local_bandwidth(group))
@@ -164,28 +166,61 @@ class Links:
         tree = rounds * (group.local * self.near + math.ceil(math.log2(group.nodes)) * self.far)
         return share / bandwidth + (min(ring, tree) if kind == "all-reduce" else ring)
 
-    def _within(self, size: float, ranks: int, bandwidth: float, rounds: int) -> float:
-        """Seconds of a ring over the ranks of one node."""
+    def overlap_share(self, kind: str, size: float, group: Span) -> float:
+        """Share of a collective of so many bytes that products beside it hide, of what they could."""
+        measured = None if self.table is None or group.nodes > 1 else self.table.rate(f"{kind}-hidden", "", size)
+        return self.machine.calibration.overlap_share if measured is None else measured
+
+    def region(self, size: float, group: Span, *, sequence: bool, backward: bool, dtype: str) -> float | None:
+        """Seconds that the exchanges at the ends of a tensor-parallel region add to a pass, as they were measured in
+        the pattern of a layer; None: they were not. ``size``: bytes of the activation.
+        """
+        op = f"{'sequence' if sequence else 'tensor'}-{'backward' if backward else 'forward'}"
+        table = self.table
+        if table is None or group.nodes > 1 or group.size == 1 or not table.has(op, "", dtype):
+            return None
+
+        bandwidth = self.local_bandwidth(group)
+
+        def formula(n: float, ranks: int) -> float:  # two halves under sequence parallelism, which take as long
+            return self.within(n, ranks, bandwidth, 2)
+
+        return self._tabled(table, op, dtype, size, group, formula)
+
+    @staticmethod
+    def _tabled(
+        table: KernelTable, op: str, dtype: str, size: float, group: Span, formula: Callable[[float, int], float]
+    ) -> float:
+        def rate(shape: tuple[float, ...]) -> float:
+            return shape[1] / formula(shape[1], int(shape[0])) / 1e9
+
+        return formula(size, group.size) / (table.ratio(op, "", dtype, (group.size, size), rate) or 1.0)
+
+    def within(self, size: float, ranks: int, bandwidth: float, rounds: int) -> float:
+        """Seconds of a ring over the ranks of one node by the formula."""
         return rounds * (ranks - 1) * (size / ranks / bandwidth + self.near)
 
     def _measured(self, kind: str, group: Span, size: float) -> float:
         """Measured over planned rate of a collective within a node; 1 where the table has nothing near.
 
         A table without reduce-scatters and all-gathers of its own has them as halves of its all-reduces: their rings
-        send the same pieces in half as many rounds.
+        send the same pieces in half as many rounds. ``half``: the mean of both.
         """
         table = self.table
         if table is None:
             return 1.0
+        halves = ("reduce-scatter", "all-gather")
+        if kind == "half" and all(map(table.group, halves)):
+            return 2 / sum(1 / self._measured(one, group, size) for one in halves)
         rounds, bandwidth = 2 if kind == "all-reduce" else 1, self.local_bandwidth(group)
-        own = kind == "all-reduce" or table.group("reduce-scatter")
-        op = kind if kind == "all-reduce" else "reduce-scatter" if own else "all-reduce"
+        op = halves[0] if kind == "half" else kind
+        own = bool(table.group(op))
 
         def formula(shape: tuple[float, ...]) -> float:
             ranks, whole = shape
-            return whole / self._within(whole, int(ranks), bandwidth, rounds if own else 2) / 1e9
+            return whole / self.within(whole, int(ranks), bandwidth, rounds if own else 2) / 1e9
 
-        return table.ratio(op, "", "", (group.size, size), formula) or 1.0
+        return table.ratio(op if own else "all-reduce", "", "", (group.size, size), formula) or 1.0
 
     def all_to_all(self, size: float, group: Span, outside: float = 0.0) -> float:
         """Seconds in which every rank of a group sends ``size`` bytes, as many to each rank.
@@ -211,6 +246,14 @@ class Links:
             return inside + self.near
         return max(inside, size / (self.network_share(group) / group.local)) + self.far
 
+    def _near_transfer(self, size: float) -> float:
+        """Seconds from one device to another of its node."""
+        def formula(n: float, ranks: int) -> float:
+            return n / self.node + self.near
+
+        pair = Span(size=2, stride=1, local=2)
+        return formula(size, 2) if self.table is None else self._tabled(self.table, "transfer", "", size, pair, formula)
+
     def transfer(self, size: float, case: Case) -> float:
         """Seconds of one activation between neighbouring stages, while all ranks of a node do the same."""
         distance = case.tp * case.dp * case.cp
@@ -221,7 +264,7 @@ class Links:
         else:
             scattered, again = size, 0.0
         if distance * case.pp <= node:
-            return scattered / self.node + self.near + again
+            return self._near_transfer(scattered) + again
         # Of the stages on one node only the last sends out; all of its ranks do so at the same time.
         bandwidth = self.network_share(Span(size=2, stride=max(distance, node), local=1))
         crossing = min(node, distance)

@@ -17,6 +17,7 @@ product of 64 to 128 inner steps mostly does.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -59,7 +60,8 @@ class Rates:
     @classmethod
     def of(cls, machine: Machine) -> Rates:
         """Rates of a machine's device."""
-        h, k = machine.hardware, machine.calibration
+        h, k, table = machine.hardware, machine.calibration, machine.table
+        host = _seconds_of_a(table, "host")
         return cls(
             matmul=h.matmul_tflops * 1e12 * k.matmul_scale, fp8=h.fp8_matmul_tflops * 1e12 * k.matmul_scale,
             fp8_exact=h.fp8_matmul_tflops * 1e12 * k.matmul_scale * h.fp8_exact_share,
@@ -68,9 +70,24 @@ class Rates:
             attention_backward=h.attention_backward_tflops * 1e12,
             launch=h.launch_us * 1e-6, epilogue_overlap=h.epilogue_overlap,
             memory=h.memory_bandwidth_gb * 1e9 * h.memory_efficiency * k.memory_scale,
-            fp32=h.fp32_matmul_tflops * 1e12 * k.matmul_scale, host=h.host_us * 1e-6,
-            attention_scale=k.attention_scale, table=machine.table,
+            fp32=h.fp32_matmul_tflops * 1e12 * k.matmul_scale, host=host or h.host_us * 1e-6,
+            attention_scale=k.attention_scale, table=table,
         )
+
+    @property
+    def host_recompute(self) -> float:
+        """Seconds of the host for running a layer's forward pass again; 0: not known."""
+        return _seconds_of_a(self.table, "host-recompute")
+
+    @property
+    def host_micro_batch(self) -> float:
+        """Seconds of the host for a micro-batch beyond its layers: embedding, head, loss, schedule; 0: not known."""
+        return _seconds_of_a(self.table, "host-micro-batch")
+
+    @property
+    def host_step(self) -> float:
+        """Seconds of the host for a step beyond its micro-batches; 0: not known."""
+        return _seconds_of_a(self.table, "host-step")
 
     def attention(self, provider: str, length: float, head: float) -> tuple[float, float]:
         """FLOP/s of fused attention's forward and backward over the operations of the causal half.
@@ -86,6 +103,15 @@ class Rates:
         shape = self.attention_scale * (1 + BLOCK / LENGTH) / (1 + BLOCK / max(length, 1.0))
         return self.attention_forward * shape, self.attention_backward * shape
 
+    def attention_here(self, dtype: str, length: float, head: float) -> tuple[float, float] | None:
+        """FLOP/s of the attention that the program takes on this machine, as it was measured; None: it was not."""
+        if self.table is None or not self.table.has("attention-forward", "here", dtype):
+            return None
+        forward, backward = (
+            self.table.curve(f"attention-{way}", "here", dtype, length, head) for way in ("forward", "backward")
+        )
+        return None if not forward or not backward else (forward * 1e12, backward * 1e12)
+
     def stream(self, size: float, kernels: int = 1) -> float:
         """Seconds to move ``size`` bytes in ``kernels`` kernels."""
         return size / self.memory + kernels * self.launch
@@ -96,15 +122,32 @@ class Rates:
         found = self.table.group("dropout") if self.table is not None else []
         return max(self.stream(elements * width), elements / (found[0].rate * 1e9) if found else 0.0)
 
+    def passes(self, sizes: Mapping[str, float], kernels: int, dtype: str) -> float:
+        """Seconds of passes over memory, op → bytes: at its own rate where that was measured, else at a copy's."""
+        seconds, unknown = 0.0, 0.0
+        for op, size in sizes.items():
+            rate = None if self.table is None else self.table.rate(op, dtype, size)
+            if rate is None:
+                unknown += size
+            else:
+                seconds += size / (rate * 1e9)
+        return seconds + self.stream(unknown, kernels)
+
+    def adds_gradient(self, width: int) -> bool:
+        """Whether the measured products of weights' gradients add them to their sums."""
+        return self.table is not None and self.table.has("product-weight", "", DTYPES.get(width, ""))
+
     def product(
-        self, rows: float, columns: float, inner: float, *, width: int = 2, batch: float = 1, exact: bool = False
+        self, rows: float, columns: float, inner: float, *, width: int = 2, batch: float = 1, exact: bool = False,
+        op: str = "product",
     ) -> float:
         """Seconds of ``batch`` products [rows, inner] x [inner, columns]; ``width``: bytes of an element (1: fp8).
 
-        ``exact``: fp8 sums are kept in fp32, as those of gradients are, which slows some devices.
+        ``exact``: fp8 sums are kept in fp32, as those of gradients are, which slows some devices. ``op``: which of a
+        linear layer's, product | product-input | product-weight, where they were measured apart.
         """
         peak = (self.fp8_exact if exact else self.fp8) if width == 1 else 0.0
-        return _product(self, math.ceil(rows), math.ceil(columns), math.ceil(inner), width, batch, peak)
+        return _product(self, math.ceil(rows), math.ceil(columns), math.ceil(inner), width, batch, peak, op)
 
 
 def efficiency(rates: Rates, rows: int, columns: int, inner: int, batch: float = 1) -> float:
@@ -124,24 +167,34 @@ def efficiency(rates: Rates, rows: int, columns: int, inner: int, batch: float =
 
 
 @lru_cache(maxsize=65536)
-def _product(rates: Rates, rows: int, columns: int, inner: int, width: int, batch: float, fp8: float) -> float:
+def _product(
+    rates: Rates, rows: int, columns: int, inner: int, width: int, batch: float, fp8: float, op: str
+) -> float:
     if not rows or not columns or not inner:
         return 0.0
-    ratio = _measured(rates, rows, columns, inner, width) if rates.table is not None and batch == 1 else 1.0
+    ratio = _measured(rates, rows, columns, inner, width, op) if rates.table is not None and batch == 1 else 1.0
     return _analytic(rates, rows, columns, inner, width, batch, fp8) / ratio
 
 
 DTYPES = {1: "fp8", 2: "bf16", 4: "fp32"}
 
 
-def _measured(rates: Rates, rows: int, columns: int, inner: int, width: int) -> float:
+def _seconds_of_a(table: KernelTable | None, op: str) -> float:
+    """Seconds of one call of an op whose rate is in 10^6 a second; 0: not measured."""
+    rate = None if table is None else table.rate(op, "", 1.0)
+    return 1e-6 / rate if rate else 0.0
+
+
+def _measured(rates: Rates, rows: int, columns: int, inner: int, width: int, op: str) -> float:
     """Measured over planned rate of a product; 1 where the table has nothing near."""
     def formula(shape: tuple[float, ...]) -> float:
         r, c, k = (int(x) for x in shape)
         return 2.0 * r * c * k / _analytic(rates, r, c, k, width, 1, rates.fp8) / 1e12
 
     assert rates.table is not None
-    return rates.table.ratio("product", "", DTYPES.get(width, ""), (rows, columns, inner), formula) or 1.0
+    dtype = DTYPES.get(width, "")
+    op = op if rates.table.has(op, "", dtype) else "product"
+    return rates.table.ratio(op, "", dtype, (rows, columns, inner), formula) or 1.0
 
 
 def _analytic(rates: Rates, rows: int, columns: int, inner: int, width: int, batch: float, fp8: float) -> float:

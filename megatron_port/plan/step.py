@@ -99,7 +99,7 @@ def _model_costs(case: Case, machine: Machine) -> list[Cost]:
     layers, first, last = _unit_costs(alike, machine)
     spec = model_spec(case.model)
     if not case.dropped:
-        return _plain_chunks(case, layers, first, last)
+        return _plain_chunks(case, layers, first, last, is_host=machine.hardware.is_host)
     sites = {id(layer): _site_costs(alike, machine, layer) for layer in _kinds(case)}
     out = []
     for start, stop in case.layer_ranges:
@@ -117,11 +117,11 @@ def _model_costs(case: Case, machine: Machine) -> list[Cost]:
         out.append(cost)
     out[0] = out[0] + first
     out[-1] = out[-1] + last
-    return [cost.floored() for cost in out]
+    return [cost.with_host(is_device=machine.hardware.is_host) for cost in out]
 
 
 def _plain_chunks(
-    case: Case, layers: tuple[tuple[LayerSpec, Cost], ...], first: Cost, last: Cost
+    case: Case, layers: tuple[tuple[LayerSpec, Cost], ...], first: Cost, last: Cost, *, is_host: bool
 ) -> list[Cost]:
     """The cost of each chunk where every layer keeps all; chunks of equal layers are added up once."""
     spec, ranges = model_spec(case.model), case.layer_ranges
@@ -135,7 +135,7 @@ def _plain_chunks(
             kinds = [_of_kind(layers, layer).times(count) for layer, count in spec.kinds(start, stop)]
             cost = reduce(Cost.__add__, kinds, Cost())
             cost = cost + first if ends[0] else cost
-            known[key] = (cost + last if ends[1] else cost).floored()
+            known[key] = (cost + last if ends[1] else cost).with_host(is_device=is_host)
         out.append(known[key])
     return out
 
@@ -187,6 +187,8 @@ def plan_step(case: Case, machine: Machine, *, quick: bool = False) -> StepPlan:
         optimizer=optimizer_seconds(case, rates) + rule_seconds(case, rates, links)
         + offloaded(case, machine).seconds,
     )
+    if machine.hardware.is_host:  # elsewhere the device is still at work when the host is done
+        split = replace(split, host=split.host + rates.host_step)
     return summary(case, machine, split, line)
 
 
@@ -268,7 +270,7 @@ def data_seconds(case: Case, links: Links, chunks: Sequence[Cost]) -> float:
         tied += links.collective(size, span(links.machine, case.pp, case.tp * case.dp * case.cp))
     if case.dp * case.cp == 1 and case.expert_sums == 1:
         return tied
-    worst = 0.0
+    worst, share = 0.0, _hidden_shares(case, links)
     for stage in {0, case.pp // 2, case.pp - 1}:
         n, experts = trained_elements(case, stage), expert_elements(case, stage)
         pieces = _collectives(case, stage)
@@ -277,11 +279,22 @@ def data_seconds(case: Case, links: Links, chunks: Sequence[Cost]) -> float:
             moved = [a + b for a, b in zip(moved, _expert_replica_seconds(case, links, experts, pieces))]
         gathers, mine = gathered_elements(case, stage) / n, case.of_stage(chunks, stage)
         if case.weight_gathers > 1 and case.shards > 1:
-            worst = max(worst, _exposed_by_pass(case, stage, moved, mine, gathers))
+            worst = max(worst, _exposed_by_pass(case, stage, moved, mine, gathers, share))
         else:
             free = [_with_free_links(case, links, c) for c in mine]
-            worst = max(worst, _exposed_once(case, stage, moved, free, gathers))
+            worst = max(worst, _exposed_once(case, stage, moved, free, gathers, share))
     return worst + tied
+
+
+def _hidden_shares(case: Case, links: Links) -> tuple[float, float]:
+    """Shares of reductions and of gathers that passes beside them hide of what they could."""
+    layer = trained_elements(case, 0) / _collectives(case, 0)
+    group = span(links.machine, case.shards if case.shards > 1 else case.dp * case.cp, case.tp)
+    kind = "reduce-scatter" if case.engine.shard_reduces and case.shards > 1 else "all-reduce"
+    return (
+        links.overlap_share(kind, layer * case.engine.reduce_bytes, group),
+        links.overlap_share("all-gather", layer * case.width, group),
+    )
 
 
 def _with_free_links(case: Case, links: Links, cost: Cost) -> Cost:
@@ -296,18 +309,25 @@ def _with_free_links(case: Case, links: Links, cost: Cost) -> Cost:
     )
 
 
-def _exposed_once(case: Case, stage: int, moved: list[float], chunks: Sequence[Cost], gathers: float) -> float:
-    """What a step's one reduction (one for each micro-batch where sums are sharded) and its gathers do not hide."""
+def _exposed_once(
+    case: Case, stage: int, moved: list[float], chunks: Sequence[Cost], gathers: float, share: tuple[float, float]
+) -> float:
+    """What a step's one reduction (one for each micro-batch where sums are sharded) and its gathers do not hide.
+
+    ``share``: ``Links.overlap_share`` of each.
+    """
     e, (reduce_, gather, beyond) = case.engine, moved
     # The last chunk's traffic cannot start before its backward ends, nor the first forward before its weights.
     shown = 1 / max(case.vp, case.chunks[stage])
-    hide_reduce = min(reduce_ * (1 - shown), e.reduce_overlap * sum(c.passes[1] for c in chunks))
+    hide_reduce = share[0] * min(reduce_ * (1 - shown), e.reduce_overlap * sum(c.passes[1] for c in chunks))
     times = case.micro_batches if case.shards_sums and case.shards > 1 else 1  # no whole sums to wait with
-    hide_gather = min(gather * (1 - shown), e.gather_overlap * sum(c.passes[0] for c in chunks))
+    hide_gather = share[1] * min(gather * (1 - shown), e.gather_overlap * sum(c.passes[0] for c in chunks))
     return times * (reduce_ - hide_reduce) + beyond + gathers * (gather - hide_gather)
 
 
-def _exposed_by_pass(case: Case, stage: int, moved: list[float], chunks: Sequence[Cost], gathers: float) -> float:
+def _exposed_by_pass(
+    case: Case, stage: int, moved: list[float], chunks: Sequence[Cost], gathers: float, share: tuple[float, float]
+) -> float:
     """The same where every pass gathers the weights anew (ZeRO-3): a backward pass gathers and reduces through the same
     links, one after the other, and neither runs beside the exchanges of the pass itself."""
     e, m, (reduce_, gather, beyond) = case.engine, case.micro_batches, moved
@@ -318,11 +338,13 @@ def _exposed_by_pass(case: Case, stage: int, moved: list[float], chunks: Sequenc
         sum(c.passes[1] - c.backward_exchange - c.backward_context for c in chunks),
     ]
     per_pass, late = reduce_ if case.shards_sums else 0.0, each * late_share
-    forward = late + max((each - late) * shown, each - late - e.gather_overlap * free[0])
+    sent = each - late
+    forward = late + sent - share[1] * min(sent * (1 - shown), e.gather_overlap * free[0])
     each, late = each * again, late * again
     sent = each - late + per_pass
-    backward = late + max(sent * shown, sent - e.reduce_overlap * free[1])
-    last = 0.0 if case.shards_sums else reduce_ - min(reduce_ * (1 - shown), e.reduce_overlap * free[1])
+    mean = (share[1] * (each - late) + share[0] * per_pass) / max(sent, 1e-12)
+    backward = late + sent - mean * min(sent * (1 - shown), e.reduce_overlap * free[1])
+    last = 0.0 if case.shards_sums else reduce_ - share[0] * min(reduce_ * (1 - shown), e.reduce_overlap * free[1])
     return m * (forward + backward) + last + beyond
 
 
@@ -355,8 +377,8 @@ def _replica_seconds(case: Case, links: Links, n: int, pieces: int = 1) -> list[
     replicas, shards, e = case.dp * case.cp, case.shards, case.engine
     group = span(links.machine, shards if shards > 1 else replicas, case.tp)
     copies = span(links.machine, case.shard_copies, case.tp * shards)
-    kind = "half" if e.shard_reduces and shards > 1 else "all-reduce"
-    gather = pieces * links.collective(n / pieces * case.width, group, kind="half") if shards > 1 else 0.0
+    kind = "reduce-scatter" if e.shard_reduces and shards > 1 else "all-reduce"
+    gather = pieces * links.collective(n / pieces * case.width, group, kind="all-gather") if shards > 1 else 0.0
     return [
         pieces * links.collective(n / pieces * e.reduce_bytes, group, kind=kind), gather,
         links.collective(n / shards * case.wide, copies),
@@ -386,4 +408,4 @@ def optimizer_seconds(case: Case, rates: Rates) -> float:
     elements = 1 + 2 * (1 + case.rule.state)
     update = max(updated_elements(case, stage) for stage in stages)
     update *= elements * case.wide + case.width + case.engine.update_extra_bytes
-    return rates.stream(update + n * 2 * case.engine.gradient_bytes, 20)
+    return rates.passes({"update": update + n * 2 * case.engine.gradient_bytes}, 20, case.dtype)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_port.config.loader import load
 from megatron_port.config.schema import CalibrationConfig
 from megatron_port.errors import ConfigError
-from megatron_port.plan.case import case_of, machine_of, table_of
+from megatron_port.model.decoder_spec import model_spec
+from megatron_port.plan.case import Machine, case_of, machine_of, table_of
+from megatron_port.plan.cost import Cost
+from megatron_port.plan.engines import ENGINES
 from megatron_port.plan.kernel_table import Entry, KernelTable, band, between, held_out_errors, read_table, to_csv
+from megatron_port.plan.layer import layer_cost, start_seconds
 from megatron_port.plan.links import Links, span
 from megatron_port.plan.rates import Rates
 from megatron_port.plan.step import plan_step
@@ -54,6 +59,111 @@ def test_products_of_a_table_take_as_long_as_they_were_measured(tmp_path: Path) 
     far = [Rates.of(m).product(65536, 65536, 65536) for m in (tabled, machine)]
     assert far[0] == pytest.approx(far[1])
     assert read_table(path).entries[0].shape == (4096.0, 4096.0, 4096.0)
+
+
+def tabled(machine: Machine, entries: list[Entry], path: Path, **hardware: Any) -> Machine:
+    path.write_text(to_csv(entries))
+    calibration = replace(machine.calibration, table=str(path))
+    return replace(machine, calibration=calibration, hardware=replace(machine.hardware, **hardware))
+
+
+def test_passes_and_backward_products_have_rates_of_their_own(tmp_path: Path) -> None:
+    machine = machine_of(load("clusters/frontier").config)
+    plain = Rates.of(machine)
+    rates = Rates.of(tabled(machine, [
+        Entry("norm-forward", "", "bf16", (1e6,), 100.0), Entry("norm-forward", "", "bf16", (1e8,), 300.0),
+        Entry("product", "", "bf16", (4096, 4096, 4096), 100.0),
+        Entry("product-weight", "", "bf16", (4096, 4096, 4096), 50.0),
+    ], tmp_path / "mine.csv"))
+    assert rates.passes({"norm-forward": 1e7}, 0, "bf16") == pytest.approx(1e7 / 200e9)  # half way in the logarithm
+    both = rates.passes({"norm-forward": 1e9, "rotate": 1e6}, 2, "bf16")
+    assert both == pytest.approx(1e9 / 300e9 + plain.stream(1e6, 2))  # what was not measured goes at a copy's rate
+    assert rates.passes({"norm-forward": 1e7}, 3, "fp32") == plain.stream(1e7, 3)  # measured in another dtype
+    one, two, three = (
+        rates.product(4096, 4096, 4096, op=op) for op in ("product", "product-input", "product-weight")
+    )
+    assert two == one and three == pytest.approx(2 * one, rel=1e-3)
+    assert rates.adds_gradient(2) and not rates.adds_gradient(4) and not plain.adds_gradient(2)
+
+
+def test_collectives_of_a_node_are_those_of_the_table(tmp_path: Path) -> None:
+    machine = machine_of(load("clusters/frontier").config)
+    plain = Links.of(machine)
+    links = Links.of(tabled(machine, [
+        Entry("all-reduce", "", "", (8, 1e6), 1.0), Entry("all-gather", "", "", (8, 1e6), 2.0),
+        Entry("reduce-scatter", "", "", (8, 1e6), 4.0),
+    ], tmp_path / "mine.csv"))
+    node, far = span(machine, 8, 1), span(machine, 16, 8)
+    assert links.collective(1e6, node) == pytest.approx(1e-3)
+    assert links.collective(1e6, node, kind="half") == pytest.approx((0.5e-3 + 0.25e-3) / 2)
+    half = links.collective(2e6, node, kind="reduce-scatter") / plain.collective(2e6, node, kind="half")
+    assert half == pytest.approx(0.25e-3 / plain.collective(1e6, node, kind="half"))  # the ratio to the formula holds
+    assert links.collective(1e6, far) == plain.collective(1e6, far)
+    assert links.collective(1e9, node) == plain.collective(1e9, node)  # nothing was measured near it
+
+
+def test_what_a_layer_waits_is_taken_where_it_was_measured(tmp_path: Path) -> None:
+    machine = machine_of(load("clusters/frontier").config)
+    case = replace(case_of(load("runs/frontier-22b").config)[0], tp=8, recompute="none")
+    layer, size = model_spec(case.model).layers[0], case.model.seq_length * case.model.hidden_size * 2
+    entries = [
+        Entry(f"{kind}-{way}", "", case.dtype, (8, size), size / seconds / 1e9) for kind, way, seconds in (
+            ("tensor", "forward", 1e-3), ("tensor", "backward", 2e-3), ("sequence", "forward", 3e-3),
+            ("sequence", "backward", 4e-3),
+        )
+    ]
+    measured = tabled(machine, entries, tmp_path / "mine.csv")
+    for one, waits in (
+        (case, (2e-3, 4e-3)), (replace(case, sequence_parallel=True), (6e-3, 8e-3)),
+        (replace(case, recompute="full"), (2e-3, 4e-3 + 2e-3)),
+    ):  # two regions, and what recompute runs again
+        one = replace(one, micro_batch=1)
+        cost = layer_cost(one, layer, Rates.of(measured), Links.of(measured), span(machine, 8, 1))
+        assert (cost.forward_tensor, cost.backward_tensor) == pytest.approx(waits, rel=1e-3)
+    pieces = [replace(case, tensor_chunks=2, micro_batch=1), replace(case, tp=16, micro_batch=1)]
+    for one, group in zip(pieces, (span(machine, 8, 1), span(machine, 16, 1))):  # measured without pieces, on one node
+        plain, same = (layer_cost(one, layer, Rates.of(m), Links.of(m), group) for m in (machine, measured))
+        assert plain == same
+
+
+def test_a_device_that_is_the_host_computes_nothing_while_it_starts_operations(tmp_path: Path) -> None:
+    cost = Cost(forward=3.0, backward=5.0, forward_starts=1.0, backward_starts=7.0)
+    assert cost.with_host().passes == (3.0, 7.0) and cost.with_host(is_device=True).passes == (4.0, 12.0)
+    machine = machine_of(load("clusters/frontier").config)
+    case = replace(case_of(load("runs/frontier-22b").config)[0], recompute="none")
+    entries = [
+        Entry("host", "", "", (1,), 1.0), Entry("host-micro-batch", "", "", (1,), 0.01),
+        Entry("host-step", "", "", (1,), 0.001),
+    ]
+    ahead, host = (
+        plan_step(case, tabled(machine, entries, tmp_path / "mine.csv", is_host=is_host)) for is_host in (False, True)
+    )
+    assert ahead.split.host == plan_step(case, machine).split.host == 0.0
+    layers, at_ends = case.model.num_layers / case.pp, 100e-6 / 2  # a stage has one end at the most
+    calls = start_seconds(case, model_spec(case.model).layers[0], replace(Rates.of(machine), host=1e-6))
+    passes = case.micro_batches * (layers * sum(calls) + at_ends)
+    assert host.split.host == pytest.approx(1e-3 + passes, rel=1e-6)
+
+
+def test_what_products_do_not_hide_is_seen(tmp_path: Path) -> None:
+    machine = machine_of(load("clusters/frontier").config)
+    case = replace(case_of(load("runs/frontier-22b").config)[0], tp=8, recompute="none")
+    sequence = replace(case, sequence_parallel=True)
+    shown = replace(machine, calibration=replace(machine.calibration, overlap_share=0.0))
+    native = replace(case, engine=ENGINES["native"])
+    for one in (case, sequence, native, replace(native, zero_stage=3)):
+        hidden, seen = (plan_step(one, m).split for m in (machine, shown))
+        assert seen.tensor > hidden.tensor and seen.data >= hidden.data
+    entries = [Entry(f"{kind}-hidden", "", "", (8, size), share) for size, share in ((1e6, 0.8), (1e8, 0.4))
+               for kind in ("all-gather", "reduce-scatter")]
+    by_size = Links.of(tabled(machine, entries, tmp_path / "mine.csv"))
+    near, far = span(machine, 8, 1), span(machine, 16, 8)
+    assert by_size.overlap_share("all-gather", 1e7, near) == pytest.approx(0.6)
+    assert by_size.overlap_share("all-gather", 1e7, far) == by_size.overlap_share("all-reduce", 1e7, near) == 1.0
+    layer = model_spec(case.model).layers[0]
+    costs = [layer_cost(sequence, layer, Rates.of(m), Links.of(m), span(m, case.tp, 1)) for m in (machine, shown)]
+    pair = costs[1].forward_tensor  # two pairs forward; backward also the gathering that is made again beside products
+    assert costs[1].backward_tensor == pytest.approx(1.5 * pair) and costs[0].backward_tensor < pair
 
 
 @pytest.mark.parametrize("text, word", [
