@@ -2,9 +2,10 @@
 
     python benchmarks/plan_cpu_layouts.py [--work FOLDER] [--out FILE.json] [--again]
 
-`bench calibrate` measures the machine with two ranks at work and writes its table; then each layout trains for some
-steps and is planned with that table. The goal is 10 % each, on a machine that does nothing else: the record names the
-load. ``--again`` leaves nothing of an earlier start in the folder; without it what is there is kept.
+`bench calibrate` measures the machine with one rank at work and with two, and writes a table of each; then each layout
+trains for some steps and is planned with the table of as many ranks. Nothing is taken from the layouts' runs. The goal
+is 10 % each, on a machine that does nothing else: the record names the load. ``--again`` leaves nothing of an earlier
+start in the folder; without it what is there is kept.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ def measured(work: Path, name: str) -> dict[str, object]:
         shutil.rmtree(folder, ignore_errors=True)
         run = work / f"{short}.toml"
         run.write_text(RUN.format(
-            model=work / "model.toml", machine=work / "machine.toml", name=short, runs=work / "runs", steps=STEPS,
+            model=work / "model.toml", machine=work / f"machine-{ranks}.toml", name=short, runs=work / "runs",
+            steps=STEPS,
         ))
         sets = [word for one in settings for word in ("--set", one)]
         command("train", str(run), "--nproc", str(ranks), *sets)
@@ -118,11 +120,13 @@ def main() -> int:
     args.work.mkdir(parents=True, exist_ok=True)
     (args.work / "model.toml").write_text(MODEL)
     started, load = time.strftime("%Y-%m-%d"), [os.getloadavg()[0]]
-    if not (args.work / "machine.toml").exists():
-        print(command(
-            "bench", "calibrate", "clusters/cpu", "-o", str(args.work / "machine.toml"), "--nproc", str(RANKS),
-            "--model", str(args.work / "model.toml"), "--seconds", args.seconds,
-        ))
+    for ranks in (1, RANKS):
+        machine = args.work / f"machine-{ranks}.toml"
+        if not machine.exists():
+            print(command(
+                "bench", "calibrate", "clusters/cpu", "-o", str(machine), "--nproc", str(ranks),
+                "--model", str(args.work / "model.toml"), "--seconds", args.seconds,
+            ))
     rows = []
     for name in LAYOUTS:
         rows.append(measured(args.work, name))

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import platform
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from megatron_port.backend.choose import choose_providers
+from megatron_port.backend.device import DeviceInfo
 from megatron_port.bench.calibration import calibrated, described, kernel_entries, table, to_toml
+from megatron_port.bench.host import host_entries
+from megatron_port.bench.passes import DTYPES, pass_entries
 from megatron_port.bench.probe import measure, shapes_of
+from megatron_port.bench.regions import region_entries
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import ConfigError
 from megatron_port.plan.case import Machine, machine_problems
-from megatron_port.plan.kernel_table import to_csv
+from megatron_port.plan.kernel_table import Entry, to_csv
 from megatron_port.preflight.session import device_or_fault
 from megatron_port.runtime import process_group
 from megatron_port.runtime.atomic import write_output
@@ -58,14 +64,19 @@ def calibrate(
     assert device is not None  # start raised the fault
     failed = True
     try:
-        shapes = shapes_of(device.kind, config.model if with_model else None, TENSOR)
+        tensor = [t for t in TENSOR if device.is_gpu or t <= info.world_size]
+        shapes = shapes_of(device.kind, config.model if with_model else None, tensor)
+        dtypes = ("bf16",) if device.is_gpu else ("fp32", "bf16")
         # gloo moves no GPU tensors; then the ranks share a GPU and only their kernels are measured
         ranks = info.world_size if group is None or group.backend == "nccl" or not device.is_gpu else 1
         found = measure(
             device=device.torch_device, kind=device.kind, name=device.name, ranks=ranks,
-            memory_bytes=device.memory_bytes, shapes=shapes, dtypes=("bf16",) if device.is_gpu else ("fp32", "bf16"),
+            memory_bytes=device.memory_bytes, shapes=shapes, dtypes=dtypes,
             budget_s=budget_s,
         )
+        fit = (calibrated if has_hardware else described)(config.cluster, *(
+            (config.hardware, found) if has_hardware else (found,)), source="")
+        found.entries += _entries(config, device, fit.machine, ranks, dtypes, budget_s)
         text = ""
         if info.rank == 0:
             source = f"bench calibrate on {platform.node()}, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}"
@@ -80,3 +91,15 @@ def calibrate(
         if group is not None:
             process_group.stop(group, failed=failed)
     return text
+
+
+def _entries(
+    config: RunConfig, device: DeviceInfo, machine: Machine, ranks: int, dtypes: Sequence[str], budget_s: float
+) -> list[Entry]:
+    """Passes over memory and attention in the dtypes, and the host's part, on all ranks at once."""
+    out: list[Entry] = []
+    for dtype in dtypes:
+        providers = choose_providers(config.backend, device, DTYPES[dtype], engine="native")
+        out += pass_entries(config.model, providers, dtype, device.torch_device, ranks, budget_s / 2)
+        out += region_entries(config.model, providers, dtype, device.torch_device, ranks, 10 * budget_s)
+    return out + host_entries(config, device, machine, dtypes[0], ranks, budget_s)

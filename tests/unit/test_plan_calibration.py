@@ -8,17 +8,23 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_port.backend.device import choose_device
+from megatron_port.backend.providers import torch_providers
 from megatron_port.bench.calibration import (
     calibrated,
     described,
     held_out_band,
+    held_out_passes,
     kernel_entries,
     planned_product,
     ring_fit,
     table,
     to_toml,
 )
-from megatron_port.bench.probe import CollectiveTime, Measured, ProductTime, measure, shapes_of
+from megatron_port.bench.exchanges import CollectiveTime, overlap_share
+from megatron_port.bench.host import host_entries
+from megatron_port.bench.passes import pass_entries
+from megatron_port.bench.probe import Measured, ProductTime, measure, shapes_of
 from megatron_port.bench.sweep import NAMES, _legal, _settings, _studies
 from megatron_port.cli.main import main
 from megatron_port.config.checks import problems
@@ -181,3 +187,34 @@ def test_a_table_of_measurements_is_planned_with(tmp_path: Path) -> None:
     loaded = machine_of(load(str(path)).config)
     planned = Rates.of(loaded).product(slow.rows, slow.columns, slow.inner)
     assert planned == pytest.approx(4 * slow.seconds, rel=0.01)
+
+
+def test_the_programs_own_passes_and_its_host_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_port.bench.passes.SIZES", {"cpu": (1 << 12, 1 << 16)})
+    monkeypatch.setattr("megatron_port.bench.passes.COLD", {"cpu": 1 << 18})
+    monkeypatch.setattr("megatron_port.bench.host.WIDE", 64)
+    monkeypatch.setattr("megatron_port.bench.host.WIDEST", 128)
+    config = load("models/gpt-tiny", ["backend.device=cpu"]).config
+    device = choose_device("cpu", local_rank=0, local_world_size=1)
+    entries = pass_entries(config.model, torch_providers(), "fp32", device.torch_device, 1, 0.0)
+    ops = {e.op for e in entries}
+    names = ("norm", "add", "activation", "loss", "attention")
+    assert ops == {f"{op}-{way}" for op in names for way in ("forward", "backward")}
+    machine = Machine(cluster=config.cluster, hardware=HardwareConfig(matmul_tflops=1, memory_bandwidth_gb=10))
+    host = {e.op: e for e in host_entries(config, device, machine, "fp32", 1, 0.0)}
+    assert set(host) == {"host", "host-recompute", "host-micro-batch", "host-step", "update"}
+    assert 1e-6 < 1e-6 / host["host"].rate < 1e-3  # seconds of an operation with autograd
+    found = truth(machine_of(load("clusters/frontier").config), ranks=2, dtypes=("fp32",), kind="cpu")
+    found.entries = [*entries, *host.values()]
+    fit = described(load("clusters/cpu").config.cluster, found, source="here")
+    assert fit.machine.hardware.is_host and fit.machine.hardware.launch_us == 0.0  # starts are the host's
+    assert held_out_passes(found) > 0 and any("activation-backward" in line for line in table(fit, found))
+
+
+def test_what_products_hide_of_collectives() -> None:
+    def time(hidden: float) -> CollectiveTime:
+        return CollectiveTime("all-reduce", 1 << 20, 4e-3, hidden, 2e-3)
+
+    assert overlap_share([time(1e-3), time(2e-3)]) == pytest.approx(0.75)  # a product hides no more than it lasts
+    assert overlap_share([time(-1e-3)]) == 0.0 and overlap_share([time(3e-3)]) == 1.0
+    assert overlap_share([]) == 1.0  # one rank
