@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,8 @@ class Case:
     dtype: str = "fp32"
     layers: int = 2
     settings: tuple[str, ...] = ()
+    model: tuple[str, ...] = ()
+    """Settings of the CPU's run, too."""
 
 
 def layout(tp: int, pp: int, dp: int, *more: str) -> tuple[str, ...]:
@@ -86,6 +89,8 @@ CASES = (
                                                      "layout.virtual_pipeline_size=2")),
     Case("tp2pp2-interleaved-recompute", 4, layers=4,
          settings=layout(2, 2, 1, "layout.virtual_pipeline_size=2", "activations.policy=full")),
+    Case("tp2dp2-attention-dropout-bf16", 4, "bf16", model=("model.attention_dropout=0.1",),
+         settings=layout(2, 1, 2, "backend.attention=own")),
 )
 
 
@@ -96,12 +101,17 @@ def steps_of(folder: Path) -> list[Step]:
     return [(row["loss"], row["grad_norm"]) for row in rows if "loss" in row and "grad_norm" in row]
 
 
+def set_options(settings: Sequence[str]) -> list[str]:
+    """Return the command line's words for settings."""
+    return [word for setting in settings for word in ("--set", setting)]
+
+
 def reference(case: Case, folder: Path) -> list[Step]:
     """Train on the CPU. Raises CalledProcessError."""
     folder.mkdir(parents=True)
     (folder / "run.toml").write_text(RUN.format(name=case.name, dtype=case.dtype, layers=case.layers))
     command = [sys.executable, "-m", "megatron_port", "train", "run.toml", "--nproc", "1",
-               "--set", "backend.device=cpu", "--set", "backend.own_kernels=off"]
+               "--set", "backend.device=cpu", "--set", "backend.own_kernels=off", *set_options(case.model)]
     subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
     return steps_of(folder)
 
@@ -124,7 +134,7 @@ def run_case(made: Machine, case: Case) -> dict[str, Any]:
     """Return the record's line."""
     expected = reference(case, made.scratch / f"cpu-{case.name}")
     (made.scratch / "run.toml").write_text(RUN.format(name=case.name, dtype=case.dtype, layers=case.layers))
-    sets = [word for setting in case.settings for word in ("--set", setting)]
+    sets = set_options((*case.model, *case.settings))
     ended = made.compute("train", "run.toml", "--nproc", str(case.ranks), "--set", "backend.device=cuda", *sets,
                          "--set", f"output_dir={case.name}/runs", seconds=1200.0)
     torch_alone = "backend.own_kernels=off" in case.settings  # its AdamW waits for the clipping factor
