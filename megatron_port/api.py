@@ -141,6 +141,7 @@ def run_training(config: RunConfig, info: ProcessInfo | None = None) -> Training
 
     block_signals()
     from megatron_port.errors import PeerLost
+    from megatron_port.interop.hf_config import another_family
     from megatron_port.launch.outcome import record_failure
     from megatron_port.plan.guard import starved_stages
     from megatron_port.runtime.discovery import discover
@@ -154,7 +155,8 @@ def run_training(config: RunConfig, info: ProcessInfo | None = None) -> Training
 
     info = info or discover()
     try:
-        for warning in filter(None, (check_memory(config, info.world_size), starved_stages(config, info.world_size))):
+        size, model = info.world_size, config.model
+        for warning in filter(None, (check_memory(config, size), starved_stages(config, size), another_family(model))):
             if info.rank == 0:
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
         opening = open_session(config, info, around=watch_ranks, writes=True)

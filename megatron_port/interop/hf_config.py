@@ -151,6 +151,18 @@ def family_for(model: ModelConfig) -> str:
     )
 
 
+def another_family(model: ModelConfig) -> str:
+    """Return in one sentence why a model is not of the family that ``model.family`` names; empty where it is, or where
+    none is named. A vocabulary that the data are yet to give may have any size."""
+    if model.family == AUTO:
+        return ""
+    try:
+        family_for(replace(model, vocab_size=model.vocab_size or 1))
+    except CheckpointError as error:
+        return f"model.family = {model.family!r}, and checkpoints of this model cannot be exported as it: {error}"
+    return ""
+
+
 def _lacking(model: ModelConfig, family: Family) -> list[str]:
     """What a model would have to be for ``family`` to compute it; empty: it does."""
     prefix, model = "read back", without_mup(model)

@@ -19,6 +19,7 @@ from megatron_port.config.schema import RunConfig
 from megatron_port.data.document_length import with_document_length
 from megatron_port.data.loader import build_loaders
 from megatron_port.errors import ConfigError
+from megatron_port.interop.hf_config import another_family
 from megatron_port.model.activation_sites import layer_choices
 from megatron_port.model.adapter_spec import adapter_parameters
 from megatron_port.model.distilled import PREFIX
@@ -167,7 +168,7 @@ def dry_run(config: RunConfig, world_size: int | None = None, *, all_stages: boo
         f"{topology.world_size} ranks, every distinct one built in {time.perf_counter() - started:.1f} s",
         f"batch {config.batch.global_batch_size} = {config.batch.micro_batch_size} x {micro} micro-batches x {dp} "
         f"replicas; pipeline bubble {bubble_fraction(pp, micro, topology.vp):.1%} of the useful time",
-        *(f"warning: {line}" for line in [starved_pipeline(pp, micro)] if line),
+        *(f"warning: {line}" for line in (starved_pipeline(pp, micro), another_family(config.model)) if line),
         f"a step: {needed * config.batch.global_batch_size / 1e15:.4g} model PFLOP, "
         f"{executed * config.batch.global_batch_size / 1e15:.4g} "
         "hardware",

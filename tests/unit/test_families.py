@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from test_model_spec import differing, stage_records
 
 from megatron_port.checkpoint.reader import open_checkpoint
+from megatron_port.cli.main import main
 from megatron_port.config.checks import CHOICES  # type: ignore[attr-defined]
 from megatron_port.config.dump import config_hash
 from megatron_port.config.loader import load
@@ -30,7 +31,7 @@ from megatron_port.config.same_model import model_differences
 from megatron_port.config.schema import ModelConfig, RunConfig
 from megatron_port.errors import CheckpointError, ConfigError
 from megatron_port.interop.export_hf import export_hf, exported_model
-from megatron_port.interop.hf_config import family_for, hf_config, model_from_hf
+from megatron_port.interop.hf_config import another_family, family_for, hf_config, model_from_hf
 from megatron_port.interop.hf_files import HFFolder
 from megatron_port.interop.hf_names import hf_mapping, hf_tensors
 from megatron_port.interop.names import megatron_names
@@ -86,6 +87,19 @@ def test_the_spec_is_transformers_model(family: str, tmp_path: Path) -> None:
         alone = Case(model=model, engine=ENGINES["native"], vocab_multiple=1)
         assert stage_elements(alone, 0) == parameter_count(model)
         assert family_for(model) == family
+
+
+def test_a_model_that_is_not_of_its_family_is_told_before_it_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    """A vocabulary that the data give is no reason; another family's name is."""
+    llama = ModelConfig(
+        family="llama", position_embedding="rope", normalization="rmsnorm", activation="swiglu", vocab_size=0
+    )
+    assert another_family(llama) == another_family(replace(llama, family="auto", normalization="layernorm")) == ""
+    said = another_family(replace(llama, position_embedding="learned"))
+    assert "model.family = 'llama'" in said and "needs position_embedding = rope" in said
+    main(["train", "models/gpt-tiny", "--dry-run", "--set", "model.family=llama", "--set", "data.synthetic=true"])
+    assert "warning: model.family = 'llama'" in capsys.readouterr().out
+
 
 
 def test_modules_hold_what_the_spec_states(family: str, tmp_path: Path) -> None:
