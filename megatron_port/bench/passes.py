@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_port.backend.providers import Providers
+from megatron_port.bench.clock import seconds_of
 from megatron_port.config.schema import ModelConfig
 from megatron_port.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_port.parallel.linear_kernels import PLAIN
@@ -69,13 +70,14 @@ def product_seconds(
     """
     rows, columns, inner = shape
     kind, generator = DTYPES[dtype], torch.Generator(device).manual_seed(1)  # zeros would draw less power
-    count = _sets((columns * inner + rows * max(columns, inner)) * kind.itemsize, device)
 
     def random(*size: int) -> Tensor:
         return torch.randn(*size, device=device, generator=generator).to(kind)
 
-    grad, inputs = random(rows, columns), [random(rows, inner) for _ in range(count)]
-    weights = [random(columns, inner) for _ in range(count)]
+    x, grad, weight = random(rows, inner), random(rows, columns), random(columns, inner)
+    once = seconds_of(lambda: PLAIN.forward(x, weight, weight, None), device, budget_s=0.0)
+    count = _sets((columns * inner + rows * max(columns, inner)) * kind.itemsize, once, budget_s / 2, device)
+    inputs, weights = [x.clone() for _ in range(count)], [weight.clone() for _ in range(count)]
     sums = [torch.zeros(columns, inner, device=device) for _ in range(count)]
     outs: list[Tensor | None] = [None] * count
 
@@ -98,9 +100,10 @@ def _kind(device: torch.device) -> str:
     return "cuda" if device.type == "cuda" else "cpu"
 
 
-def _sets(size: int, device: torch.device) -> int:
-    """Sets of operands of so many bytes each that no cache holds all of."""
-    return min(max(COLD[_kind(device)] // size, 4), MOST_SETS)
+def _sets(size: int, once: float, budget_s: float, device: torch.device) -> int:
+    """Sets of operands of so many bytes each that no cache holds all of, or as many as a third of the budget is enough
+    for when one takes ``once`` seconds."""
+    return min(max(COLD[_kind(device)] // size, 4), max(int(budget_s / 3 / once), 4), MOST_SETS)
 
 
 @torch.no_grad()
@@ -152,7 +155,8 @@ def both_ways(make: Make, size: int, device: torch.device, budget_s: float) -> t
     """Median seconds of a forward and of a backward pass over ``size`` elements."""
     fn, operands = make(size)
     gradient = torch.ones_like(fn(*operands))
-    count = _sets(2 * (gradient.nbytes + operands[0].nbytes), device)
+    once = 4 * seconds_of(lambda: fn(*operands), device, budget_s=0.0)  # with the backward pass and what makes inputs
+    count = _sets(2 * (gradient.nbytes + operands[0].nbytes), once, budget_s, device)
     sets = [[operands[0].clone().requires_grad_(), *(x.requires_grad_() for x in operands[1:])] for _ in range(count)]
     make_input, make_gradient = _producer(operands[0]), _producer(gradient)
     forward, backward = list[float](), list[float]()

@@ -16,7 +16,7 @@ from megatron_port.bench.host import host_entries
 from megatron_port.bench.passes import DTYPES, pass_entries
 from megatron_port.bench.probe import measure, shapes_of
 from megatron_port.bench.regions import region_entries
-from megatron_port.config.schema import RunConfig
+from megatron_port.config.schema import ModelConfig, RunConfig
 from megatron_port.errors import ConfigError
 from megatron_port.plan.case import Machine, machine_problems
 from megatron_port.plan.kernel_table import Entry, to_csv
@@ -26,6 +26,8 @@ from megatron_port.runtime.atomic import write_output
 from megatron_port.runtime.discovery import ProcessInfo
 
 TENSOR = (1, 2, 4, 8)
+SIZES = {"cpu": (256, 4, 128), "cuda": (4096, 32, 2048)}
+"""Hidden size, heads and length of what is measured where no model is named."""
 
 
 def calibrate(
@@ -76,7 +78,8 @@ def calibrate(
         )
         fit = (calibrated if has_hardware else described)(config.cluster, *(
             (config.hardware, found) if has_hardware else (found,)), source="")
-        found.entries += _entries(config, device, fit.machine, ranks, dtypes, budget_s)
+        model = config.model if with_model else _some_model(device)
+        found.entries += _entries(config, model, device, fit.machine, ranks, dtypes, budget_s)
         text = ""
         if info.rank == 0:
             source = f"bench calibrate on {platform.node()}, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}"
@@ -93,13 +96,22 @@ def calibrate(
     return text
 
 
+def _some_model(device: DeviceInfo) -> ModelConfig:
+    hidden, heads, length = SIZES["cuda" if device.is_gpu else "cpu"]
+    return ModelConfig(
+        name="calibrate", num_layers=1, hidden_size=hidden, num_attention_heads=heads, vocab_size=8 * hidden,
+        seq_length=length,
+    )
+
+
 def _entries(
-    config: RunConfig, device: DeviceInfo, machine: Machine, ranks: int, dtypes: Sequence[str], budget_s: float
+    config: RunConfig, model: ModelConfig, device: DeviceInfo, machine: Machine, ranks: int, dtypes: Sequence[str],
+    budget_s: float,
 ) -> list[Entry]:
     """Passes over memory and attention in the dtypes, and the host's part, on all ranks at once."""
     out: list[Entry] = []
     for dtype in dtypes:
         providers = choose_providers(config.backend, device, DTYPES[dtype], engine="native")
-        out += pass_entries(config.model, providers, dtype, device.torch_device, ranks, budget_s / 2)
-        out += region_entries(config.model, providers, dtype, device.torch_device, ranks, 10 * budget_s)
+        out += pass_entries(model, providers, dtype, device.torch_device, ranks, budget_s / 2)
+        out += region_entries(model, providers, dtype, device.torch_device, ranks, 10 * budget_s)
     return out + host_entries(config, device, machine, dtypes[0], ranks, budget_s)
