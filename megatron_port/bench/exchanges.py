@@ -7,6 +7,7 @@ a product and the collective less that of the product, and what products hide of
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from megatron_port.parallel.compat import all_gather_single, reduce_scatter_single
 from megatron_port.preflight.exchange import meet, synchronize
 
-ROUNDS = 3
+ROUNDS = 5
 SIZES = {
     "cpu": (4 << 10, 64 << 10, 256 << 10, 1 << 20, 8 << 20),
     "cuda": (4 << 10, 256 << 10, 4 << 20, 64 << 20),
@@ -89,11 +90,9 @@ def _transfer(x: torch.Tensor, product: Callable[[], object], device: torch.devi
 
     both = agreed_seconds(there_and_back, device, 2)
     calls = max(4, min(200, int(4 * budget_s / ROUNDS / max(both, 1e-6))))
-    sums = [0.0, 0.0]
-    for _ in range(ROUNDS):
-        for i, one in enumerate((product, there_and_back)):
-            sums[i] += agreed_seconds(one, device, calls) / ROUNDS
-    return CollectiveTime("transfer", x.numel() * 4, max(sums[1] / 2 - sums[0], 1e-7), 0.0, sums[0])
+    rounds = [[agreed_seconds(one, device, calls) for one in (product, there_and_back)] for _ in range(ROUNDS)]
+    alone, cycle = map(statistics.median, zip(*rounds))
+    return CollectiveTime("transfer", x.numel() * 4, max(cycle / 2 - alone, 1e-7), 0.0, alone)
 
 
 def _measured(
@@ -118,11 +117,10 @@ def _measured(
     count = max(1, round((agreed_seconds(after, device, 4) - first) / max(first, 1e-6)))
     both = agreed_seconds(after, device, 2)
     calls = max(4, min(200, int(4 * budget_s / ROUNDS / max(both, 1e-6))))
-    sums = [0.0, 0.0, 0.0]
-    for _ in range(ROUNDS):  # in turn, so that what else the machine does is in all of them
-        for i, one in enumerate((products, after, beside)):
-            sums[i] += agreed_seconds(one, device, calls) / ROUNDS
-    alone, one_by_one, together = sums
+    rounds = [  # in turn, so that what else the machine does is in all of them
+        [agreed_seconds(one, device, calls) for one in (products, after, beside)] for _ in range(ROUNDS)
+    ]
+    alone, one_by_one, together = map(statistics.median, zip(*rounds))
     return CollectiveTime(kind, size, max(one_by_one - alone, 1e-7), one_by_one - together, alone)
 
 

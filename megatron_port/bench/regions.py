@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -79,7 +79,7 @@ def _shown(
     blocks: Blocks, rows: int, model: ModelConfig, ranks: int, sequence: bool, dtype: torch.dtype, device: torch.device,
     budget_s: float,
 ) -> tuple[float, float]:
-    """Seconds that a block's collectives add to its forward and to its backward pass: means over many passes."""
+    """Seconds that a block's collectives add to its forward and to its backward pass, typical of many passes."""
     group = dist.group.WORLD
     whole = torch.randn(rows, 1, model.hidden_size, device=device).to(dtype).requires_grad_()
     share = whole.detach()[: rows // ranks].clone().requires_grad_() if sequence else whole
@@ -90,8 +90,14 @@ def _shown(
     for _ in range(max(LEAST_ROUNDS, int(budget_s / max(once, 1e-6)))):
         without = _pass_times(blocks, whole, None, sequence)
         added.append([a - b for a, b in zip(_pass_times(blocks, share, group, sequence), without)])
-    forward, backward = (statistics.mean(column) / BLOCKS for column in zip(*added))
+    forward, backward = (_typical(column) / BLOCKS for column in zip(*added))
     return forward, backward
+
+
+def _typical(values: Sequence[float]) -> float:
+    """Mean without the lowest and the highest sixth: a run, too, is judged by the median of its steps."""
+    cut = len(values) // 6
+    return statistics.mean(sorted(values)[cut : len(values) - cut])
 
 
 def _times(
