@@ -26,6 +26,7 @@ from megatron_port.preflight.exchange import meet, synchronize
 BLOCKS = 4
 """In a row, as layers are."""
 LEAST_ROUNDS = 6
+GROUPS = 3
 
 
 class Blocks:
@@ -95,9 +96,10 @@ def _shown(
 
 
 def _typical(values: Sequence[float]) -> float:
-    """Mean without the lowest and the highest sixth: a run, too, is judged by the median of its steps."""
-    cut = len(values) // 6
-    return statistics.mean(sorted(values)[cut : len(values) - cut])
+    """Median of the means of a few groups: a run is judged by the median of its steps, and a step is a sum of many."""
+    each = len(values) // GROUPS
+    groups = [values[i * each : (i + 1) * each] for i in range(GROUPS)]
+    return statistics.median(map(statistics.mean, groups))
 
 
 def _times(
