@@ -460,7 +460,12 @@ def test_own_casts_are_planned_faster() -> None:
     bf16, _ = planned("none")
     gains = [bf16 / planned(recipe, f"backend.quantise={q}")[0] for recipe in RECIPES for q in ("torch", "own")]
     assert [round(gain, 2) for gain in gains] == [1.14, 1.24, 1.12, 1.21]
-    assert planned("tensorwise", "backend.own_kernels=off") == planned("tensorwise", "backend.quantise=torch")
+    # Without own kernels autograd adds gradients in passes of its own, in bf16 too; beyond that the casts are torch's.
+    plain, _ = planned("none", "backend.own_kernels=off")
+    cast, cast_peak = planned("tensorwise", "backend.own_kernels=off")
+    torch_casts, torch_peak = planned("tensorwise", "backend.quantise=torch")
+    assert plain > bf16 and cast - plain == pytest.approx(torch_casts - bf16, rel=1e-9)
+    assert cast_peak == torch_peak
 
 
 def test_no_plan_for_a_cluster_without_fp8() -> None:
