@@ -19,6 +19,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -56,6 +57,7 @@ from megatron_port.runtime.fingerprint import package_versions
 from megatron_port.runtime.lease import LeaseLost
 
 Note = Callable[[str], None]
+_UNFINISHED_LATEST = re.compile(rf"\.{LATEST}\.[0-9a-f]{{16}}\.tmp")
 _PACKAGES = ("megatron_port", "torch", "deepspeed", "numpy", "safetensors", "xxhash")
 LONGEST_NAP = 0.5
 VISIBLE_SECONDS = 30.0
@@ -138,11 +140,14 @@ def prepare(directory: Path, work: Path, state: SavedState, committer: Committer
 
 
 def remove_leftovers(directory: Path, committer: Committer) -> None:
-    """Delete what interrupted saves left: temporaries of this attempt and of those before it, and ``step-*.old`` whose
-    replacement is there. Those of a later attempt are in use. Raises OSError, LeaseLost.
+    """Delete what interrupted saves left: temporaries of this attempt and of those before it, ``step-*.old`` whose
+    replacement is there, and a ``latest`` that was not finished. Those of a later attempt are in use. Raises OSError,
+    LeaseLost.
     """
     committer.fence.check()
     for path in directory.iterdir():
+        if _UNFINISHED_LATEST.fullmatch(path.name):  # of one writer, which is not writing it now
+            path.unlink(missing_ok=True)
         epoch = epoch_of_temporary(path.name)
         if epoch is not None and epoch <= committer.fence.epoch:
             _remove(path)

@@ -296,6 +296,7 @@ def test_disk_full_names_path_and_bytes(tmp_path: Path, monkeypatch: pytest.Monk
 def test_retention_and_leftovers(tmp_path: Path) -> None:
     (tmp_path / "step-00000003.tmp").mkdir()
     (tmp_path / "mine.tmp").mkdir()
+    (tmp_path / ".latest.0123456789abcdef.tmp").write_text("step-000")  # killed before it had its name
     for step in (1, 2, 3, 4):
         save_checkpoint(tmp_path, state(step), [whole("w", torch.ones(4))], keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "mine.tmp", "step-00000003", "step-00000004"]
