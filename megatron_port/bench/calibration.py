@@ -112,7 +112,7 @@ def held_out_band(machine: Machine, found: Measured) -> float:
 
 
 def held_out_passes(found: Measured) -> float:
-    """The same of passes over memory and attention, each size from the op's other sizes."""
+    """Predict passes over memory and attention likewise, each size from the op's other sizes."""
     groups: dict[tuple[str, str, str], list[Entry]] = {}
     for e in found.entries:
         groups.setdefault((e.op, e.provider, e.dtype), []).append(e)
@@ -127,7 +127,7 @@ def held_out_passes(found: Measured) -> float:
 
 
 def held_out_collectives(machine: Machine, found: Measured) -> float:
-    """The same of collectives."""
+    """Predict collectives likewise, each size from the others."""
     links, errors = Links.of(machine), list[float]()
     bandwidth = links.local_bandwidth(span(machine, max(found.ranks, 1), 1))
     for kind in {t.kind for t in found.collectives} - {"transfer"}:

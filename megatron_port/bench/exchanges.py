@@ -25,7 +25,7 @@ SIZES = {
     "cuda": (4 << 10, 256 << 10, 4 << 20, 64 << 20),
 }
 SIDE = {"cpu": 512, "cuda": 4096}
-"""Of the square product beside collectives: about as long as a collective of an activation."""
+"""Sides of the square product beside collectives, which takes about as long as a collective of an activation."""
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ def _warmed(
 
 
 def _producer(like: Tensor) -> Callable[[Tensor], object]:
-    """What writes a product [rows, columns] over a contiguous tensor like this one, [rows, ...]."""
+    """Return the function that writes a product [rows, columns] over a contiguous tensor like this one, [rows, ...]."""
     rows = like.shape[0] * like.shape[1]
     columns = like.numel() // rows
     left = torch.randn(rows, INNER, device=like.device).to(like.dtype)

@@ -60,7 +60,7 @@ class Measured:
     backward: list[ProductTime] = field(default_factory=list)
     """Their backward ones."""
     entries: list[Entry] = field(default_factory=list)
-    """What else was measured: passes over memory, attention, the host."""
+    """Further measurements: passes over memory, attention, the host."""
     launch_s: float = 0.0
     """One small kernel after the other."""
     stream: float = 0.0

@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks wait for one another, in the pattern of a layer: blocks of two linear layers as the
+"""Waits of tensor-parallel ranks for one another, in the pattern of a layer: blocks of two linear layers as the
 program runs them, forward and backward, with their collectives and without, in turn.
 
 The difference is what a collective adds to a pass after the arithmetic of every rank, its library's threads on the same

@@ -47,10 +47,6 @@ class Space:
         """Return dotted leaf → value of a candidate's layout."""
         return settings_of(self.config, candidate.case)
 
-    def with_candidate(self, candidate: Candidate) -> RunConfig:
-        """Return the run with the candidate's layout."""
-        return with_values(self.config, self.settings(candidate))
-
     def legal(self, candidate: Candidate) -> bool:
         """Return whether training would take it (the engine's own limits included)."""
         return is_legal(self.config, candidate.case)

@@ -33,7 +33,7 @@ LOST = ("hunter22", "b%40c", "abcdefghijklmnopqrst", KEY, "a1B2", "xxxxx", "AKIA
 HARMLESS = (
     "data.tokenizer=\"byte\"", "position 3: token id 65 is outside the vocabulary of 53", "eod_token=50256",
     "tokens=1024",
-    "ssh://git@example.org/x", "file:///tmp/a@b/c", "step 12: loss 3.25 nats per token", "--set training.steps=20",
+    "ssh://git@example.org/x", "file:///srv/a@b/c", "step 12: loss 3.25 nats per token", "--set training.steps=20",
     "master 10.0.0.1:29500", "rank 3 (tp 1, pp 0, dp 1) on node7", "signature of the kernel: (x, y)",
     "secret of the watch does not match", "https://docs.example/a?page=2",
 )

@@ -56,7 +56,7 @@ def test_the_space_holds_the_run_itself_and_only_what_training_takes(space: Spac
     best = best_legal(space, 10)
     assert [c.step.model_tflops for c in best] == sorted((c.step.model_tflops for c in best), reverse=True)
     for c in best:
-        assert c.fits(space.machine) and problems(space.with_candidate(c), world_size=16) == []
+        assert c.fits(space.machine) and problems(with_values(space.config, space.settings(c)), world_size=16) == []
         assert c.case.world == 16 and c.case.global_batch == load(RUN).config.batch.global_batch_size
 
 
