@@ -6,8 +6,8 @@
 
 No pip, no make, no network. In order: doctor; every own kernel against fp64; a step against the CPU's, fp32 and bf16;
 layouts whose ranks share the GPU, over gloo; the rates of ops against the measured copy bandwidth; four sizes of GPT
-through this project and whatever else this Python has (tokens/s, MFU); a profile (launches, gaps); the ops once more
-beside torch.compile. A part that fails or does not end within its limit is noted and the next one starts.
+through this project and whatever else this Python has (tokens/s, MFU); a profile (launches, gaps); the planner's calibration;
+the ops once more beside torch.compile. A part that fails or does not end within its limit is noted and the next one starts.
 
 ``OUT/gpu-session-DEVICE.json`` has everything that was measured and is written anew after each part, so that a session
 that is cut off leaves what it had; it is what to commit to benchmarks/results. ``--reference`` takes an earlier such
@@ -18,6 +18,7 @@ today's. Exit 1 if a part failed or had no time.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -34,10 +35,30 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from gpu_summary import data_of, summary_table  # noqa: E402
 from part_runner import TINY_RUN, Part, PartResult, run_all  # noqa: E402
 
-SIZES = {"gpt2-124m": [], "gpt2-xl": ["--layers", "24", "--global-batch", "16"], "6.7b-layers": [], "llama-8b-long": []}
+SIZES = {"gpt2-124m": [], "gpt2-xl": ["--layers", "24", "--global-batch", "16"], "6.7b-layers": [], "llama-8b-long": [],
+         "6.7b": ["--layers", "8", "--global-batch", "16"]}
 """Size → what is changed of it, so that every peer's state fits beside the others' and a step takes about a second."""
+PEERS = ("ours", "ours-fp8", "torch", "megatron-core", "torchtitan", "torch-compile")
+"""What has the time; the one that compiles comes last."""
 TINY_SIZES: dict[str, list[str]] = {"tiny": [], "tiny-bf16": [], "tiny-layers": [], "tiny-llama-layers": []}
 LAYOUTS = ("tp1pp1dp1", "tp2pp1dp1sp", "tp1pp2dp1", "tp2pp2dp1", "tp1pp2dp2")
+TEST_WORKERS = 8
+"""Processes that share the GPU for the kernels' tests, where pytest-xdist is."""
+
+
+CLUSTERS = {"h200": "clusters/h200", "h100": "clusters/dgx-h100", "a100": "clusters/selene", "mi250x": "clusters/frontier",
+            "mi300x": "clusters/mi300x", "b200": "clusters/b200", "l40s": "clusters/l40s"}
+"""Word in a device's name → the cluster file that ``bench calibrate`` corrects."""
+
+
+def cluster_of(device: str) -> str:
+    """The shipped cluster that has such a device; without one, a machine that is described from nothing."""
+    import torch
+
+    words = device_name(device).split("-") if device == "cpu" or torch.cuda.is_available() else []
+    return next((cluster for word, cluster in CLUSTERS.items() if word in words), "clusters/cpu")
+
+
 def device_name(device: str) -> str:
     """What results are called: the device's name in small letters and hyphens."""
     import torch
@@ -55,8 +76,7 @@ def compare_parts(folder: Path, device: str, tiny: bool, limit_s: float) -> list
                    "--warm-up", "2", "--minutes", f"{0.8 * limit_s / 60:.2f}"]
         if (folder / "reference.json").exists():
             command += ["--reference", str(folder / "reference.json")]
-        if tiny:
-            command += ["--peers", "ours", "torch"]
+        command += ["--peers", *(("ours", "torch") if tiny else PEERS)]
         found.append(Part(f"compare-{size}", command, limit_s, "tokens/s and MFU of this project and others", "",
                           limit_s / 2))
     return found
@@ -67,9 +87,10 @@ def parts(folder: Path, device: str, *, tiny: bool, minutes: float) -> list[Part
     python, port = sys.executable, [sys.executable, "-m", "megatron_port"]
     scale = minutes / 10.0
     layouts = LAYOUTS[:3] if tiny else LAYOUTS
-    # xdist where it is installed; a GPU takes several processes.
     kernels = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={folder / 'kernels.xml'}"]
     kernels += ["-m", "gpu"] if device == "cuda" else ["-k", "cpu"]
+    if device == "cuda" and not tiny and importlib.util.find_spec("xdist"):
+        kernels += ["-n", str(min(TEST_WORKERS, len(os.sched_getaffinity(0))))]
     # opcheck compares under modes of its own, below which the ghost machine computes nothing.
     kernels += ["tests/kernels/test_norm.py", "--deselect", "tests/kernels/test_norm.py::test_opcheck"] if tiny else [
         "tests/kernels"]
@@ -95,6 +116,9 @@ def parts(folder: Path, device: str, *, tiny: bool, minutes: float) -> list[Part
         *compare_parts(folder, device, tiny, 90.0 * scale),
         part("profile", [python, "-m", "benchmarks.compare.profile", "--device", device, "--size", *profiled, "--out",
                          str(folder / "profile.json")], "where a step's time goes; launch gaps; waits", 60, 40),
+        part("calibrate", [*port, "bench", "calibrate", cluster_of(device), "-o", str(folder / "calibrated.toml"),
+                           "--set", f"backend.device={device}", "--seconds", "0.02" if tiny else "0.1"],
+             "what the planner needs of this device", 90, 20),
         part("ops-compile", [*ops, "--variants", "own", "eager" if tiny else "compile", "--json",
                              str(folder / "ops-compile.json")], "the ops beside torch.compile", 180, 20),
     ]

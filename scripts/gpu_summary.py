@@ -23,6 +23,8 @@ def data_of(name: str, folder: Path) -> Data | None:
             return _tests(folder / "kernels.xml")
         if name == "layouts":
             return _layouts((folder / "layouts.txt").read_text())
+        if name == "calibrate":
+            return {key: (folder / f"calibrated.{key}").read_text() for key in ("toml", "csv")}
         loaded: Data = json.loads((folder / f"{name}.json").read_text())
         return loaded
     except (OSError, ValueError, ElementTree.ParseError):
@@ -43,6 +45,12 @@ def _layouts(text: str) -> Data:
     lines = [line.strip() for line in text.splitlines()]
     return {"equal": [x for x in lines if "EQUAL within tolerance" in x],
             "other": [x for x in lines if re.search(r"\bDIFFER", x)], "end": lines[-12:]}
+
+
+def _headline_calibrate(data: Data, _: Data) -> str:
+    wanted = ("matmul_scale", "attention_scale", "memory_scale", "matmul_tflops", "memory_bandwidth_gb")
+    lines = [line.partition("#")[0].strip() for line in data["toml"].splitlines()]
+    return "; ".join(line for line in lines if line.startswith(wanted)) or f"{data['csv'].count(chr(10))} rows"
 
 
 def _headline_doctor(data: Data, _: Data) -> str:
@@ -114,6 +122,7 @@ def _headline_profile(data: Data, _: Data) -> str:
 
 
 HEADLINES: dict[str, Callable[[Data, Data], str]] = {
+    "calibrate": _headline_calibrate,
     "doctor": _headline_doctor, "kernels": _headline_tests, "step": _headline_step,
     "layouts": lambda data, _: f"{len(data['equal'])} equal, {len(data['other'])} differ", "ops": _headline_ops,
     "ops-compile": _headline_ops, "compare": _headline_compare, "profile": _headline_profile,

@@ -71,8 +71,9 @@ class Plan:
     """The numbers of plain torch as an earlier comparison stored them; then it need not run to prove the others."""
 
     def child(self) -> Child:
-        """A worker process that answers within the time that is left."""
-        left = self.timeout_s if self.ends is None else max(20.0, self.ends - time.monotonic())
+        """A worker process that answers within half of the time that is left: one that compiles for longer must not
+        take the others' repetitions."""
+        left = self.timeout_s if self.ends is None else max(20.0, 0.5 * (self.ends - time.monotonic()))
         return Child(self.device, self.threads, min(self.timeout_s, left))
 
     @property
