@@ -52,6 +52,8 @@ class Count:
     stored: int
     per_element: float
     """Instructions of the hot loop for an element of the op; 0 where the kernel is no shape class's own."""
+    narrow: int = 0
+    """Stores of one or two bytes in the hot loop."""
 
 
 def sources() -> list[Path]:
@@ -88,8 +90,7 @@ def elements(name: str, loop: Loop, wave: int) -> float:
     size = _BYTES.get(arguments[0], 0)
     if function in _PIECES:
         if arguments[1] in ("true", "false"):  # norms: a kind, then pieces of 16 bytes
-            rows = 2 if function == "backward_registers" and arguments[2] == "1" else 1
-            return 16 // size * int(arguments[2]) * rows
+            return 16 // size * int(arguments[2])
         return int(arguments[1]) * (8 if function == "rows_registers" else 1)
     if function in _ATTENTION:  # a warp's 16 rows of probabilities in a step
         step = 64 if function != "attention_backward_queries" and int(arguments[1]) <= 64 else 32
@@ -133,7 +134,7 @@ def count(source: Path, arch: str) -> dict[str, Count]:
         of = elements(name, loop, kernel.wave)
         counts[f"{source.stem}: {name}"] = Count(
             kernel.registers, kernel.spilled, kernel.wave, loop.instructions, loop.loaded, loop.stored,
-            round(loop.instructions / of, 2) if of else 0.0)
+            round(loop.instructions / of, 2) if of else 0.0, loop.narrow)
     return counts
 
 
@@ -166,6 +167,8 @@ def over_budget(known: dict[str, list[float]], counts: dict[str, Count], same_co
             found.append(f"{name}: spills {now.spilled}, budget {budget.spilled}")
         if same_compiler and now.instructions > SLACK * budget.instructions:
             found.append(f"{name}: {now.instructions} instructions in its loop, budget {budget.instructions}")
+        if same_compiler and now.narrow > budget.narrow:
+            found.append(f"{name}: {now.narrow} stores of one or two bytes, budget {budget.narrow}")
         if same_compiler and now.loaded + now.stored > budget.loaded + budget.stored:
             found.append(f"{name}: moves {now.loaded} + {now.stored} bytes a turn, "
                          f"budget {budget.loaded} + {budget.stored}")

@@ -53,6 +53,8 @@ class Loop:
     instructions: int
     loaded: int
     stored: int
+    narrow: int = 0
+    """Stores of one or two bytes: compilers break a wide store up where its parts are chosen one by one."""
 
 
 def hot_loop(instructions: list[Instruction]) -> Loop:
@@ -61,7 +63,8 @@ def hot_loop(instructions: list[Instruction]) -> Loop:
     weigh = _products if any(i.matrix for i in instructions) else _moved
     most = max((weigh(loop) for loop in loops), default=0)
     hot = min((loop for loop in loops if most and 2 * weigh(loop) >= most), key=len, default=instructions)
-    return Loop(len(hot), sum(i.loaded for i in hot), sum(i.stored for i in hot))
+    narrow = sum(0 < i.stored < 4 for i in hot)
+    return Loop(len(hot), sum(i.loaded for i in hot), sum(i.stored for i in hot), narrow)
 
 
 def _loops(instructions: list[Instruction]) -> list[tuple[int, int]]:

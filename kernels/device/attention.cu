@@ -30,8 +30,6 @@ struct Largest {
   __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
 
-__device__ inline float minus_infinity() { return float_of_bits(0xff800000u); }
-
 // A warp's queries: what their rows' softmax is made from.
 struct Softmax {
   float top[matrix::kLines], sum[matrix::kLines];  // sum: of the lane's columns alone

@@ -236,19 +236,6 @@ __device__ inline void mix(const matrix::Sums (&weights)[TILES], const T* tile, 
   }
 }
 
-// A product that is rounded before anything is subtracted from it: where scores are large, a fused multiply-add would
-// leave the rounding of their largest one as an exponent.
-__device__ inline float rounded_product(float a, float b) {
-#if defined(__CUDA_ARCH__)
-  return __fmul_rn(a, b);
-#elif defined(__clang__)
-#pragma clang fp contract(off)
-  return a * b;
-#else
-  return a * b;
-#endif
-}
-
 }  // namespace
 
 // ------------------------------------------------------------------------------------------------ the host's side

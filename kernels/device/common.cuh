@@ -121,6 +121,30 @@ __device__ inline float reciprocal(float x) {
 // e^x likewise: what is rounded to half precision, or summed over a vocabulary, needs no more.
 __device__ inline float fast_exp(float x) { return power_of_2(kLog2E * x); }
 
+// A product that is rounded before anything is added to it or subtracted from it, on any compiler.
+__device__ inline float rounded_product(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return __fmul_rn(a, b);
+#elif defined(__clang__)
+#pragma clang fp contract(off)
+  return a * b;
+#else
+  return a * b;
+#endif
+}
+
+// a * b + c, rounded once on a GPU, so that two kernels that compute the same have the same bits: compilers choose by
+// what stands around an expression. Not on a CPU, whose own kernels round twice.
+__device__ inline float multiply_add(float a, float b, float c) {
+#if defined(__CUDA_ARCH__) || defined(__HIP_DEVICE_COMPILE__)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+__device__ inline float minus_infinity() { return float_of_bits(0xff800000u); }
+
 // ---------------------------------------------------------------------------------------------- vector loads
 
 // Elements of T in 16 bytes, the widest load of a lane.
@@ -145,7 +169,28 @@ __device__ inline void store(T* to, const Pack<T, N>& pack) {
 #ifdef MP_EMULATOR
   emulator::check_aligned(to, sizeof(T) * N);
 #endif
+#if defined(__CUDA_ARCH__)
+  // As one word: of elements chosen by a condition nvcc else makes a store each.
+  if constexpr (sizeof(pack) == 16) {
+    uint4 word;
+    memcpy(&word, &pack, sizeof(word));
+    *reinterpret_cast<uint4*>(to) = word;
+    return;
+  }
+#endif
   *reinterpret_cast<Pack<T, N>*>(to) = pack;
+}
+
+// From here on a piece is unpacked anew: nvcc else keeps its floats, twice as many registers, to where it is used again.
+template <typename T, int N>
+__device__ inline void forget_floats(Pack<T, N>& pack) {
+#if defined(__CUDA_ARCH__)
+  uint32_t words[sizeof(pack) / 4];
+  memcpy(words, &pack, sizeof(pack));
+#pragma unroll
+  for (uint32_t& word : words) asm volatile("" : "+r"(word));
+  memcpy(&pack, words, sizeof(pack));
+#endif
 }
 
 // A pointer to global memory, told to clang, which makes flat stores of one that it cannot follow to a kernel's argument.

@@ -32,8 +32,6 @@ struct Gradient {
   const float *maximum, *total, *grad;
 };
 
-__device__ inline float minus_infinity() { return float_of_bits(0xff800000u); }
-
 // The live column of a label, or -1.
 __device__ inline int column_of(int64_t label, int64_t offset, int extent) {
   const int64_t at = label - offset;

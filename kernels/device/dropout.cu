@@ -122,9 +122,8 @@ __global__ void __launch_bounds__(kThreads) forward(Forward a) {
 #pragma unroll
       for (int i = 0; i < N; i++) {
         // A factor, not a choice: an infinity that is dropped stays visible (as NaN), as it does in torch.
-        float value = to_float(x[r].at[i]) + to_float(bias.at[i]);
-        if (MASKED) value *= factor[i];
-        out[i] = a.residual != nullptr ? value + to_float(more[r].at[i]) : value;
+        const float value = to_float(x[r].at[i]) + to_float(bias.at[i]), scale = MASKED ? factor[i] : 1.0f;
+        out[i] = a.residual != nullptr ? multiply_add(value, scale, to_float(more[r].at[i])) : value * scale;
       }
       store<N>(static_cast<T*>(a.out) + each[r].at, to_pack<T>(out));
     }

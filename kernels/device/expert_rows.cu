@@ -16,17 +16,6 @@ constexpr int kBlocksEach = 8;
 constexpr int kFlight = 4;  // pieces of a row, or rows of a token, that a lane has in flight
 constexpr int kEach = 8;    // rows of a token whose inner products a lane keeps
 
-__device__ inline float product(float a, float b) {
-#if defined(__CUDA_ARCH__)
-  return __fmul_rn(a, b);
-#elif defined(__clang__)
-#pragma clang fp contract(off)
-  return a * b;
-#else
-  return a * b;
-#endif
-}
-
 __device__ inline float total(float a, float b) {
 #if defined(__CUDA_ARCH__)
   return __fadd_rn(a, b);
@@ -113,7 +102,7 @@ __global__ void __launch_bounds__(kThreads) sum_rows(Sum a) {
           if (row[j] < 0) continue;
           const float weight = a.weight != nullptr ? a.weight[token * a.k + start + j] : 1.0f;
 #pragma unroll
-          for (int i = 0; i < N; i++) sum[i] = total(sum[i], product(weight, to_float(piece[j].at[i])));
+          for (int i = 0; i < N; i++) sum[i] = total(sum[i], rounded_product(weight, to_float(piece[j].at[i])));
         }
       }
       store<N>(in_global(static_cast<T*>(a.out) + token * a.cols + at), to_pack<T>(sum));
@@ -162,7 +151,7 @@ __device__ inline void backward_rows(const Backward& a, int64_t token, int start
 }
 
 template <typename T, int N, int K>
-__global__ void __launch_bounds__(kThreads) sum_rows_backward(Backward a) {
+__global__ void __launch_bounds__(kThreads, 2) sum_rows_backward(Backward a) {
   const int lane = threadIdx.x % MP_WARP;
   for (int64_t token = first_of_warp(); token < a.tokens; token += warps_of_grid()) {
     for (int start = 0; start < a.k; start += K) backward_rows<T, N, K>(a, token, start, lane);

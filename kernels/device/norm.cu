@@ -64,9 +64,10 @@ __device__ inline void centre(
   rstd = rsqrtf(total[0] * each + eps);
 }
 
-// mask * scale * (x + bias) of a piece.
+// mask * scale * (x + bias) + residual of a piece.
 template <typename T, int N>
-__device__ inline void branch_values(const Forward& a, int64_t row, int column, const Pack<T, N>& x, float (&value)[N]) {
+__device__ inline void branch_values(
+    const Forward& a, int64_t row, int column, const Pack<T, N>& x, const Pack<T, N>& residual, float (&value)[N]) {
   Pack<T, N> bias = {};
   if (a.x_bias != nullptr) bias = load<N>(static_cast<const T*>(a.x_bias) + column);
   float factor[N];
@@ -74,7 +75,9 @@ __device__ inline void branch_values(const Forward& a, int64_t row, int column, 
   for (int i = 0; i < N; i++) factor[i] = 1.0f;
   if (a.mask.keep.threshold != 0) row_factors<N>(a.mask, row, a.cols, column, factor);
 #pragma unroll
-  for (int i = 0; i < N; i++) value[i] = (to_float(x.at[i]) + to_float(bias.at[i])) * factor[i];
+  for (int i = 0; i < N; i++) {
+    value[i] = multiply_add(to_float(x.at[i]) + to_float(bias.at[i]), factor[i], to_float(residual.at[i]));
+  }
 }
 
 template <typename T, bool RMS, int PIECES, bool BRANCH>
@@ -97,13 +100,11 @@ __global__ void __launch_bounds__(kThreads) forward_registers(Forward a) {
       if (a.residual != nullptr) {
         const Pack<T, N> more = load<N>(static_cast<const T*>(a.residual) + row * a.cols + at);
         if constexpr (BRANCH) {
-          branch_values<T, N>(a, row, at, in, value[p]);
+          branch_values<T, N>(a, row, at, in, more, value[p]);
         } else {
 #pragma unroll
-          for (int i = 0; i < N; i++) value[p][i] = to_float(in.at[i]);
+          for (int i = 0; i < N; i++) value[p][i] = to_float(in.at[i]) + to_float(more.at[i]);
         }
-#pragma unroll
-        for (int i = 0; i < N; i++) value[p][i] += to_float(more.at[i]);
         const Pack<T, N> out = to_pack<T>(value[p]);
 #pragma unroll
         for (int i = 0; i < N; i++) value[p][i] = to_float(out.at[i]);
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(kThreads) forward_registers(Forward a) {
       if (bias != nullptr) b = load<N>(bias + at);
       float y[N];
 #pragma unroll
-      for (int i = 0; i < N; i++) y[i] = value[p][i] * rstd * to_float(w.at[i]) + to_float(b.at[i]);
+      for (int i = 0; i < N; i++) y[i] = multiply_add(value[p][i] * rstd, to_float(w.at[i]), to_float(b.at[i]));
       store<N>(static_cast<T*>(a.y) + row * a.cols + at, to_pack<T>(y));
     }
     if (threadIdx.x == 0) {

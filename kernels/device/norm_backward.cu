@@ -1,8 +1,8 @@
 // LayerNorm and RMSNorm with the residual add, backward; include/norm.h says what they compute, include/residual_norm.h
 // what they do with the bias and dropout of a branch that was added.
 //
-// The threads of a block form teams of a row each, with two rows in flight where a thread has one piece of a row; the
-// sums of dweight and dbias over all rows of a block stay in registers and go to its slot at the end. Bytes: (dy, sum,
+// The threads of a block form teams of a row each. Where a thread has one piece of a row, two blocks fit a multiprocessor,
+// so that one loads while the other waits for its sums. The sums of dweight and dbias over all rows of a block stay in registers and go to its slot at the end. Bytes: (dy, sum,
 // dsum) in, dx out, and 8 bytes a column of a slot for each of the two, written and read. A slot has at least
 // kLeastRows rows, and there are at most kSlotsEach slots a multiprocessor, so that in half precision this is at most
 // 1.09 times the least (LayerNorm without dsum: 1/2 byte beside 6; with it beside 8: 1.07).
@@ -22,7 +22,10 @@ namespace {
 constexpr int kMaxPieces = 4;
 constexpr int kMaxBranchPieces = 2;  // with the bias and the mask of a branch, whose sums take registers too
 constexpr int kThreads = kNormThreads;
-constexpr int kSlotsEach = 2;
+// Of a block of teams with one piece a thread: of NVIDIA's registers two such blocks have 72 a thread, which LayerNorm
+// with a branch needs.
+constexpr int kTeamThreads = 448;
+constexpr int kSlotsEach = 2;  // no more than are resident at once
 constexpr int kLeastRows = 32;
 
 // With the branch that was added to the residual stream.
@@ -74,37 +77,33 @@ __device__ inline void branch_gradient(
 
 // With g = dy * weight and n the normalised row: dx = rstd * (g - mean(g) - n * mean(g * n)); RMS has no mean(g).
 template <typename T, bool RMS, int PIECES, bool BRANCH>
-__global__ void __launch_bounds__(kThreads) backward_registers(typename ArgumentsOf<BRANCH>::type a) {
-  constexpr int N = kVector<T>, ROWS = PIECES == 1 ? 2 : 1;
+__global__ void __launch_bounds__(PIECES == 1 ? kTeamThreads : kThreads, PIECES == 1 ? 2 : 1) backward_registers(
+    typename ArgumentsOf<BRANCH>::type a) {
+  constexpr int N = kVector<T>;
   constexpr bool EARLY = PIECES <= 2;  // dsum with the other loads, while registers are left for it
-  __shared__ float scratch[2 * ROWS * kMaxWarps];
-  __shared__ float buffer[PIECES == 1 ? kThreads * N : 1];
+  __shared__ float scratch[2 * kMaxWarps];
+  __shared__ float buffer[PIECES == 1 ? kTeamThreads * N : 1];
   // Several pieces a thread: one team, whose constants need no registers.
   const int size = PIECES == 1 ? a.team : blockDim.x, warps = size / MP_WARP;
   const int team = PIECES == 1 ? threadIdx.x / size : 0, teams = PIECES == 1 ? blockDim.x / size : 1;
   const int column = (threadIdx.x - team * size) * N, step = size * N;
   float dweight[PIECES][N] = {}, dbias[PIECES][N] = {}, dbranch[BRANCH ? PIECES : 1][N] = {};
-  const int64_t rows_at_once = static_cast<int64_t>(gridDim.x) * teams * ROWS;
-  for (int64_t first = static_cast<int64_t>(blockIdx.x) * teams * ROWS; first < a.rows; first += rows_at_once) {
-    const int64_t row = first + team * ROWS;
-    Pack<T, N> in[ROWS][PIECES], dy[ROWS][PIECES], more[ROWS][EARLY ? PIECES : 1] = {};
-    float mean[ROWS], rstd[ROWS], total[2 * ROWS];  // sum of g * n, sum of g
+  const int64_t rows_at_once = static_cast<int64_t>(gridDim.x) * teams;
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * teams; first < a.rows; first += rows_at_once) {
+    const int64_t row = first + team;
+    const bool live = PIECES > 1 || row < a.rows;  // beyond the last row everything is 0
+    const float mean = !RMS && live ? a.mean[row] : 0.0f, rstd = live ? a.rstd[row] : 0.0f;
+    Pack<T, N> in[PIECES], dy[PIECES], more[EARLY ? PIECES : 1] = {};
+    float total[2] = {};  // sum of g * n, sum of g
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-      const bool live = PIECES > 1 || row + r < a.rows;  // beyond the last row everything is 0
-      mean[r] = !RMS && live ? a.mean[row + r] : 0.0f;
-      rstd[r] = live ? a.rstd[row + r] : 0.0f;
-      total[2 * r] = total[2 * r + 1] = 0.0f;
-#pragma unroll
-      for (int p = 0; p < PIECES; p++) {
-        const int at = p * step + column;
-        if (PIECES == 1) in[r][p] = dy[r][p] = {};
-        if (!live || at >= a.cols) continue;
-        const int64_t place = (row + r) * a.cols + at;
-        in[r][p] = load<N>(static_cast<const T*>(a.sum) + place);
-        dy[r][p] = load<N>(static_cast<const T*>(a.dy) + place);
-        if (EARLY && a.dsum != nullptr) more[r][p] = load<N>(static_cast<const T*>(a.dsum) + place);
-      }
+    for (int p = 0; p < PIECES; p++) {
+      const int at = p * step + column;
+      if (PIECES == 1) in[p] = dy[p] = {};
+      if (!live || at >= a.cols) continue;
+      const int64_t place = row * a.cols + at;
+      in[p] = load<N>(static_cast<const T*>(a.sum) + place);
+      dy[p] = load<N>(static_cast<const T*>(a.dy) + place);
+      if (EARLY && a.dsum != nullptr) more[p] = load<N>(static_cast<const T*>(a.dsum) + place);
     }
 #pragma unroll
     for (int p = 0; p < PIECES; p++) {
@@ -112,49 +111,43 @@ __global__ void __launch_bounds__(kThreads) backward_registers(typename Argument
       if (at >= a.cols) continue;
       const Pack<T, N> w = load<N>(static_cast<const T*>(a.weight) + at);
 #pragma unroll
-      for (int r = 0; r < ROWS; r++) {
-#pragma unroll
-        for (int i = 0; i < N; i++) {
-          const float n = (to_float(in[r][p].at[i]) - mean[r]) * rstd[r], d = to_float(dy[r][p].at[i]);
-          const float g = d * to_float(w.at[i]);
-          total[2 * r] += g * n;
-          total[2 * r + 1] += g;
-          dweight[p][i] += d * n;
-          if (!RMS) dbias[p][i] += d;
-        }
+      for (int i = 0; i < N; i++) {
+        const float n = (to_float(in[p].at[i]) - mean) * rstd, d = to_float(dy[p].at[i]);
+        const float g = rounded_product(d, to_float(w.at[i]));
+        total[0] = multiply_add(g, n, total[0]);
+        total[1] += g;
+        dweight[p][i] = multiply_add(d, n, dweight[p][i]);
+        if (!RMS) dbias[p][i] += d;
       }
+    }
+    if constexpr (PIECES == 1) {
+      forget_floats(in[0]);
+      forget_floats(dy[0]);
     }
     warps_reduce(total, scratch, Add(), 0.0f, team * warps, warps);
-    if constexpr (PIECES > 2) {  // divided once, which also leaves the division's registers for the pieces
-      total[0] /= a.cols;
-      total[1] /= a.cols;
-    }
+    total[0] /= a.cols;
+    total[1] /= a.cols;
 #pragma unroll
     for (int p = 0; p < PIECES; p++) {
       const int at = p * step + column;
-      if (at >= a.cols) continue;
+      if (!live || at >= a.cols) continue;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-      if constexpr (PIECES > 2) asm volatile("" ::: "memory");  // else ptxas loads all pieces at once, and spills
+      if constexpr (PIECES != 2) asm volatile("" ::: "memory");  // else ptxas loads all pieces at once, and spills
 #endif
       const Pack<T, N> w = load<N>(static_cast<const T*>(a.weight) + at);
+      const int64_t place = row * a.cols + at;
+      Pack<T, N>& skip = more[EARLY ? p : 0];
+      if (!EARLY && a.dsum != nullptr) skip = load<N>(static_cast<const T*>(a.dsum) + place);
+      float dx[N];
 #pragma unroll
-      for (int r = 0; r < ROWS; r++) {
-        if (PIECES == 1 && row + r >= a.rows) continue;
-        const int64_t place = (row + r) * a.cols + at;
-        Pack<T, N>& skip = more[r][EARLY ? p : 0];
-        if (!EARLY && a.dsum != nullptr) skip = load<N>(static_cast<const T*>(a.dsum) + place);
-        const float count = PIECES > 2 ? 1.0f : a.cols;
-        const float along = total[2 * r] / count, shift = RMS ? 0.0f : total[2 * r + 1] / count;
-        float dx[N];
-#pragma unroll
-        for (int i = 0; i < N; i++) {
-          const float n = (to_float(in[r][p].at[i]) - mean[r]) * rstd[r];
-          const float g = to_float(dy[r][p].at[i]) * to_float(w.at[i]);
-          dx[i] = rstd[r] * (g - shift - n * along) + to_float(skip.at[i]);
-        }
-        store<N>(static_cast<T*>(a.dx) + place, to_pack<T>(dx));
-        if constexpr (BRANCH) branch_gradient<T, N>(a, row + r, at, to_pack<T>(dx), dbranch[p]);
+      for (int i = 0; i < N; i++) {
+        const float n = (to_float(in[p].at[i]) - mean) * rstd;
+        const float g = rounded_product(to_float(dy[p].at[i]), to_float(w.at[i]));
+        const float shifted = RMS ? g : g - total[1];
+        dx[i] = multiply_add(rstd, multiply_add(-n, total[0], shifted), to_float(skip.at[i]));
       }
+      store<N>(static_cast<T*>(a.dx) + place, to_pack<T>(dx));
+      if constexpr (BRANCH) branch_gradient<T, N>(a, row, at, to_pack<T>(dx), dbranch[p]);
     }
   }
   if constexpr (PIECES == 1) {
@@ -190,7 +183,9 @@ bool fits(const Backward& a, const void* dx_branch = nullptr) {
 // Pieces of a row that a thread holds; more than kMaxPieces: they do not fit.
 template <typename T>
 int pieces_of(const Backward& a, const void* dx_branch = nullptr) {
-  return fits<T>(a, dx_branch) ? (a.cols / kVector<T> + kThreads - 1) / kThreads : kMaxPieces + 1;
+  if (!fits<T>(a, dx_branch)) return kMaxPieces + 1;
+  const int packs = a.cols / kVector<T>, pieces = (packs + kThreads - 1) / kThreads;
+  return pieces == 1 && packs > kTeamThreads ? 2 : pieces;
 }
 
 // BRANCH: at most kMaxBranchPieces pieces; the caller looks first.
@@ -201,7 +196,7 @@ int32_t backward(void* stream, typename ArgumentsOf<BRANCH>::type a, void* dweig
   const unsigned blocks = static_cast<unsigned>(slots);
   const int pieces = pieces_of<T>(a);
   a.team = static_cast<int>(block_threads((a.cols / N + pieces - 1) / pieces, kThreads));
-  const unsigned threads = kThreads / a.team * a.team;  // one team where a thread has several pieces
+  const unsigned threads = kTeamThreads / a.team * a.team;  // one team where a thread has several pieces
   int32_t code = MP_BAD_SIZE;
   if (pieces == 1) {
     code = launch(backward_registers<T, RMS, 1, BRANCH>, blocks, threads, stream, a);

@@ -92,8 +92,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksEach) rotate(Rotary a) {
 #pragma unroll
         for (int i = 0; i < N; i++) {
           const float x = to_float(first[p].at[i]), y = to_float(second[p].at[i]), s = BACK ? -sin[i] : sin[i];
-          low[i] = x * cos[i] - y * s;
-          high[i] = y * cos[i] + x * s;
+          low[i] = multiply_add(x, cos[i], -rounded_product(y, s));
+          high[i] = multiply_add(y, cos[i], rounded_product(x, s));
         }
         first[p] = to_pack<T>(low);
         second[p] = to_pack<T>(high);

@@ -18,8 +18,6 @@ constexpr int kWarpThreads = 256;  // where rows belong to warps
 constexpr int kThreads = 512;      // at most, where they belong to blocks
 constexpr int kFloats = 32;        // of a row that a thread keeps, at most
 
-__device__ inline float minus_infinity() { return float_of_bits(0xff800000u); }
-
 // The hardware's exp is good enough for what is rounded to half precision.
 template <typename T>
 __device__ inline float exponential(float x) {
