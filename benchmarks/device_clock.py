@@ -13,10 +13,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from megatron_port.bench.clock import queued_seconds
 
 CALLS = 24
 """Queued between two events. With the kernels of one call they stay below what a stream queues (about 1,000)."""
@@ -24,8 +27,6 @@ REPEATS = 7
 CACHES = 3.0
 """The copies of the inputs hold this many times the last cache."""
 MOST_COPIES = 16
-SPIN_HZ = 2.1e9
-"""Upper limit of the clock that the plug counts: too high a value only makes the plug longer."""
 
 Call = Callable[[int], Any]
 """Takes the number of the copy of the inputs that it is to use."""
@@ -77,17 +78,7 @@ def _on_cpu(call: Call, calls: int, copies: int) -> tuple[float, float]:
 
 def _queued(call: Call, calls: int, copies: int, plug_s: float) -> tuple[float, float]:
     """(device, host) seconds of one call behind a plug of ``plug_s``."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    torch.cuda._sleep(int(plug_s * SPIN_HZ))
-    start.record()
-    began = time.perf_counter()
-    for i in range(calls):
-        call(i % copies)
-    host = (time.perf_counter() - began) / calls
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3 / calls, host
+    return queued_seconds([partial(call, i % copies) for i in range(calls)], plug_s)
 
 
 def time_calls(
@@ -101,7 +92,7 @@ def time_calls(
         for i in range(3):
             call(i % copies)
         # The host's time for all calls, with a margin: the device must not run dry before the last is queued.
-        plug[name] = 1.5 * calls * (_queued(call, 3, copies, 0.0)[1] if cuda else 0.0) + 1e-4
+        plug[name] = 1.5 * calls * (_queued(call, 3, copies, 1e-6)[1] if cuda else 0.0) + 1e-4
     for _ in range(repeats):
         for name, call in functions.items():
             taken[name].append(_queued(call, calls, copies, plug[name]) if cuda else _on_cpu(call, calls, copies))

@@ -381,6 +381,8 @@ def measure_all(device: torch.device, hardware: dict[str, Any], args: argparse.N
     bandwidth = hardware["copy_gb_s"] * 1e9
     for make in cases(args.tiny):
         for case in make():
+            if args.only and not any(word in case.name for word in args.only):
+                continue
             timed = measure_loss if case.name.startswith("cross") else measure
             found = timed(case, bandwidth, device, args.variants)
             made["ops"].append(asdict(found))
@@ -388,7 +390,10 @@ def measure_all(device: torch.device, hardware: dict[str, Any], args: argparse.N
         write()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    for row in attention_providers.rows(device, ((32, 2, 2, 16),) if args.tiny else attention_providers.SHAPES):
+    tiny, words = ((32, 2, 2, 16),), args.only or ["attention", "dropout"]
+    shapes = (tiny if args.tiny else attention_providers.SHAPES) if "attention" in words else ()
+    dropped = (tiny if args.tiny else attention_providers.DROPPED) if "dropout" in words else ()
+    for row in attention_providers.rows(device, shapes, dropped):
         made["attention"].append(row)
         write()
         print(attention_providers.describe(row))
@@ -400,6 +405,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the table here")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cuda is also ROCm's name")
     parser.add_argument("--tiny", action="store_true", help="one small shape of each op")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cases whose name has one of these words")
     parser.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="own, eager, compile, apex, liger")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():

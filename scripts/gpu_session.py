@@ -6,8 +6,9 @@
 
 No pip, no make, no network. In order: doctor; every own kernel against fp64; a step against the CPU's, fp32 and bf16;
 layouts whose ranks share the GPU, over gloo; the rates of ops against the measured copy bandwidth; four sizes of GPT
-through this project and whatever else this Python has (tokens/s, MFU); a profile (launches, gaps); the planner's calibration;
-the ops once more beside torch.compile. A part that fails or does not end within its limit is noted and the next one starts.
+through this project and whatever else this Python has (tokens/s, MFU); a profile (launches, gaps); the planner's
+calibration; the ops once more beside torch.compile. A part that fails or does not end within its limit is noted and
+the next one starts.
 
 ``OUT/gpu-session-DEVICE.json`` has everything that was measured and is written anew after each part, so that a session
 that is cut off leaves what it had; it is what to commit to benchmarks/results. ``--reference`` takes an earlier such
@@ -38,7 +39,7 @@ from part_runner import TINY_RUN, Part, PartResult, run_all  # noqa: E402
 SIZES = {"gpt2-124m": [], "gpt2-xl": ["--layers", "24", "--global-batch", "16"], "6.7b-layers": [], "llama-8b-long": [],
          "6.7b": ["--layers", "8", "--global-batch", "16"]}
 """Size → what is changed of it, so that every peer's state fits beside the others' and a step takes about a second."""
-PEERS = ("ours", "ours-fp8", "torch", "megatron-core", "torchtitan", "torch-compile")
+PEERS = ("ours", "ours-recorded", "ours-fp8", "torch", "megatron-core", "torchtitan", "torch-compile")
 """What has the time; the one that compiles comes last."""
 TINY_SIZES: dict[str, list[str]] = {"tiny": [], "tiny-bf16": [], "tiny-layers": [], "tiny-llama-layers": []}
 LAYOUTS = ("tp1pp1dp1", "tp2pp1dp1sp", "tp1pp2dp1", "tp2pp2dp1", "tp1pp2dp2")
@@ -46,8 +47,8 @@ TEST_WORKERS = 8
 """Processes that share the GPU for the kernels' tests, where pytest-xdist is."""
 
 
-CLUSTERS = {"h200": "clusters/h200", "h100": "clusters/dgx-h100", "a100": "clusters/selene", "mi250x": "clusters/frontier",
-            "mi300x": "clusters/mi300x", "b200": "clusters/b200", "l40s": "clusters/l40s"}
+CLUSTERS = {"h200": "clusters/h200", "h100": "clusters/dgx-h100", "a100": "clusters/selene",
+            "mi250x": "clusters/frontier", "mi300x": "clusters/mi300x", "b200": "clusters/b200", "l40s": "clusters/l40s"}
 """Word in a device's name → the cluster file that ``bench calibrate`` corrects."""
 
 

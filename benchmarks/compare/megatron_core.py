@@ -113,7 +113,7 @@ class Layers:
         block = need("megatron.core.transformer.transformer_block")
         spec = _spec(size, self.about)
         config = _transformer_config(size, self.about)
-        self.stack = block.TransformerBlock(config, spec, post_layer_norm=False).to(device)
+        self.stack = block.TransformerBlock(config, spec, post_layer_norm=False).to(device, autocast_dtype(size))
         left = dict(self.stack.named_parameters())
         _fill_layers(left, weights, "")
         _none_left(left)
@@ -147,7 +147,7 @@ class Training:
         _start(device, self.about)
         spec = _spec(size, self.about)
         config = _transformer_config(size, self.about)
-        self.model = self._model(config, spec).to(device)
+        self.model = self._model(config, spec).to(device, autocast_dtype(size))
         fill(self.model, weights)
         self.wrapped, self.optimizer = self._optimizer(config)
         s = m.seq_length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,10 +32,14 @@ from megatron_port.session.assemble import DTYPES, build_engine
 class Training:
     """Whole optimizer steps."""
 
-    def __init__(self, size: Size, weights: Weights, ctx: ParallelContext, providers: Providers, about: About) -> None:
+    def __init__(
+        self, size: Size, weights: Weights, ctx: ParallelContext, providers: Providers, about: About,
+        graphs: str = "off",
+    ) -> None:
         self.size, self.about = size, about
-        recipe = "none" if providers.fp8 is None else providers.fp8.recipe
-        self.engine = build_engine(size.run_config(recipe), ctx, providers, initialise=False)
+        config = size.run_config("none" if providers.fp8 is None else providers.fp8.recipe)
+        config = replace(config, backend=replace(config.backend, graphs=graphs, device=ctx.device.type))
+        self.engine = build_engine(config, ctx, providers, initialise=False)
 
         def read(
             name: str, kind: str, offset: tuple[int, ...], extent: tuple[int, ...], *, out: Tensor | None = None
@@ -101,9 +106,11 @@ class Layers:
 
 
 def build(
-    size: Size, weights: Weights, device: torch.device, *, own_kernels: bool, fp8: str = "none"
+    size: Size, weights: Weights, device: torch.device, *, own_kernels: bool, fp8: str = "none", graphs: str = "off"
 ) -> Training | Layers:
     """See ``peer.build``."""
+    if graphs != "off" and (size.layers_only or device.type == "cpu"):
+        raise Unable("steps are recorded on a GPU, and whole")
     found = fp8_problems(size.run_config(fp8))
     if found:
         raise Unable(found[0])
@@ -121,5 +128,7 @@ def build(
     about = About({"engine": "native", **table})
     if fp8 != "none" and not info.is_gpu:
         about.handicap = "a CPU multiplies 8-bit values in fp32"
-    kind = Layers if size.layers_only else Training
-    return kind(size, weights, ParallelContext.single(device), providers, about)
+    ctx = ParallelContext.single(device)
+    if size.layers_only:
+        return Layers(size, weights, ctx, providers, about)
+    return Training(size, weights, ctx, providers, about, graphs)

@@ -15,25 +15,26 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_port.backend.providers import Providers
-from megatron_port.bench.clock import seconds_of
+from megatron_port.bench.clock import queued_seconds, seconds_of
 from megatron_port.config.schema import ModelConfig
 from megatron_port.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_port.parallel.linear_kernels import PLAIN
 from megatron_port.plan.kernel_table import Entry
-from megatron_port.preflight.exchange import synchronize
 
 STEP = 4
 SIZES = {"cpu": (1 << 15, 1 << 17, 1 << 19, 1 << 21), "cuda": (1 << 20, 1 << 22, 1 << 24, 1 << 26)}
 """Elements of a pass's output."""
 COLD = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Bytes that are used in turn: more than the last cache holds."""
-MOST_SETS = 512
+MOST_SETS = {"cpu": 512, "cuda": 32}
+"""On a GPU what a stream queues."""
 INNER = 256
 """Inner size of the products that make inputs."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -103,7 +104,8 @@ def _kind(device: torch.device) -> str:
 def _sets(size: int, once: float, budget_s: float, device: torch.device) -> int:
     """Sets of operands of so many bytes each that no cache holds all of, or as many as a third of the budget is enough
     for when one takes ``once`` seconds."""
-    return min(max(COLD[_kind(device)] // size, 4), max(int(budget_s / 3 / once), 4), MOST_SETS)
+    return min(max(COLD[_kind(device)] // size, 4), max(int(budget_s / 3 / once), 4),
+               MOST_SETS[_kind(device)])
 
 
 @torch.no_grad()
@@ -112,11 +114,12 @@ def _in_turn(work: Callable[[int], object], count: int, device: torch.device, bu
     samples: list[float] = []
     ends = time.perf_counter() + budget_s
     while len(samples) < 3 or time.perf_counter() < ends:
-        synchronize(device)
+        if device.type != "cpu":
+            samples.append(queued_seconds([partial(work, i) for i in range(count)])[0])
+            continue
         started = time.perf_counter()
         for i in range(count):
             work(i)
-        synchronize(device)
         samples.append((time.perf_counter() - started) / count)
     return statistics.median(samples[1:])
 
@@ -124,15 +127,10 @@ def _in_turn(work: Callable[[int], object], count: int, device: torch.device, bu
 def _warmed(
     works: Sequence[Callable[[], object]], warm: Callable[[int], object], device: torch.device
 ) -> float:
-    """Mean seconds of a call of each of ``works``, on a CPU after what makes its input."""
+    """Mean seconds of a call of each of ``works``: of the device, on a CPU after what makes its input."""
     seconds = 0.0
     if device.type != "cpu":
-        synchronize(device)
-        started = time.perf_counter()
-        for work in works:
-            work()
-        synchronize(device)
-        return (time.perf_counter() - started) / len(works)
+        return queued_seconds(works)[0]
     for i, work in enumerate(works):
         warm(i)
         started = time.perf_counter()

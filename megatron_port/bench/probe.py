@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_port.bench.clock import seconds_of
+from megatron_port.bench.clock import device_seconds, seconds_of
 from megatron_port.bench.exchanges import CollectiveTime, collective_times
 from megatron_port.bench.passes import product_seconds
 from megatron_port.config.schema import ModelConfig
@@ -107,7 +107,7 @@ def measure(
     wanted = [(shape, dtype) for dtype in dtypes for shape in shapes]
     times = [t for shape, dtype in wanted for t in product_seconds(shape, dtype, device, budget_s)]
     small = torch.ones(16, device=device)
-    launch = seconds_of(lambda: small.add(1.0), device, budget_s=budget_s)
+    launch = device_seconds(lambda: small.add(1.0), device, budget_s)
     size = 256 << 20 if device.type == "cuda" else 64 << 20
     source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
@@ -152,15 +152,14 @@ def _attention_operations() -> float:
 def _attention(device: torch.device, budget_s: float) -> list[float]:
     """Seconds of the forward and of the backward."""
     q, k, v = (torch.randn(_ATTENTION, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    grad = torch.randn(_ATTENTION, device=device, dtype=torch.bfloat16)
 
     def forward() -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    def both() -> None:
-        forward().sum().backward()
-
-    once = seconds_of(forward, device, budget_s=budget_s)
-    return [once, max(seconds_of(both, device, budget_s=budget_s) - once, 1e-9)]
+    once = device_seconds(forward, device, budget_s)
+    both = device_seconds(lambda: torch.autograd.grad(forward(), (q, k, v), grad), device, budget_s)
+    return [once, max(both - once, 1e-9)]
 
 
 def _reserved(device: torch.device) -> int:
