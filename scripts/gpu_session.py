@@ -45,10 +45,10 @@ TINY_SIZES: dict[str, list[str]] = {"tiny": [], "tiny-bf16": [], "tiny-layers": 
 LAYOUTS = ("tp1pp1dp1", "tp2pp1dp1sp", "tp1pp2dp1", "tp2pp2dp1", "tp1pp2dp2")
 TEST_WORKERS = 8
 """Processes that share the GPU for the kernels' tests, where pytest-xdist is."""
-
-
-CLUSTERS = {"h200": "clusters/h200", "h100": "clusters/dgx-h100", "a100": "clusters/selene",
-            "mi250x": "clusters/frontier", "mi300x": "clusters/mi300x", "b200": "clusters/b200", "l40s": "clusters/l40s"}
+CLUSTERS = {
+    "h200": "clusters/h200", "h100": "clusters/dgx-h100", "a100": "clusters/selene", "mi250x": "clusters/frontier",
+    "mi300x": "clusters/mi300x", "b200": "clusters/b200", "l40s": "clusters/l40s",
+}
 """Word in a device's name → the cluster file that ``bench calibrate`` corrects."""
 
 
