@@ -36,12 +36,18 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from gpu_summary import data_of, summary_table  # noqa: E402
 from part_runner import TINY_RUN, Part, PartResult, run_all  # noqa: E402
 
-SIZES = {"gpt2-124m": [], "gpt2-xl": ["--layers", "24", "--global-batch", "16"], "6.7b-layers": [], "llama-8b-long": [],
-         "6.7b": ["--layers", "8", "--global-batch", "16"]}
-"""Size → what is changed of it, so that every peer's state fits beside the others' and a step takes about a second."""
-PEERS = ("ours", "ours-recorded", "ours-fp8", "torch", "megatron-core", "torchtitan", "torch-compile")
-"""What has the time; the one that compiles comes last."""
-TINY_SIZES: dict[str, list[str]] = {"tiny": [], "tiny-bf16": [], "tiny-layers": [], "tiny-llama-layers": []}
+SIZES = {
+    "gpt2-124m": ([], ["ours", "ours-recorded", "torch", "torch-compile"]),
+    "6.7b-layers": ([], ["ours", "ours-fp8", "torch", "megatron-core", "torch-compile"]),
+    "6.7b": (["--layers", "8", "--global-batch", "16"], ["ours", "ours-recorded", "ours-fp8", "torch"]),
+    "gpt2-xl": (["--layers", "12", "--global-batch", "16"], ["ours", "ours-recorded", "torch", "torch-compile"]),
+    "llama-8b-long": ([], ["ours", "torch", "torchtitan", "torch-compile"]),
+}
+"""Size → what is changed of it, so that every peer's state fits beside the others' and a step takes a tenth of a second
+to one; and the peers that can train it and have the time. What compiles comes last."""
+TINY_SIZES: dict[str, tuple[list[str], list[str]]] = {
+    name: ([], ["ours", "torch"]) for name in ("tiny", "tiny-bf16", "tiny-layers", "tiny-llama-layers")
+}
 LAYOUTS = ("tp1pp1dp1", "tp2pp1dp1sp", "tp1pp2dp1", "tp2pp2dp1", "tp1pp2dp2")
 TEST_WORKERS = 8
 """Processes that share the GPU for the kernels' tests, where pytest-xdist is."""
@@ -71,13 +77,12 @@ def device_name(device: str) -> str:
 def compare_parts(folder: Path, device: str, tiny: bool, limit_s: float) -> list[Part]:
     """One part a size, so that a size that goes wrong costs its own time only."""
     python, found = sys.executable, []
-    for size, changes in (TINY_SIZES if tiny else SIZES).items():
+    for size, (changes, peers) in (TINY_SIZES if tiny else SIZES).items():
         command = [python, "-m", "benchmarks.compare", "--device", device, "--sizes", size, *changes,
-                   "--out", str(folder / f"compare-{size}.json"), "--repetitions", "3", "--steps", "3",
-                   "--warm-up", "2", "--minutes", f"{0.8 * limit_s / 60:.2f}"]
+                   "--peers", *peers, "--out", str(folder / f"compare-{size}.json"), "--repetitions", "3",
+                   "--steps", "3", "--warm-up", "3", "--minutes", f"{0.8 * limit_s / 60:.2f}"]
         if (folder / "reference.json").exists():
             command += ["--reference", str(folder / "reference.json")]
-        command += ["--peers", *(("ours", "torch") if tiny else PEERS)]
         found.append(Part(f"compare-{size}", command, limit_s, "tokens/s and MFU of this project and others", "",
                           limit_s / 2))
     return found
