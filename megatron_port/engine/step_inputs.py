@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import torch
 
@@ -51,8 +52,8 @@ class StepInputs:
         self.keys = [placed(t) for t in keys]
 
     def load(self, micro_batches: Sequence[MicroBatch], keys: Sequence[Sequence[int]]) -> None:
-        """Copy a step's micro-batches and keys there, in one copy for each dtype; the host does not wait for the
-        device."""
+        """Copy a step's micro-batches and keys there, from the host or from the device, in one copy for each dtype and
+        side; the host does not wait for the device."""
         numbers = torch.tensor([key for of_batch in keys for key in of_batch], dtype=torch.int64)
         given = [*_tensors(micro_batches), numbers]
         for dtype, memory in self._memory.items():
@@ -64,6 +65,15 @@ def _tensors(micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
 
 
 def _copy(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    flat = torch.cat([part.reshape(-1) for part in parts])
-    # From pageable memory the copy would wait for all that the device has to do.
-    target.copy_(flat.pin_memory() if target.is_cuda and not flat.is_cuda else flat, non_blocking=True)
+    """Copy parts to memory, one after the other: those in a row that are on one device in one call. The dropout keys
+    are on the host, whatever device a caller's micro-batches are on."""
+    at = 0
+    for device, group in groupby(parts, lambda part: part.device):
+        flat = [part.reshape(-1) for part in group]
+        here = target.narrow(0, at, sum(part.numel() for part in flat))
+        at += here.numel()
+        if device == target.device:
+            torch.cat(flat, out=here)
+        else:  # from pageable memory the copy would wait for all that the device has to do
+            joined = torch.cat(flat)
+            here.copy_(joined.pin_memory() if target.is_cuda else joined, non_blocking=True)

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from step_tape import TapeRecorder
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_port.backend.choose import choose_providers
 from megatron_port.backend.device import choose_device
@@ -128,6 +130,40 @@ def test_inputs_lie_where_they_lay() -> None:
                 assert torch.equal(getattr(mine, name), getattr(given, name)), name
         assert [k.tolist() for k in inputs.keys] == [[step, -1], [-step, 1 << 62]]
     assert where == places()
+
+
+class Writes(TorchDispatchMode):
+    """Refuses what no device does with another's memory; ``ranges``: elements written, by (first, number)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranges: dict[torch.dtype, list[tuple[int, int]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        target = args[0] if func is torch.ops.aten.copy_.default else kwargs.get("out")
+        if func is not torch.ops.aten.copy_.default:
+            assert len({t.device for t in tensors}) < 2, f"{func} of tensors on several devices"
+        if target is not None and target.is_meta:
+            self.ranges.setdefault(target.dtype, []).append((target.storage_offset(), target.numel()))
+        return func(*args, **kwargs)
+
+
+def test_inputs_come_from_the_host_or_from_the_device() -> None:
+    """A caller's micro-batches may be on the device, while the keys of their samples never are."""
+    device = torch.device("meta")  # has no values; what is written where is seen
+    there = [dataclasses.replace(b, **{n: getattr(b, n).to(device) for n in FIELDS[:4]}) for b in batches_of(0)]
+    inputs = StepInputs(batches_of(0), device)
+    memory = {tensor.dtype: tensor.untyped_storage().nbytes() // tensor.element_size()
+              for b in inputs.batches for tensor in (getattr(b, name) for name in FIELDS[:4])}
+    for given, calls in ((batches_of(1), 3), (there, 4)):
+        with Writes() as writes:
+            inputs.load(given, [(1, 2), (3, 4)])
+        assert sum(map(len, writes.ranges.values())) == calls
+        for dtype, ranges in writes.ranges.items():
+            ends = [at + count for at, count in sorted(ranges)]
+            assert [0, *ends[:-1]] == [at for at, _ in sorted(ranges)] and ends[-1] == memory[dtype]
 
 
 RECORDED = RunConfig(engine="native", backend=BackendConfig(graphs="step", device="cuda"))
