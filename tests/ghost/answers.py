@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,8 @@ NO_NUMBERS = ("empty", "new_empty", "set_", "resize_", "record_stream", "is_pinn
               "_local_scalar_dense", "_reshape_alias")
 """Operators without a kernel of their own, by their names' beginning."""
 Operator = Callable[..., Any]
-CPU_DRAWS = os.environ.get("GHOST_CPU_DRAWS") == "1"
-"""Whether the CPU's generator draws torch's random numbers: for programs that check no number of theirs."""
+CPU_DRAWS = "GHOST_CPU_DRAWS"
+"""Set to 1: the CPU's generator draws torch's random numbers, for programs that check no number of theirs."""
 
 
 def at_host(value: Any) -> Any:
@@ -60,14 +61,47 @@ def storages(values: Any) -> set[int]:
     return found
 
 
-def write_back(results: Any, computed: Any, known: set[int]) -> None:
-    """Copy what the CPU computed to the results that have memory of their own."""
-    if isinstance(results, torch.Tensor):
-        if results.device.type == "cuda" and results.untyped_storage().data_ptr() not in known:
-            at_host(results).copy_(computed)
-    elif isinstance(results, (list, tuple)):
-        for result, one in zip(results, computed):
-            write_back(result, one, known)
+def own_memory(results: Any, known: set[int]) -> Any:
+    """Results that have memory of their own, as tensors of the CPU on it; None in place of the others."""
+    if isinstance(results, (list, tuple)):
+        return [own_memory(result, known) for result in results]
+    if isinstance(results, torch.Tensor) and results.device.type == "cuda":
+        return None if results.untyped_storage().data_ptr() in known else at_host(results)
+    return None
+
+
+def write_back(memory: Any, computed: Any) -> None:
+    """Copy what the CPU computed to the memory of the results."""
+    if isinstance(memory, torch.Tensor):
+        memory.copy_(computed)
+    elif isinstance(memory, list):
+        for one, value in zip(memory, computed):
+            write_back(one, value)
+
+
+REPLAYED: list[Callable[[], None]] = []
+"""What recorded operators compute, by number. The tensors of these functions own no memory."""
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_long)
+def replay(number: int) -> None:
+    """Compute a recorded operator; a failure ends the process, because a callback cannot raise."""
+    try:
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            REPLAYED[number]()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(86)
+
+
+def now_or_in_replays(function: Callable[[], None]) -> None:
+    """Compute what the current stream was given, or keep it for each replay of the graph that captures the stream."""
+    if torch.cuda.is_current_stream_capturing():
+        REPLAYED.append(function)
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        GHOST.ghost_answer_later(stream, replay, ctypes.c_long(len(REPLAYED) - 1))
+    else:
+        function()
 
 
 def host_arguments(name: str, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -123,7 +157,7 @@ class Answers(TorchDispatchMode):
         if not launched and not made:
             return out
         random = torch.Tag.nondeterministic_seeded in func.tags and name not in ANSWERS
-        if random and not CPU_DRAWS:
+        if random and os.environ.get(CPU_DRAWS) != "1":
             raise NotImplementedError(f"nobody computes {func}: its random numbers are the GPU's own")
         if name in PRODUCTS:
             GHOST.ghost_mark(b"product computed by torch")
@@ -131,10 +165,14 @@ class Answers(TorchDispatchMode):
         if random:
             host_kwargs.pop("generator", None)  # the GPU's, if any; some operators take none
         answer = ANSWERS.get(name)
-        computed = answer(by_name(func, host_args, host_kwargs)) if answer else func(*host_args, **host_kwargs)
+
+        def compute() -> Any:
+            return answer(by_name(func, host_args, host_kwargs)) if answer else func(*host_args, **host_kwargs)
+
         if isinstance(out, (bool, int, float)):  # read by the operator itself, before anything was computed
-            return computed
-        write_back(out, computed, known)
+            return compute()
+        memory = own_memory(out, known)
+        now_or_in_replays(lambda: write_back(memory, compute()))
         return out
 
 

@@ -4,6 +4,7 @@
 #include <mutex>
 
 #include "events.h"
+#include "graphs.h"
 #include "products.h"
 
 // Declared here and not by cublas_v2.h: the ABI is all that is needed, and enumerations pass as int.
@@ -44,11 +45,11 @@ int product(const char* name, void* handle, int transpose_a, int transpose_b, in
   ghost_touch("product", stream, memory.text(), "%s %d %d %d x %d types %d %d %d", name, m, n, k, matrices, s.type_a,
               s.type_b, s.type_c);
   if (!ghost_computes()) return 0;
-  ghost_finish(stream);
   const Number a = static_cast<Number>(s.type_a), b = static_cast<Number>(s.type_b), c = static_cast<Number>(s.type_c);
-  multiply({m, n, k, matrices, scalar(alpha, compute), scalar(beta, compute),
-            {s.a, a, transpose_a != 0, s.lead_a, s.stride_a}, {s.b, b, transpose_b != 0, s.lead_b, s.stride_b},
-            {s.c, c, false, s.lead_c, s.stride_c}, s.c, c, s.lead_c, s.stride_c, nullptr, c});
+  const Product made{m, n, k, matrices, scalar(alpha, compute), scalar(beta, compute),
+                     {s.a, a, transpose_a != 0, s.lead_a, s.stride_a}, {s.b, b, transpose_b != 0, s.lead_b, s.stride_b},
+                     {s.c, c, false, s.lead_c, s.stride_c}, s.c, c, s.lead_c, s.stride_c, nullptr, c};
+  ghost_do(stream, [made] { multiply(made); });
   return 0;
 }
 

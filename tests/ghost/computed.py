@@ -20,9 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from analyse import faults
+from answers import CPU_DRAWS
 from check import own_launches
 from machine import Machine, RankLog
 from options import ROOT, chosen_torch, commit, machine, parser
+from recorded import capture_faults
+
+from benchmarks.compare.devices import PEERS
 
 RECORD = ROOT / "benchmarks" / "results" / "ghost-computed.jsonl"
 RUN = """
@@ -54,6 +58,8 @@ attention = "math"
 BOUNDS = {"fp32": (5e-7, 5e-6), "bf16": (2e-4, 5e-3), "fp16": (3e-5, 1e-3)}
 """Precision → largest relative difference of a loss, and of a gradient norm. 2^-23 is 1.2e-7.
 The norm's difference grows with the steps, as the weights move apart."""
+RECORDED = "backend.graphs=step"
+ON_DEVICE = "batches-on-the-device"
 Step = tuple[float, float]
 
 
@@ -89,6 +95,12 @@ CASES = (
                                                      "layout.virtual_pipeline_size=2")),
     Case("tp2pp2-interleaved-recompute", 4, layers=4,
          settings=layout(2, 2, 1, "layout.virtual_pipeline_size=2", "activations.policy=full")),
+    Case("one-rank-recorded-bf16", dtype="bf16", settings=(RECORDED,)),
+    Case("tp2pp2dp2-recorded", 8, settings=layout(2, 2, 2, RECORDED)),
+    Case("dp2-zero2-fp16-recorded", 2, "fp16", settings=layout(1, 1, 2, "layout.zero_stage=2", RECORDED)),
+    Case("pp2dp2-zb-v-recorded", 4, layers=4,
+         settings=layout(1, 2, 2, "layout.pipeline_schedule=zb-v", "layout.virtual_pipeline_size=2",
+                         RECORDED)),
     Case("tp2dp2-attention-dropout-bf16", 4, "bf16", model=("model.attention_dropout=0.1",),
          settings=layout(2, 1, 2, "backend.attention=own")),
 )
@@ -137,8 +149,12 @@ def run_case(made: Machine, case: Case) -> dict[str, Any]:
     sets = set_options((*case.model, *case.settings))
     ended = made.compute("train", "run.toml", "--nproc", str(case.ranks), "--set", "backend.device=cuda", *sets,
                          "--set", f"output_dir={case.name}/runs", seconds=1200.0)
-    torch_alone = "backend.own_kernels=off" in case.settings  # its AdamW waits for the clipping factor
-    wrong = [ended.output[-800:]] if ended.code else faults(ended.logs, may_wait=torch_alone) if case.ranks > 1 else []
+    # torch's AdamW waits for the clipping factor, and a recording for the device.
+    waits = bool({"backend.own_kernels=off", RECORDED} & set(case.settings))
+    wrong = [ended.output[-800:]] if ended.code else faults(ended.logs, may_wait=waits) if case.ranks > 1 else []
+    if RECORDED in case.settings and not ended.code:
+        wrong += [fault for log in ended.logs for fault in capture_faults(log)]
+        wrong += [f"rank {log.rank} replayed nothing" for log in ended.logs if not log.counts()["graph begins"]]
     row = {"case": case.name, "ranks": case.ranks, "dtype": case.dtype, "steps": len(expected), "ok": False,
            "cpu_s": ended.cpu_s}
     if not ended.code:
@@ -152,6 +168,21 @@ def run_case(made: Machine, case: Case) -> dict[str, Any]:
     return row | ({"wrong": wrong[:3]} if wrong else {})
 
 
+def run_device_batches(made: Machine) -> dict[str, Any]:
+    """Return the line of the comparison's peers, whose batches are on the GPU: steps recorded and not, against the
+    CPU's by the comparison's own tolerances."""
+    out = made.scratch / "devices.json"
+    ended = made.start("benchmarks.compare.devices", "--device", "cuda", "--sizes", "tiny", "tiny-bf16", "--out",
+                       str(out), settings={"GHOST_COMPUTE": "1", CPU_DRAWS: "1"}, seconds=300.0)
+    rows = json.loads(out.read_text())["rows"] if out.exists() else []
+    off = {f"{row['size']} {row['peer']}": row.get("difference_over_tolerance") for row in rows}
+    plain, recorded = ([row.get("losses", 0) for row in rows if row["peer"] == name] for name in PEERS[:2])
+    wrong = [ended.output[-800:]] if ended.code or None in off.values() else []
+    wrong += [] if recorded == plain else [f"recorded steps have losses {recorded}, others {plain}"]
+    return {"case": ON_DEVICE, "tolerances": off, "ok": not wrong, "cpu_s": ended.cpu_s} | (
+        {"wrong": wrong} if wrong else {})
+
+
 def main() -> int:
     """Run the cases that the record lacks."""
     made = parser(__doc__)
@@ -162,8 +193,10 @@ def main() -> int:
     done = {json.loads(line)["case"] for line in a.out.read_text().splitlines()} if a.out.exists() else set()
     bad = 0
     with machine(torch) as node:
-        for case in (case for case in CASES if case.name not in done and a.only in case.name):
-            row = run_case(node, case) | {"commit": commit(), "torch": torch.version}
+        names = {case.name: case for case in CASES}
+        for name in (name for name in (*names, ON_DEVICE) if name not in done and a.only in name):
+            row = run_case(node, names[name]) if name in names else run_device_batches(node)
+            row |= {"commit": commit(), "torch": torch.version}
             print(json.dumps(row), flush=True)
             bad += not row["ok"]
             if row["ok"]:

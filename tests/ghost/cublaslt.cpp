@@ -4,6 +4,7 @@
 #include <map>
 
 #include "events.h"
+#include "graphs.h"
 #include "products.h"
 
 namespace {
@@ -104,11 +105,11 @@ int cublasLtMatmul(void*, void* described, const void* alpha, const void* a, con
   const bool ta = how.get(transpose_a, 0), tb = how.get(transpose_b, 0);
   const long m = static_cast<long>(ta ? la.columns : la.rows), k = static_cast<long>(ta ? la.rows : la.columns);
   const void* bias = then == with_bias ? reinterpret_cast<const void*>(how.get(bias_pointer, 0)) : nullptr;
-  ghost_finish(stream);
-  multiply({m, static_cast<long>(ld.columns), k, la.get(matrices_of, 1), scalar(alpha, how.scale),
+  const Product made{m, static_cast<long>(ld.columns), k, la.get(matrices_of, 1), scalar(alpha, how.scale),
             scalar(beta, how.scale), operand(a, la, ta), operand(b, lb, tb), operand(c, lc, false), d,
             static_cast<Number>(ld.type), ld.leading, ld.get(stride_of, 0), bias,
-            static_cast<Number>(how.get(bias_type, static_cast<uint64_t>(ld.type)))});
+            static_cast<Number>(how.get(bias_type, static_cast<uint64_t>(ld.type)))};
+  ghost_do(stream, [made] { multiply(made); });
   return 0;
 }
 

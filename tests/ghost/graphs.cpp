@@ -13,7 +13,9 @@
 #include <unordered_map>
 #include <vector>
 
+#include "compute.h"
 #include "events.h"
+#include "pending.h"
 
 namespace {
 
@@ -88,6 +90,17 @@ bool ghost_later(const void* stream, std::function<void()> action) {
   return true;
 }
 
+bool ghost_captured(const void* stream) {
+  std::lock_guard<std::mutex> hold(guard);
+  return capture_of(stream) != nullptr;
+}
+
+void ghost_do(const void* stream, std::function<void()> action) {
+  if (ghost_later(stream, action)) return;
+  ghost_finish(stream);
+  action();
+}
+
 void ghost_capture_record(const void* event, const void* stream) {
   std::lock_guard<std::mutex> hold(guard);
   const std::shared_ptr<Capture> capture = capture_of(stream);
@@ -124,6 +137,13 @@ void ghost_capture_ask(const void* event) {
 }
 
 extern "C" {
+
+// What the calling thread has launched on a stream is answered at each replay by ``run(number)``.
+void ghost_answer_later(const void* stream, void (*run)(long), long number) {
+  std::lock_guard<std::mutex> hold(guard);
+  const std::shared_ptr<Capture> capture = capture_of(stream);
+  if (capture) capture->calls.push_back({"answer", stream, "", "", [=] { run(number); }});
+}
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
   ghost_event("capture", stream, "begins, mode %d", static_cast<int>(mode));
@@ -195,14 +215,18 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) {
 cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) {
   const std::shared_ptr<Capture> capture = reinterpret_cast<Graph*>(graph)->capture;
   ghost_event("graph begins", stream, "%llu", capture->id);
+  ghost_finish(stream);
   for (const Kept& call : capture->calls) {
     const void* on = call.stream == capture->origin ? stream : call.stream;
     // Events of a graph are its own, whatever the handles are used for outside of it.
     const bool orders = call.kind == "record" || call.kind == "await";
     const std::string detail = orders ? "graph " + std::to_string(capture->id) + " " + call.detail : call.detail;
-    ghost_touch(call.kind.c_str(), on, call.memory, "%s", detail.c_str());
-    if (call.action) call.action();
+    if (call.kind != "answer") ghost_touch(call.kind.c_str(), on, call.memory, "%s", detail.c_str());
+    if (!call.action) continue;
+    if (!orders) ghost_finish(call.stream);
+    call.action();
   }
+  for (const auto& [joined, count] : capture->done) ghost_finish(joined);
   ghost_event("graph ends", stream, "%llu", capture->id);
   return cudaSuccess;
 }

@@ -15,6 +15,7 @@
 
 #include "compute.h"
 #include "events.h"
+#include "graphs.h"
 #include "messages.h"
 #include "pending.h"
 
@@ -105,11 +106,11 @@ int reduce(const char* kind, void* comm, const Part& part, int type, int operati
   const bool scatter = part.read != part.written && part.to;
   log_operation(kind, c, scatter ? part.written : part.read, type, root, stream, part);
   if (!ghost_computes()) return 0;
-  ghost_finish(stream);
-  const auto parts = gather(c, part.from, bytes_of(part.read, type), -1, root);
-  if (parts.empty()) return 0;
   const size_t skip = scatter ? bytes_of(part.written, type) * c.rank() : 0;
-  combine(part.to, addresses(parts, skip), part.written, type, operation);
+  ghost_do(stream, [=, &c] {
+    const auto parts = gather(c, part.from, bytes_of(part.read, type), -1, root);
+    if (!parts.empty()) combine(part.to, addresses(parts, skip), part.written, type, operation);
+  });
   return 0;
 }
 
@@ -118,10 +119,12 @@ int spread(const char* kind, void* comm, const Part& part, int type, int root, c
   const size_t count = root < 0 ? part.read : part.written, bytes = bytes_of(count, type);
   log_operation(kind, c, count, type, root, stream, part);
   if (!ghost_computes()) return 0;
-  ghost_finish(stream);
-  const auto parts = gather(c, part.from, bytes, root, -1);
-  for (int rank = 0; rank < c.size(); rank++)
-    if (root < 0 || root == rank) memcpy(static_cast<char*>(part.to) + (root < 0 ? rank * bytes : 0), parts[rank].data(), bytes);
+  ghost_do(stream, [=, &c] {
+    const auto parts = gather(c, part.from, bytes, root, -1);
+    for (int rank = 0; rank < c.size(); rank++)
+      if (root < 0 || root == rank)
+        memcpy(static_cast<char*>(part.to) + (root < 0 ? rank * bytes : 0), parts[rank].data(), bytes);
+  });
   return 0;
 }
 
@@ -204,31 +207,36 @@ int ncclAlltoAll(const void* from, void* to, size_t count, int type, void* comm,
   const size_t all = count * c.size(), bytes = bytes_of(count, type);
   log_operation("all_to_all", c, count, type, -1, stream, {from, all, to, all});
   if (!ghost_computes()) return 0;
-  ghost_finish(stream);
-  const auto parts = gather(c, from, bytes_of(all, type), -1, -1);
-  for (int rank = 0; rank < c.size(); rank++)
-    memcpy(static_cast<char*>(to) + rank * bytes, parts[rank].data() + c.rank() * bytes, bytes);
+  ghost_do(stream, [=, &c] {
+    const auto parts = gather(c, from, bytes_of(all, type), -1, -1);
+    for (int rank = 0; rank < c.size(); rank++)
+      memcpy(static_cast<char*>(to) + rank * bytes, parts[rank].data() + c.rank() * bytes, bytes);
+  });
   return 0;
 }
 int ncclSend(const void* from, size_t count, int type, int peer, void* comm, void* stream) {
   auto& c = *static_cast<Communicator*>(comm);
   log_operation("send", c, count, type, peer, stream, {from, count, nullptr, 0});
   if (!ghost_computes()) return 0;
-  ghost_finish(stream);
-  leave(c.exchange, message(c.sent[peer]++, c.rank(), peer), from, bytes_of(count, type));
+  ghost_do(stream, [=, &c] {
+    leave(c.exchange, message(c.sent[peer]++, c.rank(), peer), from, bytes_of(count, type));
+  });
   return 0;
 }
 int ncclRecv(void* to, size_t count, int type, int peer, void* comm, void* stream) {
   auto& c = *static_cast<Communicator*>(comm);
   log_operation("receive", c, count, type, peer, stream, {nullptr, 0, to, count});
   if (!ghost_computes()) return 0;
-  const std::string name = message(c.received[peer]++, peer, c.rank()), path = c.exchange.folder + "/" + name;
-  pend(stream, [&c, to, name, path, bytes = bytes_of(count, type)](bool wait) {
-    if (!wait && access(path.c_str(), F_OK)) return false;
-    take(c.exchange, name, to, bytes);
-    unlink(path.c_str());
-    return true;
-  });
+  const auto begin = [=, &c] {
+    const std::string name = message(c.received[peer]++, peer, c.rank()), path = c.exchange.folder + "/" + name;
+    pend(stream, [&c, to, name, path, bytes = bytes_of(count, type)](bool wait) {
+      if (!wait && access(path.c_str(), F_OK)) return false;
+      take(c.exchange, name, to, bytes);
+      unlink(path.c_str());
+      return true;
+    });
+  };
+  if (!ghost_later(stream, begin)) begin();
   return 0;
 }
 

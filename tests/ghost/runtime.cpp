@@ -90,7 +90,7 @@ void launch(const void* kernel, dim3 grid, dim3 block, size_t shared, const void
   ghost_touch(legal ? "kernel" : "illegal launch", stream, kernel_memory(name, arguments), "%u,%u,%u %u %zu %.700s", grid.x, grid.y, grid.z,
               block.x * block.y * block.z, shared, name.c_str());
   ghost_finish(stream);
-  ghost_run(kernel, name.c_str(), grid, block, arguments);
+  ghost_run(kernel, name.c_str(), grid, block, arguments, stream);
 }
 
 }  // namespace
@@ -298,7 +298,7 @@ cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlag
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   ghost_event("record", stream, "%zx", reinterpret_cast<size_t>(event));
   ghost_capture_record(event, stream);
-  pending_record(event, stream);
+  if (!ghost_later(stream, [=] { pending_record(event, stream); })) pending_record(event, stream);
   return cudaSuccess;
 }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
@@ -307,7 +307,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   ghost_capture_await(stream, event);
   ghost_event("await", stream, "%zx", reinterpret_cast<size_t>(event));
-  pending_event(event, true);
+  if (!ghost_later(stream, [=] { pending_event(event, true); })) pending_event(event, true);
   return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {

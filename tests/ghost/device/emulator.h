@@ -18,7 +18,7 @@ struct CUstream_st;
 int cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** arguments, size_t shared, CUstream_st* stream);
 int cudaDeviceGetAttribute(int* value, int attribute, int device);
 void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, void*, void*, void*, void*, int*);
-void ghost_kernel(const void* kernel, void (*run)(const void*, unsigned, unsigned, void**));
+void ghost_kernel(const void* kernel, void (*run)(const void*, unsigned, unsigned, void**), void** (*keep)(void**));
 }
 
 namespace emulator {
@@ -49,6 +49,11 @@ void run_launched(void (*kernel)(P...), unsigned blocks, unsigned threads, void*
   run(blocks, threads, MP_WARP, [&] { kernel(*static_cast<P*>(arguments[I])...); });
 }
 
+template <typename... P, size_t... I>
+void** kept(void** arguments, std::index_sequence<I...>) {
+  return new void*[sizeof...(P)]{new P(*static_cast<P*>(arguments[I]))...};
+}
+
 template <typename... P>
 int launch(void (*kernel)(P...), unsigned blocks, unsigned threads, void* stream, P... arguments) {
   register_names();
@@ -56,7 +61,7 @@ int launch(void (*kernel)(P...), unsigned blocks, unsigned threads, void* stream
   ghost_kernel(address, [](const void* launched, unsigned grid, unsigned block, void** given) {
     run_launched(reinterpret_cast<void (*)(P...)>(const_cast<void*>(launched)), grid, block, given,
                  std::index_sequence_for<P...>{});
-  });
+  }, [](void** given) { return kept<P...>(given, std::index_sequence_for<P...>{}); });
   void* list[] = {static_cast<void*>(&arguments)...};
   return cudaLaunchKernel(address, dim3{blocks, 1, 1}, dim3{threads, 1, 1}, list, 0,
                           static_cast<CUstream_st*>(stream));
