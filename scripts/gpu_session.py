@@ -36,17 +36,20 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from gpu_summary import data_of, summary_table  # noqa: E402
 from part_runner import TINY_RUN, Part, PartResult, run_all  # noqa: E402
 
+RECORDED = "ours-recorded"
+"""The peer that a CPU, which launches nothing, does not have."""
 SIZES = {
-    "gpt2-124m": ([], ["ours", "ours-recorded", "torch", "torch-compile"]),
+    "gpt2-124m": ([], ["ours", RECORDED, "torch", "torch-compile"]),
     "6.7b-layers": ([], ["ours", "ours-fp8", "torch", "megatron-core", "torch-compile"]),
-    "6.7b": (["--layers", "8", "--global-batch", "16"], ["ours", "ours-recorded", "ours-fp8", "torch"]),
-    "gpt2-xl": (["--layers", "12", "--global-batch", "16"], ["ours", "ours-recorded", "torch", "torch-compile"]),
+    "6.7b": (["--layers", "8", "--global-batch", "16"], ["ours", RECORDED, "ours-fp8", "torch"]),
+    "gpt2-xl": (["--layers", "12", "--global-batch", "16"], ["ours", RECORDED, "torch", "torch-compile"]),
     "llama-8b-long": ([], ["ours", "torch", "torchtitan", "torch-compile"]),
 }
 """Size → what is changed of it, so that every peer's state fits beside the others' and a step takes a tenth of a second
 to one; and the peers that can train it and have the time. What compiles comes last."""
 TINY_SIZES: dict[str, tuple[list[str], list[str]]] = {
-    name: ([], ["ours", "torch"]) for name in ("tiny", "tiny-bf16", "tiny-layers", "tiny-llama-layers")
+    **{name: ([], ["ours", RECORDED, "torch"]) for name in ("tiny", "tiny-bf16")},
+    **{name: ([], ["ours", "torch"]) for name in ("tiny-layers", "tiny-llama-layers")},
 }
 LAYOUTS = ("tp1pp1dp1", "tp2pp1dp1sp", "tp1pp2dp1", "tp2pp2dp1", "tp1pp2dp2")
 TEST_WORKERS = 8
@@ -79,8 +82,9 @@ def compare_parts(folder: Path, device: str, tiny: bool, limit_s: float) -> list
     python, found = sys.executable, []
     for size, (changes, peers) in (TINY_SIZES if tiny else SIZES).items():
         command = [python, "-m", "benchmarks.compare", "--device", device, "--sizes", size, *changes,
-                   "--peers", *peers, "--out", str(folder / f"compare-{size}.json"), "--repetitions", "3",
-                   "--steps", "3", "--warm-up", "3", "--minutes", f"{0.8 * limit_s / 60:.2f}"]
+                   "--peers", *(peer for peer in peers if device != "cpu" or peer != RECORDED),
+                   "--out", str(folder / f"compare-{size}.json"), "--repetitions", "3", "--steps", "3",
+                   "--warm-up", "3", "--minutes", f"{0.8 * limit_s / 60:.2f}"]
         if (folder / "reference.json").exists():
             command += ["--reference", str(folder / "reference.json")]
         found.append(Part(f"compare-{size}", command, limit_s, "tokens/s and MFU of this project and others", "",

@@ -3,7 +3,7 @@
     python -m benchmarks.compare.devices --out step.json
     python -m benchmarks.compare.devices --device cpu          # the CPU against itself: that it runs
 
-For each size the losses and gradient norms of this project's first three steps (or, of layers alone, elements of the
+For each size the losses and gradient norms of this project's first five steps (or, of layers alone, elements of the
 output and of the input's gradient) on the device are compared with plain torch's on the CPU, in the tolerances of the
 comparison (``run.TOLERANCE``), with the own kernels and without. Products in fp32 are computed in fp32: TF32 is off.
 """
@@ -25,7 +25,7 @@ from benchmarks.compare.weights import batch
 from benchmarks.compare.worker import numbers_of
 
 SIZES = ("tiny", "tiny-bf16", "tiny-gpt2", "tiny-llama", "tiny-layers", "tiny-llama-layers")
-PEERS = ("ours", "ours-no-kernels", "torch")
+PEERS = ("ours", "ours-recorded", "ours-no-kernels", "torch")
 
 
 def numbers(peer: str, size: Size, device: torch.device) -> dict[str, list[float]]:

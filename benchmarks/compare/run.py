@@ -13,7 +13,8 @@ from benchmarks.compare.child import Child
 from benchmarks.compare.peer import PEERS, REFERENCE
 from benchmarks.compare.sizes import Size
 
-CHECKED_STEPS = 3
+CHECKED_STEPS = 5
+"""A recorded step is replayed from the fourth on (``engine.step_graphs``), so the last two are replays."""
 TOLERANCE = {"fp32": (2e-6, 2e-5), "bf16": (1e-3, 1e-2), "fp8": (5e-3, 5e-2)}
 """Relative, by precision (fp8: of a peer whose layers are in 8 bits): of the first step's loss (the same weights); of
 the further losses and of all gradient norms (which clip and optimizer enter)."""
@@ -172,7 +173,8 @@ def compare(
             order = order[shift:] + order[:shift]
             for outcome in order[::-1] if round_ % 2 else order:
                 child = children.get(outcome.peer) or start(outcome)
-                answer = child.ask("time", steps=plan.steps, warm_up=1 if plan.keep else plan.warm_up)
+                unseen = max(plan.warm_up, CHECKED_STEPS)  # a new process records in its first steps
+                answer = child.ask("time", steps=plan.steps, warm_up=1 if plan.keep else unseen)
                 if not outcome.fail(answer):
                     outcome.seconds.append(answer["seconds"])
                     outcome.cpu_seconds.append(answer["cpu_seconds"])

@@ -108,7 +108,7 @@ class Worker:
         """See :func:`numbers_of`."""
         assert self.peer is not None
         self.at = request["steps"]
-        return numbers_of(self.peer, self.size, self.batches[: request["steps"]])
+        return numbers_of(self.peer, self.size, [self.batches[i % BATCHES] for i in range(request["steps"])])
 
     def time(self, request: dict[str, Any]) -> dict[str, Any]:
         """Seconds of each step of a window: the device is waited for at its two ends only.
