@@ -4,11 +4,11 @@
     scripts/gpu_session.sh --kernels FOLDER                    # libraries built elsewhere: make kernels KERNELS=cuda
     scripts/gpu_session.sh --device cpu --minutes 8            # a rehearsal at tiny sizes; its times say nothing
 
-No pip, no make, no network. In order: doctor; every own kernel against fp64; a step against the CPU's, fp32 and bf16;
-layouts whose ranks share the GPU, over gloo; the rates of ops against the measured copy bandwidth; four sizes of GPT
-through this project and whatever else this Python has (tokens/s, MFU); a profile (launches, gaps); the planner's
-calibration; the ops once more beside torch.compile. A part that fails or does not end within its limit is noted and
-the next one starts.
+No pip, no make, no network. In order: doctor; every own kernel against fp64; a step against the CPU's, fp32 and bf16; a
+first run on text with a resume and a sample; the tests of the engine on a GPU; layouts whose ranks share the GPU, over
+gloo; the rates of ops against the measured copy bandwidth; five sizes of GPT through this project and whatever else
+this Python has (tokens/s, MFU); a profile (launches, gaps); the planner's calibration; the ops once more beside
+torch.compile. A part that fails or does not end within its limit is noted and the next one starts.
 
 ``OUT/gpu-session-DEVICE.json`` has everything that was measured and is written anew after each part, so that a session
 that is cut off leaves what it had; it is what to commit to benchmarks/results. ``--reference`` takes an earlier such
@@ -92,18 +92,23 @@ def compare_parts(folder: Path, device: str, tiny: bool, limit_s: float) -> list
     return found
 
 
+def tests(name: str, folder: Path, device: str, *, tiny: bool, where: str) -> list[str]:
+    """The command that runs the tests of a folder that a GPU is needed for (on a CPU: those of its own library)."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={folder / f'{name}.xml'}"]
+    command += ["-m", "gpu"] if device == "cuda" else ["-k", "cpu"]
+    if tiny:  # opcheck compares under modes of its own, below which the ghost machine computes nothing
+        norm = f"{where}/test_norm.py"
+        return [*command, norm, "--deselect", f"{norm}::test_opcheck"]
+    if device == "cuda" and importlib.util.find_spec("xdist"):
+        command += ["-n", str(min(TEST_WORKERS, len(os.sched_getaffinity(0))))]
+    return [*command, where]
+
+
 def parts(folder: Path, device: str, *, tiny: bool, minutes: float) -> list[Part]:
     """Every part in order; what matters most comes first, because what does not fit is left out at the end."""
     python, port = sys.executable, [sys.executable, "-m", "megatron_port"]
     scale = minutes / 10.0
     layouts = LAYOUTS[:3] if tiny else LAYOUTS
-    kernels = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={folder / 'kernels.xml'}"]
-    kernels += ["-m", "gpu"] if device == "cuda" else ["-k", "cpu"]
-    if device == "cuda" and not tiny and importlib.util.find_spec("xdist"):
-        kernels += ["-n", str(min(TEST_WORKERS, len(os.sched_getaffinity(0))))]
-    # opcheck compares under modes of its own, below which the ghost machine computes nothing.
-    kernels += ["tests/kernels/test_norm.py", "--deselect", "tests/kernels/test_norm.py::test_opcheck"] if tiny else [
-        "tests/kernels"]
     ops = [python, "benchmarks/gpu_kernels.py", "--device", device, *(["--tiny"] if tiny else [])]
     profiled = ["tiny"] if tiny else ["gpt2-xl", "--layers", "12", "--global-batch", "16"]
 
@@ -113,10 +118,15 @@ def parts(folder: Path, device: str, *, tiny: bool, minutes: float) -> list[Part
     return [
         part("doctor", [*port, "doctor", str(folder / "run.toml"), "--json"],
              "versions, devices, what serves each op", 60, 20),
-        part("kernels", kernels, "own kernels against fp64, at most twice eager torch's error", 120, 50),
+        part("kernels", tests("kernels", folder, device, tiny=tiny, where="tests/kernels"),
+             "own kernels against fp64, at most twice eager torch's error", 120, 50),
         part("step", [python, "-m", "benchmarks.compare.devices", "--device", device, "--out",
                       str(folder / "step.json"), *(["--sizes", "tiny", "tiny-bf16"] if tiny else [])],
              "losses and gradient norms of a step against the CPU's", 90, 30),
+        part("train", [python, "scripts/gpu_train.py", "--device", device, "--out", str(folder),
+                       *(["--tiny"] if tiny else [])], "a run on text: loss, tokens/s, a resume, a sample", 90, 40),
+        *([] if tiny else [part("engine", tests("engine", folder, device, tiny=False, where="tests/gpu"),
+                                "runs, waits and layouts on the GPU", 90, 30)]),
         part("layouts", [*port, "parity", str(folder / "run.toml"), "--layouts", *layouts, "--out",
                          str(folder / "layouts"), "--set", f"backend.device={device}", "--set", "layout.zero_stage=0",
                          "--set", f"backend.share_devices={str(device == 'cuda').lower()}"],

@@ -19,8 +19,8 @@ def data_of(name: str, folder: Path) -> Data | None:
             text = (folder / "doctor.txt").read_text()
             found: Data = json.loads(text[text.index("{"):])
             return found
-        if name == "kernels":
-            return _tests(folder / "kernels.xml")
+        if name in ("kernels", "engine"):
+            return _tests(folder / f"{name}.xml")
         if name == "layouts":
             return _layouts((folder / "layouts.txt").read_text())
         if name == "calibrate":
@@ -62,6 +62,11 @@ def _headline_tests(data: Data, _: Data) -> str:
     passed = data["tests"] - data["failures"] - data["errors"] - data["skipped"]
     bad = f"; failed: {', '.join(list(data['failed'])[:4])}" if data["failed"] else ""
     return f"{passed} passed, {data['skipped']} skipped{bad}"
+
+
+def _headline_train(data: Data, _: Data) -> str:
+    return (f"loss {data['first_loss']:.2f} to {data['last_loss']:.2f} in {len(data['steps'])} steps, resumed at "
+            f"{data['resumed_at']}, {data['tokens_per_second']:,.0f} tokens/s")
 
 
 def _headline_step(data: Data, _: Data) -> str:
@@ -122,8 +127,8 @@ def _headline_profile(data: Data, _: Data) -> str:
 
 
 HEADLINES: dict[str, Callable[[Data, Data], str]] = {
-    "calibrate": _headline_calibrate,
-    "doctor": _headline_doctor, "kernels": _headline_tests, "step": _headline_step,
+    "calibrate": _headline_calibrate, "train": _headline_train,
+    "doctor": _headline_doctor, "kernels": _headline_tests, "engine": _headline_tests, "step": _headline_step,
     "layouts": lambda data, _: f"{len(data['equal'])} equal, {len(data['other'])} differ", "ops": _headline_ops,
     "ops-compile": _headline_ops, "compare": _headline_compare, "profile": _headline_profile,
 }

@@ -3,6 +3,7 @@ it uses Transformer Engine (its own recommendation); without it the local layers
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from contextlib import nullcontext
 from typing import Any
@@ -38,8 +39,9 @@ def _transformer_config(size: Size, about: About) -> Any:
         "params_dtype": autocast_dtype(size), "pipeline_dtype": autocast_dtype(size), "add_bias_linear": m.add_bias,
         "gated_linear_unit": m.activation == "swiglu", "activation_func": activation,
         "normalization": "RMSNorm" if m.normalization == "rmsnorm" else "LayerNorm", "attention_softmax_in_fp32": True,
-        "bias_dropout_fusion": True, "masked_softmax_fusion": torch.cuda.is_available(),
-        "bias_activation_fusion": fused,
+        "bias_dropout_fusion": True, "bias_activation_fusion": fused,
+        # Kernels of apex.
+        "masked_softmax_fusion": importlib.util.find_spec("scaled_upper_triang_masked_softmax_cuda") is not None,
         "use_cpu_initialization": not torch.cuda.is_available(), "perform_initialization": False,
         "cross_entropy_loss_fusion": low,  # its gradient is rounded to bf16 whatever the logits are
         "apply_rope_fusion": engine and m.position_embedding == "rope",

@@ -74,6 +74,8 @@ def test_headlines_name_what_is_slower_launch_bound_or_changed() -> None:
         {"peer": "ours", "state": "counted", "seconds": {}, "mfu": mfu},
         {"peer": "titan", "state": "unable", "reason": "not installed"}]}]} for mfu in (0.5, 0.45))
     assert headline("compare-x", now, before) == "ours 50.0% MFU (was 45.0% MFU)"
+    trained = {"first_loss": 5.5, "last_loss": 2.25, "steps": [1, 2], "resumed_at": 1, "tokens_per_second": 5e5}
+    assert headline("train", trained) == "loss 5.50 to 2.25 in 2 steps, resumed at 1, 500,000 tokens/s"
     assert "cannot be read" in headline("profile", {"kernels": [{}]})
 
 
