@@ -53,7 +53,7 @@ save_interval = {steps}
 device = "{device}"
 """
 TINY = "num_layers = 2\nhidden_size = 64\nnum_attention_heads = 4\nseq_length = 32"
-STEPS, TINY_STEPS = (40, 60), (6, 9)
+STEPS, TINY_STEPS = (40, 60), (6, 12)
 """Of the first start, and of both."""
 
 
@@ -77,7 +77,8 @@ def write_inputs(folder: Path, device: str, *, tiny: bool) -> Path:
     run = folder / "first.toml"
     run.write_text(RUN.format(
         model="models/gpt-tiny" if tiny else "models/gpt2-124m", out=folder / "runs", shape=TINY if tiny else "",
-        micro_batch=2 if tiny else 16, global_batch=4 if tiny else 64, steps=(TINY_STEPS if tiny else STEPS)[0], corpus=folder / "corpus",
+        micro_batch=2 if tiny else 16, global_batch=4 if tiny else 64, steps=(TINY_STEPS if tiny else STEPS)[0],
+        corpus=folder / "corpus",
         dtype="fp32" if device == "cpu" else "bf16", device=device,
     ))
     return run
