@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -31,6 +32,9 @@ using Clock = std::map<const void*, size_t>;
 struct Capture {
   unsigned long long id;
   const void* origin;
+  std::thread::id thread;
+  cudaStreamCaptureMode mode;
+  bool invalid = false;
   std::vector<Kept> calls;
   std::map<const void*, size_t> done;   // work by stream
   std::map<const void*, Clock> clocks;  // by stream: what of each stream comes before its next call
@@ -49,6 +53,7 @@ struct Recorded {
 };
 std::unordered_map<const void*, Recorded> events;
 unsigned long long captures = 0;
+thread_local cudaStreamCaptureMode interaction = cudaStreamCaptureModeGlobal;
 
 void merge(Clock& into, const Clock& from) {
   for (const auto& [stream, count] : from)
@@ -62,6 +67,15 @@ std::shared_ptr<Capture> capture_of(const void* stream) {
 
 void fault(const std::string& what) { ghost_event("capture fault", nullptr, "%s", what.c_str()); }
 
+cudaError_t refuse(const std::shared_ptr<Capture>& capture, const std::string& what, cudaError_t answer) {
+  {
+    std::lock_guard<std::mutex> hold(guard);
+    capture->invalid = true;
+  }
+  fault(what);
+  return answer;
+}
+
 }  // namespace
 
 bool ghost_keep(const char* kind, const void* stream, const std::string& detail, const std::string& memory) {
@@ -72,8 +86,7 @@ bool ghost_keep(const char* kind, const void* stream, const std::string& detail,
     // A group of NCCL's has no stream; the process captures one graph at a time.
     if (!capture && !strcmp(kind, "nccl group") && !capturing.empty()) capture = capturing.begin()->second;
     if (!capture) return false;
-    if (!strcmp(kind, "wait")) wrong = "the host waits for a captured stream: " + detail;
-    else if (!strcmp(kind, "copy") && detail.find("pageable") != std::string::npos) wrong = "a copy of pageable memory";
+    if (!strcmp(kind, "copy") && detail.find("pageable") != std::string::npos) wrong = "a copy of pageable memory";
     capture->calls.push_back({kind, stream, detail, memory, nullptr});
     // Events are no work: what is recorded on a stream after its last kernel need not be waited for.
     if (strcmp(kind, "record") && strcmp(kind, "await")) capture->clocks[stream][stream] = ++capture->done[stream];
@@ -108,14 +121,15 @@ void ghost_capture_record(const void* event, const void* stream) {
   else events.erase(event);
 }
 
-void ghost_capture_await(const void* stream, const void* event) {
+cudaError_t ghost_capture_await(const void* stream, const void* event) {
   bool isolated = false;
+  std::shared_ptr<Capture> mine;
   {
     std::lock_guard<std::mutex> hold(guard);
     const auto found = events.find(event);
-    const std::shared_ptr<Capture> mine = capture_of(stream);
+    mine = capture_of(stream);
     const std::shared_ptr<Capture> its = found == events.end() ? nullptr : found->second.capture;
-    isolated = mine && its != mine;  // CUDA: cudaErrorStreamCaptureIsolation
+    isolated = mine && its != mine;
     // An event of a capture that has ended stands for nothing outside of it.
     const bool alive = its && capture_of(its->origin) == its;
     if (alive && !isolated) {
@@ -123,17 +137,55 @@ void ghost_capture_await(const void* stream, const void* event) {
       merge(its->clocks[stream], found->second.clock);
     }
   }
-  if (isolated) fault("a captured stream waits for an event from outside of its capture");
+  if (!isolated) return cudaSuccess;
+  return refuse(mine, "a captured stream waits for an event from outside of its capture", cudaErrorStreamCaptureIsolation);
 }
 
-void ghost_capture_ask(const void* event) {
-  bool inside;
+cudaError_t ghost_ask_event(const void* event) {
+  std::shared_ptr<Capture> capture;
   {
     std::lock_guard<std::mutex> hold(guard);
     const auto found = events.find(event);
-    inside = found != events.end() && capture_of(found->second.capture->origin) == found->second.capture;
+    if (found != events.end()) capture = found->second.capture;
+    if (capture && capture_of(capture->origin) != capture) capture = nullptr;
   }
-  if (inside) fault("the host asks for an event of a capture");
+  if (!capture) return cudaSuccess;
+  return refuse(capture, "the host asks for an event of a capture", cudaErrorCapturedEvent);
+}
+
+cudaError_t ghost_ask_stream(const void* stream) {
+  std::shared_ptr<Capture> capture;
+  {
+    std::lock_guard<std::mutex> hold(guard);
+    capture = capture_of(stream);
+  }
+  if (!capture) return cudaSuccess;
+  return refuse(capture, "the host asks for a captured stream", cudaErrorStreamCaptureUnsupported);
+}
+
+cudaError_t ghost_ask_device() {
+  std::shared_ptr<Capture> capture;
+  {
+    std::lock_guard<std::mutex> hold(guard);
+    if (!capturing.empty()) capture = capturing.begin()->second;
+  }
+  if (!capture) return cudaSuccess;
+  return refuse(capture, "the host waits for the device during a capture", cudaErrorStreamCaptureUnsupported);
+}
+
+cudaError_t ghost_unsafe(const char* call) {
+  std::shared_ptr<Capture> forbids;
+  {
+    std::lock_guard<std::mutex> hold(guard);
+    for (const auto& [stream, capture] : capturing) {
+      const bool mine = capture->thread == std::this_thread::get_id();
+      if (mine ? capture->mode != cudaStreamCaptureModeRelaxed && interaction != cudaStreamCaptureModeRelaxed
+               : capture->mode == cudaStreamCaptureModeGlobal && interaction == cudaStreamCaptureModeGlobal)
+        forbids = capture;
+    }
+  }
+  if (!forbids) return cudaSuccess;
+  return refuse(forbids, std::string(call) + " during a capture", cudaErrorStreamCaptureUnsupported);
 }
 
 extern "C" {
@@ -151,6 +203,8 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mo
   auto made = std::make_shared<Capture>();
   made->id = ++captures;
   made->origin = stream;
+  made->thread = std::this_thread::get_id();
+  made->mode = mode;
   capturing[stream] = made;
   return cudaSuccess;
 }
@@ -170,6 +224,10 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   }
   if (!joined) fault("a stream that joined the capture has work that the captured stream does not wait for");
   ghost_event("capture", stream, "ends, %zu calls", capture->calls.size());
+  if (capture->invalid) {
+    *graph = nullptr;
+    return cudaErrorStreamCaptureInvalidated;
+  }
   *graph = reinterpret_cast<cudaGraph_t>(new Graph{capture});
   return joined ? cudaSuccess : cudaErrorStreamCaptureUnjoined;
 }
@@ -192,8 +250,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatu
   return cudaSuccess;
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
-  static thread_local cudaStreamCaptureMode current = cudaStreamCaptureModeGlobal;
-  std::swap(*mode, current);
+  std::swap(*mode, interaction);
   return cudaSuccess;
 }
 cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* count) {

@@ -180,7 +180,17 @@ cudaError_t cudaRuntimeGetVersion(int* version) {
   *version = CUDART_VERSION;
   return cudaSuccess;
 }
-const char* cudaGetErrorString(cudaError_t error) { return error ? "an error of the ghost machine" : "no error"; }
+const char* cudaGetErrorString(cudaError_t error) {
+  switch (error) {
+    case cudaSuccess: return "no error";
+    case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
+    case cudaErrorStreamCaptureInvalidated: return "operation failed due to a previous error during capture";
+    case cudaErrorStreamCaptureIsolation: return "dependency created on uncaptured work in another stream";
+    case cudaErrorStreamCaptureUnjoined: return "capturing stream has unjoined work";
+    case cudaErrorCapturedEvent: return "operation not permitted on an event last recorded in a capturing stream";
+    default: return "an error of the ghost machine";
+  }
+}
 const char* cudaGetErrorName(cudaError_t error) { return error ? "cudaErrorGhost" : "cudaSuccess"; }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
@@ -194,14 +204,17 @@ cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
   return cudaSuccess;
 }
 cudaError_t cudaMalloc(void** out, size_t bytes) {
+  if (const cudaError_t refused = ghost_unsafe("cudaMalloc")) return refused;
   ghost_event("allocate", nullptr, "device %zu", bytes);
   return allocate(out, bytes, Place::device);
 }
 cudaError_t cudaHostAlloc(void** out, size_t bytes, unsigned) {
+  if (const cudaError_t refused = ghost_unsafe("cudaHostAlloc")) return refused;
   ghost_event("allocate", nullptr, "pinned %zu", bytes);
   return allocate(out, bytes, Place::pinned);
 }
 cudaError_t cudaFree(void* address) {
+  if (const cudaError_t refused = ghost_unsafe("cudaFree")) return refused;
   if (address) {
     ghost_event("free", nullptr, "device %zx %zu", reinterpret_cast<size_t>(address), size_of(address));
     ghost_event("wait", nullptr, "cudaFree");
@@ -210,16 +223,19 @@ cudaError_t cudaFree(void* address) {
   return release(address);
 }
 cudaError_t cudaFreeHost(void* address) {
+  if (const cudaError_t refused = ghost_unsafe("cudaFreeHost")) return refused;
   ghost_event("free", nullptr, "pinned %zx %zu", reinterpret_cast<size_t>(address), size_of(address));
   return release(address);
 }
 cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned) {
+  if (const cudaError_t refused = ghost_unsafe("cudaHostRegister")) return refused;
   ghost_event("allocate", nullptr, "pinned %zu", bytes);
   std::lock_guard<std::mutex> hold(guard);
   allocated[reinterpret_cast<uintptr_t>(address)] = {bytes, Place::pinned};
   return cudaSuccess;
 }
 cudaError_t cudaHostUnregister(void* address) {
+  if (const cudaError_t refused = ghost_unsafe("cudaHostUnregister")) return refused;
   ghost_event("free", nullptr, "pinned %zx %zu", reinterpret_cast<size_t>(address), size_of(address));
   std::lock_guard<std::mutex> hold(guard);
   return allocated.erase(reinterpret_cast<uintptr_t>(address)) ? cudaSuccess : cudaErrorInvalidValue;
@@ -237,12 +253,14 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
   return cudaSuccess;
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+  if (const cudaError_t refused = ghost_unsafe("cudaMemcpy")) return refused;
   pending_device();
   copy(to, from, bytes, nullptr);
   ghost_event("wait", nullptr, "cudaMemcpy");
   return cudaSuccess;
 }
 cudaError_t cudaMemset(void* to, int value, size_t bytes) {
+  if (const cudaError_t refused = ghost_unsafe("cudaMemset")) return refused;
   ghost_touch("fill", nullptr, GhostMemory().writes(to, bytes).text(), "%zu", bytes);
   memset(to, value, bytes);
   return cudaSuccess;
@@ -276,16 +294,19 @@ cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  if (const cudaError_t refused = ghost_ask_stream(stream)) return refused;
   ghost_event("wait", stream, "cudaStreamSynchronize");
   ghost_finish(stream);
   return cudaSuccess;
 }
 cudaError_t cudaDeviceSynchronize() {
+  if (const cudaError_t refused = ghost_ask_device()) return refused;
   ghost_event("wait", nullptr, "cudaDeviceSynchronize");
   pending_device();
   return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  if (const cudaError_t refused = ghost_ask_event(event)) return refused;
   ghost_event("wait", event, "cudaEventSynchronize");
   pending_event(event, true);
   return cudaSuccess;
@@ -305,18 +326,20 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
   return cudaEventRecord(event, stream);
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
-  ghost_capture_await(stream, event);
+  if (const cudaError_t refused = ghost_capture_await(stream, event)) return refused;
   ghost_event("await", stream, "%zx", reinterpret_cast<size_t>(event));
   if (!ghost_later(stream, [=] { pending_event(event, true); })) pending_event(event, true);
   return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
-  ghost_capture_ask(event);
+  if (const cudaError_t refused = ghost_ask_event(event)) return refused;
+  if (const cudaError_t refused = ghost_unsafe("cudaEventQuery")) return refused;
   if (!pending_event(event, false)) return cudaErrorNotReady;
   ghost_event("query", event, "event");
   return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  if (const cudaError_t refused = ghost_ask_stream(stream)) return refused;
   if (!pending_stream(stream, false)) return cudaErrorNotReady;
   ghost_event("query", stream, "stream");
   return cudaSuccess;
