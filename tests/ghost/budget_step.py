@@ -1,6 +1,9 @@
 """One process on the ghost machine: build a size of the comparison and train three steps, the last between two marks.
 
-    python budget_step.py SIZE LAYERS MICRO_BATCH GLOBAL_BATCH     (started by budgets.py, under the ghost machine)
+    python budget_step.py SIZE LAYERS MICRO_BATCH GLOBAL_BATCH [recorded]
+                                                   (started by budgets.py and recorded.py, under the ghost machine)
+
+``recorded``: six steps with ``backend.graphs = "step"``, whose micro-batches are on the GPU. The last two are replays.
 
 Prints one line of JSON: the allocator's peak of the last step, the host's seconds for it, the calls that Python makes
 in one more, and the providers.
@@ -14,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +35,7 @@ from megatron_port.parallel import linear_kernels
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.session.assemble import DTYPES, build_engine
 
-STEPS = 3
+STEPS, RECORDED_STEPS = 3, 6
 
 
 def host_calls(step: Callable[[], Any]) -> int:
@@ -52,6 +56,8 @@ def host_calls(step: Callable[[], Any]) -> int:
 def main() -> int:
     """Train and print."""
     name, layers, micro, batch = sys.argv[1], *map(int, sys.argv[2:5])
+    recorded = sys.argv[5:] == ["recorded"]
+    steps = RECORDED_STEPS if recorded else STEPS
     mark = ctypes.CDLL(None).ghost_mark
     size = settled(sizes()[name], {"layers": layers, "micro_batch": micro, "global_batch": batch})
     device = choose_device("auto")
@@ -64,14 +70,16 @@ def main() -> int:
         BackendConfig(device="cuda"), device, DTYPES[size.dtype], engine="native",
         heads=(m.num_attention_heads, m.kv_heads, m.head_size),
     )
-    engine = build_engine(
-        size.run_config(), ParallelContext.single(device.torch_device), providers, initialise=False
-    )
-    tokens = torch.zeros(size.global_batch, m.seq_length, dtype=torch.int64)
+    config = size.run_config()
+    if recorded:
+        config = replace(config, backend=replace(config.backend, graphs="step", device="cuda"))
+    engine = build_engine(config, ParallelContext.single(device.torch_device), providers, initialise=False)
+    tokens = torch.zeros(size.global_batch, m.seq_length, dtype=torch.int64,
+                         device=device.torch_device if recorded else "cpu")
     batches = [MicroBatch(tuple(range(i, i + micro)), tokens=tokens[i : i + micro], labels=tokens[i : i + micro])
                for i in range(0, size.global_batch, micro)]
-    for step in range(STEPS):
-        last = step == STEPS - 1
+    for step in range(steps):
+        last = step == steps - 1
         if last:
             torch.cuda.reset_peak_memory_stats()
             mark(STEP_BEGINS.encode())
@@ -82,7 +90,7 @@ def main() -> int:
     peak = torch.cuda.max_memory_allocated()
     print(json.dumps({
         "peak_bytes": peak, "host_seconds": processor, "wall_seconds": wall,
-        "host_calls": host_calls(lambda: engine.train_step(batches, step=STEPS, lr=1e-3)),
+        "host_calls": host_calls(lambda: engine.train_step(batches, step=steps, lr=1e-3)),
         "providers": {row.op: row.provider for row in providers.table},
     }), flush=True)
     return 0

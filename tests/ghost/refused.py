@@ -85,10 +85,10 @@ def beside(x: torch.Tensor, *, join: bool) -> None:
 
 
 def said_of(call: Callable[[torch.Tensor], Any]) -> str:
-    """Capture a call as ``engine.step_graphs`` captures a step, and replay it; return the error, "" if there is none."""
+    """Capture a call as ``engine.step_graphs`` captures a step, and replay it; return the error, or ""."""
     device = torch.device("cuda", 0)
     x = torch.ones(8, 8, device=device)
-    x @ x  # noqa: B018  # the library's handle and workspace
+    x @ x  # the library's handle and workspace
     BEFORE.append(recorded_event())
     OTHER.append(torch.Generator(device))
     PINNED.append(torch.empty(8, 8).pin_memory())
