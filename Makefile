@@ -71,6 +71,7 @@ gpu-session: setup  ## ten minutes on a GPU: checks, rates, MFU beside others (N
 ghost-check: setup  ## CUDA's torch and NCCL without a GPU: layouts, resume, budgets, recorded steps (3 GB to download)
 	@$(VENV) tests/ghost/check.py $(ARGS)
 	@$(VENV) tests/ghost/budgets.py
+	@$(VENV) tests/ghost/refused.py
 	@$(VENV) tests/ghost/recorded.py
 
 compare: setup  ## the same GPT through this project and what people would use instead (ARGS='--sizes tiny --peers ours torch')
