@@ -239,6 +239,8 @@ def table(fit: Fit, found: Measured) -> list[str]:
                    f"{operations / planned_product(m, p):>8.4g}")
     out.append(f"median error of the products {fit.product_error:.1%}; memory {found.stream / 1e9:.4g} GB/s; "
                f"a small kernel {found.launch_s * 1e6:.3g} us; spread of equal work {found.jitter:.2%}")
+    if found.load < 1.0:
+        out.append(f"products as in a step's steady load, {found.load:.1%} of a burst's rate")
     out.append(
         f"held out: two thirds of the products within {held_out_band(m, found):.1%} of what the others foretell, of "
         f"passes and attention {held_out_passes(found):.1%}, of collectives {held_out_collectives(m, found):.1%}"

@@ -4,8 +4,8 @@ attention.
 Each is measured on many sets of operands in turn, with autograd where the model has it, whose results wait for their
 backward passes as those of a model's layers do. So weights, sums of gradients, what was saved and the memory of results
 are in no cache, as in a run. On a CPU a product makes the input of a pass, or its output's gradient, just before it,
-and leaves of it in the caches what it leaves there in a run. A rate is that of what a pass over ``STEP`` times as much
-takes longer, so the host's part of a call, which is measured apart, is not in it.
+and leaves of it in the caches what it leaves there in a run; there a rate is that of what a pass over ``STEP`` times
+as much takes longer, so the host's part of a call, which is measured apart, is not in it. A GPU's times have none.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -35,6 +35,8 @@ COLD = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Bytes that are used in turn: more than the last cache holds."""
 MOST_SETS = {"cpu": 512, "cuda": 32}
 """On a GPU what a stream queues."""
+HEADS = (64, 128)
+"""Head sizes of attention on a GPU, beside the model's: at 64 it does little more than half the operations a second."""
 INNER = 256
 """Inner size of the products that make inputs."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -243,11 +245,12 @@ def _times(
             forward, backward = both_ways(one.make, size, device, budget_s)
             yield f"{one.name}-forward", (size * one.forward,), size * one.forward, forward
             yield f"{one.name}-backward", (size * one.backward,), size * one.backward, backward
-    s, d = model.seq_length, model.head_size
-    for length in (max(s // 2, 16), s, 2 * s):
+    s, heads = model.seq_length, {model.head_size, *(HEADS if device.type != "cpu" else ())}
+    for d, length in itertools.product(sorted(heads), (max(s // 2, 16), s, 2 * s)):
+        sized = replace(model, head_dim=d)
         for samples in (1, STEP):
             operations = 2.0 * model.num_attention_heads * samples * length * length * d
-            make = attention_of(model, providers, length, kind, device)
+            make = attention_of(sized, providers, length, kind, device)
             forward, backward = both_ways(make, samples, device, budget_s)
             yield "attention-forward", (length, d), operations, forward
             yield "attention-backward", (length, d), 2.5 * operations, backward
@@ -259,13 +262,13 @@ def pass_entries(
     """Rates of the passes of ``model`` in one dtype, the mean over the ranks, all of which call this."""
     found = list(_times(model, providers, dtype, device, budget_s))
     seconds = mean_over_ranks([one[3] for one in found], ranks)
-    out, last = [], dict[tuple[str, float], tuple[float, float]]()
+    out, last, alone = [], dict[tuple[str, tuple[float, ...]], tuple[float, float]](), device.type != "cpu"
     for (op, shape, work, _), now in zip(found, seconds):
-        key = (op, shape[0] if op.startswith("attention") else 0.0)
-        if key in last:
-            less, before = last[key]
-            scale = 1e12 if op.startswith("attention") else 1e9
-            rate = (work - less) / max(now - before, 1e-9) / scale
-            out.append(Entry(op, "here" if op.startswith("attention") else "", dtype, shape, rate))
+        attention = op.startswith("attention")
+        key = (op, shape if attention else ())
+        if key in last or (alone and not attention):
+            less, before = (0.0, 0.0) if alone else last[key]
+            rate = (work - less) / max(now - before, 1e-9) / (1e12 if attention else 1e9)
+            out.append(Entry(op, "here" if attention else "", dtype, shape, rate))
         last[key] = work, now
     return out

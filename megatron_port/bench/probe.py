@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_port.bench.clock import device_seconds, seconds_of
+from megatron_port.bench.clock import device_seconds, load_share, seconds_of
 from megatron_port.bench.exchanges import CollectiveTime, collective_times
 from megatron_port.bench.passes import product_seconds
 from megatron_port.config.schema import ModelConfig
@@ -61,6 +62,8 @@ class Measured:
     """Their backward ones."""
     entries: list[Entry] = field(default_factory=list)
     """Further measurements: passes over memory, attention, the host."""
+    load: float = 1.0
+    """Rate of large products in steady work over their rate in a burst; what ``products`` and ``backward`` have."""
     launch_s: float = 0.0
     """One small kernel after the other."""
     stream: float = 0.0
@@ -114,15 +117,18 @@ def measure(
     copy = seconds_of(lambda: target.copy_(source), device, budget_s=4 * budget_s)
     repeats = [product_seconds(shapes[0], dtypes[0], device, budget_s / 4)[0] for _ in range(8)]
     attention = _attention(device, budget_s) if device.type == "cuda" else []
-    mine = torch.tensor([*times, launch, copy, *attention], dtype=torch.float64)
+    load = load_share(_large_product(device), lambda: target.copy_(source), device)
+    mine = torch.tensor([*times, launch, copy, load, *attention], dtype=torch.float64)
     spread = torch.tensor([sum(repeats), sum(r * r for r in repeats)], dtype=torch.float64)
     if ranks > 1:
         dist.all_reduce(mine)
         dist.all_reduce(spread)
         mine /= ranks
     values = mine.tolist()
-    for (shape, dtype), one, two, three in zip(wanted, values[::3], values[1::3], values[2::3]):
+    found.load = values[len(times) + 2]
+    for (shape, dtype), *seconds in zip(wanted, values[::3], values[1::3], values[2::3]):
         rows, columns, inner = shape
+        one, two, three = (value / found.load for value in seconds)
         found.products.append(ProductTime(*shape, dtype, one))
         found.backward += [
             ProductTime(rows, inner, columns, dtype, two, "product-input"),
@@ -138,6 +144,13 @@ def measure(
     if ranks > 1:
         found.collectives = collective_times(device, ranks, budget_s)
     return found
+
+
+def _large_product(device: torch.device) -> Callable[[], object]:
+    """A product as large as those of large models, of random numbers."""
+    side = 8192 if device.type == "cuda" else 64
+    a, b = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
+    return partial(torch.mm, a, b, out=torch.empty_like(a))
 
 
 _ATTENTION = (2, 16, 2048, 128)

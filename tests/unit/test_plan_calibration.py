@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from megatron_port.backend.device import choose_device
 from megatron_port.backend.providers import torch_providers
+from megatron_port.bench import clock
 from megatron_port.bench.calibration import (
     calibrated,
     described,
@@ -218,3 +220,46 @@ def test_what_products_hide_of_collectives() -> None:
     assert overlap_share([time(1e-3), time(2e-3)]) == pytest.approx(0.75)  # a product hides no more than it lasts
     assert overlap_share([time(-1e-3)]) == 0.0 and overlap_share([time(3e-3)]) == 1.0
     assert overlap_share([]) == 1.0  # one rank
+
+
+def test_products_are_measured_under_the_load_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device whose clock falls as a power limit lets it: the mean of the last 0.1 s is to be 700 W, products take 900
+    W and a copy 500. In bursts they have the whole clock; 0.7 of the time for both together they have 700 / 780."""
+    now, drawn = 0.0, list[tuple[float, float]]()
+
+    def work(seconds: float, power: float) -> Callable[[], None]:
+        def run() -> None:
+            nonlocal now
+            window = drawn[-400:]
+            mean = sum(t * w for t, w in window) / max(sum(t for t, _ in window), 0.1)
+            slow = max(1.0, mean / 700.0) if power > 700 else 1.0
+            now += seconds * slow
+            drawn.append((seconds * slow, power))
+        return run
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = now
+
+        def elapsed_time(self, end: Event) -> float:
+            return (end.at - self.at) * 1e3
+
+    def burst(call: Callable[[], None], device: torch.device) -> float:
+        drawn.clear()
+        before = now
+        call()
+        drawn.clear()
+        return now - before
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(clock, "device_seconds", burst)
+    monkeypatch.setattr(clock, "LOAD_S", 0.0)
+    monkeypatch.setattr(clock, "AHEAD", 20)
+    share = clock.load_share(work(1.4e-3, 900.0), work(1.3e-4, 500.0), torch.device("cuda"))
+    assert 700 / 800 < share < 700 / 760
+    assert clock.load_share(work(1.4e-3, 600.0), work(1.3e-4, 500.0), torch.device("cuda")) == pytest.approx(1.0)
+    assert clock.load_share(work(1.0, 900.0), work(1.0, 500.0), torch.device("cpu")) == 1.0
