@@ -133,7 +133,7 @@ a step is planned. No constant was fitted to these rows.
 
 **Llama 3.** The table of 430, 400 and 380 TFLOP/s names neither the interleaving, the recompute policy nor which pairs
 of attention its rate counts, so planned rates are given by both counts: with all pairs, as in this program, and with
-the causal half. By all pairs the planned seconds are 5 to 10 % too few in all three rows; by the causal half the long
+the causal half. By all pairs the planned seconds are 4 to 8 % too few in all three rows; by the causal half the long
 one would be 32 % too many. Planned as `plan.programs.LLAMA3`: nothing hides tensor parallelism's collectives, and
 attention is FlashAttention-2's; without recompute, with the fastest of one, two or four chunks on each stage, gradients
 summed once per step behind the passes, keys and values gathered before attention, and documents as long as the sequence

@@ -43,7 +43,10 @@ def predict(found: dict[str, Any], machine_file: Path) -> list[dict[str, Any]]:
         best = min(own, key=lambda p: p["seconds"]["median"])
         seconds = best["seconds"]["median"]
         rows.append({
-            "size": size.name, "peer": best["peer"], "predicted_seconds": plan.seconds, "measured_seconds": seconds,
+            "size": size.name, "peer": best["peer"],
+            "run": f"{size.about}; {case.model.num_layers} layers, {case.micro_batches} micro-batches of "
+                   f"{case.micro_batch} x {case.model.seq_length:,} tokens",
+            "predicted_seconds": plan.seconds, "measured_seconds": seconds,
             "measured_cpu_seconds": best["cpu_seconds"]["median"], "time_error": plan.seconds / seconds - 1,
             "predicted_bytes": memory.allocated,
             "measured_bytes": best["peak_memory_bytes"], "predicted_parts": plan.split.parts(),

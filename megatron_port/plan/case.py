@@ -374,7 +374,7 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
     if config.precision.grad_reduce_dtype != "fp32":
         engine = replace(engine, reduce_bytes=2)
     engine = replace(
-        engine, attention="flash3" if config.backend.attention in ("fa3", "fa4") else "flash2",
+        engine, attention=_attention_provider(config),
         graphed=config.backend.graphs == "step",
     )
     case = Case(
@@ -409,6 +409,17 @@ def _teacher(config: RunConfig) -> ModelConfig | None:
     from megatron_port.interop.model_at import model_at  # reads a checkpoint, which needs torch; a plan does without
 
     return as_teacher(model_at(config.distillation.teacher))
+
+
+def _attention_provider(config: RunConfig) -> str:
+    """Whose fused attention a run takes. torch's is cuDNN's where that is the first that serves, on devices with rates
+    of it in their table (Hopper); its backward pass is not deterministic."""
+    asked = config.backend.attention
+    if asked in ("fa3", "fa4"):
+        return "flash3"
+    torchs = asked in ("auto", "sdpa") and not config.backend.deterministic
+    table = table_of(config.calibration.table) if torchs and config.calibration.table else None
+    return "cudnn" if table is not None and table.has("attention-forward", "cudnn", "") else "flash2"
 
 
 def _is_fused(config: RunConfig) -> bool:

@@ -45,6 +45,8 @@ class Engine:
     """Held for each parameter of the rank's share only while the optimizer steps."""
     update_extra_bytes: int = 8
     """Moved for each parameter of the rank's share beside Adam's own: unscale, clip, copies between precisions."""
+    fused_update: bool = False
+    """With own kernels the update unscales, clips and rounds too, and sums of gradients are not cleared."""
     expert_overlap: str = "none"
     """All-to-all of tokens: none | shared (one of a layer's two beside the block that every token passes) | passes
     (beside the passes of another micro-batch: DualPipe)"""
@@ -105,7 +107,7 @@ ENGINES = {
     "native": Engine(
         name="native", accumulate_traffic=8, bucket_bytes=0.0, shard_reduces=True, reduce_overlap=1.0,
         gather_overlap=1.0, transfer_overlap=True, tensor_overlap="backward", copies_logits=False, frees_outputs=False,
-        expert_overlap="shared",
+        expert_overlap="shared", fused_update=True,
     ),
 }
 """The engines of this program, by the name in the run file."""

@@ -6,6 +6,7 @@ from megatron_port.model.activation_sites import REPLICATED, Site, choice
 from megatron_port.model.spec import LayerSpec, LinearSpec, MLPSpec
 from megatron_port.plan.activations import site_bytes
 from megatron_port.plan.adapters import adapter_seconds
+from megatron_port.plan.attention_passes import uses_tables
 from megatron_port.plan.case import Case
 from megatron_port.plan.context import context_cost, forward_again
 from megatron_port.plan.context_balance import work_imbalance
@@ -114,7 +115,7 @@ def _elementwise(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, flo
         rotate = 0.0  # measured with the core
     forward = {
         "norm-forward": len(layer.norms) * norm, "add-forward": fused * 2 * add, "activation-forward": fused * hidden,
-        "rotate": rotate,
+        "rotate": 0.0 if _splits_by_views(case, layer) else rotate,
     }
     # norm: gradient and input read, gradient written, once more for the weights' gradient; the others read one more.
     backward = {
@@ -136,6 +137,12 @@ def _elementwise(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, flo
         backward["heads"] = split * (normalized * 2 + heads) * 2 * w
         kernels, kernels_back = kernels + 3, kernels_back + 3
     return rates.passes(forward, kernels, case.dtype), rates.passes(backward, kernels_back, case.dtype)
+
+
+def _splits_by_views(case: Case, layer: LayerSpec) -> bool:
+    """Whether queries, keys and values are views of the projection, as the own kernels' are without rotation."""
+    groups = layer.attention.groups
+    return case.kernels == "own" and not uses_tables(case.model, layer.attention) and groups.heads == groups.groups
 
 
 def _dense_block(layer: LayerSpec) -> MLPSpec | None:
@@ -400,9 +407,7 @@ def head_cost(case: Case, rates: Rates, links: Links, group: Span) -> Cost:
     back = rates.product(tokens, m.hidden_size, columns, width=w, op="product-input")
     frozen = case.fine_tuning.enabled
     back += 0.0 if frozen else rates.product(m.hidden_size, columns, tokens, width=w, op="product-weight")
-    # Loss: cast to fp32 (2 + 4), maximum (4), shifted exponential (4 + 4) and sum (4); backward: scaled, cast (14).
-    loss = rates.passes({"loss-forward": tokens * columns * 22}, 5, case.dtype)
-    loss_back = rates.passes({"loss-backward": tokens * columns * 14}, 3, case.dtype)
+    loss, loss_back = _loss(case, rates, tokens * columns)
     each = _tensor_collective(case, links, group)
     small = 3 * links.collective(tokens * 4, group)
     return Cost(
@@ -414,6 +419,19 @@ def head_cost(case: Case, rates: Rates, links: Links, group: Span) -> Cost:
         forward_tensor=small + (each / 2 if case.sequence_parallel else 0.0),
         backward_tensor=each / 2 if case.sequence_parallel and not case.engine.gathers_again else each,
         forward_starts=rates.host_micro_batch / 4, backward_starts=rates.host_micro_batch / 4,
+    )
+
+
+def _loss(case: Case, rates: Rates, logits: float) -> tuple[float, float]:
+    """Forward and backward of the loss. The own kernel reads the logits once, and once more to write their gradients
+    over them; torch's passes: cast to fp32 (2 + 4 bytes), maximum (4), shifted exponential (4 + 4) and sum (4);
+    backward: scaled, cast (14). A table's rates are of the latter's bytes, whoever was measured."""
+    w = case.width
+    if case.kernels == "own" and not rates.measured("loss-forward", case.dtype):
+        return rates.stream(logits * w), rates.stream(logits * 2 * w)
+    return (
+        rates.passes({"loss-forward": logits * 22}, 5, case.dtype),
+        rates.passes({"loss-backward": logits * 14}, 3, case.dtype),
     )
 
 

@@ -122,6 +122,10 @@ class Rates:
         found = self.table.group("dropout") if self.table is not None else []
         return max(self.stream(elements * width), elements / (found[0].rate * 1e9) if found else 0.0)
 
+    def measured(self, op: str, dtype: str) -> bool:
+        """Whether the table has an op's rate."""
+        return self.table is not None and bool(self.table.group(op, "", dtype))
+
     def passes(self, sizes: Mapping[str, float], kernels: int, dtype: str) -> float:
         """Seconds of passes over memory, op → bytes: at its own rate where that was measured, else at a copy's."""
         seconds, unknown = 0.0, 0.0
@@ -162,8 +166,11 @@ def efficiency(rates: Rates, rows: int, columns: int, inner: int, batch: float =
             waves = math.ceil(tiles / rates.units)
             reads = (1 / large[0] + 1 / large[1]) / (1 / a + 1 / b)
             rate = reads + (1 - reads) * CACHE_SHARE
+            if rates.epilogue_overlap:
+                steps = waves * inner
+                rate *= steps / (steps + rates.fill * large[0] * large[1] / (a * b))
             best = max(best, whole / (waves * rates.units) * rate)
-    return best * inner / (inner + rates.fill)
+    return best if rates.epilogue_overlap else best * inner / (inner + rates.fill)
 
 
 @lru_cache(maxsize=65536)

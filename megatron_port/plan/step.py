@@ -187,7 +187,7 @@ def plan_step(case: Case, machine: Machine, *, quick: bool = False) -> StepPlan:
         optimizer=optimizer_seconds(case, rates) + rule_seconds(case, rates, links)
         + offloaded(case, machine).seconds,
     )
-    if machine.hardware.is_host:  # elsewhere the device is still at work when the host is done
+    if not case.engine.graphed:  # the step's loss is a number on the host, which only then begins the next
         split = replace(split, host=split.host + rates.host_step)
     return summary(case, machine, split, line)
 
@@ -401,11 +401,17 @@ def _expert_replica_seconds(case: Case, links: Links, n: int, pieces: int = 1) -
 def optimizer_seconds(case: Case, rates: Rates) -> float:
     """Norm and check of all gradients, the update of this rank's share, gradients cleared; bound by memory.
 
-    The update reads gradient, master and state in full width, writes the last two, and writes the weight.
+    The update reads gradient, master and state in full width, writes the last two, and writes the weight. The native
+    engine's own kernel does so in one pass, and there a matrix's first gradient is written over the last step's sum;
+    others convert, unscale and clear in passes of their own. A table's rates are of the latter's bytes.
     """
     stages = {0, case.pp // 2, case.pp - 1}
     n = max(trained_elements(case, stage) for stage in stages)
     elements = 1 + 2 * (1 + case.rule.state)
     update = max(updated_elements(case, stage) for stage in stages)
-    update *= elements * case.wide + case.width + case.engine.update_extra_bytes
-    return rates.passes({"update": update + n * 2 * case.engine.gradient_bytes}, 20, case.dtype)
+    update *= elements * case.wide + case.width
+    one_pass = case.kernels == "own" and case.engine.fused_update and not rates.measured("update", case.dtype)
+    if one_pass:
+        return rates.stream(update + n * case.engine.gradient_bytes, 20)
+    extra = max(updated_elements(case, stage) for stage in stages) * case.engine.update_extra_bytes
+    return rates.passes({"update": update + extra + n * 2 * case.engine.gradient_bytes}, 20, case.dtype)

@@ -138,7 +138,8 @@ def test_a_device_that_is_the_host_computes_nothing_while_it_starts_operations(t
     ahead, host = (
         plan_step(case, tabled(machine, entries, tmp_path / "mine.csv", is_host=is_host)) for is_host in (False, True)
     )
-    assert ahead.split.host == plan_step(case, machine).split.host == 0.0
+    assert plan_step(case, machine).split.host == 0.0
+    assert ahead.split.host == pytest.approx(1e-3)  # of the step, which begins when the last one's loss is known
     layers, at_ends = case.model.num_layers / case.pp, 100e-6 / 2  # a stage has one end at the most
     calls = start_seconds(case, model_spec(case.model).layers[0], replace(Rates.of(machine), host=1e-6))
     passes = case.micro_batches * (layers * sum(calls) + at_ends)
@@ -213,4 +214,16 @@ def test_attention_that_writes_its_scores_takes_as_long_as_measured() -> None:
     assert written > 2 * scores / rates.memory + 2 * 64 * scores / rates.matmul  # nothing hides a tile's writing
     hidden = replace(rates, epilogue_overlap=True)
     assert hidden.product(2048, 2048, 64, batch=128) < 0.9 * written
-    assert hidden.product(8192, 8192, 8192) == pytest.approx(rates.product(8192, 8192, 8192), rel=0.01)
+    large = rates.product(8192, 8192, 8192)  # the pipeline is filled once there, not for each tile
+    assert 0.97 * large < hidden.product(8192, 8192, 8192) < large
+
+
+def test_products_of_persistent_kernels_take_what_an_h200_measured() -> None:
+    """Bursts: products of 4096 x 4096 at a growing inner size (gpu-session-nvidia-h200.json) are 9.4 us and 40 ns a
+    step; a step of all multiprocessors at the rate of bursts, 864 TFLOP/s."""
+    machine = machine_of(load("clusters/h200").config)
+    burst = replace(machine, hardware=replace(machine.hardware, matmul_tflops=864.0), calibration=CalibrationConfig())
+    rates = Rates.of(burst)
+    for inner, tflops in ((256, 398.0), (512, 545.4), (1024, 668.6), (2048, 752.1), (4096, 789.2), (8192, 810.1)):
+        planned = 2e-12 * 4096 * 4096 * inner / rates.product(4096, 4096, inner)
+        assert planned == pytest.approx(tflops, rel=0.05), inner
