@@ -133,6 +133,12 @@ def dense_error() -> float:
     return fmean(abs(_error(r)) for r in dense())
 
 
+def consistent_error() -> float:
+    """The same without rows that contradict others of their layout."""
+    unlike = plan_accuracy.contradicted(dense())
+    return fmean(abs(_error(r)) for r in dense() if r.line not in unlike)
+
+
 def bias(source: str, dtype: str) -> float:
     """Mean error of a source's rows, percent."""
     return fmean(_error(r) for r in dense() if r.source == source and r.case.dtype == dtype)
@@ -274,7 +280,7 @@ MEASURES: dict[str, Callable[..., float]] = {
         frontier_error, strong, weak, ratio_loss, flash_gain, deepseek_hours, llama, dense_error, llama2_gigabytes,
         widest, training_days, parameters, bubble, of_peak, without_recompute, share_of_frontier, llama2_devices,
         korthikanti_activations, stages_error, a800, ledger_error, bias, regret, row_rate, gain, judged_error,
-        peaks_within, observed,
+        peaks_within, observed, consistent_error,
     )
 } | {"per_parameter": lambda parameters, size: parameters * size / 1e12}
 

@@ -208,6 +208,46 @@ def frontier_lines(found: list[Row]) -> list[str]:
     return out
 
 
+UNLIKE = 1.2
+"""Seconds of a sample over the least of a row's layout from which the row contradicts the others. All others are within
+1.16, whatever their micro-batches."""
+
+
+def contradicted(found: list[Row]) -> dict[int, float]:
+    """Lines that no model of layouts can meet together with others of theirs, by published seconds alone.
+
+    Rows of a source that have model, sizes of tp, pp and dp, chunks, precision and recompute in common differ in their
+    micro-batches. Their devices, links, layers and gradients are the same, so the seconds of a sample in the slowest
+    stage, T / ((m + (p - 1) / v) b), hang on how well b fills the kernels. Line → these over the least of its layout.
+    """
+    layouts: dict[tuple[object, ...], list[tuple[int, float]]] = defaultdict(list)
+    for r in found:
+        if r.measured is not None and not r.calibration:
+            c, m = r.case, r.case.model
+            shape = m.num_layers, m.hidden_size, m.seq_length
+            key = (r.source, *shape, c.tp, c.pp, c.vp, c.dp, c.cp, c.dtype, c.recompute)
+            slots = (c.micro_batches + (c.pp - 1) / c.vp) * c.micro_batch
+            layouts[key].append((r.line, r.measured / slots))
+    out = {}
+    for alike in layouts.values():
+        least = min(seconds for _, seconds in alike)
+        out |= {line: seconds / least for line, seconds in alike if seconds > UNLIKE * least}
+    return out
+
+
+def contradicted_lines(found: list[Row]) -> list[str]:
+    """What they are, and the mean error without them."""
+    unlike = contradicted(found)
+    rest = [abs(r.plan.seconds / r.measured - 1) for r in found
+            if r.measured is not None and not r.calibration and r.line not in unlike]
+    named = ", ".join(f"{line} ({ratio:.2f})" for line, ratio in sorted(unlike.items()))
+    return [
+        "Rows that take more than 1.2 times as long for a sample as another one of their layout with other",
+        "micro-batches, by published seconds alone (over those of the fastest; all other rows are within 1.16): lines",
+        f"{named}. Mean absolute error of the other {len(rest)} rows: {statistics.mean(rest):.1%}.",
+    ]
+
+
 def regrets(found: list[Row], *, least: int = 3) -> list[tuple[Row, Row, int]]:
     """Sets of one source's runs that differ in their layouts alone: the run planned fastest, the run measured fastest,
     and the number of layouts. Sets of fewer than ``least`` layouts are left out."""
@@ -247,7 +287,8 @@ def report(found: list[Row]) -> str:
         "Written by `python benchmarks/plan_accuracy.py` from `configs/published/points.csv`; docs/planner.md says how",
         "a step is planned. No constant was fitted to these rows. The A100 and H100 clusters have no calibration (all",
         "scales 1); Frontier's matmul_scale was taken from line 2 alone.", "",
-        *summary_lines(found), "", "## Frontier (hardware TFLOP/s per GCD)", "", *frontier_lines(found), "",
+        *summary_lines(found), "", "## Rows that contradict others of their layout", "", *contradicted_lines(found), "",
+        "## Frontier (hardware TFLOP/s per GCD)", "", *frontier_lines(found), "",
         "The strong-scaling baseline is one replica (64 and 512 GCDs), stated before the comparison. 8000 / 6 is not",
         "whole: planned with ceil(8000 / 6) = 1334 micro-batches per replica.", "",
         "## Regret of the layout planned fastest", "", *regret_lines(found), "", "## Rows", "",

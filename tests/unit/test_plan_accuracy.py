@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -40,8 +41,18 @@ def errors(found: list, source: str = "") -> list[float]:
 def test_mean_error_over_all_rows(found: list) -> None:
     every = errors(found)
     assert len(every) == 86  # 16 more are set aside
-    assert statistics.mean(map(abs, every)) <= 0.065
+    assert statistics.mean(map(abs, every)) <= 0.055
     assert sum(abs(e) > 0.25 for e in every) <= 3  # three of vTrain's; named in docs/planner.md
+
+
+def test_what_contradicts_other_rows_of_its_layout(script: ModuleType, found: list) -> None:
+    """By published seconds alone, so a plan can neither make nor mend it; the others meet the goal of 5 %."""
+    unlike = script.contradicted(found)
+    assert {line: round(ratio, 2) for line, ratio in unlike.items()} == {66: 1.39, 67: 1.96, 79: 1.31, 81: 1.23}
+    rest = [r for r in found if r.measured and not r.calibration and r.line not in unlike]
+    assert statistics.mean(abs(r.plan.seconds / r.measured - 1) for r in rest) <= 0.05
+    doubled = [replace(r, measured=2 * r.measured) if r.line == 88 else r for r in found]  # another row of its layout
+    assert 88 in script.contradicted(doubled)
 
 
 def test_korthikantis_rows(found: list) -> None:
