@@ -24,6 +24,8 @@
 #define __restrict__
 #define __launch_bounds__(...)
 #define __shared__ static
+// What every thread calls all the time, whatever the level of optimisation.
+#define MP_INLINE __attribute__((always_inline)) inline
 
 struct dim3 {
   unsigned x, y, z;
@@ -37,7 +39,7 @@ namespace emulator {
   abort();
 }
 
-inline void check_aligned(const void* pointer, size_t bytes) {
+MP_INLINE void check_aligned(const void* pointer, size_t bytes) {
   if (reinterpret_cast<uintptr_t>(pointer) % bytes) stop("misaligned vector access");
 }
 
@@ -83,20 +85,22 @@ struct Block {
   jmp_buf scheduler;
 };
 
-inline Block& state() {
-  static Block block;
-  return block;
-}
+inline Block running;
 
+MP_INLINE Block& state() { return running; }
+
+// What a fiber does all its life: its thread's part of one block after another.
 inline void enter() {
   Block& b = state();
-  b.body();
-  Fiber& f = b.fibers[b.current];
-  f.done = true;
-  b.alive--;
-  b.warps[b.current / b.lanes].alive--;
-  b.waits = 0;
-  _longjmp(b.scheduler, 1);
+  for (;;) {
+    b.body();
+    Fiber& f = b.fibers[b.current];
+    f.done = true;
+    b.alive--;
+    b.warps[b.current / b.lanes].alive--;
+    b.waits = 0;
+    if (_setjmp(f.at) == 0) _longjmp(b.scheduler, 1);
+  }
 }
 
 // Back to the scheduler, which runs the next fiber that is not done.
@@ -154,8 +158,9 @@ inline int run(unsigned blocks, unsigned threads, int lanes, std::function<void(
     for (Warp& w : b.warps) w.alive = lanes;
     for (unsigned t = 0; t < threads; t++) {
       Fiber& f = b.fibers[t];
-      f.started = f.done = false;
-      if (f.stack.empty()) f.stack.resize(kStack);
+      f.done = false;
+      if (f.started) continue;  // it waits for its next block
+      f.stack.resize(kStack);
       getcontext(&f.start);
       f.start.uc_stack.ss_sp = f.stack.data();
       f.start.uc_stack.ss_size = kStack;
@@ -184,7 +189,7 @@ inline int launch(void (*kernel)(P...), unsigned blocks, unsigned threads, void*
 #endif
 
 template <typename T>
-inline T exchange(T value, int source_lane) {
+MP_INLINE T exchange(T value, int source_lane) {
   static_assert(sizeof(T) <= 8, "shuffles move up to 8 bytes");
   Block& b = state();
   const int lane = b.current % b.lanes;
@@ -213,22 +218,22 @@ inline const uint32_t (*exchange_registers(const uint32_t (&mine)[N]))[8] {
 
 struct Index {
   struct Thread {
-    operator unsigned() const { return static_cast<unsigned>(state().current); }
+    MP_INLINE operator unsigned() const { return static_cast<unsigned>(state().current); }
   } x;
 };
 struct BlockIndex {
   struct Value {
-    operator unsigned() const { return state().block; }
+    MP_INLINE operator unsigned() const { return state().block; }
   } x;
 };
 struct BlockSize {
   struct Value {
-    operator unsigned() const { return state().threads; }
+    MP_INLINE operator unsigned() const { return state().threads; }
   } x;
 };
 struct GridSize {
   struct Value {
-    operator unsigned() const { return state().blocks; }
+    MP_INLINE operator unsigned() const { return state().blocks; }
   } x;
 };
 
@@ -245,12 +250,12 @@ inline void __syncthreads() {
 }
 
 template <typename T>
-inline T __shfl_xor(T value, int mask) {
+MP_INLINE T __shfl_xor(T value, int mask) {
   return emulator::exchange(value, (emulator::state().current % emulator::state().lanes) ^ mask);
 }
 
 template <typename T>
-inline T __shfl(T value, int lane) {
+MP_INLINE T __shfl(T value, int lane) {
   return emulator::exchange(value, lane);
 }
 

@@ -114,7 +114,7 @@ def build_kernels(root: Path, folder: Path) -> None:
     ghost machine, which runs them on the emulator with the launch's grid, block and arguments."""
     script = kernels_script(root)
     (library,) = (made for made in script.emulated_libraries() if made.name.endswith("32.so"))
-    flags = [flag.replace("-O1", "-O2") for flag in library.compile]
+    flags = [flag.replace("-Og", "-O2") for flag in library.compile]
     flags.insert(flags.index("-x"), "-fno-gnu-unique")
     at = next(i for i, flag in enumerate(flags) if flag.startswith("-I"))
     flags.insert(at, f"-I{HERE / 'device'}")
