@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,21 @@ ORDER = packages_in_order()
 SOURCES = {module_name(path): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-def imported(tree: ast.AST, module: str) -> Iterator[tuple[int, str]]:
-    """``(line, absolute module)`` of every import below ``tree``; relative ones resolved."""
-    for node in ast.walk(tree):
+@functools.cache
+def nodes_of(source: str) -> list[ast.AST]:
+    """Every node of a module; six tests look at all of the package's."""
+    return list(ast.walk(ast.parse(source)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_the_nodes() -> Iterator[None]:
+    yield
+    nodes_of.cache_clear()
+
+
+def imported(nodes: Iterable[ast.AST], module: str) -> Iterator[tuple[int, str]]:
+    """``(line, absolute module)`` of every import among ``nodes``; relative ones resolved."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -57,7 +70,7 @@ def upward_imports(sources: Mapping[str, str]) -> list[str]:
     out = []
     for module, source in sources.items():
         package = package_of(module)
-        for line, name in imported(ast.parse(source), module) if package else ():
+        for line, name in imported(nodes_of(source), module) if package else ():
             target = package_of(name)
             if target and ORDER.index(target) > ORDER.index(package or ""):
                 out.append(f"{module}:{line}: {package} imports {name}")
@@ -83,7 +96,7 @@ def import_cycles(sources: Mapping[str, str]) -> list[list[str]]:
     known = {name.removesuffix(".__init__"): name for name in sources}
     needs: dict[str, set[str]] = {}
     for module, source in sources.items():
-        names = {name for _, name in imported(at_run_time(source), module)}
+        names = {name for _, name in imported(ast.walk(at_run_time(source)), module)}
         names |= {name.rpartition(".")[0] for name in names}  # "from package import module" and "from module import x"
         needs[module] = {known[name] for name in names if name in known} - {module}
     reach = {module: reachable(module, needs) for module in needs}
@@ -106,10 +119,10 @@ def reachable(start: str, edges: Mapping[str, set[str]]) -> set[str]:
 def environment_reads(source: str) -> list[int]:
     """Lines that touch os.environ or os.getenv (or import them); setting a variable for a library is no reading."""
     out = []
-    tree = ast.parse(source)
-    written = {n.value for n in ast.walk(tree) if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store)}
+    nodes = nodes_of(source)
+    written = {n.value for n in nodes if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store)}
     names = {"environ", "environb", "getenv", "putenv"}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             touched = node.attr in names and getattr(node.value, "id", "") == "os" and node not in written
         elif isinstance(node, ast.ImportFrom):
@@ -124,7 +137,7 @@ def environment_reads(source: str) -> list[int]:
 def function_lengths() -> list[int]:
     """Lines of every function and method, shortest first."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = (node for source in SOURCES.values() for node in ast.walk(ast.parse(source)))
+    nodes = (node for source in SOURCES.values() for node in nodes_of(source))
     return sorted((node.end_lineno or node.lineno) - node.lineno + 1 for node in nodes if isinstance(node, kinds))
 
 
@@ -149,13 +162,13 @@ def test_the_environment_is_read_in_runtime_only() -> None:
 
 def test_no_module_changes_its_globals() -> None:
     found = [f"{module}:{node.lineno}" for module, source in SOURCES.items()
-             for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Global)]
+             for node in nodes_of(source) if isinstance(node, ast.Global)]
     assert not found
 
 
 def test_nothing_imports_pickle() -> None:
     found = [f"{module}:{line}" for module, source in SOURCES.items()
-             for line, name in imported(ast.parse(source), module) if name.split(".")[0] == "pickle"]
+             for line, name in imported(nodes_of(source), module) if name.split(".")[0] == "pickle"]
     assert not found
 
 
@@ -163,7 +176,7 @@ def test_the_packages_before_runtime_need_no_torch() -> None:
     first = ORDER[: ORDER.index("runtime")]
     assert "config" in first
     found = [f"{module}:{line}: {name}" for module, source in SOURCES.items() if package_of(module) in first
-             for line, name in imported(ast.parse(source), module)
+             for line, name in imported(nodes_of(source), module)
              if name.split(".")[0] in ("torch", "numpy", "deepspeed")]
     assert not found
 
