@@ -100,6 +100,12 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_runtest_teardown() -> None:
+    """Let a scheduler's signals through again. Training in this process blocks them to its end; what later tests start
+    would inherit that, and whoever ends it would wait out its grace before SIGKILL."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGUSR1))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Give each worker whole files, or folders of ``TOGETHER``, so that no fixture of theirs is made twice.
