@@ -98,9 +98,16 @@ def by_host(step: Sequence[Event]) -> list[Event]:
 
 
 def capture_faults(log: RankLog) -> list[str]:
-    """Return what a capture may not contain, and work between its beginning and end that it does not contain."""
-    out, inside = [], False
+    """Return what a capture may not contain, and work between its beginning and end that it does not contain.
+
+    Nor may it contain a copy from or to the host, whose memory is another's when the graph is replayed.
+    """
+    out, inside, replayed = [], False, False
     for event in log.events:
+        if event.kind in ("graph begins", "graph ends"):
+            replayed = event.kind == "graph begins"
+        if replayed and event.kind == "copy" and event.detail.split()[:2] != ["device", "device"]:
+            out.append(f"a replay copies memory of the host: {event.detail}")
         if event.kind == "capture":
             inside = event.detail.startswith("begins")
         elif event.kind == "capture fault":
