@@ -18,9 +18,6 @@ from environment import NoCudaTorch, Torch, find_torch, make_environment  # noqa
 from libraries import build, build_kernels  # noqa: E402
 from machine import Machine  # noqa: E402
 
-BUILT = ROOT / "build" / "ghost" / "machine"
-"""Kept between commands: the libraries of one torch, and objects."""
-
 
 def parser(description: str) -> argparse.ArgumentParser:
     """Return a parser that has ``--python``."""
@@ -38,12 +35,19 @@ def chosen_torch(python: Path | None) -> Torch:
         sys.exit(3)
 
 
+def built_for(torch: Torch) -> Path:
+    """Build the machine for a torch, and the kernels; return the folder, which is kept between commands."""
+    folder = ROOT / "build" / "ghost" / f"machine-{torch.version}"
+    build(torch.libraries, folder)
+    build_kernels(ROOT, folder / "kernels")
+    return folder
+
+
 @contextlib.contextmanager
 def machine(torch: Torch, *, devices: int = 8, tree: Path = ROOT) -> Iterator[Machine]:
     """Yield a running machine, built first. Its folder is temporary."""
-    build(torch.libraries, BUILT)
-    build_kernels(ROOT, BUILT / "kernels")
-    with tempfile.TemporaryDirectory() as scratch, Machine(torch.python, BUILT, Path(scratch), devices, tree) as made:
+    built = built_for(torch)
+    with tempfile.TemporaryDirectory() as scratch, Machine(torch.python, built, Path(scratch), devices, tree) as made:
         yield made
 
 

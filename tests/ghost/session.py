@@ -17,22 +17,21 @@ import tempfile
 import time
 from pathlib import Path
 
-from libraries import build, build_kernels
-from options import BUILT, HERE, ROOT, chosen_torch, commit, parser
+from environment import Torch
+from options import HERE, ROOT, built_for, chosen_torch, commit, parser
 
 RECORD = ROOT / "benchmarks" / "results" / "ghost-session.json"
 
 
-def environment(torch_libraries: Path, scratch: Path) -> dict[str, str]:
+def environment(torch: Torch, scratch: Path) -> dict[str, str]:
     """Return the variables under which a program sees the ghost machine, numbers included."""
-    build(torch_libraries, BUILT)
-    build_kernels(ROOT, BUILT / "kernels")
+    built = built_for(torch)
     paths = [str(HERE / "autoload"), str(ROOT)]
     return {
-        **os.environ, "LD_PRELOAD": str(BUILT / "libghost.so"), "LD_LIBRARY_PATH": str(BUILT),
+        **os.environ, "LD_PRELOAD": str(built / "libghost.so"), "LD_LIBRARY_PATH": str(built),
         "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "GHOST_DEVICES": "1", "GHOST_COMPUTE": "1",
         "GHOST_CPU_DRAWS": "1",
-        "GHOST_KERNELS": str(BUILT / "kernels" / "libmp_cuda.so"), "GHOST_MEETING": str(scratch),
+        "GHOST_KERNELS": str(built / "kernels" / "libmp_cuda.so"), "GHOST_MEETING": str(scratch),
     }
 
 
@@ -47,7 +46,7 @@ def main() -> int:
     torch = chosen_torch(a.python)
     command = [str(ROOT / "scripts" / "gpu_session.sh"), "--tiny", "--minutes", f"{a.minutes:g}", "--out", str(a.out)]
     with tempfile.TemporaryDirectory() as scratch:
-        variables = environment(torch.libraries, Path(scratch)) | {"PYTHON": str(torch.python)}
+        variables = environment(torch, Path(scratch)) | {"PYTHON": str(torch.python)}
         began = time.monotonic()
         code = subprocess.run([*command, *(["--only", *a.only] if a.only else [])], env=variables).returncode
     seconds = round(time.monotonic() - began)
