@@ -13,7 +13,7 @@ from megatron_port.parallel.stored_teacher import Stored
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch of one replica.
+    """One micro-batch of one replica; its tensors are on the host or on the rank's device.
 
     ``sample_ids`` are global sample indices counted from the start of training;
     they key dropout, so every stage needs them. Only the first stage needs

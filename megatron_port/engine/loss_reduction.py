@@ -30,9 +30,9 @@ def global_tokens(micro_batches: Sequence[MicroBatch], ctx: ParallelContext, *, 
         return float(sum(len(b.sample_ids) for b in micro_batches) * seq_length * ctx.size("dp"))
     total = torch.zeros((), dtype=torch.float64, device=ctx.device)
     if ctx.is_last_stage:
-        total += sum(
+        total += sum(  # masks on the device are not waited for one by one
             len(b.sample_ids) * seq_length / ctx.size("cp") if b.loss_mask is None
-            else float(b.loss_mask.sum() if b.reference is None else b.loss_mask.any(dim=1).sum())
+            else (b.loss_mask.sum() if b.reference is None else b.loss_mask.any(dim=1).sum()).double()
             for b in micro_batches
         )
         replicas = ctx.over(*REPLICAS)
