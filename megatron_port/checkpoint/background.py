@@ -53,7 +53,7 @@ from megatron_port.runtime.pinned import host_bytes
 
 _NICE = 10
 _THREAD = "saving thread"
-"""The stream of a save's accesses, for ``parallel.stream_order``."""
+"""The stream of a save's accesses, for an observer of ``parallel.device_streams``."""
 
 
 class HostBuffer:

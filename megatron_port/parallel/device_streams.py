@@ -4,8 +4,8 @@ Work on one stream runs in the order in which it was queued; work on two streams
 an event of the other. ``HOST`` is the program itself: it waits for an event by blocking, and what is queued on any
 stream is queued after everything that the host has done or waited for.
 
-On a CPU nothing runs beside the program, so nothing has to wait. An observer (``parallel.stream_order``) is told of
-every event, wait and access on either device, and so checks on a CPU what a GPU would do.
+On a CPU nothing runs beside the program, so nothing has to wait. An observer is told of every event, wait and access
+on either device; that of the tests (tests/distributed/stream_order.py) so checks on a CPU what a GPU would do.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ of one stream for another, without which a copy would race with a kernel, with t
 6. a thread has read a file into the buffer → the host may read it; it has written the buffer to a file → the buffer
    may have a new user (:meth:`StagingRing.start_io`, :meth:`StagingRing.wait_io`).
 
-Nothing waits for the whole device. ``parallel.stream_order`` checks the edges on a CPU.
+Nothing waits for the whole device. tests/distributed/stream_order.py checks the edges on a CPU.
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ from typing import Any
 from cases import make_config
 from offload_matrix import engine_of, train
 from pool import RankPool
+from stream_order import OrderChecker
 
 from megatron_port.config.schema import ActivationsConfig, RunConfig
 from megatron_port.model.activation_sites import RECOMPUTED, REPLICATED, SITES, choice
 from megatron_port.parallel.device_streams import observed_by
-from megatron_port.parallel.stream_order import OrderChecker
 from megatron_port.parallel.topology import Topology
 
 STEPS = 3

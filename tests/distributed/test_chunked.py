@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from cases import make_config, run_case
 from pool import RankPool
+from stream_order import OrderChecker, StreamRace
 from test_zero3 import Case, case, differences
 
 from megatron_port.config.checks import check
 from megatron_port.errors import ConfigError
 from megatron_port.parallel import chunked
 from megatron_port.parallel.device_streams import observed_by
-from megatron_port.parallel.stream_order import OrderChecker, StreamRace
 
 
 def pair(dtype: str, chunks: int, *, sequence: bool) -> tuple[Case, Case]:

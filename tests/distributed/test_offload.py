@@ -8,6 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 from offload_matrix import State, Steps, advance, case, engine_of, offloaded, state_of, train
 from pool import RankPool
+from stream_order import OrderChecker
 
 from megatron_port.checkpoint.format import SavedState
 from megatron_port.checkpoint.peers import peers_of
@@ -16,7 +17,6 @@ from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.config.schema import RunConfig
 from megatron_port.model.shapes import parameter_shapes
 from megatron_port.parallel.device_streams import observed_by
-from megatron_port.parallel.stream_order import OrderChecker
 from megatron_port.parallel.topology import Topology
 
 

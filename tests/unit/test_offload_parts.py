@@ -15,6 +15,7 @@ import fake_ranks
 import pytest
 import torch
 from fake_ranks import batches, fake_rank
+from stream_order import OrderChecker, StreamRace
 from test_checkpoint_roundtrip import state
 
 from megatron_port.backend import kernels
@@ -45,7 +46,6 @@ from megatron_port.optim.unit_gather import GatherGroup
 from megatron_port.parallel import device_streams
 from megatron_port.parallel.device_streams import COPY_IN, COPY_OUT, HOST, observed_by
 from megatron_port.parallel.staging import ALIGN, StagingRing
-from megatron_port.parallel.stream_order import OrderChecker, StreamRace
 from megatron_port.session.weights import Weights, inference_config
 
 DP = 2

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from fake_ranks import Traffic, batches, fake_rank
+from planned_traffic import NORM, SUMS, pass_traffic, step_traffic
 
 from megatron_port.config.loader import load
 from megatron_port.config.moe import MoEConfig
@@ -31,7 +32,6 @@ from megatron_port.plan.layer import head_cost, layer_cost
 from megatron_port.plan.links import Links, span
 from megatron_port.plan.rates import Rates
 from megatron_port.plan.step import chunk_costs, data_seconds
-from megatron_port.plan.traffic import NORM, SUMS, pass_traffic, step_traffic
 
 GPT = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 100, "seq_length": 16}
 LLAMA = {
