@@ -15,7 +15,7 @@ from small_runs import Layout, Run
 
 def test_killed_ranks(commands: Commands, tmp_path: Path) -> None:
     """Some of ``make soak``'s hundred."""
-    outcomes = kills.strike_all(commands, tmp_path, Layout(tp=2), range(1000, 1002), steps=24)
+    outcomes = kills.strike_all(commands, tmp_path, Layout(tp=2), range(1000, 1002), steps=14)
     assert len(outcomes) == 2
     assert all(o.ok for o in outcomes), "\n".join(str(o) for o in outcomes if not o.ok)
 
