@@ -106,7 +106,7 @@ def test_the_interval_that_is_chosen() -> None:
     gpu = torch.device("cuda")
     assert [chosen_interval(n, tokens=1, device=gpu) for n in (0, 1, 7)] == [0, 1, 7]
     assert chosen_interval(-1, tokens=1, device=CPU) == 1
-    assert [chosen_interval(-1, tokens=n, device=gpu) for n in (1 << 20, 310_000, 8192)] == [1, 1, 38]
+    assert [chosen_interval(-1, tokens=n, device=gpu) for n in (1 << 20, 750_000, 8192)] == [1, 1, 92]
 
 
 def test_what_was_found_stays_readable_after_the_update_that_follows() -> None:
