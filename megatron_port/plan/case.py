@@ -214,6 +214,12 @@ class Case:
         return {"fp32": 4, "fp64": 8}.get(self.dtype, 2)
 
     @property
+    def pass_dtype(self) -> str:
+        """Dtype of passes over memory, attention and exchanged activations, as a table of measured kernels names it:
+        beside 8-bit products all else is in bf16."""
+        return "bf16" if self.dtype == "fp8" else self.dtype
+
+    @property
     def wide(self) -> int:
         """Bytes of a master, a moment or an accumulated gradient in full precision."""
         return 8 if self.dtype == "fp64" else 4

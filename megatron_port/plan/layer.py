@@ -42,7 +42,7 @@ def attention_seconds(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float
     groups = layer.attention.groups
     heads = groups.heads / t * case.micro_batch
     queries, keys, d = m.seq_length / case.cp, float(m.seq_length), groups.head_size
-    here = rates.attention_here(case.dtype, keys, d) if case.cp == 1 else None
+    here = rates.attention_here(case.pass_dtype, keys, d) if case.cp == 1 else None
     if here is not None:
         seen = layer.attention.scores_seen(m.seq_length, case.document) / m.seq_length**2
         flops = 2 * heads * queries * keys * (d + layer.attention.value_size) * CAUSAL * seen
@@ -111,7 +111,7 @@ def _elementwise(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, flo
     norm, add = stream * 2 * w, stream * (3 * w + mask)  # norm: read, write; add: two reads, write, mask
     hidden = split * ffn * w * (gates + 1)
     rotate = split * heads * 2 * w  # q, k, v split and rotated or copied
-    if case.cp == 1 and rates.attention_here(case.dtype, m.seq_length, layer.attention.groups.head_size):
+    if case.cp == 1 and rates.attention_here(case.pass_dtype, m.seq_length, layer.attention.groups.head_size):
         rotate = 0.0  # measured with the core
     forward = {
         "norm-forward": len(layer.norms) * norm, "add-forward": fused * 2 * add, "activation-forward": fused * hidden,
@@ -136,7 +136,7 @@ def _elementwise(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, flo
         forward["heads"] = split * (normalized + heads) * 2 * w
         backward["heads"] = split * (normalized * 2 + heads) * 2 * w
         kernels, kernels_back = kernels + 3, kernels_back + 3
-    return rates.passes(forward, kernels, case.dtype), rates.passes(backward, kernels_back, case.dtype)
+    return rates.passes(forward, kernels, case.pass_dtype), rates.passes(backward, kernels_back, case.pass_dtype)
 
 
 def _splits_by_views(case: Case, layer: LayerSpec) -> bool:
@@ -312,7 +312,8 @@ def site_costs(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
     entry, exit_ = (each / 2, each / 2) if case.sequence_parallel else (0.0, each)
     heads, ffn = layer.attention.packed_features(t), layer.dense.down.inputs
     normed = layer.attention.normalized_features(t)
-    rotated = rates.stream(split * heads * 2 * w + split * (normed + heads if normed else 0) * 2 * w, 1)
+    moved = (0.0 if _splits_by_views(case, layer) else heads) + (normed + heads if normed else 0)
+    rotated = rates.stream(split * moved * 2 * w, 1)
     output, up = layer.attention.output.factors, layer.dense.up.factors
     projections = sum(product(linear) for linear in layer.attention.projections)
     core = attention_seconds(case, layer, rates)
@@ -361,7 +362,7 @@ def _waits(case: Case, links: Links, group: Span) -> tuple[float, float] | None:
         return None
     size = _stream(case)[0] * case.model.hidden_size * case.width
     forward, backward = (
-        links.region(size, group, sequence=case.sequence_parallel, backward=way, dtype=case.dtype)
+        links.region(size, group, sequence=case.sequence_parallel, backward=way, dtype=case.pass_dtype)
         for way in (False, True)
     )
     return None if forward is None or backward is None else (forward, backward)
@@ -427,11 +428,11 @@ def _loss(case: Case, rates: Rates, logits: float) -> tuple[float, float]:
     over them; torch's passes: cast to fp32 (2 + 4 bytes), maximum (4), shifted exponential (4 + 4) and sum (4);
     backward: scaled, cast (14). A table's rates are of the latter's bytes, whoever was measured."""
     w = case.width
-    if case.kernels == "own" and not rates.measured("loss-forward", case.dtype):
+    if case.kernels == "own" and not rates.measured("loss-forward", case.pass_dtype):
         return rates.stream(logits * w), rates.stream(logits * 2 * w)
     return (
-        rates.passes({"loss-forward": logits * 22}, 5, case.dtype),
-        rates.passes({"loss-backward": logits * 14}, 3, case.dtype),
+        rates.passes({"loss-forward": logits * 22}, 5, case.pass_dtype),
+        rates.passes({"loss-backward": logits * 14}, 3, case.pass_dtype),
     )
 
 

@@ -410,8 +410,8 @@ def optimizer_seconds(case: Case, rates: Rates) -> float:
     elements = 1 + 2 * (1 + case.rule.state)
     update = max(updated_elements(case, stage) for stage in stages)
     update *= elements * case.wide + case.width
-    one_pass = case.kernels == "own" and case.engine.fused_update and not rates.measured("update", case.dtype)
+    one_pass = case.kernels == "own" and case.engine.fused_update and not rates.measured("update", case.pass_dtype)
     if one_pass:
         return rates.stream(update + n * case.engine.gradient_bytes, 20)
     extra = max(updated_elements(case, stage) for stage in stages) * case.engine.update_extra_bytes
-    return rates.passes({"update": update + extra + n * 2 * case.engine.gradient_bytes}, 20, case.dtype)
+    return rates.passes({"update": update + extra + n * 2 * case.engine.gradient_bytes}, 20, case.pass_dtype)

@@ -448,7 +448,7 @@ def test_the_plan_is_faster_and_counts_the_copies() -> None:
     bf16, weights = planned("none")
     tensorwise, copies = planned("tensorwise")
     rowwise, _ = planned("rowwise")
-    assert tensorwise < rowwise < bf16
+    assert max(tensorwise, rowwise) < bf16 / 1.1
     elements = 32 * 12 * 4096**2
     assert copies - weights == 2 * elements
     one, _ = planned("tensorwise", "batch.global_batch_size=2")
@@ -459,7 +459,7 @@ def test_own_casts_are_planned_faster() -> None:
     """The 6.7B shape on one H200, by bytes: what docs/performance.md says."""
     bf16, _ = planned("none")
     gains = [bf16 / planned(recipe, f"backend.quantise={q}")[0] for recipe in RECIPES for q in ("torch", "own")]
-    assert [round(gain, 2) for gain in gains] == [1.14, 1.24, 1.12, 1.21]
+    assert [round(gain, 2) for gain in gains] == [1.14, 1.24, 1.15, 1.24]
     # Without own kernels autograd adds gradients in passes of its own, in bf16 too; beyond that the casts are torch's.
     plain, _ = planned("none", "backend.own_kernels=off")
     cast, cast_peak = planned("tensorwise", "backend.own_kernels=off")
