@@ -80,7 +80,7 @@ def load_share(product: Callable[[], object], other: Callable[[], object], devic
 def queued_seconds(calls: Sequence[Callable[[], object]], plug_s: float = 0.0) -> tuple[float, float]:
     """Return (device, host) seconds of one of the calls on a GPU.
 
-    A kernel that spins for ``plug_s`` (0: ``CALL_S`` a call) occupies the device while the host queues all calls; the
+    A kernel that spins for ``plug_s`` (0: ``CALL_S`` per call) occupies the device while the host queues all calls; the
     events stand around these alone, so the device goes from one to the next without waiting for the host. With their
     kernels they must fit the stream's queue, about 1,000.
     """

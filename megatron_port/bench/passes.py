@@ -36,7 +36,7 @@ COLD = {"cpu": 64 << 20, "cuda": 256 << 20}
 MOST_SETS = {"cpu": 512, "cuda": 32}
 """On a GPU what a stream queues."""
 HEADS = (64, 128)
-"""Head sizes of attention on a GPU, beside the model's: at 64 it does little more than half the operations a second."""
+"""Head sizes of attention on a GPU, beside the model's: at 64 it does little more than half the rate of 128."""
 INNER = 256
 """Inner size of the products that make inputs."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -25,7 +25,7 @@ class Budget:
     memory: float | None
     """Bytes of the fullest device of the run's layout in training, by the planner; None: it cannot be planned."""
     limit: float
-    """Memory of a device, bytes; 0: it cannot be planned."""
+    """Device memory in bytes; 0: unknown, the planner refuses this run."""
     step_seconds: float | None
     """Time of a training step of the run, by the planner; None: it cannot be planned."""
     unplanned: str

@@ -1,6 +1,6 @@
 """Checks of a run by the planner before the ranks connect: does it fit its devices, do stages starve?
 
-Memory is checked only where the cluster gives that of a device (``cluster.memory_gb`` and a ``[hardware]``
+Memory is checked only where the cluster file states the device memory (``cluster.memory_gb`` and a ``[hardware]``
 section); anything else that is wrong with a run is found elsewhere, so nothing here raises for it.
 """
 
