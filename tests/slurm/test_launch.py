@@ -228,7 +228,7 @@ def impatient() -> Iterator[Cluster]:
 @pytest.mark.parametrize(
     ("fault", "length"),
     [("crash_node", 60), pytest.param("cut_link", 60, marks=pytest.mark.slow),
-     pytest.param("kill_slurmd", 450, marks=pytest.mark.slow)],  # its tasks run until SLURM misses it
+     pytest.param("kill_slurmd", 1500, marks=pytest.mark.slow)],  # its tasks run until SLURM misses it
 )
 def test_a_lost_node_ends_the_job_or_requeues_it(
     impatient: Cluster, fault: str, length: int
