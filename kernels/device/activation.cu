@@ -37,7 +37,7 @@ __device__ inline void load_bias(const void* bias, int at, float (&value)[N]) {
   Pack<T, N> in = {};
   if (bias != nullptr) in = load<N>(static_cast<const T*>(bias) + at);
 #pragma unroll
-  for (int i = 0; i < N; i++) value[i] = bias != nullptr ? to_float(in.at[i]) : 0.0f;
+  for (int i = 0; i < N; i++) value[i] = bias != nullptr ? in.value(i) : 0.0f;
 }
 
 template <typename T, int N, bool APPROXIMATE>
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksEach) gelu_forward(Gelu a) {
       if (here >= a.rows) break;
       float out[N];
 #pragma unroll
-      for (int i = 0; i < N; i++) out[i] = gelu<APPROXIMATE>(to_float(in[r].at[i]) + bias[i]);
+      for (int i = 0; i < N; i++) out[i] = gelu<APPROXIMATE>(in[r].value(i) + bias[i]);
       store<N>(static_cast<T*>(a.out) + here * a.cols + at, to_pack<T>(out));
     }
   }
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksEach) gelu_backward(Gelu a) {
       float out[N];
 #pragma unroll
       for (int i = 0; i < N; i++) {
-        out[i] = to_float(dy[r].at[i]) * gelu_slope<APPROXIMATE>(to_float(in[r].at[i]) + bias[i]);
+        out[i] = dy[r].value(i) * gelu_slope<APPROXIMATE>(in[r].value(i) + bias[i]);
         sum[i] += out[i];
       }
       store<N>(static_cast<T*>(a.out) + here * a.cols + at, to_pack<T>(out));
@@ -132,8 +132,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksEach) swiglu_forward(Swiglu a
       float out[N];
 #pragma unroll
       for (int i = 0; i < N; i++) {
-        const float g = to_float(gate[r].at[i]);
-        out[i] = g * sigmoid(g) * to_float(up[r].at[i]);
+        const float g = gate[r].value(i);
+        out[i] = g * sigmoid(g) * up[r].value(i);
       }
       store<N>(static_cast<T*>(a.out) + here * a.cols + at, to_pack<T>(out));
     }
@@ -165,9 +165,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksEach) swiglu_backward(Swiglu 
       float dgate[N], dup[N];
 #pragma unroll
       for (int i = 0; i < N; i++) {
-        const float g = to_float(gate[r].at[i]), d = to_float(dy[r].at[i]);
+        const float g = gate[r].value(i), d = dy[r].value(i);
         const Sigmoid s = sigmoid_of(-kLog2E * fabsf(g), g < 0.0f);
-        dgate[i] = d * to_float(up[r].at[i]) * (s.at + g * s.slope);
+        dgate[i] = d * up[r].value(i) * (s.at + g * s.slope);
         dup[i] = d * (g * s.at);
       }
       T* out = static_cast<T*>(a.out) + here * 2 * a.cols + at;

@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(256) attention_along(Along a) {
     const Pack<T, 8> x = load<8>(static_cast<const T*>(a.dout) + row * a.d + col);
     const Pack<T, 8> y = load<8>(static_cast<const T*>(a.out) + row * a.d + col);
 #pragma unroll
-    for (int i = 0; i < 8; i++) sum += to_float(x.at[i]) * to_float(y.at[i]);
+    for (int i = 0; i < 8; i++) sum += x.value(i) * y.value(i);
   }
 #pragma unroll
   for (int mask = kTeam / 2; mask > 0; mask /= 2) sum += shuffle_xor(sum, mask);

@@ -18,6 +18,14 @@
 #define MP_WARP 32
 #endif
 
+// Of a type whose memory is read as another type too. g++ does not take it here; the emulator is built without
+// -fstrict-aliasing.
+#ifdef __clang__
+#define MP_MAY_ALIAS __attribute__((may_alias))
+#else
+#define MP_MAY_ALIAS
+#endif
+
 namespace mp {
 
 constexpr int kMaxWarps = 1024 / MP_WARP;
@@ -28,6 +36,10 @@ template <typename T>
 inline constexpr bool is_bf16 = false;
 template <>
 inline constexpr bool is_bf16<bf16> = true;
+template <typename T>
+inline constexpr bool is_f16 = false;
+template <>
+inline constexpr bool is_f16<f16> = true;
 
 __device__ inline float to_float(f16 x) {
 #if defined(__CUDA_ARCH__)
@@ -151,9 +163,47 @@ __device__ inline float minus_infinity() { return float_of_bits(0xff800000u); }
 template <typename T>
 constexpr int kVector = 16 / sizeof(T);
 
+// One of two halves of a word.
+template <typename T>
+__device__ inline float half_of(uint32_t word, bool upper) {
+  if constexpr (is_bf16<T>) {
+    return float_of_bits(upper ? word & 0xffff0000u : word << 16);
+  } else {
+    return to_float(T{static_cast<uint16_t>(upper ? word >> 16 : word)});
+  }
+}
+
+template <bool HALVES, typename T>
+struct WordOf {
+  using type = T;
+};
+template <typename T>
+struct WordOf<true, T> {
+  using type = uint32_t;
+};
+
+// Pairs of halves are kept as words: an array of 16-bit numbers nvcc takes apart, an instruction each, where a condition
+// stands around its load. They are words of memory that holds halves, which compilers may otherwise take for another's.
 template <typename T, int N>
-struct alignas(sizeof(T) * N) Pack {
-  T at[N];
+struct alignas(sizeof(T) * N) MP_MAY_ALIAS Pack {
+  static constexpr bool kHalves = (is_bf16<T> || is_f16<T>)&&N % 2 == 0;
+  typename WordOf<kHalves, T>::type at[kHalves ? N / 2 : N];
+
+  __device__ float value(int i) const {
+    if constexpr (kHalves) {
+      return half_of<T>(at[i / 2], i % 2 != 0);
+    } else {
+      return to_float(at[i]);
+    }
+  }
+  __device__ void set(int i, T x) {
+    if constexpr (kHalves) {
+      const uint32_t bits = x.bits;
+      at[i / 2] = i % 2 != 0 ? (at[i / 2] & 0xffffu) | bits << 16 : (at[i / 2] & 0xffff0000u) | bits;
+    } else {
+      at[i] = x;
+    }
+  }
 };
 
 template <int N, typename T>
@@ -225,7 +275,7 @@ __device__ inline Pack<T, N> to_pack(const float (&x)[N]) {
   }
 #endif
 #pragma unroll
-  for (int i = 0; i < N; i++) out.at[i] = from_float<T>(x[i]);
+  for (int i = 0; i < N; i++) out.set(i, from_float<T>(x[i]));
   return out;
 }
 

@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads) statistics(Statistics a) {
         const int at = start + p * static_cast<int>(blockDim.x) * N;
 #pragma unroll
         for (int i = 0; i < N; i++) {
-          value[p][i] = at + i < a.extent ? to_float(in[p].at[i]) : low;
+          value[p][i] = at + i < a.extent ? in[p].value(i) : low;
           next = fmaxf(next, value[p][i]);
         }
       }
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kThreads) gradient(Gradient a) {
         float value[N];
 #pragma unroll
         for (int i = 0; i < N; i++) {
-          value[i] = at + i < a.extent ? fast_exp(to_float(pack[p].at[i]) - maximum) * scale : 0.0f;
+          value[i] = at + i < a.extent ? fast_exp(pack[p].value(i) - maximum) * scale : 0.0f;
           value[i] -= label == i ? grad : 0.0f;  // no branch
         }
         store<N>(x + at, to_pack<T>(value));

@@ -122,8 +122,8 @@ __global__ void __launch_bounds__(kThreads) forward(Forward a) {
 #pragma unroll
       for (int i = 0; i < N; i++) {
         // A factor, not a choice: an infinity that is dropped stays visible (as NaN), as it does in torch.
-        const float value = to_float(x[r].at[i]) + to_float(bias.at[i]), scale = MASKED ? factor[i] : 1.0f;
-        out[i] = a.residual != nullptr ? multiply_add(value, scale, to_float(more[r].at[i])) : value * scale;
+        const float value = x[r].value(i) + bias.value(i), scale = MASKED ? factor[i] : 1.0f;
+        out[i] = a.residual != nullptr ? multiply_add(value, scale, more[r].value(i)) : value * scale;
       }
       store<N>(static_cast<T*>(a.out) + each[r].at, to_pack<T>(out));
     }
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kThreads) backward(Backward a) {
       float dx[N];
 #pragma unroll
       for (int i = 0; i < N; i++) {
-        dx[i] = to_float(dout[r].at[i]);
+        dx[i] = dout[r].value(i);
         if (MASKED) dx[i] *= factor[i];
         sum[i] += dx[i];
       }

@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads) sum_rows(Sum a) {
           if (row[j] < 0) continue;
           const float weight = a.weight != nullptr ? a.weight[token * a.k + start + j] : 1.0f;
 #pragma unroll
-          for (int i = 0; i < N; i++) sum[i] = total(sum[i], rounded_product(weight, to_float(piece[j].at[i])));
+          for (int i = 0; i < N; i++) sum[i] = total(sum[i], rounded_product(weight, piece[j].value(i)));
         }
       }
       store<N>(in_global(static_cast<T*>(a.out) + token * a.cols + at), to_pack<T>(sum));
@@ -135,8 +135,8 @@ __device__ inline void backward_rows(const Backward& a, int64_t token, int start
         float dy[N];
 #pragma unroll
         for (int i = 0; i < N; i++) {
-          const float g = to_float(grad.at[i]);
-          dot[from + j] += g * to_float(y[j].at[i]);
+          const float g = grad.value(i);
+          dot[from + j] += g * y[j].value(i);
           dy[i] = g * weight;
         }
         store<N>(in_global(static_cast<T*>(a.dy) + row[j] * a.cols + at), to_pack<T>(dy));

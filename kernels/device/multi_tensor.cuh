@@ -40,10 +40,7 @@ __device__ inline void put<NoWeight>(void*, int64_t, float) {}
 template <typename W, int N>
 __device__ inline void put_piece(void* weight, int64_t at, const Pack<float, N>& master) {
   if constexpr (sizeof(W) > 1) {
-    Pack<W, N> out;
-#pragma unroll
-    for (int i = 0; i < N; i++) out.at[i] = from_float<W>(master.at[i]);
-    store<N>(static_cast<W*>(weight) + at, out);
+    store<N>(static_cast<W*>(weight) + at, to_pack<W>(master.at));
   }
 }
 

@@ -97,10 +97,10 @@ __global__ void __launch_bounds__(kThreads) adamw_bf16(AdamBf16 a) {
 #pragma unroll
       for (int k = 0; k < kPiece; k++, scaled += kGolden) {
         const uint64_t random = random_bits(scaled, key, number);
-        float first = to_float(m.at[k]), second = to_float(v.at[k]);
-        update(a.step, c, to_float(g.at[k]), p.at[k], first, second);
-        m.at[k] = stochastic(first, static_cast<uint32_t>(random));
-        v.at[k] = stochastic(second, static_cast<uint32_t>(random) >> 16);
+        float first = m.value(k), second = v.value(k);
+        update(a.step, c, g.value(k), p.at[k], first, second);
+        m.set(k, stochastic(first, static_cast<uint32_t>(random)));
+        v.set(k, stochastic(second, static_cast<uint32_t>(random) >> 16));
       }
       store<kPiece>(master + at, p);
       store<kPiece>(exp_avg + at, m);
@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(kThreads) adamw_8bit(Adam8bit a) {
         for (int k = 0; k < kPiece; k++) {
           first[k] = of_first[m.at[k]] * m_scale;
           second[k] = of_second[v.at[k]] * v_scale;
-          update(a.step, c, to_float(g.at[k]), p.at[k], first[k], second[k]);
+          update(a.step, c, g.value(k), p.at[k], first[k], second[k]);
         }
         store<kPiece>(master + at, p);
         put_piece<W, kPiece>(a.parts.weight[i.t], i.start + at, p);
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kThreads) lion(Lion a) {
       const Pack<G, kPiece> g = load<kPiece>(grad + at);
       Pack<float, kPiece> p = load<kPiece>(master + at), m = load<kPiece>(exp_avg + at);
 #pragma unroll
-      for (int k = 0; k < kPiece; k++) lion_update(a, scale, decay, lr, to_float(g.at[k]), p.at[k], m.at[k]);
+      for (int k = 0; k < kPiece; k++) lion_update(a, scale, decay, lr, g.value(k), p.at[k], m.at[k]);
       store<kPiece>(master + at, p);
       store<kPiece>(exp_avg + at, m);
       put_piece<W, kPiece>(a.parts.weight[i.t], i.start + at, p);

@@ -76,12 +76,14 @@ __device__ inline void branch_values(
   if (a.mask.keep.threshold != 0) row_factors<N>(a.mask, row, a.cols, column, factor);
 #pragma unroll
   for (int i = 0; i < N; i++) {
-    value[i] = multiply_add(to_float(x.at[i]) + to_float(bias.at[i]), factor[i], to_float(residual.at[i]));
+    value[i] = multiply_add(x.value(i) + bias.value(i), factor[i], residual.value(i));
   }
 }
 
+// One block a multiprocessor at least: without that, ptxas spills one variant to fit two.
 template <typename T, bool RMS, int PIECES, bool BRANCH>
-__global__ void __launch_bounds__(kThreads) forward_registers(Forward a) {
+__global__ void __launch_bounds__(kThreads, RMS && PIECES == 3 && BRANCH && is_f16<T> ? 1 : 0)
+    forward_registers(Forward a) {
   constexpr int N = kVector<T>;
   __shared__ float scratch[kMaxWarps];
   const T* weight = static_cast<const T*>(a.weight);
@@ -103,15 +105,15 @@ __global__ void __launch_bounds__(kThreads) forward_registers(Forward a) {
           branch_values<T, N>(a, row, at, in, more, value[p]);
         } else {
 #pragma unroll
-          for (int i = 0; i < N; i++) value[p][i] = to_float(in.at[i]) + to_float(more.at[i]);
+          for (int i = 0; i < N; i++) value[p][i] = in.value(i) + more.value(i);
         }
         const Pack<T, N> out = to_pack<T>(value[p]);
 #pragma unroll
-        for (int i = 0; i < N; i++) value[p][i] = to_float(out.at[i]);
+        for (int i = 0; i < N; i++) value[p][i] = out.value(i);
         store<N>(static_cast<T*>(a.sum) + row * a.cols + at, out);
       } else {
 #pragma unroll
-        for (int i = 0; i < N; i++) value[p][i] = to_float(in.at[i]);
+        for (int i = 0; i < N; i++) value[p][i] = in.value(i);
       }
     }
     float mean, rstd;
@@ -125,7 +127,7 @@ __global__ void __launch_bounds__(kThreads) forward_registers(Forward a) {
       if (bias != nullptr) b = load<N>(bias + at);
       float y[N];
 #pragma unroll
-      for (int i = 0; i < N; i++) y[i] = multiply_add(value[p][i] * rstd, to_float(w.at[i]), to_float(b.at[i]));
+      for (int i = 0; i < N; i++) y[i] = multiply_add(value[p][i] * rstd, w.value(i), b.value(i));
       store<N>(static_cast<T*>(a.y) + row * a.cols + at, to_pack<T>(y));
     }
     if (threadIdx.x == 0) {
@@ -152,12 +154,12 @@ __global__ void __launch_bounds__(kThreads) forward_any(Forward a) {
           const Pack<T, N> add = load<N>(more + c);
           float value[N];
 #pragma unroll
-          for (int i = 0; i < N; i++) value[i] = to_float(x.at[i]) + to_float(add.at[i]);
+          for (int i = 0; i < N; i++) value[i] = x.value(i) + add.value(i);
           x = to_pack<T>(value);
           store<N>(sum + c, x);
         }
 #pragma unroll
-        for (int i = 0; i < N; i++) total[0] += to_float(x.at[i]);
+        for (int i = 0; i < N; i++) total[0] += x.value(i);
       }
       if (more != nullptr) in = sum;  // each thread reads back only what it wrote itself
     }
@@ -169,7 +171,7 @@ __global__ void __launch_bounds__(kThreads) forward_any(Forward a) {
     for (int c = first; c < a.cols; c += step) {
       const Pack<T, N> x = load<N>(in + c);
 #pragma unroll
-      for (int i = 0; i < N; i++) total[0] += (to_float(x.at[i]) - mean) * (to_float(x.at[i]) - mean);
+      for (int i = 0; i < N; i++) total[0] += (x.value(i) - mean) * (x.value(i) - mean);
     }
     block_reduce(total, scratch, Add(), 0.0f);
     const float rstd = rsqrtf(total[0] / a.cols + a.eps);
@@ -180,7 +182,7 @@ __global__ void __launch_bounds__(kThreads) forward_any(Forward a) {
       float y[N];
 #pragma unroll
       for (int i = 0; i < N; i++) {
-        y[i] = (to_float(x.at[i]) - mean) * rstd * to_float(w.at[i]) + to_float(b.at[i]);
+        y[i] = (x.value(i) - mean) * rstd * w.value(i) + b.value(i);
       }
       store<N>(static_cast<T*>(a.y) + row * a.cols + c, to_pack<T>(y));
     }

@@ -63,7 +63,7 @@ __device__ inline void branch_gradient(
     const BranchBackward& a, int64_t row, int column, const Pack<T, N>& given, float (&total)[N]) {
   float value[N];
 #pragma unroll
-  for (int i = 0; i < N; i++) value[i] = to_float(given.at[i]);
+  for (int i = 0; i < N; i++) value[i] = given.value(i);
   if (a.mask.keep.threshold != 0) {
     float factor[N];
     row_factors<N>(a.mask, row, a.cols, column, factor);
@@ -88,6 +88,7 @@ __global__ void __launch_bounds__(PIECES == 1 ? kTeamThreads : kThreads, PIECES 
   const int team = PIECES == 1 ? threadIdx.x / size : 0, teams = PIECES == 1 ? blockDim.x / size : 1;
   const int column = (threadIdx.x - team * size) * N, step = size * N;
   float dweight[PIECES][N] = {}, dbias[PIECES][N] = {}, dbranch[BRANCH ? PIECES : 1][N] = {};
+  const float each = 1.0f / a.cols;
   const int64_t rows_at_once = static_cast<int64_t>(gridDim.x) * teams;
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * teams; first < a.rows; first += rows_at_once) {
     const int64_t row = first + team;
@@ -112,8 +113,8 @@ __global__ void __launch_bounds__(PIECES == 1 ? kTeamThreads : kThreads, PIECES 
       const Pack<T, N> w = load<N>(static_cast<const T*>(a.weight) + at);
 #pragma unroll
       for (int i = 0; i < N; i++) {
-        const float n = (to_float(in[p].at[i]) - mean) * rstd, d = to_float(dy[p].at[i]);
-        const float g = rounded_product(d, to_float(w.at[i]));
+        const float n = (in[p].value(i) - mean) * rstd, d = dy[p].value(i);
+        const float g = rounded_product(d, w.value(i));
         total[0] = multiply_add(g, n, total[0]);
         total[1] += g;
         dweight[p][i] = multiply_add(d, n, dweight[p][i]);
@@ -125,8 +126,8 @@ __global__ void __launch_bounds__(PIECES == 1 ? kTeamThreads : kThreads, PIECES 
       forget_floats(dy[0]);
     }
     warps_reduce(total, scratch, Add(), 0.0f, team * warps, warps);
-    total[0] /= a.cols;
-    total[1] /= a.cols;
+    total[0] *= each;
+    total[1] *= each;
 #pragma unroll
     for (int p = 0; p < PIECES; p++) {
       const int at = p * step + column;
@@ -141,10 +142,10 @@ __global__ void __launch_bounds__(PIECES == 1 ? kTeamThreads : kThreads, PIECES 
       float dx[N];
 #pragma unroll
       for (int i = 0; i < N; i++) {
-        const float n = (to_float(in[p].at[i]) - mean) * rstd;
-        const float g = rounded_product(to_float(dy[p].at[i]), to_float(w.at[i]));
+        const float n = (in[p].value(i) - mean) * rstd;
+        const float g = rounded_product(dy[p].value(i), w.value(i));
         const float shifted = RMS ? g : g - total[1];
-        dx[i] = multiply_add(rstd, multiply_add(-n, total[0], shifted), to_float(skip.at[i]));
+        dx[i] = multiply_add(rstd, multiply_add(-n, total[0], shifted), skip.value(i));
       }
       store<N>(static_cast<T*>(a.dx) + place, to_pack<T>(dx));
       if constexpr (BRANCH) branch_gradient<T, N>(a, row, at, to_pack<T>(dx), dbranch[p]);

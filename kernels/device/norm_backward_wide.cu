@@ -5,7 +5,7 @@
 // own. AMD's registers hold those of one piece less than all, or all. Bytes: as norm_backward.cu's, at most 1.09 times the
 // least.
 //
-// Where shared memory does not reach (25,600 columns of LayerNorm take 180 KB, which sm_80 has not) and where rows are
+// Where shared memory does not reach (25,600 columns of LayerNorm take 210 KB, which sm_80 has not) and where rows are
 // unaligned, a row is read twice (from cache, if it fits one), and its dweight, dbias read dy and sum once more: 1.5 to
 // 1.67 times the least.
 #include "norm_backward.cuh"
@@ -21,7 +21,7 @@ template <bool RMS>
 #ifdef MP_REGISTERS_256
 constexpr int kHeld = RMS ? kPieces : kPieces - 1;
 #else
-constexpr int kHeld = RMS ? 2 : 1;
+constexpr int kHeld = RMS ? 2 : 0;
 #endif
 
 // A thread's sums of one kind of one piece: in registers, or its own part of shared memory.
@@ -71,10 +71,12 @@ __global__ void __launch_bounds__(kNormThreads) backward_shared(Backward a) {
   __shared__ float scratch[2 * kMaxWarps];
   float* const held = dynamic_shared() + threadIdx.x * 4;
   const int column = threadIdx.x * N, step = blockDim.x * N;
+  const float each = 1.0f / a.cols;
   const auto sums = [&](int piece, int kind) {
     return Sums<N>{held + ((piece - HELD) * (RMS ? 1 : 2) + kind) * step};
   };
-  float dweight[HELD][N] = {}, dbias[HELD][N] = {};
+  constexpr int SOME = HELD > 0 ? HELD : 1;
+  float dweight[SOME][N] = {}, dbias[SOME][N] = {};
 #pragma unroll
   for (int p = HELD; p < PIECES; p++) {
     sums(p, 0).clear();
@@ -101,7 +103,7 @@ __global__ void __launch_bounds__(kNormThreads) backward_shared(Backward a) {
       float along[N], plain[N];
 #pragma unroll
       for (int i = 0; i < N; i++) {
-        const float n = (to_float(in[p].at[i]) - mean) * rstd, d = to_float(dy[p].at[i]), g = d * to_float(w.at[i]);
+        const float n = (in[p].value(i) - mean) * rstd, d = dy[p].value(i), g = d * w.value(i);
         total[0] += g * n;
         total[1] += g;
         along[i] = d * n;
@@ -113,7 +115,7 @@ __global__ void __launch_bounds__(kNormThreads) backward_shared(Backward a) {
       if (p >= HELD && !RMS) sums(p, 1).add(plain);
     }
     block_reduce(total, scratch, Add(), 0.0f);
-    const float along = total[0] / a.cols, shift = RMS ? 0.0f : total[1] / a.cols;
+    const float along = total[0] * each, shift = RMS ? 0.0f : total[1] * each;
 #pragma unroll
     for (int p = 0; p < PIECES; p++) {
       const int at = p * step + column;
@@ -125,8 +127,8 @@ __global__ void __launch_bounds__(kNormThreads) backward_shared(Backward a) {
       float dx[N];
 #pragma unroll
       for (int i = 0; i < N; i++) {
-        const float n = (to_float(in[p].at[i]) - mean) * rstd, g = to_float(dy[p].at[i]) * to_float(w.at[i]);
-        dx[i] = rstd * (g - shift - n * along) + to_float(skip.at[i]);
+        const float n = (in[p].value(i) - mean) * rstd, g = dy[p].value(i) * w.value(i);
+        dx[i] = rstd * (g - shift - n * along) + skip.value(i);
       }
       store<N>(static_cast<T*>(a.dx) + place + at, to_pack<T>(dx));
     }
@@ -156,6 +158,7 @@ __global__ void __launch_bounds__(kNormThreads) backward_any(Backward a) {
   __shared__ float scratch[2 * kMaxWarps];
   const T* weight = static_cast<const T*>(a.weight);
   const int first = threadIdx.x * N, step = blockDim.x * N;
+  const float each = 1.0f / a.cols;
   for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
     const float mean = RMS ? 0.0f : a.mean[row], rstd = a.rstd[row];
     const T* in = static_cast<const T*>(a.sum) + row * a.cols;
@@ -166,13 +169,13 @@ __global__ void __launch_bounds__(kNormThreads) backward_any(Backward a) {
       const Pack<T, N> x = load<N>(in + c), d = load<N>(dy + c), w = load<N>(weight + c);
 #pragma unroll
       for (int i = 0; i < N; i++) {
-        const float g = to_float(d.at[i]) * to_float(w.at[i]);
-        total[0] += g * (to_float(x.at[i]) - mean) * rstd;
+        const float g = d.value(i) * w.value(i);
+        total[0] += g * (x.value(i) - mean) * rstd;
         total[1] += g;
       }
     }
     block_reduce(total, scratch, Add(), 0.0f);
-    const float along = total[0] / a.cols, shift = RMS ? 0.0f : total[1] / a.cols;
+    const float along = total[0] * each, shift = RMS ? 0.0f : total[1] * each;
     for (int c = first; c < a.cols; c += step) {
       const Pack<T, N> x = load<N>(in + c), d = load<N>(dy + c), w = load<N>(weight + c);
       Pack<T, N> more = {};
@@ -180,8 +183,8 @@ __global__ void __launch_bounds__(kNormThreads) backward_any(Backward a) {
       float dx[N];
 #pragma unroll
       for (int i = 0; i < N; i++) {
-        const float n = (to_float(x.at[i]) - mean) * rstd, g = to_float(d.at[i]) * to_float(w.at[i]);
-        dx[i] = rstd * (g - shift - n * along) + to_float(more.at[i]);
+        const float n = (x.value(i) - mean) * rstd, g = d.value(i) * w.value(i);
+        dx[i] = rstd * (g - shift - n * along) + more.value(i);
       }
       store<N>(static_cast<T*>(a.dx) + row * a.cols + c, to_pack<T>(dx));
     }
@@ -203,8 +206,8 @@ __global__ void __launch_bounds__(kNormThreads) backward_any_columns(Backward a,
     const float mean = RMS ? 0.0f : a.mean[row], rstd = a.rstd[row];
 #pragma unroll
     for (int i = 0; i < N; i++) {
-      dweight[i] += to_float(dy.at[i]) * (to_float(in.at[i]) - mean) * rstd;
-      dbias[i] += to_float(dy.at[i]);
+      dweight[i] += dy.value(i) * (in.value(i) - mean) * rstd;
+      dbias[i] += dy.value(i);
     }
   }
   float* partial = a.partial + slot * (a.has_bias ? 2 : 1) * a.cols + c;

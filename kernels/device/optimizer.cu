@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads) adamw(Adam a) {
         const int at = base + (k * kThreads + static_cast<int>(threadIdx.x)) * kAdamVector;
         if (at >= whole) continue;
 #pragma unroll
-        for (int i = 0; i < kAdamVector; i++) update(a.step, c, to_float(g[k].at[i]), p[k].at[i], m[k].at[i], v[k].at[i]);
+        for (int i = 0; i < kAdamVector; i++) update(a.step, c, g[k].value(i), p[k].at[i], m[k].at[i], v[k].at[i]);
         store<kAdamVector>(master + at, p[k]);
         store<kAdamVector>(exp_avg + at, m[k]);
         store<kAdamVector>(exp_avg_sq + at, v[k]);
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kThreads) squares(Squares a) {
 #pragma unroll
       for (int k = 0; k < kNormEach / N; k++) {
 #pragma unroll
-        for (int i = 0; i < N; i++) part += to_float(in[k].at[i]) * to_float(in[k].at[i]);
+        for (int i = 0; i < N; i++) part += in[k].value(i) * in[k].value(i);
       }
     }
 #pragma unroll 1
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(kThreads) add_gradients(Sums a) {
       Pack<float, kAdamVector> s = load<kAdamVector>(sum + at);
       const Pack<G, kAdamVector> g = load<kAdamVector>(grad + at);
 #pragma unroll
-      for (int i = 0; i < kAdamVector; i++) s.at[i] += to_float(g.at[i]);
+      for (int i = 0; i < kAdamVector; i++) s.at[i] += g.value(i);
       store<kAdamVector>(sum + at, s);
     }
     for (int at = whole + static_cast<int>(threadIdx.x); at < n; at += kThreads) sum[at] += to_float(grad[at]);

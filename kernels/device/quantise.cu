@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kThreads, kTileResident) transpose(Transpose a
       for (int i = 0; i < 4; i++) {
         float value[kEight];
 #pragma unroll
-        for (int j = 0; j < kEight; j++) value[j] = to_float(in[i].at(j)) * scale[COLUMNS ? j : 0];
+        for (int j = 0; j < kEight; j++) value[j] = in[i].value(j) * scale[COLUMNS ? j : 0];
         const Pack<uint32_t, 2> codes = encode_eight(value, a.format);
         if (!COLUMNS && a.values != nullptr) {
           store_eight<ALIGNED>(a.values + at + i * a.cols, codes, 4 * group + i < height ? live : 0);
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kThreads) largest_of_columns(Columns a) {
        row += step) {
     const Eight<T> in = load_eight<ALIGNED>(x + row * a.cols, live);
 #pragma unroll
-    for (int i = 0; i < kEight; i++) most[i] = larger(most[i], magnitude(in.at(i)));
+    for (int i = 0; i < kEight; i++) most[i] = larger(most[i], magnitude(in.value(i)));
   }
 #pragma unroll
   for (int i = 0; i < kEight; i++) shared[threadIdx.x][i] = most[i];

@@ -17,7 +17,6 @@ struct MaxBits {
 
 __device__ inline uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 __device__ inline uint32_t magnitude(float x) { return bits_of_float(x) & 0x7fffffffu; }
-__device__ inline uint32_t magnitude(bf16 x) { return static_cast<uint32_t>(x.bits & 0x7fffu) << 16; }
 
 __device__ inline uint32_t block_largest(uint32_t most, float* scratch) {
   float value[1] = {float_of_bits(most)};
@@ -31,7 +30,7 @@ template <typename T>
 struct Eight {
   static constexpr int kEach = kVector<T>, kParts = kEight / kVector<T>;
   Pack<T, kEach> part[kParts];
-  __device__ T at(int i) const { return part[i / kEach].at[i % kEach]; }
+  __device__ float value(int i) const { return part[i / kEach].value(i % kEach); }
 };
 
 // ALIGNED: all eight, from a 16-byte boundary, or none. Otherwise `live` elements one by one
@@ -46,7 +45,7 @@ __device__ inline Eight<T> load_eight(const T* from, int live) {
   } else {
 #pragma unroll
     for (int i = 0; i < kEight; i++) {
-      out.part[i / Eight<T>::kEach].at[i % Eight<T>::kEach] = from[i < live ? i : 0];
+      out.part[i / Eight<T>::kEach].set(i % Eight<T>::kEach, from[i < live ? i : 0]);
     }
   }
   return out;
@@ -56,7 +55,7 @@ template <typename T>
 __device__ inline uint32_t largest_of(const Eight<T>& in) {
   uint32_t most = 0;
 #pragma unroll
-  for (int i = 0; i < kEight; i++) most = larger(most, magnitude(in.at(i)));
+  for (int i = 0; i < kEight; i++) most = larger(most, magnitude(in.value(i)));
   return most;
 }
 
@@ -106,7 +105,7 @@ template <typename T>
 __device__ inline Pack<uint32_t, 2> cast_eight(const Eight<T>& in, float scale, const Format& f) {
   float value[kEight];
 #pragma unroll
-  for (int i = 0; i < kEight; i++) value[i] = to_float(in.at(i)) * scale;
+  for (int i = 0; i < kEight; i++) value[i] = in.value(i) * scale;
   return encode_eight(value, f);
 }
 

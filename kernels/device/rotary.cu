@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksEach) rotate(Rotary a) {
         float low[N], high[N];
 #pragma unroll
         for (int i = 0; i < N; i++) {
-          const float x = to_float(first[p].at[i]), y = to_float(second[p].at[i]), s = BACK ? -sin[i] : sin[i];
+          const float x = first[p].value(i), y = second[p].value(i), s = BACK ? -sin[i] : sin[i];
           low[i] = multiply_add(x, cos[i], -rounded_product(y, s));
           high[i] = multiply_add(y, cos[i], rounded_product(x, s));
         }

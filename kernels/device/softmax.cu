@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(WARP ? kWarpThreads : kThreads) forward_regist
       const int at = (p * lanes + lane) * N;
 #pragma unroll
       for (int i = 0; i < N; i++) {
-        value[p][i] = at + i < live ? to_float(in[p].at[i]) * shape.scale : minus_infinity();
+        value[p][i] = at + i < live ? in[p].value(i) * shape.scale : minus_infinity();
         top[0] = Max()(top[0], value[p][i]);
       }
     }
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads) forward_any(Forward a) {
       float value[N], top = own;
 #pragma unroll
       for (int i = 0; i < N; i++) {
-        value[i] = at + i < live ? to_float(in.at[i]) * shape.scale : minus_infinity();
+        value[i] = at + i < live ? in.value(i) * shape.scale : minus_infinity();
         top = Max()(top, value[i]);
       }
       if (top == minus_infinity()) continue;
@@ -126,8 +126,8 @@ __global__ void __launch_bounds__(kThreads) forward_any(Forward a) {
       if (at < live) in = load<N>(from + at);
 #pragma unroll
       for (int i = 0; i < N; i++) {
-        const float value = exponential<T>(to_float(in.at[i]) * shape.scale - top[0]) * inverse;
-        out.at[i] = from_float<T>(at + i < live ? value : 0.0f);
+        const float value = exponential<T>(in.value(i) * shape.scale - top[0]) * inverse;
+        out.set(i, from_float<T>(at + i < live ? value : 0.0f));
       }
       store<N>(static_cast<T*>(a.y) + start + at, out);
       if (!MASKED) continue;
@@ -162,15 +162,17 @@ __global__ void __launch_bounds__(WARP ? kWarpThreads : kThreads) backward_regis
       if (MASKED) drop(grads[p], Factors(shape, a.mask, rows), at);
 #pragma unroll
       for (int i = 0; i < N; i++) {
-        if (at + i >= live) probs[p].at[i] = grads[p].at[i] = T{};
+        if (at + i < live) continue;
+        probs[p].set(i, T{});
+        grads[p].set(i, T{});
       }
     }
 #pragma unroll
     for (int p = 0; p < PIECES; p++) {
 #pragma unroll
       for (int i = 0; i < N; i++) {
-        total[0] += to_float(grads[p].at[i]) * to_float(probs[p].at[i]);
-        total[1] += to_float(probs[p].at[i]);
+        total[0] += grads[p].value(i) * probs[p].value(i);
+        total[1] += probs[p].value(i);
       }
     }
     team_reduce<WARP>(total, scratch, Add(), 0.0f);
@@ -181,7 +183,7 @@ __global__ void __launch_bounds__(WARP ? kWarpThreads : kThreads) backward_regis
       if (at >= shape.cols) continue;
       float dx[N];
 #pragma unroll
-      for (int i = 0; i < N; i++) dx[i] = shape.scale * to_float(probs[p].at[i]) * (to_float(grads[p].at[i]) - mean);
+      for (int i = 0; i < N; i++) dx[i] = shape.scale * probs[p].value(i) * (grads[p].value(i) - mean);
       store<N>(static_cast<T*>(a.dx) + start + at, to_pack<T>(dx));
     }
   }
@@ -202,8 +204,8 @@ __global__ void __launch_bounds__(kThreads) backward_any(Backward a) {
 #pragma unroll
       for (int i = 0; i < N; i++) {
         if (at + i >= live) continue;
-        total[0] += to_float(g.at[i]) * to_float(p.at[i]);
-        total[1] += to_float(p.at[i]);
+        total[0] += g.value(i) * p.value(i);
+        total[1] += p.value(i);
       }
     }
     block_reduce(total, scratch, Add(), 0.0f);
@@ -216,8 +218,8 @@ __global__ void __launch_bounds__(kThreads) backward_any(Backward a) {
       }
 #pragma unroll
       for (int i = 0; i < N; i++) {
-        const float value = shape.scale * to_float(p.at[i]) * (to_float(g.at[i]) - mean);
-        out.at[i] = from_float<T>(at + i < live ? value : 0.0f);
+        const float value = shape.scale * p.value(i) * (g.value(i) - mean);
+        out.set(i, from_float<T>(at + i < live ? value : 0.0f));
       }
       store<N>(static_cast<T*>(a.dx) + rows.row * shape.cols + at, out);
     }

@@ -96,7 +96,7 @@ __device__ inline Pack<T, N> dropped(const Pack<T, N>& probs, bool live, const F
   float factor[N];
   factors.of(at, factor);
 #pragma unroll
-  for (int i = 0; i < N; i++) factor[i] *= to_float(probs.at[i]);
+  for (int i = 0; i < N; i++) factor[i] *= probs.value(i);
   return to_pack<T>(factor);
 }
 
@@ -106,7 +106,7 @@ __device__ inline void drop(Pack<T, N>& grads, const Factors& factors, int at) {
   float factor[N];
   factors.of(at, factor);
 #pragma unroll
-  for (int i = 0; i < N; i++) factor[i] *= to_float(grads.at[i]);
+  for (int i = 0; i < N; i++) factor[i] *= grads.value(i);
   grads = to_pack<T>(factor);
 }
 

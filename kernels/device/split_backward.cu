@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kCutThreads) split_backward(SplitBackward a) {
       if (at >= cut.rows) continue;
       store<N>(in_global(static_cast<T*>(a.packed) + at * cut.cols + column), in[r]);
 #pragma unroll
-      for (int i = 0; i < N; i++) sum[i] += to_float(in[r].at[i]);
+      for (int i = 0; i < N; i++) sum[i] += in[r].value(i);
     }
   }
 #pragma unroll

@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads) add_runs(Rows a) {
         const int64_t at = start + f;
         if (at >= end) continue;
 #pragma unroll
-        for (int i = 0; i < N; i++) sum[i] += to_float(piece[f].at[i]);
+        for (int i = 0; i < N; i++) sum[i] += piece[f].value(i);
         const bool on = goes_on(a, at + 1);
         if (on && at + 1 < end) continue;
         if (begun_here && !on) {
