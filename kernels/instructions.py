@@ -24,6 +24,8 @@ import isa
 
 _OPCODE = 0xFFF
 _LOAD, _STORE, _BRANCH, _NOP, _MATRIX = 0x981, 0x986, 0x947, 0x918, 0x23C
+_COPY = 0xFAE
+"""From global to shared memory."""
 _SASS_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 8, 6: 16}
 """By the size field of a load or store."""
 _GCN = re.compile(r"^\s*([a-z]\w+).*?// ([0-9A-F]{12}): ([0-9A-F]{8})")
@@ -115,9 +117,9 @@ def _sass(at: int, low: int, high: int, number: int) -> Instruction | None:
     opcode = low & _OPCODE
     if opcode == _NOP:
         return None
-    if opcode in (_LOAD, _STORE):
+    if opcode in (_LOAD, _STORE, _COPY):
         size = _SASS_BYTES[high >> 9 & 7]
-        return Instruction(at, size, 0) if opcode == _LOAD else Instruction(at, 0, size)
+        return Instruction(at, 0, size) if opcode == _STORE else Instruction(at, size, 0)
     if opcode == _BRANCH:
         distance = low >> 34 | (high & 0x3FFFF) << 30
         distance -= (distance >> 47) << 48

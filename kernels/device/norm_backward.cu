@@ -1,14 +1,16 @@
 // LayerNorm and RMSNorm with the residual add, backward; include/norm.h says what they compute, include/residual_norm.h
 // what they do with the bias and dropout of a branch that was added.
 //
-// The threads of a block form teams of a row each. Where a thread has one piece of a row, two blocks fit a multiprocessor,
-// so that one loads while the other waits for its sums. The sums of dweight and dbias over all rows of a block stay in registers and go to its slot at the end. Bytes: (dy, sum,
-// dsum) in, dx out, and 8 bytes a column of a slot for each of the two, written and read. A slot has at least
+// The threads of a block form teams of a row each. While a team works on a row, the next one is copied to shared memory
+// (ahead.cuh); where a thread has one piece of a row, two blocks fit a multiprocessor besides. The sums of dweight and
+// dbias over all rows of a block stay in registers and go to its slot at the end. Bytes: (dy, sum, dsum) in, dx out, and
+// 8 bytes a column of a slot for each of the two, written and read. A slot has at least
 // kLeastRows rows, and there are at most kSlotsEach slots a multiprocessor, so that in half precision this is at most
 // 1.09 times the least (LayerNorm without dsum: 1/2 byte beside 6; with it beside 8: 1.07).
 //
 // Rows of more than kMaxPieces pieces a thread (16,384 columns in half precision, 8,192 in fp32), and unaligned ones, are
 // norm_backward_wide.cu's.
+#include "ahead.cuh"
 #include "common.cuh"
 #include "dropout.h"
 #include "mask.cuh"
@@ -28,6 +30,10 @@ constexpr int kTeamThreads = 448;
 constexpr int kSlotsEach = 2;  // no more than are resident at once
 constexpr int kLeastRows = 32;
 
+// Tensors whose rows are loaded early: sum, dy, and dsum while registers are left for it.
+template <int PIECES>
+constexpr int kKinds = PIECES <= 2 ? 3 : 2;
+
 // With the branch that was added to the residual stream.
 struct BranchBackward : Backward {
   void* dx_branch;
@@ -42,6 +48,40 @@ template <>
 struct ArgumentsOf<true> {
   using type = BranchBackward;
 };
+
+// The sum over half a warp, in all of its lanes.
+__device__ inline float half_sum(float value) {
+  if constexpr (MP_WARP == 64) value += exchange<16>(value);
+  value += exchange<8>(value);
+  value += exchange<4>(value);
+  value += exchange<2>(value);
+  return value + exchange<1>(value);
+}
+
+// Two sums over a team of `warps` warps, at most half a warp's lanes of them, from warp `first` on: half a warp works on
+// each. All teams of a block call both functions together; where a team has several warps, the block passes a barrier in
+// the first. `scratch`: shared, 2 * kMaxWarps; not that of the call before, of which others may still be reading.
+__device__ inline float warp_sums(const float (&total)[2], float* scratch, int warps) {
+  constexpr int HALF = MP_WARP / 2;
+  const int lane = threadIdx.x % MP_WARP;
+  const bool upper = lane >= HALF;
+  const float sum = half_sum((upper ? total[1] : total[0]) + exchange<HALF>(upper ? total[0] : total[1]));
+  if (warps > 1) {
+    if (lane % HALF == 0) scratch[lane / HALF * kMaxWarps + threadIdx.x / MP_WARP] = sum;
+    __syncthreads();
+  }
+  return sum;
+}
+
+// Every thread gets both.
+__device__ inline void team_sums(float sum, float (&total)[2], const float* scratch, int first, int warps) {
+  constexpr int HALF = MP_WARP / 2;
+  const int lane = threadIdx.x % MP_WARP;
+  if (warps > 1) sum = half_sum(lane % HALF < warps ? scratch[lane / HALF * kMaxWarps + first + lane % HALF] : 0.0f);
+  const float other = exchange<HALF>(sum);
+  total[0] = lane < HALF ? sum : other;
+  total[1] = lane < HALF ? other : sum;
+}
 
 // The sums of all teams in those of the first; `buffer`: shared, N floats a thread of the block.
 template <int N>
@@ -80,9 +120,9 @@ template <typename T, bool RMS, int PIECES, bool BRANCH>
 __global__ void __launch_bounds__(PIECES == 1 ? kTeamThreads : kThreads, PIECES == 1 ? 2 : 1) backward_registers(
     typename ArgumentsOf<BRANCH>::type a) {
   constexpr int N = kVector<T>;
-  constexpr bool EARLY = PIECES <= 2;  // dsum with the other loads, while registers are left for it
-  __shared__ float scratch[2 * kMaxWarps];
-  __shared__ float buffer[PIECES == 1 ? kTeamThreads * N : 1];
+  constexpr bool EARLY = kKinds<PIECES> == 3;
+  __shared__ float scratch[2][2 * kMaxWarps];
+  const Ahead<T, N, kKinds<PIECES>, PIECES> ahead;
   // Several pieces a thread: one team, whose constants need no registers.
   const int size = PIECES == 1 ? a.team : blockDim.x, warps = size / MP_WARP;
   const int team = PIECES == 1 ? threadIdx.x / size : 0, teams = PIECES == 1 ? blockDim.x / size : 1;
@@ -90,21 +130,33 @@ __global__ void __launch_bounds__(PIECES == 1 ? kTeamThreads : kThreads, PIECES 
   float dweight[PIECES][N] = {}, dbias[PIECES][N] = {}, dbranch[BRANCH ? PIECES : 1][N] = {};
   const float each = 1.0f / a.cols;
   const int64_t rows_at_once = static_cast<int64_t>(gridDim.x) * teams;
-  for (int64_t first = static_cast<int64_t>(blockIdx.x) * teams; first < a.rows; first += rows_at_once) {
-    const int64_t row = first + team;
-    const bool live = PIECES > 1 || row < a.rows;  // beyond the last row everything is 0
-    const float mean = !RMS && live ? a.mean[row] : 0.0f, rstd = live ? a.rstd[row] : 0.0f;
-    Pack<T, N> in[PIECES], dy[PIECES], more[EARLY ? PIECES : 1] = {};
-    float total[2] = {};  // sum of g * n, sum of g
+  const int64_t advance = rows_at_once * a.cols;
+  const auto start = [&](int64_t place, bool live) {
 #pragma unroll
     for (int p = 0; p < PIECES; p++) {
-      const int at = p * step + column;
-      if (PIECES == 1) in[p] = dy[p] = {};
-      if (!live || at >= a.cols) continue;
-      const int64_t place = row * a.cols + at;
-      in[p] = load<N>(static_cast<const T*>(a.sum) + place);
-      dy[p] = load<N>(static_cast<const T*>(a.dy) + place);
-      if (EARLY && a.dsum != nullptr) more[p] = load<N>(static_cast<const T*>(a.dsum) + place);
+      if (p * step + column >= a.cols) continue;
+      ahead.start(0, p, static_cast<const T*>(a.sum) + place + p * step, live);
+      ahead.start(1, p, static_cast<const T*>(a.dy) + place + p * step, live);
+      if (EARLY && a.dsum != nullptr) ahead.start(2, p, static_cast<const T*>(a.dsum) + place + p * step, live);
+    }
+  };
+  const auto statistic = [&](const float* of, int64_t row) { return row < a.rows ? of[row] : 0.0f; };
+  int64_t first = static_cast<int64_t>(blockIdx.x) * teams;
+  int64_t place = (first + team) * a.cols + column;  // of the thread's first piece
+  if (first < a.rows) start(place, PIECES > 1 || first + team < a.rows);
+  float mean = RMS ? 0.0f : statistic(a.mean, first + team), rstd = statistic(a.rstd, first + team);
+  for (int turn = 0; first < a.rows; turn ^= 1) {
+    const int64_t row = first + team;
+    const bool live = PIECES > 1 || row < a.rows;  // beyond the last row everything is 0
+    Pack<T, N> in[PIECES], dy[PIECES], more[EARLY ? PIECES : 1] = {};
+    float total[2] = {};  // sum of g * n, sum of g
+    copies_arrived();
+#pragma unroll
+    for (int p = 0; p < PIECES; p++) {
+      if (p * step + column >= a.cols) continue;
+      in[p] = ahead.take(0, p, static_cast<const T*>(a.sum) + place + p * step, live);
+      dy[p] = ahead.take(1, p, static_cast<const T*>(a.dy) + place + p * step, live);
+      if (EARLY && a.dsum != nullptr) more[p] = ahead.take(2, p, static_cast<const T*>(a.dsum) + place + p * step, live);
     }
 #pragma unroll
     for (int p = 0; p < PIECES; p++) {
@@ -125,20 +177,24 @@ __global__ void __launch_bounds__(PIECES == 1 ? kTeamThreads : kThreads, PIECES 
       forget_floats(in[0]);
       forget_floats(dy[0]);
     }
-    warps_reduce(total, scratch, Add(), 0.0f, team * warps, warps);
+    if constexpr (RMS) total[1] = 0.0f;
+    const float sum = warp_sums(total, scratch[turn], warps);
+    first += rows_at_once;
+    if (first < a.rows) start(place + advance, PIECES > 1 || first + team < a.rows);
+    const float next_mean = RMS ? 0.0f : statistic(a.mean, first + team), next_rstd = statistic(a.rstd, first + team);
+    team_sums(sum, total, scratch[turn], team * warps, warps);
     total[0] *= each;
     total[1] *= each;
 #pragma unroll
     for (int p = 0; p < PIECES; p++) {
       const int at = p * step + column;
       if (!live || at >= a.cols) continue;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if defined(__CUDA_ARCH__)
       if constexpr (PIECES != 2) asm volatile("" ::: "memory");  // else ptxas loads all pieces at once, and spills
 #endif
       const Pack<T, N> w = load<N>(static_cast<const T*>(a.weight) + at);
-      const int64_t place = row * a.cols + at;
       Pack<T, N>& skip = more[EARLY ? p : 0];
-      if (!EARLY && a.dsum != nullptr) skip = load<N>(static_cast<const T*>(a.dsum) + place);
+      if (!EARLY && a.dsum != nullptr) skip = load<N>(static_cast<const T*>(a.dsum) + place + p * step);
       float dx[N];
 #pragma unroll
       for (int i = 0; i < N; i++) {
@@ -147,12 +203,15 @@ __global__ void __launch_bounds__(PIECES == 1 ? kTeamThreads : kThreads, PIECES 
         const float shifted = RMS ? g : g - total[1];
         dx[i] = multiply_add(rstd, multiply_add(-n, total[0], shifted), skip.value(i));
       }
-      store<N>(static_cast<T*>(a.dx) + place, to_pack<T>(dx));
+      store<N>(static_cast<T*>(a.dx) + place + p * step, to_pack<T>(dx));
       if constexpr (BRANCH) branch_gradient<T, N>(a, row, at, to_pack<T>(dx), dbranch[p]);
     }
+    mean = next_mean, rstd = next_rstd;
+    place += advance;
   }
   if constexpr (PIECES == 1) {
     if (teams > 1) {
+      float* const buffer = dynamic_shared();
       sum_teams(dweight[0], buffer, a.team);
       if (!RMS) sum_teams(dbias[0], buffer, a.team);
       if (BRANCH) sum_teams(dbranch[0], buffer, a.team);
@@ -189,6 +248,15 @@ int pieces_of(const Backward& a, const void* dx_branch = nullptr) {
   return pieces == 1 && packs > kTeamThreads ? 2 : pieces;
 }
 
+template <typename T, bool RMS, int PIECES, bool BRANCH>
+int32_t backward_of(void* stream, unsigned blocks, unsigned threads, const typename ArgumentsOf<BRANCH>::type& a) {
+  constexpr int N = kVector<T>;
+  const int64_t copies = threads * Ahead<T, N, kKinds<PIECES>, PIECES>::kBytes;
+  const int64_t teams = PIECES == 1 ? static_cast<int64_t>(threads) * N * sizeof(float) : 0;  // sum_teams
+  return launch_shared(
+      backward_registers<T, RMS, PIECES, BRANCH>, blocks, threads, copies > teams ? copies : teams, stream, a);
+}
+
 // BRANCH: at most kMaxBranchPieces pieces; the caller looks first.
 template <typename T, bool RMS, bool BRANCH>
 int32_t backward(void* stream, typename ArgumentsOf<BRANCH>::type a, void* dweight, void* dbias, void* dx_bias) {
@@ -197,16 +265,15 @@ int32_t backward(void* stream, typename ArgumentsOf<BRANCH>::type a, void* dweig
   const unsigned blocks = static_cast<unsigned>(slots);
   const int pieces = pieces_of<T>(a);
   a.team = static_cast<int>(block_threads((a.cols / N + pieces - 1) / pieces, kThreads));
-  const unsigned threads = kTeamThreads / a.team * a.team;  // one team where a thread has several pieces
   int32_t code = MP_BAD_SIZE;
   if (pieces == 1) {
-    code = launch(backward_registers<T, RMS, 1, BRANCH>, blocks, threads, stream, a);
+    code = backward_of<T, RMS, 1, BRANCH>(stream, blocks, kTeamThreads / a.team * a.team, a);
   } else if (pieces == 2) {
-    code = launch(backward_registers<T, RMS, 2, BRANCH>, blocks, a.team, stream, a);
+    code = backward_of<T, RMS, 2, BRANCH>(stream, blocks, a.team, a);
   } else if constexpr (!BRANCH) {
     switch (pieces) {
-      case 3: code = launch(backward_registers<T, RMS, 3, false>, blocks, a.team, stream, a); break;
-      case 4: code = launch(backward_registers<T, RMS, 4, false>, blocks, a.team, stream, a); break;
+      case 3: code = backward_of<T, RMS, 3, false>(stream, blocks, a.team, a); break;
+      case 4: code = backward_of<T, RMS, 4, false>(stream, blocks, a.team, a); break;
       default: code = norm_backward_wide<T, RMS>(stream, a, slots, fits<T>(a));
     }
   }

@@ -46,7 +46,7 @@ inline int32_t launch_shared(
 #else
   const void* function = reinterpret_cast<const void*>(kernel);
 #if !defined(__HIP_PLATFORM_AMD__)
-  if (bytes > 49152) {  // beyond that a kernel has to be told
+  if (bytes > 32768) {  // a kernel has to be told of more than 48 KB, with what it declares itself
     const auto told =
         cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
     if (told != cudaSuccess) return static_cast<int32_t>(told);

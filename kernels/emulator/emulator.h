@@ -3,7 +3,8 @@
 // Blocks run one after another, so __shared__ is a static. Barriers and shuffles switch fibers. What it finds, with no
 // GPU: a warp size that is written as a number, a shuffle or barrier that not all threads reach (it stops and says so),
 // misaligned vector access, reads of what another thread has not written yet (fibers run out of step on purpose, in
-// rotating order). What it does not find: races inside a warp between barriers, and anything about speed.
+// rotating order; a warp may leave a barrier late), reads of a copy ahead that was not awaited. What it does not find:
+// races inside a warp between barriers, and anything about speed.
 #pragma once
 
 #include <math.h>
@@ -64,10 +65,18 @@ struct Warp {
   int exchange[64] = {};
 };
 
+// A copy that a thread has started and not awaited.
+struct Copy {
+  void* to;
+  const void* from;
+  bool there;
+};
+
 struct Fiber {
   ucontext_t start;
   jmp_buf at;
   std::vector<char> stack;
+  std::vector<Copy> copies;
   bool started = false, done = false;
 };
 
@@ -95,6 +104,7 @@ inline void enter() {
   for (;;) {
     b.body();
     Fiber& f = b.fibers[b.current];
+    if (!f.copies.empty()) stop("a thread ends before its copies have arrived");
     f.done = true;
     b.alive--;
     b.warps[b.current / b.lanes].alive--;
@@ -203,6 +213,28 @@ MP_INLINE T exchange(T value, int source_lane) {
   return out;
 }
 
+// Until it has arrived, the place of a copy is unreadable: NaN.
+inline void copy_ahead(void* to, const void* from, bool there) {
+  check_aligned(to, 16);
+  if (there) check_aligned(from, 16);
+  memset(to, 0xff, 16);
+  Block& b = state();
+  b.fibers[b.current].copies.push_back({to, from, there});
+}
+
+inline void copies_arrived() {
+  Block& b = state();
+  std::vector<Copy>& copies = b.fibers[b.current].copies;
+  for (const Copy& c : copies) {
+    if (c.there) {
+      memcpy(c.to, c.from, 16);
+    } else {
+      memset(c.to, 0, 16);
+    }
+  }
+  copies.clear();
+}
+
 // `mine` of every lane, [lanes][8], the first N of which are set; valid until this warp's next exchange but one.
 template <int N>
 inline const uint32_t (*exchange_registers(const uint32_t (&mine)[N]))[8] {
@@ -247,6 +279,14 @@ static const emulator::GridSize gridDim;
 inline void __syncthreads() {
   emulator::Block& b = emulator::state();
   emulator::wait(b.barrier, b.alive);
+  // Of some barriers one warp comes late, when the others have written what they write next.
+  const int generation = b.barrier.generation, late = generation / 8 % static_cast<int>(b.warps.size());
+  if (generation % 8 == 3 && b.current / b.lanes == late) {
+    for (int i = 0; i < 12; i++) {
+      b.waits = 0;
+      emulator::yield();
+    }
+  }
 }
 
 template <typename T>
