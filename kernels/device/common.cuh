@@ -334,15 +334,15 @@ __device__ inline float warp_reduce(float value, Op op) {
 }
 
 // Over a team of `warps` warps of the block, from warp `first` on, N values at once; every thread gets its team's
-// results. All teams of a block are of one size and call it together. `scratch`: shared, N * kMaxWarps. The leading
-// barrier lets a kernel call it again with the same scratch.
-template <int N, typename Op>
+// results. All teams of a block are of one size and call it together. `scratch`: shared, N * kMaxWarps. AGAIN: it may be
+// that of the call before, whose results others may still be reading, which takes a barrier more.
+template <bool AGAIN = true, int N, typename Op>
 __device__ inline void warps_reduce(float (&value)[N], float* scratch, Op op, float neutral, int first, int warps) {
   const int lane = threadIdx.x % MP_WARP, warp = threadIdx.x / MP_WARP;
 #pragma unroll
   for (int i = 0; i < N; i++) value[i] = warp_reduce(value[i], op);
   if (warps == 1) return;
-  __syncthreads();
+  if (AGAIN) __syncthreads();
   if (lane == 0) {
 #pragma unroll
     for (int i = 0; i < N; i++) scratch[i * kMaxWarps + warp] = value[i];
@@ -355,9 +355,9 @@ __device__ inline void warps_reduce(float (&value)[N], float* scratch, Op op, fl
 }
 
 // Over a block of whole warps.
-template <int N, typename Op>
+template <bool AGAIN = true, int N, typename Op>
 __device__ inline void block_reduce(float (&value)[N], float* scratch, Op op, float neutral) {
-  warps_reduce(value, scratch, op, neutral, 0, static_cast<int>(blockDim.x / MP_WARP));
+  warps_reduce<AGAIN>(value, scratch, op, neutral, 0, static_cast<int>(blockDim.x / MP_WARP));
 }
 
 // ---------------------------------------------------------------------------------------------- launches

@@ -43,7 +43,7 @@ __device__ inline float shift_of(float maximum) { return maximum == minus_infini
 
 template <typename T, int N>
 __global__ void __launch_bounds__(kThreads) statistics(Statistics a) {
-  __shared__ float scratch[kMaxWarps];
+  __shared__ float scratch[2][kMaxWarps];  // the row's maximum, then its sum: neither is written while it is read
   const float low = minus_infinity();
   for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
     const T* x = static_cast<const T*>(a.logits) + row * a.cols;
@@ -75,10 +75,10 @@ __global__ void __launch_bounds__(kThreads) statistics(Statistics a) {
       }
     }
     float highest[1] = {maximum};
-    block_reduce(highest, scratch, Max(), low);
+    block_reduce<false>(highest, scratch[0], Max(), low);
     float sum[1] = {total * fast_exp(maximum - shift_of(highest[0]))};
     if (maximum == highest[0]) sum[0] = total;  // also where both are infinite
-    block_reduce(sum, scratch, Add(), 0.0f);
+    block_reduce<false>(sum, scratch[1], Add(), 0.0f);
     if (threadIdx.x == 0) {
       const int column = column_of(a.labels[row], a.offset, a.extent);
       a.maximum[row] = highest[0];

@@ -31,11 +31,11 @@ struct Forward {
 };
 
 // The row's mean (0 under RMS) and reciprocal deviation, from values that stay in registers and lose their mean. `each`:
-// 1 / columns.
+// 1 / columns. `scratch`: two of kMaxWarps, taken in turn: a call goes on from `turn`.
 template <bool RMS, int PIECES, int N>
 __device__ inline void centre(
-    float (&value)[PIECES][N], const bool (&live)[PIECES], float each, float eps, float* scratch, float& mean,
-    float& rstd) {
+    float (&value)[PIECES][N], const bool (&live)[PIECES], float each, float eps, float (&scratch)[2][kMaxWarps],
+    int& turn, float& mean, float& rstd) {
   float total[1];
   mean = 0.0f;
   if (!RMS) {
@@ -46,7 +46,8 @@ __device__ inline void centre(
 #pragma unroll
       for (int i = 0; i < N; i++) total[0] += value[p][i];
     }
-    block_reduce(total, scratch, Add(), 0.0f);
+    block_reduce<false>(total, scratch[turn], Add(), 0.0f);
+    turn ^= 1;
     mean = total[0] * each;
   }
   total[0] = 0.0f;
@@ -60,7 +61,8 @@ __device__ inline void centre(
       total[0] += d * d;
     }
   }
-  block_reduce(total, scratch, Add(), 0.0f);
+  block_reduce<false>(total, scratch[turn], Add(), 0.0f);
+  turn ^= 1;
   rstd = rsqrtf(total[0] * each + eps);
 }
 
@@ -85,7 +87,8 @@ template <typename T, bool RMS, int PIECES, bool BRANCH>
 __global__ void __launch_bounds__(kThreads, RMS && PIECES == 3 && BRANCH && is_f16<T> ? 1 : 0)
     forward_registers(Forward a) {
   constexpr int N = kVector<T>;
-  __shared__ float scratch[kMaxWarps];
+  __shared__ float scratch[2][kMaxWarps];
+  int turn = 0;
   const T* weight = static_cast<const T*>(a.weight);
   const T* bias = static_cast<const T*>(a.bias);
   const float each = 1.0f / a.cols;
@@ -117,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, RMS && PIECES == 3 && BRANCH && is_f
       }
     }
     float mean, rstd;
-    centre<RMS>(value, live, each, a.eps, scratch, mean, rstd);
+    centre<RMS>(value, live, each, a.eps, scratch, turn, mean, rstd);
 #pragma unroll
     for (int p = 0; p < PIECES; p++) {
       const int at = (p * blockDim.x + threadIdx.x) * N;

@@ -68,7 +68,8 @@ __device__ inline void in_turn() {
 template <typename T, bool RMS>
 __global__ void __launch_bounds__(kNormThreads) backward_shared(Backward a) {
   constexpr int N = kVector<T>, PIECES = kPieces, HELD = kHeld<RMS>;
-  __shared__ float scratch[2 * kMaxWarps];
+  __shared__ float scratch[2][2 * kMaxWarps];
+  int turn = 0;
   float* const held = dynamic_shared() + threadIdx.x * 4;
   const int column = threadIdx.x * N, step = blockDim.x * N;
   const float each = 1.0f / a.cols;
@@ -114,7 +115,8 @@ __global__ void __launch_bounds__(kNormThreads) backward_shared(Backward a) {
       if (p >= HELD) sums(p, 0).add(along);
       if (p >= HELD && !RMS) sums(p, 1).add(plain);
     }
-    block_reduce(total, scratch, Add(), 0.0f);
+    block_reduce<false>(total, scratch[turn], Add(), 0.0f);
+    turn ^= 1;
     const float along = total[0] * each, shift = RMS ? 0.0f : total[1] * each;
 #pragma unroll
     for (int p = 0; p < PIECES; p++) {
@@ -239,7 +241,7 @@ int32_t norm_backward_wide(void* stream, Backward a, int64_t slots, bool vectors
   constexpr int N = kVector<T>;
   if (!vectors) return backward_apart<T, RMS, 1>(stream, a, slots);
   const unsigned threads = block_threads((a.cols / N + kPieces - 1) / kPieces, kNormThreads);
-  const int64_t bytes = shared_bytes<T, RMS>(threads), own = 2 * kMaxWarps * static_cast<int64_t>(sizeof(float));
+  const int64_t bytes = shared_bytes<T, RMS>(threads), own = 4 * kMaxWarps * static_cast<int64_t>(sizeof(float));
   if (a.cols > kPieces * N * kNormThreads || bytes + own > shared_limit()) {
     return backward_apart<T, RMS, N>(stream, a, slots);
   }

@@ -28,20 +28,21 @@ __device__ inline float exponential<float>(float x) {
   return expf(x);
 }
 
+// `scratch`: not that of the call before.
 template <bool WARP, int N, typename Op>
 __device__ inline void team_reduce(float (&value)[N], float* scratch, Op op, float neutral) {
   if constexpr (WARP) {
 #pragma unroll
     for (int i = 0; i < N; i++) value[i] = warp_reduce(value[i], op);
   } else {
-    block_reduce(value, scratch, op, neutral);
+    block_reduce<false>(value, scratch, op, neutral);
   }
 }
 
 template <typename T, int FLOATS, bool WARP, bool MASKED>
 __global__ void __launch_bounds__(WARP ? kWarpThreads : kThreads) forward_registers(Forward a) {
   constexpr int N = kVector<T>, PIECES = FLOATS / N;
-  __shared__ float scratch[WARP ? 1 : kMaxWarps];
+  __shared__ float scratch[2][WARP ? 1 : kMaxWarps];
   const Shape& shape = a.shape;
   const int lanes = WARP ? MP_WARP : blockDim.x, lane = threadIdx.x % lanes;
   for (Rows<WARP> rows(shape, a.mask); rows.row < shape.rows; rows.next()) {
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(WARP ? kWarpThreads : kThreads) forward_regist
         top[0] = Max()(top[0], value[p][i]);
       }
     }
-    team_reduce<WARP>(top, scratch, Max(), minus_infinity());
+    team_reduce<WARP>(top, scratch[0], Max(), minus_infinity());
 #pragma unroll
     for (int p = 0; p < PIECES; p++) {
       const bool some = (p * lanes + lane) * N < live;  // what is dead among it gets e^-inf
@@ -74,7 +75,7 @@ __global__ void __launch_bounds__(WARP ? kWarpThreads : kThreads) forward_regist
         sum[0] += value[p][i];
       }
     }
-    team_reduce<WARP>(sum, scratch, Add(), 0.0f);
+    team_reduce<WARP>(sum, scratch[1], Add(), 0.0f);
     const float inverse = 1.0f / sum[0];
 #pragma unroll
     for (int p = 0; p < PIECES; p++) {
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(WARP ? kWarpThreads : kThreads) forward_regist
 // over the block, then the row once more.
 template <typename T, int N, bool MASKED>
 __global__ void __launch_bounds__(kThreads) forward_any(Forward a) {
-  __shared__ float scratch[kMaxWarps];
+  __shared__ float scratch[2][kMaxWarps];
   const Shape& shape = a.shape;
   for (Rows<false> rows(shape, a.mask); rows.row < shape.rows; rows.next()) {
     const int64_t start = rows.row * shape.cols;
@@ -117,9 +118,9 @@ __global__ void __launch_bounds__(kThreads) forward_any(Forward a) {
       own = top;
     }
     float top[1] = {own};
-    block_reduce(top, scratch, Max(), minus_infinity());
+    block_reduce<false>(top, scratch[0], Max(), minus_infinity());
     sum[0] *= exponential<T>(own - top[0]);
-    block_reduce(sum, scratch, Add(), 0.0f);
+    block_reduce<false>(sum, scratch[1], Add(), 0.0f);
     const float inverse = 1.0f / sum[0];
     for (int at = threadIdx.x * N; at < shape.cols; at += blockDim.x * N) {
       Pack<T, N> in = {}, out;
@@ -140,7 +141,8 @@ __global__ void __launch_bounds__(kThreads) forward_any(Forward a) {
 template <typename T, int FLOATS, bool WARP, bool MASKED>
 __global__ void __launch_bounds__(WARP ? kWarpThreads : kThreads) backward_registers(Backward a) {
   constexpr int N = kVector<T>, PIECES = FLOATS / N;
-  __shared__ float scratch[WARP ? 1 : 2 * kMaxWarps];
+  __shared__ float scratch[2][WARP ? 1 : 2 * kMaxWarps];
+  int turn = 0;
   const Shape& shape = a.shape;
   const int lanes = WARP ? MP_WARP : blockDim.x, lane = threadIdx.x % lanes;
   for (Rows<WARP> rows(shape, a.mask); rows.row < shape.rows; rows.next()) {
@@ -175,7 +177,8 @@ __global__ void __launch_bounds__(WARP ? kWarpThreads : kThreads) backward_regis
         total[1] += probs[p].value(i);
       }
     }
-    team_reduce<WARP>(total, scratch, Add(), 0.0f);
+    team_reduce<WARP>(total, scratch[turn], Add(), 0.0f);
+    turn ^= 1;
     const float mean = total[0] / total[1];
 #pragma unroll
     for (int p = 0; p < PIECES; p++) {
