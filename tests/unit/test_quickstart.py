@@ -174,7 +174,9 @@ def test_the_loss_never_rises_above_its_start(tmp_path: Path, monkeypatch: pytes
     """The shipped rate, through the warm-up and beyond, on this project's own text instead of the fetched corpus.
 
     At 4e-3 after 15 steps of warm-up the loss was 6.8 at step 14 here, and 9.4 on the real corpus. A quarter of the
-    batch shows it as well (6.2 at step 15). One process stands for the layout: all of them train alike.
+    batch shows it as well (6.2 at step 15). One process stands for the layout: all of them train alike. Every edit
+    of the text draws other batches: with nine seeds the last batch's loss is 0.54 to 0.61 of the first, and the mean of
+    the last five 0.57 to 0.60.
     """
     from megatron_port.cli.main import main
     from megatron_port.telemetry.metrics import read_metrics
@@ -196,7 +198,7 @@ def test_the_loss_never_rises_above_its_start(tmp_path: Path, monkeypatch: pytes
     assert main(["train", "runs/quickstart", "--data", "own", *sets]) == 0
     losses = {int(x["step"]): float(x["loss"]) for x in read_metrics(Path("runs/quickstart/metrics.jsonl"))}
     assert len(losses) == steps and max(losses.values()) == losses[1]
-    assert losses[steps] < 0.6 * losses[1]
+    assert sum(losses[steps - i] for i in range(5)) / 5 < 0.65 * losses[1]
 
 
 def test_the_documented_make_variables_are_the_script_s() -> None:
