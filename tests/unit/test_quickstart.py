@@ -173,10 +173,10 @@ def test_an_unsound_run_is_told(losses: dict[int, float], validation: float, wor
 def test_the_loss_never_rises_above_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shipped rate, through the warm-up and beyond, on this project's own text instead of the fetched corpus.
 
-    At 4e-3 after 15 steps of warm-up the loss was 6.8 at step 14 here, and 9.4 on the real corpus. A quarter of the
-    batch shows it as well (6.2 at step 15). One process stands for the layout: all of them train alike. Every edit
-    of the text draws other batches: with nine seeds the last batch's loss is 0.54 to 0.61 of the first, and the mean of
-    the last five 0.57 to 0.60.
+    Without warm-up the loss rises above its start with any of three seeds; at 4e-3 after 15 steps of it, with two of
+    four, to 6.2 and 9.9. A quarter of the batch shows it as well. One process stands for the layout: all of them train
+    alike. Every edit of the text draws other batches: with nine seeds the last batch's loss is 0.54 to 0.61 of the
+    first, and the mean of the last five 0.57 to 0.60.
     """
     from megatron_port.cli.main import main
     from megatron_port.telemetry.metrics import read_metrics
@@ -188,7 +188,8 @@ def test_the_loss_never_rises_above_its_start(tmp_path: Path, monkeypatch: pytes
     assert main(["data", "prepare", "own", "--input", "text.txt", "--tokenizer", "byte", "--blank-lines", "2"]) == 0
     shipped = load("runs/quickstart").config
     assert shipped.optimizer.decay_steps == shipped.training.steps  # so that a shorter run has the same rates
-    steps, batch = shipped.optimizer.warmup_steps + 2, shipped.batch.global_batch_size // 4
+    steps, batch = 32, shipped.batch.global_batch_size // 4
+    assert shipped.optimizer.warmup_steps < steps
     changes = ["layout.tensor_parallel_size=1", "layout.pipeline_parallel_size=1", "layout.data_parallel_size=1",
                "engine=native", f"batch.micro_batch_size={batch}", f"batch.global_batch_size={batch}",
                "checkpoint.save_interval=0", "checkpoint.save_final=false", "training.eval_batches=0",
