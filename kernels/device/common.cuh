@@ -182,11 +182,12 @@ struct WordOf<true, T> {
   using type = uint32_t;
 };
 
-// Pairs of halves are kept as words: an array of 16-bit numbers nvcc takes apart, an instruction each, where a condition
-// stands around its load. They are words of memory that holds halves, which compilers may otherwise take for another's.
+// Pairs of halves are kept as words: nvcc splits an array of 16-bit numbers up, which takes an instruction for each, and
+// another where a condition stands around its load. The memory holds halves, so compilers have to be told that words may
+// be the same memory.
 template <typename T, int N>
 struct alignas(sizeof(T) * N) MP_MAY_ALIAS Pack {
-  static constexpr bool kHalves = (is_bf16<T> || is_f16<T>)&&N % 2 == 0;
+  static constexpr bool kHalves = (is_bf16<T> || is_f16<T>) && N % 2 == 0;
   typename WordOf<kHalves, T>::type at[kHalves ? N / 2 : N];
 
   __device__ float value(int i) const {
@@ -333,12 +334,12 @@ __device__ inline float warp_reduce(float value, Op op) {
   return op(value, exchange<1>(value));
 }
 
-// Over a team of `warps` warps of the block, from warp `first` on, N values at once; every thread gets its team's
-// results. All teams of a block are of one size and call it together. `scratch`: shared, N * kMaxWarps. AGAIN: it may be
-// that of the call before, whose results others may still be reading, which takes a barrier more.
+// Over a block of whole warps, N values at once; every thread gets the results. `scratch`: shared, N * kMaxWarps. AGAIN:
+// it may be that of the call before, whose results others may still be reading, which takes a barrier more.
 template <bool AGAIN = true, int N, typename Op>
-__device__ inline void warps_reduce(float (&value)[N], float* scratch, Op op, float neutral, int first, int warps) {
+__device__ inline void block_reduce(float (&value)[N], float* scratch, Op op, float neutral) {
   const int lane = threadIdx.x % MP_WARP, warp = threadIdx.x / MP_WARP;
+  const int warps = static_cast<int>(blockDim.x / MP_WARP);
 #pragma unroll
   for (int i = 0; i < N; i++) value[i] = warp_reduce(value[i], op);
   if (warps == 1) return;
@@ -350,14 +351,8 @@ __device__ inline void warps_reduce(float (&value)[N], float* scratch, Op op, fl
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < N; i++) {
-    value[i] = warp_reduce(lane < warps ? scratch[i * kMaxWarps + first + lane] : neutral, op);
+    value[i] = warp_reduce(lane < warps ? scratch[i * kMaxWarps + lane] : neutral, op);
   }
-}
-
-// Over a block of whole warps.
-template <bool AGAIN = true, int N, typename Op>
-__device__ inline void block_reduce(float (&value)[N], float* scratch, Op op, float neutral) {
-  warps_reduce<AGAIN>(value, scratch, op, neutral, 0, static_cast<int>(blockDim.x / MP_WARP));
 }
 
 // ---------------------------------------------------------------------------------------------- launches
