@@ -14,7 +14,7 @@ site_setup() {
   site_local_disk=/tmp
   load_modules LUMI/24.03 partition/G cray-python
   export NCCL_SOCKET_IFNAME='hsn0,hsn1,hsn2,hsn3'
-  export NCCL_NET_GDR_LEVEL=3
+  export FI_MR_CACHE_MONITOR=userfaultfd
   export CXI_FORK_SAFE=1
   export CXI_FORK_SAFE_HP=1
   export FI_CXI_DISABLE_CQ_HUGETLB=1

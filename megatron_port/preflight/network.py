@@ -6,6 +6,7 @@
    that every network adapter works. What looks slow is then measured again, alone, up to four times, and its
    fastest message counts: only what is slow even then is blamed.
 3. *All ranks*: all-reduce and all-gather.
+4. *Groups*: as many communicators across nodes as the run opens (``preflight.groups``).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import torch.distributed as dist
 from megatron_port.config.schema import PreflightConfig
 from megatron_port.errors import EnvironmentFault
 from megatron_port.preflight.bandwidth import ALL_GATHER, ALL_REDUCE, algbw_gb, busbw_gb
-from megatron_port.preflight.exchange import RankPlacement, both_ways, collective_seconds, meet, open_group
+from megatron_port.preflight.exchange import RankPlacement, both_ways, collective_seconds, largest, meet, open_group
+from megatron_port.preflight.groups import open_groups
 from megatron_port.preflight.pairs import (
     ALL_PAIRS_UP_TO,
     Culprits,
@@ -110,6 +112,10 @@ class NetworkResult:
     rounds: int = 0
     remeasured: int = 0
     """Pairs measured twice."""
+    groups: int = 0
+    """Communicators across nodes that were opened beside the default group, as the run will;"""
+    groups_seconds: float = 0.0
+    """and how long that took, on the slowest rank."""
     blames: list[Blame] = field(default_factory=list)
     bad: dict[str, str] = field(default_factory=dict)
     """Host to leave out → why."""
@@ -132,13 +138,20 @@ class NetworkResult:
                 "pairs": [{"hosts": [hosts[p[0]], hosts[p[1]]], "gb": r, "lanes_gb": [lane[p] for lane in self.lanes]}
                           for p, r in sorted(totals.items())],
             },
+            "groups": {"across_nodes": self.groups, "seconds": self.groups_seconds},
             "findings": [{**asdict(b), "hosts": list(b.hosts)} for b in self.blames], "bad": self.bad,
             "faults": self.faults,
         }
 
 
-def check_network(place: RankPlacement, limits: PreflightConfig, sizes: Sizes) -> NetworkResult:
+def check_network(
+    place: RankPlacement, limits: PreflightConfig, sizes: Sizes, *, groups: int = 0, timeout_s: float = 120.0
+) -> NetworkResult:
     """Check the network. Collective over all ranks.
+
+    Args:
+        groups: communicators across nodes to open beside the default group (``preflight.groups``).
+        timeout_s: seconds that each of them may take.
 
     Raises:
         EnvironmentFault: a message or a collective failed or timed out; the message names the two hosts, where
@@ -159,6 +172,10 @@ def check_network(place: RankPlacement, limits: PreflightConfig, sizes: Sizes) -
             result.collectives.append(Collective(
                 "all", operation, size, world, seconds, algbw_gb(size, seconds),
                 busbw_gb(operation, size, seconds, world)))
+    if groups and len(place.hosts) > 1:
+        seconds = open_groups(place, groups, timeout_s)
+        result.groups, result.groups_seconds = groups, _guard(
+            "the exchange of how long the groups took", lambda: largest([seconds])[0])
     _judge_world(result, limits)
     return result
 
@@ -392,6 +409,9 @@ def render(result: NetworkResult) -> str:
         lines.append(f"pairs  {len(totals)} of nodes in {result.rounds} rounds: median {middle:.4g} GB/s, slowest"
                      f" {place.hosts[low[0]]} - {place.hosts[low[1]]} {totals[low]:.4g}"
                      + (f"; {result.remeasured} measured again, alone" if result.remeasured else ""))
+    if result.groups:
+        lines.append(f"groups {result.groups} across nodes beside the default one, as many as the run opens: "
+                     f"made and used in {result.groups_seconds:.3g} s")
     lines += [f"bad: {b}" for b in result.blames]
     if not result.blames:
         lines.append("no slow node and no slow link")

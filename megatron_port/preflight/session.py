@@ -16,6 +16,7 @@ from megatron_port.config.schema import RunConfig
 from megatron_port.errors import EnvironmentFault, PortError
 from megatron_port.preflight import files
 from megatron_port.preflight.exchange import gather_place, meet
+from megatron_port.preflight.groups import groups_across_nodes
 from megatron_port.preflight.library import LoadedNetwork, parse_log, plugin_problem
 from megatron_port.preflight.network import NetworkResult, check_network, default_sizes, render
 from megatron_port.runtime import process_group
@@ -54,7 +55,10 @@ def network_check(config: RunConfig, info: ProcessInfo, folder: Path, *, message
     try:
         messages = device.torch_device if group.backend == "nccl" else torch.device("cpu")
         place = gather_place(node_name(), messages)
-        result = check_network(place, config.preflight, default_sizes(messages, message))
+        groups = groups_across_nodes(config, info.world_size, place.lanes, two_way=group.backend == "nccl")
+        # Before the group's own limit, so that the fault is ours and on every rank.
+        result = check_network(place, config.preflight, default_sizes(messages, message), groups=groups,
+                               timeout_s=0.8 * wait)
         if info.rank == 0:
             loaded = read_logs(folder, place.hosts, place.node_of) if group.backend == "nccl" else {}
             judge_library(result, loaded, config.preflight.network_plugin)

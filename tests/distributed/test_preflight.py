@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,10 @@ import torch
 import torch.distributed as dist
 from pool import RankPool
 
+from megatron_port.config.loader import load
 from megatron_port.config.schema import BackendConfig, PreflightConfig, RunConfig
 from megatron_port.errors import EnvironmentFault
-from megatron_port.preflight import exchange, network
+from megatron_port.preflight import exchange, groups, network
 from megatron_port.preflight.exchange import gather_place
 from megatron_port.preflight.network import NetworkResult, Sizes, check_network, render
 from megatron_port.preflight.session import network_check
@@ -119,6 +121,45 @@ def _groups_made(per_node: int) -> int:
 def test_a_rank_makes_one_group_at_most(ranks: RankPool) -> None:
     assert ranks.run(4, _groups_made, 1) == [0] * 4
     assert ranks.run(4, _groups_made, 2) == [1] * 4
+
+
+def _hung_group(hang_at: int) -> tuple[str, int]:
+    """Open three groups; the first collective of number ``hang_at`` never returns (a thread that waits)."""
+    place = gather_place(f"n{dist.get_rank() // 2}", CPU)
+    made, real = [0], dist.all_reduce
+
+    def counted(tensor: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+        if group is not None and tensor.numel() == 1 and len(dist.get_process_group_ranks(group)) == 2:
+            made[0] += 1
+            if made[0] == hang_at:
+                threading.Event().wait()
+        return real(tensor, *args, group=group, **kwargs)
+
+    dist.all_reduce = counted
+    try:
+        groups.open_groups(place, 3, timeout_s=1.0)
+    except EnvironmentFault as error:
+        return str(error), made[0]
+    finally:
+        dist.all_reduce = real
+    return "", made[0]
+
+
+def test_as_many_groups_across_nodes_are_opened_as_the_run_will(ranks: RankPool) -> None:
+    assert ranks.run(4, _hung_group, 0, fresh=True) == [("", 3)] * 4
+    for text, made in ranks.run(4, _hung_group, 2, fresh=True):
+        assert made == 2 and text.startswith("group 2 of 3 across nodes (n0 … n1): its first all-reduce did not return")
+        assert "FI_MR_CACHE_MONITOR" in text
+
+
+def test_groups_across_nodes_are_those_of_the_layout() -> None:
+    """Frontier's 1T, eight ranks a node: tp stays inside; dp, pp, the tied embedding and the world span nodes."""
+    config = load("runs/frontier-1t").config
+    assert groups.groups_across_nodes(config, 3072, 8, two_way=True) == 4
+    native = replace(config, engine="native")
+    assert groups.groups_across_nodes(native, 3072, 8, two_way=True) == 5  # gradients have a queue of their own
+    assert groups.groups_across_nodes(native, 3072 + 3 * 8, 8, two_way=True) == 5  # three spare nodes
+    assert groups.groups_across_nodes(config, 24, 8, two_way=True) == 0  # no replica fits
 
 
 def _unequal_world() -> NetworkResult:

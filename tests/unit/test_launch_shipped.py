@@ -140,3 +140,19 @@ def test_a_package_has_the_scripts() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     assert '"_launch/*.sh"' in text and '"_launch/sites/*.sh"' in text
     assert {p.suffix for p in (ROOT / "launch").rglob("*") if p.is_file()} == {".sh"}
+
+
+SLINGSHOT = [name for name in shipped.site_names() if load(f"clusters/{name}").config.cluster.interface.startswith("hsn")]
+
+
+@pytest.mark.parametrize("name", SLINGSHOT)
+def test_a_slingshot_site_names_a_cache_monitor_that_does_not_hang(name: str) -> None:
+    """libfabric's default hangs at a second group, memhooks deadlocks with the plug-in (docs/hangs.md, section 3)."""
+    found = dict(entry.split("=", 1) for entry in load(f"clusters/{name}").config.cluster.environment)
+    assert found.get("FI_MR_CACHE_MONITOR") in ("userfaultfd", "kdreg2")
+    if name == "lumi":
+        assert "NCCL_NET_GDR_LEVEL" not in found
+
+
+def test_the_slingshot_sites_are_known() -> None:
+    assert {"frontier", "lumi", "perlmutter", "setonix", "adastra"} <= set(SLINGSHOT)
