@@ -65,6 +65,16 @@ def weak() -> float:
     return float(100 * rows[7].plan.hardware_tflops / rows[5].plan.hardware_tflops)
 
 
+def weak_replicas(line: int, few: int, many: int) -> float:
+    """Percent of the rate of a few replicas that is left with many, each with its own share of the batch."""
+    row = frontier()[line]
+    rates = [
+        plan_step(replace(row.case, dp=dp, global_batch=dp * row.case.micro_batches * row.case.micro_batch), row.machine)
+        .hardware_tflops for dp in (few, many)
+    ]
+    return float(100 * rates[1] / rates[0])
+
+
 def _run(name: str) -> tuple[Case, Machine]:
     config = load(f"runs/frontier-{name}").config
     return case_of(config, allow_fractions=True)[0], machine_of(config)
@@ -277,7 +287,7 @@ def ledger_error() -> float:
 
 MEASURES: dict[str, Callable[..., float]] = {
     f.__name__: f for f in (
-        frontier_error, strong, weak, ratio_loss, flash_gain, deepseek_hours, llama, dense_error, llama2_gigabytes,
+        frontier_error, strong, weak, weak_replicas, ratio_loss, flash_gain, deepseek_hours, llama, dense_error, llama2_gigabytes,
         widest, training_days, parameters, bubble, of_peak, without_recompute, share_of_frontier, llama2_devices,
         korthikanti_activations, stages_error, a800, ledger_error, bias, regret, row_rate, gain, judged_error,
         peaks_within, observed, consistent_error,

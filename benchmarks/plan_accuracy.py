@@ -196,6 +196,11 @@ def frontier_lines(found: list[Row]) -> list[str]:
             f"| 1T, weak scaling from 1024 | {r.case.world} | {r.case.global_batch} | 100 % | "
             f"{r.plan.hardware_tflops / base:.1%} | |"
         )
+    few, many = (
+        plan_step(replace(rates[3].case, dp=dp, global_batch=dp * rates[3].case.micro_batches), rates[3].machine)
+        for dp in (2, 16))
+    out.append(f"| 175B, weak scaling from 128 (abstract) | 1024 | {16 * rates[3].case.micro_batches} | 100 % | "
+               f"{many.hardware_tflops / few.hardware_tflops:.1%} | |")
     for line, published in ((8, 89.93), (9, 87.05)):
         r = rates[line]
         whole = r.case
