@@ -188,7 +188,7 @@ class Setup:
                   {"pyproject": digest(text_of(ROOT / "pyproject.toml")), "files": FILES_ONLY},
                   self.install_project),
             Phase("kernels", f"our own kernels for {' and '.join(dict.fromkeys(('cpu', self.device)))}",
-                  "20 s; with nvcc or hipcc 1 to 3 min",
+                  "20 s to 1 min; with nvcc or hipcc on the PATH, which is used too, 1 to 3 min",
                   {"sources": [digest(text_of(path)) for path in sorted((ROOT / "kernels").rglob("*.*"))
                                if path.suffix in (".h", ".cuh", ".cu", ".cpp", ".py")],
                    "archs": os.environ.get("TORCH_CUDA_ARCH_LIST", "") if self.device == "cuda" else "",
