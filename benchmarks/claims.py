@@ -68,10 +68,9 @@ def weak() -> float:
 def weak_replicas(line: int, few: int, many: int) -> float:
     """Percent of the rate of a few replicas that is left with many, each with its own share of the batch."""
     row = frontier()[line]
-    rates = [
-        plan_step(replace(row.case, dp=dp, global_batch=dp * row.case.micro_batches * row.case.micro_batch), row.machine)
-        .hardware_tflops for dp in (few, many)
-    ]
+    samples = row.case.micro_batches * row.case.micro_batch
+    cases = [replace(row.case, dp=dp, global_batch=dp * samples) for dp in (few, many)]
+    rates = [plan_step(case, row.machine).hardware_tflops for case in cases]
     return float(100 * rates[1] / rates[0])
 
 
@@ -287,10 +286,10 @@ def ledger_error() -> float:
 
 MEASURES: dict[str, Callable[..., float]] = {
     f.__name__: f for f in (
-        frontier_error, strong, weak, weak_replicas, ratio_loss, flash_gain, deepseek_hours, llama, dense_error, llama2_gigabytes,
-        widest, training_days, parameters, bubble, of_peak, without_recompute, share_of_frontier, llama2_devices,
-        korthikanti_activations, stages_error, a800, ledger_error, bias, regret, row_rate, gain, judged_error,
-        peaks_within, observed, consistent_error,
+        frontier_error, strong, weak, weak_replicas, ratio_loss, flash_gain, deepseek_hours, llama, dense_error,
+        llama2_gigabytes, widest, training_days, parameters, bubble, of_peak, without_recompute, share_of_frontier,
+        llama2_devices, korthikanti_activations, stages_error, a800, ledger_error, bias, regret, row_rate, gain,
+        judged_error, peaks_within, observed, consistent_error,
     )
 } | {"per_parameter": lambda parameters, size: parameters * size / 1e12}
 

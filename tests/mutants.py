@@ -2,19 +2,23 @@
 
     make mutations                                  all that the record lacks, or that has changed since
     make mutations ARGS='--only rope --again'       those whose name has the word, also where recorded
-    make mutations ARGS=--report                    the record as a table
+    make mutations ARGS=--report                    the record as a table, with what it no longer shows
+    make mutations ARGS='--part today --jobs 2'     the tenth of the day, as CI does: all of them in ten days
 
 A fault is *caught* when each of the named tests, run by itself, fails; *survived* when one of them passes. A copy that
 does not even import, or a test that hangs, proves nothing and is an *error*; so that a failure means something, all
 tests run first without a fault. Results are appended to ``benchmarks/results/mutations.jsonl``, each with a digest of
-what it depends on: an interrupted run resumes.
+what it depends on: an interrupted run resumes, and ``--report`` tells rows of this tree from rows of older ones.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import concurrent.futures
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -22,8 +26,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,13 +191,35 @@ def append(path: Path, row: dict[str, Any]) -> None:
         os.fsync(out.fileno())
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Fault → what caught it, as Markdown."""
-    lines = ["| fault | file | outcome | by |", "|---|---|---|---|"]
-    for row in rows:
+def age(mutant: Mutant, row: dict[str, Any] | None) -> str:
+    """What the record shows of this tree: ``today``, ``older (COMMIT)`` or ``none``."""
+    if row is None:
+        return "none"
+    return "today" if row.get("digest") == mutant.digest() else f"older ({row.get('commit', 'unknown')})"
+
+
+def table(mutants: Sequence[Mutant], rows: Mapping[str, dict[str, Any]]) -> str:
+    """Fault → what caught it, and whether the fault's file and its tests are still those of that run, as Markdown."""
+    lines = ["| fault | file | outcome | by | record |", "|---|---|---|---|---|"]
+    ages = {m.name: age(m, rows.get(m.name)) for m in mutants}
+    for mutant in mutants:
+        row = rows.get(mutant.name, {"outcome": "not tried", "failed": []})
         by = ", ".join(f"`{t.removeprefix('tests/')}`" for t in row["failed"]) or "nothing"
-        lines.append(f"| {row['name']} | `{row['file']}` | {row['outcome']} | {by} |")
-    return "\n".join(lines)
+        lines.append(f"| {mutant.name} | `{mutant.file}` | {row['outcome']} | {by} | {ages[mutant.name]} |")
+    counts = collections.Counter(text.partition(" ")[0] for text in ages.values())
+    return "\n".join([
+        *lines, "",
+        f"{len(mutants)} faults: {counts['today']} rows are of this tree (the fault's file and its tests unchanged), "
+        f"{counts['older']} of older trees and show nothing of this one, {counts['none']} have none. "
+        "`make mutations` tries the last two kinds."])
+
+
+PARTS = 10
+
+
+def part_of(name: str) -> int:
+    """The part (0 to 9) that a fault belongs to, whatever else is in the list."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big") % PARTS
 
 
 def commit() -> str:
@@ -201,6 +228,12 @@ def commit() -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
     return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+
+
+def commit_day() -> int:
+    """Days since 1970 of the commit, so that a commit always has the same part; today's without git."""
+    stamp = subprocess.run(["git", "log", "-1", "--format=%ct"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return int(stamp.stdout or time.time()) // 86400
 
 
 def tree_digest(tree: Path) -> str:
@@ -229,41 +262,68 @@ def pass_without_fault(server: Commands, tree: Path, tests: Sequence[str], recor
     return True
 
 
-def run(mutants: Sequence[Mutant], record: Path) -> int:
-    """Run them all; 0 if every one was caught."""
-    bad = 0
-    with copied_tree() as tree, pytest_server() as server:
-        if not pass_without_fault(server, tree, [t for m in mutants for t in m.tests], record):
-            return 2
-        for number, mutant in enumerate(mutants, 1):
+def run(mutants: Sequence[Mutant], record: Path, jobs: int = 1) -> int:
+    """Run them all, ``jobs`` at a time, each in a tree of its own.
+
+    Returns:
+        0: every one was caught; 1: one survived; 2: the tests fail without a fault, or a fault proved nothing.
+    """
+    waiting, lock, done = collections.deque(mutants), threading.Lock(), itertools.count(1)
+    bad: list[tuple[str, str]] = []
+
+    def work(server: Commands, tree: Path) -> None:
+        while True:
+            with lock:
+                if not waiting:
+                    return
+                mutant = waiting.popleft()
             row = {**judge(server, tree, mutant), "commit": commit(), "digest": mutant.digest(tree),
                    "time": round(time.time())}
-            append(record, row)
-            bad += row["outcome"] != CAUGHT
-            print(f"{number}/{len(mutants)} {row['outcome']:8} {row['seconds']:6.1f} s  {mutant.name}", flush=True)
-            if row["outcome"] != CAUGHT:
-                print(json.dumps(row.get("by_test")), row.get("tail", ""), sep="\n", flush=True)
-    return 1 if bad else 0
+            with lock:
+                append(record, row)
+                place = f"{next(done)}/{len(mutants)}"
+                print(f"{place} {row['outcome']:8} {row['seconds']:6.1f} s  {mutant.name}", flush=True)
+                if row["outcome"] != CAUGHT:
+                    bad.append((row["outcome"], mutant.name))
+                    print(json.dumps(row.get("by_test")), row.get("tail", ""), sep="\n", flush=True)
+
+    with contextlib.ExitStack() as stack:
+        pairs = [(stack.enter_context(pytest_server()), stack.enter_context(copied_tree())) for _ in range(jobs)]
+        if not pass_without_fault(*pairs[0], [t for m in mutants for t in m.tests], record):
+            return 2
+        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+            for future in [pool.submit(work, *pair) for pair in pairs]:
+                future.result()
+    for outcome, name in bad:
+        print(f"{outcome}: {name}")
+    print(f"{len(mutants) - len(bad)} of {len(mutants)} faults were caught")
+    return 0 if not bad else 1 if SURVIVED in dict(bad) else 2
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=[""], nargs="+", metavar="WORD", help="faults whose name or file has a word")
     parser.add_argument("--again", action="store_true", help="also those that are recorded and have not changed")
+    parser.add_argument("--part", choices=["today", *map(str, range(PARTS))], help="a tenth; today: the commit's day")
+    parser.add_argument("--jobs", type=int, default=1, help="faults tried at a time")
     parser.add_argument("--report", action="store_true", help="print the record and stop")
     parser.add_argument("--record", type=Path, default=RECORD)
     args = parser.parse_args()
     mutants, done = load(), recorded(args.record)
     if args.report:
-        print(table([done[m.name] for m in mutants if m.name in done]))
+        print(table(mutants, done))
         return 0
+    if args.part is not None:
+        part = commit_day() % PARTS if args.part == "today" else int(args.part)
+        mutants = [m for m in mutants if part_of(m.name) == part]
+        print(f"part {part} of {PARTS}")
     todo = [
         m for m in mutants if any(word in m.name or word in m.file for word in args.only) and (
             args.again or done.get(m.name, {}).get("digest") != m.digest() or done[m.name]["outcome"] != CAUGHT
         )
     ]
     print(f"{len(todo)} of {len(mutants)} faults to try", flush=True)
-    return run(todo, args.record) if todo else 0
+    return run(todo, args.record, args.jobs) if todo else 0
 
 
 if __name__ == "__main__":

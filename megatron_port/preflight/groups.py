@@ -9,6 +9,7 @@ find out after its queue time.
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -62,8 +63,8 @@ def open_groups(place: RankPlacement, count: int, timeout_s: float) -> float:
     for number in range(1, count + 1):
         what = f"group {number} of {count} across nodes ({place.hosts[0]} … {place.hosts[-1]})"
         failures: list[str] = []
-        if not within(timeout_s, lambda: failures.extend(_open_and_use(place))):
-            failures.append(f"its first all-reduce did not return within {timeout_s:.0f} s")
+        if not within(timeout_s, partial(_open_and_use, place, failures)):
+            failures = [f"its first all-reduce did not return within {timeout_s:.0f} s"]
         if failures:
             raise EnvironmentFault(
                 f"{what}: {failures[0]}. The default group works, so nodes and links do; the run would hang like this "
@@ -73,8 +74,8 @@ def open_groups(place: RankPlacement, count: int, timeout_s: float) -> float:
     return time.perf_counter() - begin
 
 
-def _open_and_use(place: RankPlacement) -> list[str]:
-    """Return what went wrong, or nothing."""
+def _open_and_use(place: RankPlacement, failures: list[str]) -> None:
+    """Open a group and use it; add what went wrong to ``failures``, as this runs in a thread."""
     try:
         # Every rank walks the same list of groups, so that their automatic names agree without communication.
         for lane in range(max(len(ranks) for ranks in place.members)):
@@ -84,5 +85,5 @@ def _open_and_use(place: RankPlacement) -> list[str]:
                 dist.all_reduce(torch.zeros(1, device=place.device), group=group)
         synchronize(place.device)
     except RuntimeError as error:
-        return [f"its first all-reduce failed: {(str(error).strip().splitlines() or [type(error).__name__])[0][:300]}"]
-    return []
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        failures.append(f"its first all-reduce failed: {said[:300]}")

@@ -128,12 +128,12 @@ def _hung_group(hang_at: int) -> tuple[str, int]:
     place = gather_place(f"n{dist.get_rank() // 2}", CPU)
     made, real = [0], dist.all_reduce
 
-    def counted(tensor: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+    def counted(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
         if group is not None and tensor.numel() == 1 and len(dist.get_process_group_ranks(group)) == 2:
             made[0] += 1
             if made[0] == hang_at:
                 threading.Event().wait()
-        return real(tensor, *args, group=group, **kwargs)
+        return real(tensor, op, group, async_op)
 
     dist.all_reduce = counted
     try:

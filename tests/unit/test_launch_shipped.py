@@ -142,7 +142,7 @@ def test_a_package_has_the_scripts() -> None:
     assert {p.suffix for p in (ROOT / "launch").rglob("*") if p.is_file()} == {".sh"}
 
 
-SLINGSHOT = [name for name in shipped.site_names() if load(f"clusters/{name}").config.cluster.interface.startswith("hsn")]
+SLINGSHOT = [n for n in shipped.site_names() if load(f"clusters/{n}").config.cluster.interface.startswith("hsn")]
 
 
 @pytest.mark.parametrize("name", SLINGSHOT)

@@ -105,4 +105,18 @@ def test_the_record_is_what_the_latest_run_said(tmp_path: Path) -> None:
     for outcome in (SURVIVED, CAUGHT):
         mutants.append(path, {"name": "a", "outcome": outcome, "file": "f", "failed": ["tests/unit/t.py::x"]})
     assert mutants.recorded(path)["a"]["outcome"] == CAUGHT
-    assert "| a | `f` | caught | `unit/t.py::x` |" in mutants.table(list(mutants.recorded(path).values()))
+
+
+def test_the_report_tells_rows_of_this_tree_from_older_ones() -> None:
+    today, older, none = LIST[:3]
+    rows = {today.name: {"outcome": CAUGHT, "failed": ["tests/unit/t.py::x"], "digest": today.digest()},
+            older.name: {"outcome": CAUGHT, "failed": [], "digest": "another", "commit": "abc"}}
+    text = mutants.table([today, older, none], rows)
+    assert f"| {today.name} | `{today.file}` | caught | `unit/t.py::x` | today |" in text
+    assert "| caught | nothing | older (abc) |" in text and "| not tried | nothing | none |" in text
+    assert "3 faults: 1 rows are of this tree" in text
+
+
+def test_ten_parts_hold_every_fault_once_and_are_of_a_size() -> None:
+    sizes = [sum(mutants.part_of(m.name) == part for m in LIST) for part in range(mutants.PARTS)]
+    assert sum(sizes) == len(LIST) and max(sizes) < 2 * len(LIST) / mutants.PARTS
