@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import records
 from cases import Order, run_cases, single_run, within_rounding
 from drawing import STEPS, Draw, draw
 from pool import RankPool
@@ -112,11 +113,16 @@ def seed_range(text: str) -> list[int]:
 
 
 def run_resumable(
-    draws: Sequence[Draw], out: Path, *, batch_size: int, seconds: float,
+    draws: Sequence[Draw], out: Path, *, batch_size: int, seconds: float, again: bool = False,
     run: Callable[[RankPool, Sequence[Draw]], list[tuple[Draw, list[Deviation]]]] = _PATIENT,
 ) -> int:
-    """Run the draws that ``out`` (JSON lines) lacks, a batch at a time; 0 if none failed."""
-    done = {json.loads(line)["seed"] for line in out.read_text().splitlines()} if out.exists() else set()
+    """Run the draws that ``out`` (JSON lines) lacks, a batch at a time; 0 if none failed.
+
+    ``again``: also those that another commit made. Later rows of a seed count.
+    """
+    here = records.commit()
+    rows = records.latest(out, "seed")
+    done = {seed for seed, row in rows.items() if not again or row.get("commit") == here}
     todo = [one for one in draws if one.seed not in done]
     ranks, started, bad = RankPool(), time.monotonic(), 0
     try:
@@ -125,7 +131,7 @@ def run_resumable(
             results = run(ranks, batch)
             with out.open("a") as f:
                 for one, deviations in sorted(results, key=lambda x: x[0].seed):
-                    row = {**one.describe(), "ok": all(d.ok for d in deviations)}
+                    row = {**one.describe(), "ok": all(d.ok for d in deviations), "commit": here}
                     row["deviations"] = [
                         {**dataclasses.asdict(d), "value": float(f"{d.value:.3g}"), "bound": float(f"{d.bound:.3g}")}
                         for d in deviations
@@ -158,7 +164,7 @@ def record(
 
     ``order`` seeds the shuffle: wherever the command is cut off, what it has seen is spread over all the rest.
     """
-    done = {json.loads(line)["seed"] for line in args.out.read_text().splitlines()} if args.out.exists() else set()
+    done = set(records.latest(args.out, "seed"))
     shuffled = list(draws)
     random.Random(order).shuffle(shuffled)
     shuffled.sort(key=lambda one: one.seed not in done)
@@ -180,6 +186,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--batch", type=int, default=24)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long; resume later")
+    parser.add_argument("--again", action="store_true", help="also what another commit made")
     parser.add_argument("--zero-stage", type=int, help="only draws of this stage")
     parser.add_argument("--masked", action="store_true", help="only draws whose attention is more than causal")
     parser.add_argument("--adapted", action="store_true", help="only draws that train adapters")
@@ -197,7 +204,7 @@ def main() -> int:
         d.config.precision.dtype in ("bf16", "fp16") and d.config.model.norm_placement != "pre")]
     draws = [d for d in draws if not args.divided or d.topology.cp > 1]
     draws = [d for d in draws if not args.ruled or d.config.optimizer.name != "adamw"]
-    return run_resumable(draws, args.out, batch_size=args.batch, seconds=args.seconds)
+    return run_resumable(draws, args.out, batch_size=args.batch, seconds=args.seconds, again=args.again)
 
 
 if __name__ == "__main__":

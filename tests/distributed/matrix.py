@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import records
 from cases import make_config
 from drawing import Draw
 from fuzz import run_resumable
@@ -161,18 +161,20 @@ def main() -> int:
     parser.add_argument("--report", type=Path)
     parser.add_argument("--batch", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--again", action="store_true", help="also what another commit made")
     parser.add_argument("--own-kernels", choices=("on", "off"), default="off")
     parser.add_argument("--schedules", action="store_true", help="the schedules beside 1F1B, instead")
     parser.add_argument("--zero3", action="store_true", help="sharded weights in fp64, instead")
     args = parser.parse_args()
     if args.report:
-        print(table([json.loads(line) for line in args.report.read_text().splitlines()]))
+        rows = list(records.latest(args.report, "seed").values())
+        print(table(rows), f"\nMade by: {records.made_by(args.report)}.", sep="\n")
         return 0
     if args.zero3:
         draws = zero3_matrix()
     else:
         draws = schedule_matrix(own_kernels=args.own_kernels) if args.schedules else matrix(args.own_kernels)
-    return run_resumable(draws, args.out, batch_size=args.batch, seconds=args.seconds)
+    return run_resumable(draws, args.out, batch_size=args.batch, seconds=args.seconds, again=args.again)
 
 
 if __name__ == "__main__":
