@@ -69,23 +69,26 @@ class WgradAccumulator:
         self._exchanges = 0
 
     def add(
-        self, weight: torch.Tensor, add_to: Callable[..., None], *operands: Any, overwrites: bool = False
+        self, weight: torch.Tensor, add_to: Callable[..., None], *operands: Any, overwrites: bool = False,
+        **settings: Any,
     ) -> None:
-        """Call ``add_to(main_grad, *operands)``, now or deferred, with the weight's sum as [out, in].
+        """Call ``add_to(main_grad, *operands, **settings)``, now or deferred, with the weight's sum as [out, in].
 
         ``overwrites``: it takes ``first=True`` too, and then writes over whatever the sum holds.
         """
         if self.deferred is None:
-            self._compute(weight, add_to, overwrites, *operands)
+            self._compute(weight, add_to, overwrites, *operands, **settings)
         else:
-            self.deferred.append(partial(self._compute, weight, add_to, overwrites, *operands))
+            self.deferred.append(partial(self._compute, weight, add_to, overwrites, *operands, **settings))
 
-    def _compute(self, weight: torch.Tensor, add_to: Callable[..., None], overwrites: bool, *operands: Any) -> None:
+    def _compute(
+        self, weight: torch.Tensor, add_to: Callable[..., None], overwrites: bool, *operands: Any, **settings: Any
+    ) -> None:
         unwritten = self.unwritten_of(weight) if overwrites else None
         if unwritten is None:
-            add_to(_as_2d(self.main_grad_of(weight)), *operands)
+            add_to(_as_2d(self.main_grad_of(weight)), *operands, **settings)
         else:
-            add_to(_as_2d(unwritten), *operands, first=True)
+            add_to(_as_2d(unwritten), *operands, **settings, first=True)
         self.computed += 1
         self.on_added(weight)
 
@@ -120,8 +123,8 @@ class WgradAccumulator:
 
 
 def _as_2d(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight [..., in] as [out, in]. A view that changes nothing would cost the host a microsecond."""
-    return weight if weight.dim() == 2 else weight.flatten(0, -2)
+    """Return a weight [..., in] as [out, in], a vector as it is. A view that changes nothing would costs 1 µs."""
+    return weight if weight.dim() <= 2 else weight.flatten(0, -2)
 
 
 class _Linear(FirstOrderFunction):

@@ -26,27 +26,32 @@ from megatron_port.parallel.compat import widening_addmm
 from megatron_port.parallel.few_bits import on_grid
 
 
-def add_product(main_grad: Tensor, a: Tensor, b: Tensor, *, first: bool = False) -> None:
-    """Add aᵀ b to ``main_grad`` [n, m], in its dtype; a [k, n] and b [k, m] have the same or a narrower dtype.
+def add_product(main_grad: Tensor, a: Tensor, b: Tensor, *, first: bool = False, scale: float = 1.0) -> None:
+    """Add ``scale`` aᵀ b to ``main_grad`` [n, m], in its dtype; a [k, n], b [k, m] have the same or a narrower dtype.
 
     ``first``: write it over what ``main_grad`` holds, which is not read.
     """
     if main_grad.dtype == torch.float32 != a.dtype and widening_addmm(a.device, a.dtype):
         mm, addmm = _WIDENING
-        if first:
+        if scale != 1.0:
+            _add(main_grad, mm(a.t(), b, out_dtype=torch.float32).mul_(scale), first)
+        elif first:
             mm(a.t(), b, out_dtype=torch.float32, out=main_grad)
         else:
             addmm(main_grad, a.t(), b, out_dtype=torch.float32, out=main_grad)
         return
     if a.dtype != main_grad.dtype and a.device.type != "cpu":
-        _add(main_grad, a.t().mm(b), first)
+        product = a.t().mm(b)
+        _add(main_grad, product if scale == 1.0 else product.to(main_grad.dtype).mul_(scale), first)
         return
     # On a CPU in the sum's dtype: no product to round, and none to add in a pass of its own.
     left, right = a.t().to(main_grad.dtype), b.to(main_grad.dtype)
     if first:
         torch.mm(left, right, out=main_grad)
+        if scale != 1.0:
+            main_grad.mul_(scale)
     else:
-        main_grad.addmm_(left, right)
+        main_grad.addmm_(left, right, alpha=scale)
 
 
 _WIDENING: tuple[Any, Any] = (torch.mm, torch.addmm)

@@ -14,6 +14,7 @@ from cases import LR, make_batches, make_config, single_run, within_rounding
 from pool import RankPool
 
 from megatron_port.backend.providers import torch_providers
+from megatron_port.config.fine_tuning import FineTuningConfig
 from megatron_port.config.schema import RunConfig
 from megatron_port.parallel import linear_kernels
 from megatron_port.parallel.context import ParallelContext
@@ -100,6 +101,20 @@ def test_the_same_steps_are_skipped(ranks: RankPool, engine: str, layout: tuple[
     results = ranks.run(tp * pp * dp, _steps, config, Topology(tp, pp, dp), STEPS, deepspeed=engine == "deepspeed")
     for steps in results:
         _same(steps, reference)
+
+
+def test_the_micro_batch_does_not_decide_which_steps_are_skipped_with_adapters() -> None:
+    """Sums over a micro-batch's tokens are wide, so that it is the same step however its samples are divided."""
+    found = []
+    for size in (1, 8):
+        config = _config("native", scale=2.0**22, window=4, num_layers=1)
+        config = dataclasses.replace(
+            config, fine_tuning=FineTuningConfig(method="lora", rank=3),
+            batch=dataclasses.replace(config.batch, micro_batch_size=size),
+        )
+        found.append(_steps(config, Topology(), STEPS))
+    assert {skipped for _, _, skipped, _ in found[0]} == {False, True}
+    _same(found[0], found[1])
 
 
 SCHEDULES = [("gpipe", 1, 1), ("1f1b", 2, 1), ("zb-h1", 1, 1), ("zb-v", 2, 1), ("1f1b", 1, 2)]

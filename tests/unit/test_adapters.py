@@ -25,6 +25,7 @@ from megatron_port.model.saved_state import state_records
 from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.init import initial_reader
+from megatron_port.parallel.linear import WgradAccumulator
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord, record_of
 from megatron_port.parallel.state import StateReader
@@ -188,6 +189,41 @@ def test_an_adapted_linear_is_the_matrix_written_out(tuning: FineTuningConfig, l
         assert p.grad is not None and leaf is not None
         assert (p.grad - leaf).abs().max() <= 1e-12 * leaf.abs().max(), record_of(p).name
     assert module.weight.grad is None
+
+
+@pytest.mark.parametrize("linear", ["attention.qkv", "mlp.down"])
+@pytest.mark.parametrize("tuning", [DROPPED, DORA], ids=["lora", "dora"])
+def test_sums_of_gradients_in_fp16_are_wide(tuning: FineTuningConfig, linear: str) -> None:
+    """Sums over a micro-batch's tokens that fp16 cannot hold, against autograd of the matrix written out in fp64."""
+    made, _ = filled(tuning)
+    weight, leaves = effective(tuning, made, linear)
+    module: Any = made.layers[0].get_submodule(linear)
+    adapter = module.adapter
+    x = torch.ones(64, 16, weight.shape[1], dtype=torch.float16)  # every token adds alike
+    streams(made).set_micro_batch(3, tuple(range(16)))
+    drop = adapter.drop_for(64)
+    kept = torch.ones_like(x, dtype=torch.float64) if drop is None else drop(x.double())
+    frozen = module.weight.detach().flatten(0, -2)
+    direction = torch.full((64, 16, weight.shape[0]), 300.0)
+    direction[..., 1::3] = -200.0
+    (x.double() @ frozen.t() + kept @ (weight - frozen).t()).backward(direction.double())
+    sums = {id(p): torch.zeros_like(p, dtype=torch.float32) for p in adapter.parameters()}
+    unwritten = {id(p): sums[id(p)].fill_(float("nan")) for p in adapter.parameters() if p.dim() == 2}
+    accumulator = WgradAccumulator(
+        lambda p: None, lambda p: sums[id(p)], lambda p: unwritten.pop(id(p), None)
+    )
+    made.half()
+    for p in adapter.parameters():
+        p.wgrad_accumulator = accumulator
+    for _ in range(2):  # micro-batches
+        module(x).backward(direction.half())
+    largest = 0.0
+    for p in adapter.parameters():
+        leaf = leaves[record_of(p).name.removeprefix(f"layers.0.{linear}.")].grad
+        assert p.grad is None and leaf is not None
+        assert (sums[id(p)] - 2 * leaf).abs().max() <= 0.02 * leaf.abs().max(), record_of(p).name
+        largest = max(largest, float(leaf.abs().max()))
+    assert largest > 65504
 
 
 @pytest.mark.parametrize("tuning", [LORA, DORA], ids=["lora", "dora"])
