@@ -33,17 +33,15 @@ from megatron_port.checkpoint.format import SavedState, directory_name, shard_na
 from megatron_port.checkpoint.lineage import Committer
 from megatron_port.checkpoint.peers import Peers, failure_text, together
 from megatron_port.checkpoint.shard import ShardPlan, plan_shard
+from megatron_port.checkpoint.tidying import Note, tidy, work_folder
 from megatron_port.checkpoint.writer import (
     LONGEST_NAP,
     VISIBLE_SECONDS,
     Cancelled,
-    Note,
     absent_parts,
     await_visible,
     commit,
     prepare,
-    tidy,
-    work_folder,
     write_part,
 )
 from megatron_port.errors import CheckpointError

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_port.runtime.lease import Fence
 
-_TEMPORARY = re.compile(r"step-\d{8,18}(?:\.e(\d{1,18}))?\.tmp")
+_TEMPORARY = re.compile(r"step-\d{8,18}(?:\.e(\d{1,18}))?(?:\.\d{1,9})?\.tmp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +58,10 @@ def parse_lineage(body: Mapping[str, Any]) -> Lineage:
     return Lineage(**found)
 
 
-def temporary_name(name: str, epoch: int) -> str:
-    """Return ``step-00000120.e7.tmp``, an unfinished save of attempt 7; ``step-00000120.tmp`` without a lease."""
-    return f"{name}.e{epoch}.tmp" if epoch else f"{name}.tmp"
+def temporary_name(name: str, epoch: int, number: int = 0) -> str:
+    """Return ``step-00000120.e7.tmp``, an unfinished save of attempt 7; ``step-00000120.tmp`` without a lease.
+    ``number`` makes others of it (``step-00000120.e7.1.tmp``), for what has to go."""
+    return f"{name}{f'.e{epoch}' if epoch else ''}{f'.{number}' if number else ''}.tmp"
 
 
 def epoch_of_temporary(name: str) -> int | None:
@@ -78,6 +79,8 @@ class Committer:
 
     fence: Fence = field(default_factory=Fence)
     parent: Parent | None = None
+    told: set[str] = field(default_factory=set)
+    """What could not be tidied away, and was told."""
     _last: int = 0
 
     def lineage(self, directory_commits: int) -> Lineage:

@@ -117,8 +117,11 @@ def pull(url: str, folder: Path, note: Note = lambda line: None, *, advance: Adv
                          for name, e in manifest.files.items()]:
                 done.result()
         fsync_directory(work)
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(work, target)
+        aside = folder / f".pull-{os.getpid()}.old.tmp"
+        if os.path.lexists(target):  # not removed first: it may be a link, or another's
+            os.rename(target, aside)
+        os.rename(work, target)
+        shutil.rmtree(aside, ignore_errors=True)
         fsync_directory(folder)
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot hold a copy of {url} ({error.strerror or error})") from error

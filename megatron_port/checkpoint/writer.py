@@ -1,10 +1,11 @@
 """Saving: every rank writes its own file, rank 0 commits, and a crash at any moment loses no whole checkpoint.
 
-1. Rank 0 removes leftovers and makes ``step-N.eE.tmp`` (E: the epoch of this attempt's lease).
+1. Rank 0 removes leftovers (``tidying``) and makes ``step-N.eE.tmp`` (E: the epoch of this attempt's lease).
 2. Every rank writes ``rank-K.safetensors`` (hashed while written, fsynced, read back and compared) and ``rank-K.json``,
    its list of pieces.
 3. Rank 0 reads the lists, proves that the pieces tile every tensor, writes the manifest, fsyncs, and renames the
-   directory: that rename is the commit. Then it updates ``latest`` and removes checkpoints beyond ``keep``.
+   directory: that rename is the commit. Then it updates ``latest`` and removes checkpoints beyond ``keep``; what
+   cannot be removed fails no save.
 
 Before each rename and each deletion rank 0 looks whether another attempt has taken the folder over
 (``runtime.lease``). After each stage the ranks agree (``peers.together``), so a full disk on one rank ends the save on
@@ -14,12 +15,10 @@ all of them.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
 import platform
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -31,9 +30,7 @@ from typing import Any
 
 from megatron_port.checkpoint.disk import disk_error, write_text
 from megatron_port.checkpoint.format import (
-    LATEST,
     MANIFEST,
-    REPLACED,
     FileEntry,
     Manifest,
     PieceEntry,
@@ -46,18 +43,16 @@ from megatron_port.checkpoint.format import (
     shard_name,
     step_of,
 )
-from megatron_port.checkpoint.lineage import Committer, epoch_of_temporary, temporary_name
+from megatron_port.checkpoint.lineage import Committer
 from megatron_port.checkpoint.peers import Peers, together
 from megatron_port.checkpoint.schema import plain
 from megatron_port.checkpoint.shard import ShardPlan, bytes_of, check_written, plan_shard, write_planned
+from megatron_port.checkpoint.tidying import Note, move_into_place, remove_leftovers, step_aside, tidy, work_folder
 from megatron_port.errors import CheckpointError
 from megatron_port.parallel.state import StatePiece
-from megatron_port.runtime.atomic import fsync_directory, write_bytes
+from megatron_port.runtime.atomic import fsync_directory
 from megatron_port.runtime.fingerprint import package_versions
-from megatron_port.runtime.lease import LeaseLost
 
-Note = Callable[[str], None]
-_UNFINISHED_LATEST = re.compile(rf"\.{LATEST}\.[0-9a-f]{{16}}\.tmp")
 _PACKAGES = ("megatron_port", "torch", "deepspeed", "numpy", "safetensors", "xxhash")
 LONGEST_NAP = 0.5
 VISIBLE_SECONDS = 30.0
@@ -121,11 +116,6 @@ def save_checkpoint(
     return final
 
 
-def work_folder(final: Path, committer: Committer) -> Path:
-    """Where a checkpoint is written before it is committed as ``final``."""
-    return final.with_name(temporary_name(final.name, committer.fence.epoch))
-
-
 def prepare(directory: Path, work: Path, state: SavedState, committer: Committer) -> None:
     """Rank 0: an empty ``work`` in ``directory``. Raises CheckpointError; LeaseLost: it is another attempt's by now."""
     # Found now, before gigabytes are written: state that a manifest cannot hold.
@@ -134,38 +124,10 @@ def prepare(directory: Path, work: Path, state: SavedState, committer: Committer
     try:
         directory.mkdir(parents=True, exist_ok=True)
         remove_leftovers(directory, committer)
+        step_aside(work, work.with_name(directory_name(state.step)), committer)
         work.mkdir()  # durable with the commit; until then it is of no use
     except OSError as error:
         raise disk_error(error, work) from error
-
-
-def remove_leftovers(directory: Path, committer: Committer) -> None:
-    """Delete what interrupted saves left: temporaries of this attempt and of those before it, ``step-*.old`` whose
-    replacement is there, and a ``latest`` that was not finished. Those of a later attempt are in use. Raises OSError,
-    LeaseLost.
-    """
-    committer.fence.check()
-    for path in directory.iterdir():
-        if _UNFINISHED_LATEST.fullmatch(path.name):  # of one writer, which is not writing it now
-            path.unlink(missing_ok=True)
-        epoch = epoch_of_temporary(path.name)
-        if epoch is not None and epoch <= committer.fence.epoch:
-            _remove(path)
-        stem = path.name.removesuffix(REPLACED)
-        if stem != path.name and step_of(stem) is not None and (directory / stem / MANIFEST).is_file():
-            _remove(path)
-
-
-def _remove(path: Path, tries: int = 3) -> None:
-    """Delete a directory in which ranks of a dead attempt, on nodes that nobody can reach, may still write."""
-    for left in reversed(range(tries)):
-        try:
-            return shutil.rmtree(path)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            if error.errno != errno.ENOTEMPTY or not left:
-                raise
 
 
 def _write_rank(
@@ -268,7 +230,7 @@ def commit(
             (work / listing_name(rank)).unlink()
         fsync_directory(work)
         committer.fence.check()
-        _move_into_place(work, final)
+        move_into_place(work, final, committer)
         committer.committed(lineage, state.step)
         fsync_directory(final.parent)
     except OSError as error:
@@ -337,46 +299,3 @@ def _check_complete(
     for name, shape in expected.items():
         if tuple(shape) != shapes[name]:
             raise CheckpointError(f"{where}: {name} was saved as {shapes[name]}; the model has {tuple(shape)}")
-
-
-def _move_into_place(work: Path, final: Path) -> None:
-    """The commit. A checkpoint of the same step steps aside first: at every instant one of the two has a name."""
-    if final.exists():
-        aside = final.with_name(final.name + REPLACED)
-        if aside.exists():
-            shutil.rmtree(aside)
-        os.rename(final, aside)
-    os.rename(work, final)
-
-
-def tidy(directory: Path, final: Path, keep: int, note: Note | None, committer: Committer) -> None:
-    """Rank 0, after the commit: ``latest``, leftovers, retention. Trouble here is worth a line, not the run."""
-    try:
-        write_bytes(directory / LATEST, f"{final.name}\n".encode(), guard=committer.fence.check)
-        remove_leftovers(directory, committer)
-        for path in _beyond(directory, final, keep, committer) if keep > 0 else ():
-            # Renamed first: a half-deleted directory must not look like a checkpoint.
-            doomed = work_folder(path, committer)
-            committer.fence.check()
-            os.rename(path, doomed)
-            _remove(doomed)
-    except (OSError, LeaseLost) as error:
-        if note is not None:
-            note(f"{final.name} is saved, but cleaning up after it failed: {error}")
-
-
-def _beyond(directory: Path, final: Path, keep: int, committer: Committer) -> list[Path]:
-    """Committed checkpoints of this run other than the ``keep`` newest. ``final`` is the newest whatever its step."""
-    ranked: list[tuple[tuple[int, int, int], Path]] = []
-    for path in directory.iterdir():
-        if step_of(path.name) is None or path == final or not (path / MANIFEST).is_file():
-            continue
-        try:
-            manifest = read_manifest(path)
-        except CheckpointError:
-            # Damaged: not worth a place among the kept, but not ours to delete either.
-            continue
-        if committer.owns(manifest.lineage):
-            ranked.append((manifest.order, path))
-    ranked.sort(reverse=True)
-    return [path for _, path in ranked[keep - 1 :]]

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from megatron_port.checkpoint.disk import disk_error
 from megatron_port.checkpoint.lineage import Committer
-from megatron_port.checkpoint.writer import remove_leftovers
+from megatron_port.checkpoint.tidying import remove_leftovers
 from megatron_port.errors import PortError
 from megatron_port.launch.direct import DirectStart, note_start
 from megatron_port.launch.record import RecordFault
