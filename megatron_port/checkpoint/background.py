@@ -33,6 +33,7 @@ from megatron_port.checkpoint.format import SavedState, directory_name, shard_na
 from megatron_port.checkpoint.lineage import Committer
 from megatron_port.checkpoint.peers import Peers, failure_text, together
 from megatron_port.checkpoint.shard import ShardPlan, plan_shard
+from megatron_port.checkpoint.snapshot_hashes import SnapshotHashes
 from megatron_port.checkpoint.tidying import Note, tidy, work_folder
 from megatron_port.checkpoint.writer import (
     LONGEST_NAP,
@@ -137,6 +138,7 @@ class _Job:
     began: float
     plan: ShardPlan | None = None
     image: memoryview = field(default_factory=lambda: memoryview(b""))
+    hashes: SnapshotHashes | None = None
     prepared: bool = False
     """``work`` is there."""
     stall: float = 0.0
@@ -149,6 +151,12 @@ class _Job:
     thread: threading.Thread | None = None
     written: Event = field(default_factory=Event)
     """The thread has read the snapshot for the last time."""
+
+    def data(self) -> Iterable[memoryview]:
+        """The snapshot, to be written."""
+        if self.hashes is None or self.plan is None:
+            return [self.image] if len(self.image) else []
+        return self.hashes.compared(self.image[start:stop] for start, stop in self.plan.spans)
 
     def proceed(self) -> None:
         """Raise if the save is lost anyway."""
@@ -164,6 +172,7 @@ class BackgroundSave:
         directory: where checkpoints live; the same shared folder on every rank.
         keep: newest checkpoints kept, after a commit; 0: all.
         verify: read every file back before the commit.
+        compare: compare what is written with the state that was copied (``snapshot_hashes``).
         note: called on rank 0, from its thread, with things worth a line.
         visible_seconds: how long a file may take to appear to another rank.
         committer: of the run, as in ``writer.save_checkpoint``.
@@ -176,13 +185,14 @@ class BackgroundSave:
         *,
         keep: int = 0,
         verify: bool = True,
+        compare: bool = False,
         note: Note | None = None,
         visible_seconds: float = VISIBLE_SECONDS,
         committer: Committer | None = None,
     ) -> None:
         self._committer = committer or Committer()
         self._peers, self._directory, self._keep, self._verify = peers, directory, keep, verify
-        self._note, self._visible = note, visible_seconds
+        self._note, self._visible, self._compare = note, visible_seconds, compare
         self._buffer = HostBuffer()
         self._plan: ShardPlan | None = None
         self._job: _Job | None = None
@@ -234,6 +244,7 @@ class BackgroundSave:
     def _copy(self, job: _Job, pieces: Iterable[StatePiece]) -> None:
         plan = plan_shard(shard_name(self._peers.rank), (p for p in pieces if p.tensor.numel()), last=self._plan)
         self._plan = replace(plan, pieces=())
+        job.hashes = SnapshotHashes(plan.pieces) if self._compare else None
         job.plan, job.image = plan, self._buffer.take(plan)
 
     def _begin_together(self, job: _Job, pieces: Iterable[StatePiece]) -> None:
@@ -305,8 +316,7 @@ class BackgroundSave:
             if not job.prepared:
                 self._open_work(job)
             write_part(
-                self._peers.rank, job.work, job.plan, [job.image] if len(job.image) else [], verify=self._verify,
-                proceed=job.proceed,
+                self._peers.rank, job.work, job.plan, job.data(), verify=self._verify, proceed=job.proceed
             )
             if self._peers.rank == 0:
                 # Once the others have written, what is missing is not visible from here.

@@ -21,7 +21,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -47,6 +47,7 @@ from megatron_port.checkpoint.lineage import Committer
 from megatron_port.checkpoint.peers import Peers, together
 from megatron_port.checkpoint.schema import plain
 from megatron_port.checkpoint.shard import ShardPlan, bytes_of, check_written, plan_shard, write_planned
+from megatron_port.checkpoint.snapshot_hashes import SnapshotHashes
 from megatron_port.checkpoint.tidying import Note, move_into_place, remove_leftovers, step_aside, tidy, work_folder
 from megatron_port.errors import CheckpointError
 from megatron_port.parallel.state import StatePiece
@@ -73,6 +74,7 @@ def save_checkpoint(
     expected: Mapping[str, tuple[int, ...]] | None = None,
     note: Note | None = None,
     verify: bool = True,
+    compare: bool = False,
     visible_seconds: float = VISIBLE_SECONDS,
     committer: Committer | None = None,
 ) -> Path:
@@ -89,6 +91,7 @@ def save_checkpoint(
         note: called on rank 0 with things worth a line that are no failure.
         verify: read every file back before the commit. It comes from the page cache as a rule: that proves what the
             file system was given, not what the platter holds.
+        compare: compare what is written with the pieces (``snapshot_hashes``).
         visible_seconds: how long rank 0's directory may take to appear to another rank.
         committer: of the run, where there is one; the same object for all of its saves. On every rank the same epoch.
 
@@ -105,7 +108,7 @@ def save_checkpoint(
     lead = peers.rank == 0
     try:
         together(peers, lambda: prepare(directory, work, state, committer) if lead else None)
-        together(peers, lambda: _write_rank(peers.rank, work, pieces, verify, visible_seconds))
+        together(peers, lambda: _write_rank(peers.rank, work, pieces, verify, visible_seconds, compare))
         together(peers, lambda: commit(work, final, state, peers.world_size, expected, committer) if lead else None)
     except BaseException:
         if lead:
@@ -131,12 +134,15 @@ def prepare(directory: Path, work: Path, state: SavedState, committer: Committer
 
 
 def _write_rank(
-    rank: int, work: Path, pieces: Iterable[StatePiece], verify: bool, visible_seconds: float
+    rank: int, work: Path, pieces: Iterable[StatePiece], verify: bool, visible_seconds: float, compare: bool
 ) -> None:
     await_visible(lambda: "" if work.is_dir() else f"{work} was made by rank 0 but is not visible here",
                   visible_seconds)
     plan = plan_shard(shard_name(rank), (piece for piece in pieces if piece.tensor.numel()))
-    write_part(rank, work, plan, (bytes_of(piece.tensor) for piece in plan.pieces), verify=verify)
+    data: Iterator[memoryview] = (bytes_of(piece.tensor) for piece in plan.pieces)
+    if compare:
+        data = SnapshotHashes(plan.pieces).compared(data)
+    write_part(rank, work, plan, data, verify=verify)
 
 
 def write_part(

@@ -7,7 +7,7 @@ what it holds right after an update (weights: once they have been gathered) and 
 differs was changed by the memory, the bus, or a stray write.
 
 The hashes stay on the device; a step's single host synchronisation brings the number of differing rows along. A row is
-16 KiB. From the difference of its two hashes one damaged word, and mostly its bit, can be computed (``_one_word``).
+16 KiB. From the difference of its two hashes one damaged word, and mostly its bit, can be computed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,9 @@ import torch
 
 from megatron_port.config.schema import RunConfig
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.counter import key_of, random_bits
 from megatron_port.parallel.mesh import REPLICAS
+from megatron_port.parallel.row_hashes import ROW, RowHashes, one_word
 
-ROW = 4096
-"""Words (32 bits) with one hash: 8 bytes are kept for 16 KiB of state, twice."""
-CHUNK_ROWS = {"cpu": 32, "cuda": 1024}
-"""Rows hashed at a time: what fits a core's cache, and what keeps a GPU busy. Bounds the memory: 32 KiB a row."""
 NAMED = 4
 """Tensors and rows that a message names at most."""
 
@@ -75,50 +71,6 @@ class StateTensor:
     flat: torch.Tensor
     """1-D and contiguous, of 2, 4 or 8 bytes per element."""
     entries: Sequence[StateEntry]
-
-
-class RowHashes:
-    """64-bit hashes of a tensor's rows of ``ROW`` words: each word times a fixed random odd number, summed mod 2^64.
-
-    A change of one word always changes its row's hash (an odd number has an inverse); changes of several cancel with
-    probability 2^-32 at most (multilinear hashing). Hashes compare within one process only.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        counter = torch.arange(ROW, dtype=torch.int64, device=device)
-        self.factors = random_bits(counter, key_of("state rows")) | 1
-        self._buffer = torch.empty((CHUNK_ROWS.get(device.type, 256), ROW), dtype=torch.int64, device=device)
-        self._host = device.type == "cpu"  # no integer matrix-vector product elsewhere
-
-    @staticmethod
-    def words(flat: torch.Tensor) -> torch.Tensor:
-        """The bits of a flat tensor as words: int32, or int16 where they do not divide into those."""
-        flat = flat.detach()
-        size = flat.element_size()
-        even = flat.numel() * size % 4 == 0 and flat.storage_offset() * size % 4 == 0
-        return flat.view(torch.int32 if even else torch.int16)
-
-    @torch.no_grad()
-    def __call__(self, flat: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """int64 [rows], in ``out`` where given. Launches a few kernels for 16 MiB and waits for nothing."""
-        words = self.words(flat)
-        whole, rest = divmod(words.numel(), ROW)
-        rows = whole + bool(rest)
-        if out is None:
-            out = torch.empty(rows, dtype=torch.int64, device=flat.device)
-        table, step = words[: whole * ROW].view(whole, ROW), self._buffer.shape[0]
-        for at in range(0, whole, step):
-            count = min(step, whole - at)
-            self._sum(self._buffer[:count].copy_(table[at : at + count]), self.factors, out[at : at + count])
-        if rest:
-            self._sum(self._buffer[:1, :rest].copy_(words[whole * ROW :]), self.factors[:rest], out[whole:])
-        return out
-
-    def _sum(self, wide: torch.Tensor, factors: torch.Tensor, out: torch.Tensor) -> None:
-        if self._host:
-            torch.mv(wide, factors, out=out)
-        else:
-            torch.sum(wide.mul_(factors), dim=1, out=out)
 
 
 @dataclass(frozen=True)
@@ -212,7 +164,7 @@ class StateCheck:
         """The parameter, and of one damaged word also the element and the bit."""
         words = RowHashes.words(t.flat)
         size = words.element_size()
-        found = _one_word(self._hash_of(t).factors[: min(ROW, len(words) - row * ROW)], difference, bits=8 * size)
+        found = one_word(self._hash_of(t).factors[: min(ROW, len(words) - row * ROW)], difference, bits=8 * size)
         if found is None:
             first = row * ROW * size // t.flat.element_size()
             last = min((row + 1) * ROW * size // t.flat.element_size(), t.flat.numel())
@@ -234,18 +186,3 @@ def _bit(byte: int, change: int, flat: torch.Tensor) -> str:
     if abs(change).bit_count() != 1:
         return ""
     return f", bit {8 * (byte % flat.element_size()) + (abs(change).bit_length() - 1) % 8}"
-
-
-def _one_word(factors: torch.Tensor, difference: int, *, bits: int) -> tuple[int, int] | None:
-    """The one word whose change explains a difference of hashes: (index, change); None: there is none, or several.
-
-    ``change * factor = difference`` modulo 2^64 has one solution a word, and a real change has ``bits`` bits: by chance
-    that happens to one of the others once in 2^19 cases.
-    """
-    inverse = factors.clone()
-    for _ in range(5):  # Newton's iteration doubles the correct low bits: 3, 6, … 96
-        inverse = inverse * (2 - factors * inverse)
-    wrapped = (difference + (1 << 63)) % (1 << 64) - (1 << 63)
-    changes = inverse * wrapped
-    found = (changes.abs() < (1 << bits)).nonzero().flatten().tolist()
-    return (found[0], int(changes[found[0]])) if len(found) == 1 else None

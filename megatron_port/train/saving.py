@@ -46,8 +46,8 @@ class Saving:
         if checkpoint.asynchronous:
             self._background = BackgroundSave(
                 peers_of(session.cpu_group), run_folder(session.config) / FOLDER,
-                keep=checkpoint.keep, verify=checkpoint.verify_saves, note=session.logger.log,
-                committer=self._committer,
+                keep=checkpoint.keep, verify=checkpoint.verify_saves,
+                compare=engine.state_check.interval > 0, note=session.logger.log, committer=self._committer,
             )
 
         self._mirror: Mirror | None = None
