@@ -84,25 +84,53 @@ def _records(batch: Any, columns: list[str], options: ReadOptions) -> Any:
     parts = []
     for start in range(0, batch.num_rows, ROWS):
         rows = batch.select(columns).slice(start, ROWS).to_pylist()
-        parts.append(pyarrow.array([json.dumps(row, default=str).encode() for row in rows], pyarrow.large_binary()))
+        parts.append(pyarrow.array([_object(row) for row in rows], pyarrow.large_binary()))
     return pyarrow.concat_arrays(parts) if parts else pyarrow.array([], pyarrow.large_binary())
 
 
-def _columns(source: Source, schema: Any, options: ReadOptions) -> list[str]:
-    """The columns to read: the text's, or those of conversations. Raises DataError."""
-    names = schema.names
+def _object(row: dict[str, Any]) -> bytes:
+    """A row as a JSON object. Binary cells are texts; where one is not UTF-8, neither is the object."""
+    return json.dumps(row, default=_plain, ensure_ascii=False).encode("utf-8", "surrogateescape")
+
+
+def _plain(value: object) -> str:
+    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
+
+
+def check_names(source: Source, names: list[str], options: ReadOptions) -> list[str]:
+    """Return the columns to read of those that a file has: the text's, or those of conversations.
+
+    Raises:
+        DataError: it has none of them, or two of one name.
+    """
+    shown = ", ".join(str(name)[:40] for name in names[:20])
     if options.fields is not None:
         found = options.fields.columns(names)
         if not found:
             raise DataError(f"{source.path}: no column of conversations ({', '.join(options.fields.keys)}); it has "
-                            f"{', '.join(names[:20])}: --json-key, or --chat-fields QUESTION ANSWER")
-        return found
-    if options.key not in names:
-        raise DataError(f"{source.path}: no column {options.key!r}; it has {', '.join(names[:20])}: --json-key")
-    kind = str(schema.field(options.key).type)
-    if kind.removeprefix("large_") not in ("string", "binary", "string_view", "binary_view") and "string" not in kind:
-        raise DataError(f"{source.path}: column {options.key!r} is of type {kind}, not text; name another: --json-key")
-    return [options.key]
+                            f"{shown}: --json-key, or --chat-fields QUESTION ANSWER")
+    elif options.key in names:
+        found = [options.key]
+    else:
+        raise DataError(f"{source.path}: no column {options.key!r}; it has {shown}: --json-key")
+    for name in found:
+        if names.count(name) > 1:
+            raise DataError(f"{source.path}: {names.count(name)} columns are called {name!r}; rename all but one")
+    return found
+
+
+def _columns(source: Source, schema: Any, options: ReadOptions) -> list[str]:
+    """The columns to read: the text's, or those of conversations. Raises DataError."""
+    import pyarrow.types as types
+
+    found = check_names(source, list(schema.names), options)
+    kind = schema.field(found[0]).type
+    inner = kind.value_type if types.is_dictionary(kind) else kind
+    text = (types.is_string, types.is_large_string, types.is_string_view, types.is_binary, types.is_large_binary,
+            types.is_binary_view)
+    if options.fields is None and not any(is_text(inner) for is_text in text):
+        raise DataError(f"{source.path}: column {found[0]!r} is of type {kind}, not text; name another: --json-key")
+    return found
 
 
 def _cut(column: Any, pyarrow: Any, source: Source, options: ReadOptions, row: int,
