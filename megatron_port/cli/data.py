@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron_port.cli.arguments import add_json, add_verb, add_yes, verb_of
 from megatron_port.cli.main import add_run_options
 from megatron_port.config.urls import local_path
+from megatron_port.data.formats import FORMATS
 
 ACTIONS = "list|show|rm|fetch|tokenizer|prepare|index|verify|blend"
 
@@ -44,7 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:  # type: ignore[
                          "tokenizer's files do not say")
     prepare.add_argument("--no-eod", action="store_true", help="do not end documents with the end-of-document id")
     chat = prepare.add_argument_group(
-        "conversations", "JSON lines, Parquet or Arrow with messages, conversations, or prompt and completion; the "
+        "conversations", "JSON, CSV, Parquet or Arrow with messages, conversations, or prompt and completion; the "
         "loss is that of the assistant's turns")
     chat.add_argument("--chat", action="store_true", help="the input is conversations")
     chat.add_argument("--preference", action="store_true", help="the input is pairs: chosen, rejected and their prompt")
@@ -95,8 +96,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:  # type: ignore[
 
 
 def _add_input(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--input", nargs="+", required=True, type=local_path, help=".txt, .jsonl, .parquet, .arrow "
-                        "(text and JSON also as .gz or .zst), directories of them, or a folder of `datasets`")
+    parser.add_argument("--input", nargs="+", required=True, type=local_path, help=".txt, .jsonl, .json, .csv, "
+                        ".tsv (each also as .gz, .bz2, .xz or .zst), .parquet, .arrow, directories of them, or a "
+                        "folder of `datasets`")
+    parser.add_argument("--format", choices=FORMATS, default="auto", help="read all input as this, whatever its name "
+                        "(default auto: by names, checked against contents)")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="PATTERN", help="leave files and folders of these "
+                        "names out, or of these paths below an input folder, e.g. --skip README.md '*.log'")
     parser.add_argument("--json-key", "--column", default="text", help="key, or column, of the text (default: text)")
     parser.add_argument("--split", default="train", help="split of a folder of `datasets` (default: train)")
     parser.add_argument("--suffix", nargs="+", default=[], metavar=".SUFFIX",

@@ -30,7 +30,8 @@ def _options(args: argparse.Namespace) -> ReadOptions:
         raise ConfigError(f"--suffix {' '.join(args.suffix)}, --largest-record {args.largest_record}: suffixes begin "
                           "with a dot, and the largest record is above 0 MB")
     return ReadOptions(key=args.json_key, blank_lines=args.blank_lines, split=args.split,
-                       suffixes=(".txt", *args.suffix), largest_record=int(args.largest_record * 1e6),
+                       suffixes=(".txt", *args.suffix), format=args.format,
+                       skip=tuple(args.skip), largest_record=int(args.largest_record * 1e6),
                        leave_out=args.bad_input != "stop")
 
 
@@ -47,7 +48,7 @@ def get(args: argparse.Namespace) -> int:
 def tokenizer(args: argparse.Namespace) -> int:
     """Train a tokenizer."""
     pieces = train_bpe(args.input, args.out, vocab_size=args.vocab_size, options=_options(args),
-                       bad_input=args.bad_input, largest_bytes=int(args.most_megabytes * 1e6))
+                       bad_input=args.bad_input, largest_bytes=int(args.most_megabytes * 1e6), log=print)
     print(f"{args.out}: {pieces} pieces; use it as --tokenizer hf:{args.out}")
     return EXIT_OK
 
@@ -73,6 +74,8 @@ def corpus(args: argparse.Namespace) -> int:
               f"answers; next: megatron-port evaluate MODEL --reference {done.prefix}")
     elif chat:
         print(f"conversations by {chat.template.source}: {done.counted} of {done.tokens} tokens are the assistant's")
+    if done.blank:
+        print(f"{done.blank} documents of white space only were dropped")
     if done.left_out or done.repaired:
         print(f"damaged records: {done.left_out} left out, {done.repaired} repaired; the first:")
         for note in done.notes:

@@ -18,12 +18,16 @@ EXTRAS = {
 """Module, which pip calls by the same name → what it is for."""
 
 
+class MissingPackage(DataError):
+    """An optional package that an input needs is not installed."""
+
+
 def need(module: str, wanted_for: str) -> Any:
-    """Import an optional module. Raises DataError, with the command that installs it, where it is missing."""
+    """Import an optional module. Raises MissingPackage, with the command that installs it, where it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise DataError(
+        raise MissingPackage(
             f"{wanted_for}: {module} is not installed ({EXTRAS[module]}); run: pip install {module} (or pip install "
             "'megatron_port[data]' for all kinds of input)"
         ) from error

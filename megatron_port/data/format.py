@@ -108,6 +108,8 @@ class CorpusMeta:
     """Records that were damaged and left out."""
     repaired: int = 0
     """Records that were damaged and repaired."""
+    blank: int = 0
+    """Documents of white space only, which were dropped."""
     bin_xxh3: str = ""
     """xxh3-128 of the .bin file."""
     bin_blocks: str = ""

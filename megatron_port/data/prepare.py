@@ -27,7 +27,7 @@ from megatron_port.data import sources
 from megatron_port.data.chat_tokens import ChatRecipe
 from megatron_port.data.format import CorpusMeta, chat_path, token_dtype
 from megatron_port.data.records import EXAMPLES, POLICIES, STOP, Encoded, Recipe, encode_block
-from megatron_port.data.source_files import ReadOptions, find_sources
+from megatron_port.data.source_files import Inventory, ReadOptions, find_sources
 from megatron_port.data.sources import Block, Reader
 from megatron_port.data.tokenizer import identity_of
 from megatron_port.data.tokenizer_base import Tokenizer
@@ -70,6 +70,10 @@ class PrepareResult:
     """Documents that an earlier, interrupted call had made."""
     counted: int = 0
     """Tokens that count as labels; all, where there is no mask."""
+    blank: int = 0
+    """Documents of white space only, which were dropped."""
+    inputs: Inventory = field(default_factory=lambda: Inventory([], []))
+    """The files that were read, and those that were not."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ class _Journal:
     written: Written = field(default_factory=lambda: Written(0, 0))
     left_out: int = 0
     repaired: int = 0
+    blank: int = 0
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -99,7 +104,8 @@ class _Journal:
         """With one block more."""
         return replace(
             self, blocks=self.blocks + 1, payload_xxh3=digest, written=written, left_out=self.left_out + made.left_out,
-            repaired=self.repaired + made.repaired, notes=(*self.notes, *made.notes)[:EXAMPLES])
+            repaired=self.repaired + made.repaired, blank=self.blank + made.blank,
+            notes=(*self.notes, *made.notes)[:EXAMPLES])
 
 
 @contextmanager
@@ -140,6 +146,8 @@ def prepare(
         fresh: do not resume an interrupted call.
         chat: how conversations become tokens; None: records are texts.
         progress: called after each block that was written.
+        log: called with the table of the inputs, where a folder was read or a file left out, and with what else a user
+            should know.
 
     Raises:
         DataError: unreadable or damaged input, or no text at all. What was made is kept for another call if it was
@@ -151,7 +159,10 @@ def prepare(
     if options.blank_lines < 0:
         raise DataError(f"blank_lines is {options.blank_lines}; 0 keeps files whole, n > 0 splits at n blank lines")
     prefix = Path(prefix)
-    reader = Reader(find_sources(paths, options), options)
+    inputs = find_sources(paths, options)
+    if inputs.skipped or any(Path(path).is_dir() for path in paths):
+        log(inputs.table())
+    reader = Reader(inputs.sources, options)
     recipe = Recipe(tokenizer, token_dtype(tokenizer.vocab_size), options.key, append_eod, bad_input,
                     options.largest_record, chat)
     prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -160,12 +171,12 @@ def prepare(
             _empty(folder)
         job = _Job(prefix, folder, reader, recipe, log)
         try:
-            return job.run(workers, progress)
+            return replace(job.run(workers, progress), inputs=inputs)
         except _Changed:
             log(f"{prefix}: the inputs are not those that an interrupted call had read; starting afresh")
             _empty(folder)
             job = _Job(prefix, folder, Reader(reader.sources, options), recipe, log)
-            return job.run(workers, progress)
+            return replace(job.run(workers, progress), inputs=inputs)
 
 
 class _Changed(Exception):
@@ -211,7 +222,7 @@ class _Job:
         j = self.journal
         return PrepareResult(self.prefix, self.writer.documents, self.writer.tokens, self.reader.bytes_read, j.left_out,
                              j.repaired, j.notes, self.resumed,
-                             self.writer.counted if self.recipe.chat else self.writer.tokens)
+                             self.writer.counted if self.recipe.chat else self.writer.tokens, j.blank)
 
     def _blocks(self, workers: int, progress: Callable[[Progress], None] | None) -> None:
         blocks = self.reader.blocks()
@@ -278,7 +289,7 @@ class _Job:
             eod_id=tokenizer.eod_id if self.recipe.append_eod else -1, tokenizer_hash=known["hash"],
             source_bytes=reader.bytes_read, source_files=len(reader.sources),
             source_xxh3=reader.source_hash.hexdigest(), left_out=self.journal.left_out, repaired=self.journal.repaired,
-            chat=chat.hash if chat else "",
+            blank=self.journal.blank, chat=chat.hash if chat else "",
             pairs=self.writer.documents // 2 if chat and chat.fields.preference else 0))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_port.data.chat_tokens import ChatRecipe
 from megatron_port.data.conversations import ConversationRefusal
-from megatron_port.data.sources import LINES, Block
+from megatron_port.data.sources import BYTES, LINES, Block
 from megatron_port.data.tokenizer_base import Tokenizer, encode_array
 from megatron_port.data.writer import outside
 from megatron_port.errors import DataError, shortened
@@ -51,6 +51,8 @@ class Encoded:
     """One byte per id, 1 where it counts as a label; empty: all do."""
     left_out: int = 0
     repaired: int = 0
+    blank: int = 0
+    """Documents of white space only."""
     notes: list[str] = field(default_factory=list)
     """The first damaged records, in words."""
 
@@ -116,16 +118,20 @@ def texts_of(block: Block, recipe: Recipe) -> Iterator[str]:
 def _usable(block: Block, recipe: Recipe, out: Encoded) -> Iterator[tuple[str, str]]:
     """Yield (where, text); what is left out or repaired is noted in ``out``."""
     for where, raw in _raw(block):
+        damaged = False
         try:
             text = _json_text(raw, recipe) if block.kind == LINES else _decoded(raw)
         except _Bad as fault:
             if recipe.bad_input == STOP:
                 hint = "repair it, leave such records out with --bad-input skip, or repair them with --bad-input repair"
                 raise DataError(f"{where}: {fault}; {hint}") from None
+            damaged = True
             text = fault.repaired or "" if recipe.bad_input == REPAIR else ""
             _note(out, f"{where}: {fault}", repaired=bool(text))
         if text and not text.isspace():
             yield where, text
+        elif not damaged:
+            out.blank += 1
 
 
 def _note(out: Encoded, line: str, *, repaired: bool) -> None:
@@ -143,20 +149,19 @@ def _raw(block: Block) -> Iterator[tuple[str, bytes | None]]:
 
 
 def _lines(block: Block) -> Iterator[tuple[str, bytes]]:
-    path, number, _ = block.spans[0]
+    unit, number, _ = block.spans[0]
     for i, line in enumerate(block.payload.split(b"\n")):
         if line and not line.isspace():
-            yield f"{path}:{number + i}", line
+            yield f"{unit}{number + i}", line
 
 
 def _texts(block: Block) -> Iterator[tuple[str, bytes | None]]:
     at, record = 0, 0
-    for path, first, count in block.spans:
+    for unit, first, count in block.spans:
         begun = at
-        columns = path.endswith((".parquet", ".arrow"))
         for i, size in enumerate(block.sizes[record:record + count]):
             raw = None if size < 0 else block.payload[at:at + size]
-            yield (f"{path}, row {first + i}" if columns else f"{path} at byte {first + at - begun}"), raw
+            yield f"{unit}{first + (at - begun if unit.endswith(BYTES) else i)}", raw
             at += max(size, 0)
         record += count
 

@@ -1,4 +1,4 @@
-"""Input files as a stream of blocks: JSON lines, plain text, Parquet and Arrow, compressed or not.
+"""Input files as a stream of blocks: JSON, plain text and tables, compressed or not.
 
 A block is about a MB of whole records and says where they come from. Where blocks begin depends on the files and the
 options alone, so an interrupted run finds the same blocks again. Memory is bounded whatever a file holds: a line that
@@ -12,25 +12,23 @@ import io
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from megatron_port.data.columns import texts
-from megatron_port.data.extras import need
+from megatron_port.data.columns import Piece, texts
+from megatron_port.data.delimited import cells
+from megatron_port.data.json_values import json_values
 from megatron_port.data.source_files import ReadOptions, Source
+from megatron_port.data.unpack import unfinished, unpacked
 from megatron_port.errors import DataError
 
 BLOCK_BYTES = 1 << 20
 MAX_DOCUMENT_BYTES = 4 << 20
 """A plain-text document is cut at the next blank line after this, or at twice this at the next line end."""
-EXPANSION = 300
-"""A compressed file may unpack to this many times its size. Text compresses 3 to 20 times, and deflate at most 1032."""
-EXPANSION_FREE = 64 << 20
-"""Unpacked bytes below which the ratio is not looked at."""
-
 LINES, TEXTS = "lines", "texts"
+BYTES = " at byte "
+"""Unit of plain text's places."""
 
 
 @dataclass
@@ -41,7 +39,8 @@ class Block:
     """lines: whole lines of JSON. texts: documents, one after the other."""
     payload: bytes
     spans: list[tuple[str, int, int]] = field(default_factory=list)
-    """(file, number of the first record, records): its line (from 1), its row, or for plain text its byte."""
+    """(file and unit, number of the first record, records): its line (from 1), its row, or for plain text its byte.
+    The first two make the place of a record in words."""
     sizes: list[int] = field(default_factory=list)
     """Bytes of each text; -1: a missing value."""
     dropped: list[str] = field(default_factory=list)
@@ -93,8 +92,9 @@ class Reader:
                 return
             with open(source.path, "rb", buffering=0) as file:
                 raw = _Counted(file, self)
-                stream = _unpacked(source, raw)
-                yield from (self._lines if source.kind == "json" else self._texts)(source, stream)
+                stream = unpacked(source.packed, raw, source.path)
+                read = {"jsonl": self._lines, "json": self._values, "text": self._texts}.get(source.kind, self._cells)
+                yield from read(source, stream)
                 raw.drain()
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise DataError(f"{source.path}: damaged or cut off after {self.bytes_read} bytes read ({error}); "
@@ -122,15 +122,28 @@ class Reader:
                     while (more := stream.readline(BLOCK_BYTES)) and not more.endswith(b"\n"):
                         pass
                 data += rest
-            yield Block(LINES, data, [(where, number, 0)], dropped=dropped, position=self.bytes_read)
+            yield Block(LINES, data, [(f"{where}:", number, 0)], dropped=dropped, position=self.bytes_read)
             number += data.count(b"\n")
+
+    def _values(self, source: Source, stream: io.BufferedReader) -> Iterator[Block]:
+        """JSON over several lines, as JSON lines."""
+        held: list[bytes] = []
+        first, size, unit = 1, 0, f"{source.path}, value "
+        for value in json_values(stream, str(source.path), self.options.largest_record):
+            held.append(value)
+            size += len(value)
+            if size >= BLOCK_BYTES:
+                yield Block(LINES, b"\n".join(held), [(unit, first, 0)], position=self.bytes_read)
+                held, first, size = [], first + len(held), 0
+        if held:
+            yield Block(LINES, b"\n".join(held), [(unit, first, 0)], position=self.bytes_read)
 
     # Plain text.
 
     def _texts(self, source: Source, stream: io.BufferedReader) -> Iterator[Block]:
         held: list[bytes] = []
         size = at = 0
-        where = str(source.path)
+        where = f"{source.path}{BYTES}"
         for document in plain_documents(stream, self.options.blank_lines):
             if held and size + len(document) > BLOCK_BYTES:
                 yield Block(TEXTS, b"".join(held), [(where, at, len(held))], [len(d) for d in held],
@@ -150,9 +163,17 @@ class Reader:
         with open(source.path, "rb", buffering=0) as file:
             raw = _Counted(file, self)
             raw.drain()
-        for row, share, payload, sizes in texts(source, self.options, BLOCK_BYTES):
-            yield Block(TEXTS, payload, [(str(source.path), row, len(sizes))], sizes,
-                        position=before + int(share * size))
+        for piece in texts(source, self.options, BLOCK_BYTES):
+            yield _rows(source, piece, before + int(piece[1] * size))
+
+    def _cells(self, source: Source, stream: io.BufferedReader) -> Iterator[Block]:
+        for piece in cells(source, stream, self.options, BLOCK_BYTES):
+            yield _rows(source, piece, self.bytes_read)
+
+
+def _rows(source: Source, piece: Piece, position: int) -> Block:
+    first, _, payload, sizes = piece
+    return Block(TEXTS, payload, [(f"{source.path}, row ", first, len(sizes))], sizes, position=position)
 
 
 class _Counted(io.RawIOBase):
@@ -179,72 +200,6 @@ class _Counted(io.RawIOBase):
             pass
 
 
-class _Limited(io.RawIOBase):
-    """An unpacked stream that may not grow without bound; the ``error`` of its library becomes zlib's."""
-
-    def __init__(self, inner: Any, raw: _Counted, where: Path, error: type[Exception] = zlib.error) -> None:
-        self._inner, self._raw, self._where, self._error = inner, raw, where, error
-        self._out = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        try:
-            data = self._inner.read(len(buffer))
-        except self._error as error:
-            raise zlib.error(str(error)) from error
-        buffer[:len(data)] = data
-        self._out += len(data)
-        if self._out > EXPANSION_FREE and self._out > EXPANSION * self._raw.count:
-            raise DataError(
-                f"{self._where}: {self._raw.count} bytes have unpacked to {self._out}, more than {EXPANSION} times as "
-                "many; text does not do that. Unpack it yourself if it is intended")
-        return len(data)
-
-
-def _unpacked(source: Source, raw: _Counted) -> io.BufferedReader:
-    if not source.packed:
-        return io.BufferedReader(raw, 1 << 20)
-    if source.packed == ".gz":
-        unzipped = gzip.GzipFile(fileobj=io.BufferedReader(raw, 1 << 17))
-        return io.BufferedReader(_Limited(unzipped, raw, source.path), 1 << 20)
-    zstandard = need("zstandard", str(source.path))
-    check_frames(source.path)
-    inner = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(raw, read_across_frames=True)
-    return io.BufferedReader(_Limited(inner, raw, source.path, zstandard.ZstdError), 1 << 20)
-
-
-def check_frames(path: Path) -> None:
-    """DataError: a .zst file whose last frame is not whole, which the decoder would take for the end (RFC 8878)."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        at = 0
-        while at < size:
-            file.seek(at)
-            head = file.read(18)
-            magic = int.from_bytes(head[:4], "little")
-            if magic & 0xFFFFFFF0 == 0x184D2A50:  # skippable
-                at += 8 + int.from_bytes(head[4:8], "little") if len(head) >= 8 else size + 1
-                continue
-            if magic != 0xFD2FB528 or len(head) < 6:
-                raise DataError(f"{path}: byte {at}: expected a zstd frame, found {head[:4].hex()}; copy it again")
-            flags = head[4]
-            single, checksum = flags >> 5 & 1, flags >> 2 & 1
-            at += 5 + (1 - single) + (0, 1, 2, 4)[flags & 3] + (single, 2, 4, 8)[flags >> 6]
-            last = 0
-            while not last and at + 3 <= size:
-                file.seek(at)
-                block = int.from_bytes(file.read(3), "little")
-                last, kind = block & 1, block >> 1 & 3
-                at += 3 + (1 if kind == 1 else block >> 3)
-            at += 4 * checksum
-            if not last:
-                at = size + 1
-        if at > size:
-            raise DataError(f"{path}: cut off: its last zstd frame does not end within the {size} bytes; copy it again")
-
-
 def plain_documents(stream: Any, blank_lines: int) -> Iterator[bytes]:
     """The documents of a plain-text file; together they are the file. Memory stays bounded for files of any size."""
     held: list[bytes] = []
@@ -267,15 +222,3 @@ def plain_documents(stream: Any, blank_lines: int) -> Iterator[bytes]:
         size += len(line)
     if held:
         yield b"".join(held)
-
-
-def unfinished(data: bytes) -> int:
-    """Return the number of bytes at the end that begin an incomplete UTF-8 character."""
-    for back in range(1, min(4, len(data) + 1)):
-        byte = data[-back]
-        if byte >= 0xC0:
-            length = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return back if back < length else 0
-        if byte < 0x80:
-            return 0
-    return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_port.data.extras import need
@@ -20,7 +20,7 @@ LEAST = 257
 
 def train_bpe(
     paths: Sequence[str | Path], out: str | Path, *, vocab_size: int, options: ReadOptions | None = None,
-    bad_input: str = "stop", largest_bytes: int = 0,
+    bad_input: str = "stop", largest_bytes: int = 0, log: Callable[[str], None] = lambda line: None,
 ) -> int:
     """Learn ``vocab_size`` pieces from the texts of ``paths`` (as ``data prepare`` reads them); the number learned.
 
@@ -29,6 +29,7 @@ def train_bpe(
 
     Args:
         largest_bytes: stop reading after this much text; 0: all of it.
+        log: called with the table of the inputs, where a folder was read or a file left out.
 
     Raises:
         DataError: no text, a damaged record (``bad_input`` stop), too small a vocabulary, ``tokenizers`` missing.
@@ -37,7 +38,10 @@ def train_bpe(
         raise DataError(f"--vocab-size {vocab_size}: a byte-level BPE has at least {LEAST} (256 bytes and {END})")
     tokenizers = need("tokenizers", "training a BPE")
     options = options or ReadOptions()
-    reader = Reader(find_sources(paths, options), options)
+    inputs = find_sources(paths, options)
+    if inputs.skipped or any(Path(path).is_dir() for path in paths):
+        log(inputs.table())
+    reader = Reader(inputs.sources, options)
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()

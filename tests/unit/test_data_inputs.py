@@ -9,7 +9,7 @@ import zlib
 
 import pytest
 
-from megatron_port.data import sources
+from megatron_port.data import sources, unpack
 from megatron_port.data.indexed import IndexedDataset
 from megatron_port.data.prepare import prepare
 from megatron_port.data.source_files import ReadOptions
@@ -193,13 +193,13 @@ def bomb(path, size, opening=b'{"text": "'):
 def test_bombs(tmp_path, monkeypatch):
     import tracemalloc
 
-    monkeypatch.setattr(sources, "EXPANSION_FREE", 1 << 20)
+    monkeypatch.setattr(unpack, "EXPANSION_FREE", 1 << 20)
     bomb(tmp_path / "b.jsonl.gz", 200 << 20)
     tracemalloc.start()
     with pytest.raises(DataError, match=r"b\.jsonl\.gz: .* more than 300 times as many"):
         prepare([tmp_path / "b.jsonl.gz"], tmp_path / "c", tokenizer=BYTE)
     # A ratio that passes, and a line that does not end.
-    monkeypatch.setattr(sources, "EXPANSION", 2000)
+    monkeypatch.setattr(unpack, "EXPANSION", 2000)
     with pytest.raises(DataError, match=r"b\.jsonl\.gz:1: a line of more than 1000000 bytes"):
         prepare([tmp_path / "b.jsonl.gz"], tmp_path / "c", tokenizer=BYTE, options=ReadOptions(largest_record=10**6))
     peak = tracemalloc.get_traced_memory()[1]
@@ -245,7 +245,7 @@ def test_a_missing_package_says_how_to_get_it(tmp_path, monkeypatch):
 
     monkeypatch.setattr(importlib, "import_module", absent)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    (tmp_path / "a.txt.zst").write_bytes(b"")
+    (tmp_path / "a.txt.zst").write_bytes((0xFD2FB528).to_bytes(4, "little"))
     for name, package in (("a.parquet", "pyarrow"), ("a.txt.zst", "zstandard")):
         with pytest.raises(DataError, match=f"{package} is not installed .* pip install {package}"):
             prepare([tmp_path / name], tmp_path / "c", tokenizer=BYTE)

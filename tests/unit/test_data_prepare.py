@@ -32,7 +32,7 @@ def test_a_file_is_a_document_and_ends_with_eod(tmp_path):
     (tmp_path / "in" / "a.txt").write_text("first\n\n\nstill first")
     (tmp_path / "in" / "blank.txt").write_text(" \n")
     (tmp_path / "in" / "ignored.md").write_text("no")
-    done = prepare([tmp_path / "in"], tmp_path / "c", tokenizer=BYTE)
+    done = prepare([tmp_path / "in"], tmp_path / "c", tokenizer=BYTE, options=ReadOptions(skip=("*.md",)))
     assert documents(tmp_path / "c") == ["first\n\n\nstill first", "second é"]
     data = IndexedDataset(tmp_path / "c")
     assert [int(data.document(i)[-1]) for i in (0, 1)] == [256, 256]

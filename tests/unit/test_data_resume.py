@@ -63,7 +63,7 @@ def test_an_interruption_costs_what_came_after_the_journal(corpus, after, worker
                    progress=again.append)
     same(corpus, "c")
     assert left(corpus) == [] and len(calls) + len(again) == len_of(corpus)
-    assert done.resumed_documents > 0 and f"resuming after {done.resumed_documents} documents" in lines[0]
+    assert done.resumed_documents > 0 and f"resuming after {done.resumed_documents} documents" in lines[1]
 
 
 def len_of(corpus):

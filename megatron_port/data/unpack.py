@@ -1,0 +1,161 @@
+"""Compressed inputs as streams, known by their first bytes. None may unpack to more than text does."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import zlib
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from megatron_port.data.extras import need
+from megatron_port.errors import DataError
+
+EXPANSION = 300
+"""A compressed file may unpack to this many times its size. Text compresses 3 to 20 times, and deflate at most 1032."""
+EXPANSION_FREE = 64 << 20
+"""Unpacked bytes below which the ratio is not looked at."""
+PACKINGS = {
+    "gzip": (".gz", ".gzip"), "bzip2": (".bz2",), "xz": (".xz", ".lzma"), "zstd": (".zst", ".zstd"),
+}
+"""Compression → the suffixes that announce it."""
+
+
+class Counted(Protocol):
+    """A raw file that counts the bytes read of it."""
+
+    count: int
+
+
+def packing_of(head: bytes) -> str:
+    """Return the compression that a file's first bytes show; empty: none."""
+    magic = int.from_bytes(head[:4], "little")
+    if head[:3] == b"\x1f\x8b\x08":
+        return "gzip"
+    if head[:3] == b"BZh" and head[4:10] in (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90"):
+        return "bzip2"
+    if head[:6] == b"\xfd7zXZ\0" or (head[:3] == b"]\0\0" and head[5:13] == b"\xff" * 8):
+        return "xz"
+    return "zstd" if magic == 0xFD2FB528 or (magic & 0xFFFFFFF0 == 0x184D2A50 and len(head) >= 8) else ""
+
+
+def inner_suffix(name: str) -> tuple[str, str]:
+    """Return (suffix, compression) that a file name announces, e.g. (".jsonl", "gzip"), whatever their case."""
+    path = Path(name.lower())
+    for packing, suffixes in PACKINGS.items():
+        if path.suffix in suffixes:
+            return Path(path.stem).suffix, packing
+    return path.suffix, ""
+
+
+def unpacked(packing: str, raw: Any, path: Path) -> io.BufferedReader:
+    """Return the unpacked bytes of ``raw``, a :class:`Counted` raw file.
+
+    Raises:
+        DataError: when read, more than ``EXPANSION`` times the bytes of the file; at once, a zstd file that is cut
+            off, or zstandard missing.
+        zlib.error, EOFError: when read, a damaged file, whatever the library.
+    """
+    if not packing:
+        return io.BufferedReader(raw, 1 << 20)
+    inner, error = _opened(packing, io.BufferedReader(raw, 1 << 17), path)
+    return io.BufferedReader(_Limited(inner, raw, path, error), 1 << 20)
+
+
+def first_bytes(path: Path, packing: str, count: int) -> bytes:
+    """Return the first ``count`` bytes of a file once unpacked.
+
+    Raises:
+        DataError: it cannot be unpacked.
+    """
+    with open(path, "rb") as file:
+        if not packing:
+            return file.read(count)
+        inner, error = _opened(packing, file, path)
+        try:
+            data: bytes = inner.read(count)
+            return data
+        except (error, EOFError, zlib.error, gzip.BadGzipFile) as fault:
+            raise DataError(f"{path}: damaged or cut off ({fault}); copy it again") from fault
+
+
+def _opened(packing: str, file: BinaryIO, path: Path) -> tuple[Any, type[Exception]]:
+    """The stream of a library, and its error for damage beside zlib's, gzip's and EOFError."""
+    if packing == "gzip":
+        return gzip.GzipFile(fileobj=file), zlib.error
+    if packing == "bzip2":
+        return bz2.BZ2File(file), OSError
+    if packing == "xz":
+        return lzma.LZMAFile(file), lzma.LZMAError
+    zstandard = need("zstandard", str(path))
+    check_frames(path)
+    inner = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(file, read_across_frames=True)
+    return inner, zstandard.ZstdError
+
+
+class _Limited(io.RawIOBase):
+    """An unpacked stream that may not grow without bound; the ``error`` of its library becomes zlib's."""
+
+    def __init__(self, inner: Any, raw: Counted, where: Path, error: type[Exception]) -> None:
+        self._inner, self._raw, self._where, self._error = inner, raw, where, error
+        self._out = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            data = self._inner.read(len(buffer))
+        except self._error as error:
+            raise zlib.error(str(error)) from error
+        buffer[:len(data)] = data
+        self._out += len(data)
+        if self._out > EXPANSION_FREE and self._out > EXPANSION * self._raw.count:
+            raise DataError(
+                f"{self._where}: {self._raw.count} bytes have unpacked to {self._out}, more than {EXPANSION} times as "
+                "many; text does not do that. Unpack it yourself if it is intended")
+        return len(data)
+
+
+def check_frames(path: Path) -> None:
+    """DataError: a .zst file whose last frame is not whole, which the decoder would take for the end (RFC 8878)."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        at = 0
+        while at < size:
+            file.seek(at)
+            head = file.read(18)
+            magic = int.from_bytes(head[:4], "little")
+            if magic & 0xFFFFFFF0 == 0x184D2A50:  # skippable
+                at += 8 + int.from_bytes(head[4:8], "little") if len(head) >= 8 else size + 1
+                continue
+            if magic != 0xFD2FB528 or len(head) < 6:
+                raise DataError(f"{path}: byte {at}: expected a zstd frame, found {head[:4].hex()}; copy it again")
+            flags = head[4]
+            single, checksum = flags >> 5 & 1, flags >> 2 & 1
+            at += 5 + (1 - single) + (0, 1, 2, 4)[flags & 3] + (single, 2, 4, 8)[flags >> 6]
+            last = 0
+            while not last and at + 3 <= size:
+                file.seek(at)
+                block = int.from_bytes(file.read(3), "little")
+                last, kind = block & 1, block >> 1 & 3
+                at += 3 + (1 if kind == 1 else block >> 3)
+            at += 4 * checksum
+            if not last:
+                at = size + 1
+        if at > size:
+            raise DataError(f"{path}: cut off: its last zstd frame does not end within the {size} bytes; copy it again")
+
+
+def unfinished(data: bytes) -> int:
+    """Return the number of bytes at the end that begin an incomplete UTF-8 character."""
+    for back in range(1, min(4, len(data) + 1)):
+        byte = data[-back]
+        if byte >= 0xC0:
+            length = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return back if back < length else 0
+        if byte < 0x80:
+            return 0
+    return 0
