@@ -96,7 +96,8 @@ class _Journal:
         """None: there is none that can be used."""
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-            return cls(**{**raw, "written": Written(**raw["written"]), "notes": tuple(raw["notes"])})
+            written = Written(**{**raw["written"], "hashes": tuple(raw["written"]["hashes"])})
+            return cls(**{**raw, "written": written, "notes": tuple(raw["notes"])})
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
@@ -197,7 +198,8 @@ class _Job:
                                     folder=folder)
         try:
             self.writer.restore(self.journal.written)
-        except DataError:  # the journal is newer than the files: a disk that lost writes
+        except DataError as fault:  # a disk that lost writes or changed them
+            log(f"{fault}; starting afresh")
             self.journal = _Journal(key)
             self.writer.restore(self.journal.written)
         self.resumed = self.journal.written.documents
@@ -248,7 +250,7 @@ class _Job:
                 digest, size = hashes.popleft()
                 self.writer.add_block(made.lengths, made.data, made.mask)
                 # One assignment: whatever interrupts, journal and counts belong together.
-                self.journal = self.journal.after(digest, made, Written(self.writer.documents, self.writer.tokens))
+                self.journal = self.journal.after(digest, made, self.writer.written)
                 since, self.text = since + size, self.text + size
                 if since >= SAVE_BYTES:
                     self._save()

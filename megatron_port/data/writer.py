@@ -41,6 +41,8 @@ class Written:
 
     documents: int
     tokens: int
+    hashes: tuple[str, ...] = ()
+    """xxh3-128 of the unfinished files up to there: tokens, lengths, mask."""
 
 
 class IndexedWriter:
@@ -62,6 +64,8 @@ class IndexedWriter:
         self.dtype = token_dtype(vocab_size)
         self.documents = self.tokens = 0
         self._hashes = BlockHashes()
+        self._others = [xxhash.xxh3_128(), xxhash.xxh3_128()]
+        """Of the lengths and of the mask."""
         self._meta: CorpusMeta | None = None
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
         if folder is None:
@@ -102,9 +106,12 @@ class IndexedWriter:
             raise ValueError(f"{len(data)} bytes and a mask of {len(mask)} for documents of {size} bytes, {tokens} ids")
         self._stream.write(data)
         self._hashes.update(data)
-        self._sizes.write(lengths.astype("<i4").tobytes())
+        sizes = lengths.astype("<i4").tobytes()
+        self._sizes.write(sizes)
+        self._others[0].update(sizes)
         if self._mask:
             self._mask.write(mask)
+            self._others[1].update(mask)
             self.counted += mask.count(1)
         self.documents += len(lengths)
         self.tokens += len(data) // self.dtype.itemsize
@@ -118,13 +125,22 @@ class IndexedWriter:
         for stream in self._streams:
             stream.flush()
             os.fsync(stream.fileno())
-        return Written(self.documents, self.tokens)
+        return self.written
+
+    @property
+    def written(self) -> Written:
+        """What has been written so far, on disk or not."""
+        digests = [self._hashes.total, *self._others][:len(self._streams)]
+        return Written(self.documents, self.tokens, tuple(digest.hexdigest() for digest in digests))
 
     def restore(self, to: Written) -> None:
         """Continue with the files of an earlier writer of the same folder; what they hold beyond ``to`` is cut off.
 
-        DataError: they hold less.
+        The files are read and compared with their hashes: what they hold gets the final hashes.
+
+        DataError: they hold less, or something else.
         """
+        self._hashes, self._others = BlockHashes(), [xxhash.xxh3_128(), xxhash.xxh3_128()]
         wanted = (to.tokens * self.dtype.itemsize, to.documents * 4, to.tokens)
         for stream, size in zip(self._streams, wanted):
             found = os.fstat(stream.fileno()).st_size
@@ -134,8 +150,13 @@ class IndexedWriter:
             stream.seek(size)
         for block in file_blocks(self.folder / TOKENS):
             self._hashes.update(block)
+        for name, digest in zip((LENGTHS, MASK)[:len(self._streams) - 1], self._others):
+            for block in file_blocks(self.folder / name):
+                digest.update(block)
         self.counted = sum(block.count(1) for block in file_blocks(self.folder / MASK)) if self._mask else 0
         self.documents, self.tokens = to.documents, to.tokens
+        if to.tokens and self.written != to:
+            raise DataError(f"{self.folder}: the unfinished files are not what was written (their hashes differ)")
 
     def commit(self) -> None:
         """Move the files to their final names."""

@@ -142,6 +142,26 @@ def test_a_journal_ahead_of_its_files_is_not_trusted(corpus):
     same(corpus, "c")
 
 
+@pytest.mark.parametrize("name", ["tokens", "lengths"])
+def test_a_flipped_bit_of_the_unfinished_files_is_not_resumed(corpus, name):
+    """It would get hashes that are right for the wrong bytes."""
+    r = random.Random(name)
+    for _ in range(5):
+        interrupt(corpus)
+        journal = json.loads((corpus / ".c.prepare" / "journal.json").read_text())
+        held = journal["written"]["tokens"] * 2 if name == "tokens" else journal["written"]["documents"] * 4
+        with open(corpus / ".c.prepare" / name, "r+b") as stream:
+            at = r.randrange(held)
+            stream.seek(at)
+            byte = stream.read(1)[0]
+            stream.seek(at)
+            stream.write(bytes([byte ^ 1 << r.randrange(8)]))
+        lines = []
+        done = prepare([corpus / "in"], corpus / "c", tokenizer=BYTE, log=lines.append)
+        assert done.resumed_documents == 0 and any("their hashes differ" in line for line in lines)
+        same(corpus, "c")
+
+
 def test_a_fault_in_the_input_keeps_what_was_good(corpus):
     path = corpus / "in" / "c.jsonl"
     good = path.read_text()
