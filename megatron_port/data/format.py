@@ -217,7 +217,7 @@ class BlockHashes:
                 self.leaves *= 2
 
 
-def block_hash(data: bytes) -> str:
+def block_hash(data: bytes | memoryview) -> str:
     """Return the hash that :class:`BlockHashes` has of a whole block, or of the last one; 16 hexadecimal digits."""
     leaves = (memoryview(data)[i:i + LEAF_BYTES] for i in range(0, len(data), LEAF_BYTES))
     return f"{_joined([xxhash.xxh3_64_intdigest(leaf) for leaf in leaves]):016x}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from megatron_port.config.urls import is_remote
+from megatron_port.data.checked_tokens import CheckedTokens, check_at_start
 from megatron_port.data.format import (
     CHUNK,
     DTYPES,
@@ -24,7 +25,7 @@ from megatron_port.data.format import (
     read_meta,
     token_dtype,
 )
-from megatron_port.data.remote import RemoteCache, RemoteCorpus, RemoteTokens
+from megatron_port.data.remote import RemoteCache, RemoteCorpus
 from megatron_port.data.writer import IndexedWriter
 from megatron_port.errors import DataError
 
@@ -35,6 +36,7 @@ __all__ = ["CorpusMeta", "IndexedDataset", "IndexedWriter", "bad_token", "bin_pa
 class IndexedDataset:
     """A memory-mapped corpus; opening it checks every size, reading copies only what is asked for.
 
+    Blocks of tokens are compared with the sidecar's hashes as they are first read (``data.checked_tokens``);
     ``data.verify.verify(prefix)`` reads and checks all of it.
 
     A corpus in a store (``prefix`` is a URL) is read by blocks, which ``cache`` keeps; see ``data.remote``.
@@ -72,11 +74,9 @@ class IndexedDataset:
         if size != found:
             raise DataError(f"{self.name}.bin: expected {size} bytes for {self.num_tokens} tokens, found {found}; "
                             "copy or prepare the corpus again")
-        self._tokens: np.ndarray | RemoteTokens = (
-            self.remote.tokens(self.dtype) if self.remote
-            else mapped(bin_path(self.prefix), self.dtype, 0, self.num_tokens)
-        )
         self.meta = read_meta(self.prefix)
+        self._tokens = self.remote.tokens(self.dtype) if self.remote else CheckedTokens(
+            self.prefix, mapped(bin_path(self.prefix), self.dtype, 0, self.num_tokens), self.meta)
         self.masked = bool(self.meta and self.meta.mask_xxh3)
         """Not every token counts as a label."""
         self._mask = self._map_mask() if self.masked else np.zeros(0, np.uint8)
@@ -182,6 +182,11 @@ class IndexedDataset:
         """Yield (position, tokens as stored) over the whole stream."""
         for position in range(0, self.num_tokens, size):
             yield position, self._tokens[position:position + size]
+
+
+def check_local(corpora: Sequence[IndexedDataset]) -> None:
+    """Compare corpora on this machine with their hashes where that is quick. Raises DataError: they differ."""
+    check_at_start([(c.prefix, c.meta, c._tokens) for c in corpora if isinstance(c._tokens, CheckedTokens)])
 
 
 def bad_token(prefix: Path, position: int, token: int, vocab_size: int) -> DataError:

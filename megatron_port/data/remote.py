@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from megatron_port.data.checked_tokens import hashes_of
 from megatron_port.data.format import CorpusMeta, block_hash, file_xxh3, read_meta, tokenizer_name
 from megatron_port.errors import DataError
 from megatron_port.runtime.atomic import atomic_file
@@ -126,9 +127,8 @@ class RemoteCorpus:
 def _blocks_of(meta: CorpusMeta | None) -> tuple[int, list[str]]:
     """Bytes of a block, and the sidecar's hash of each where there are such; of a corpus above 16 GB its blocks are
     too large to be fetched whole."""
-    if meta is None or not 0 < meta.bin_block_bytes <= LARGEST_VERIFIED:
-        return PLAIN_BLOCK, []
-    return meta.bin_block_bytes, [meta.bin_blocks[i:i + 16] for i in range(0, len(meta.bin_blocks), 16)]
+    block, hashes = hashes_of(meta, LARGEST_VERIFIED)
+    return block or PLAIN_BLOCK, hashes
 
 
 class ReadAhead:

@@ -18,7 +18,7 @@ from megatron_port.data.dataset import (
     too_small,
 )
 from megatron_port.data.index_cache import cached_arrays, content_key
-from megatron_port.data.indexed import IndexedDataset
+from megatron_port.data.indexed import IndexedDataset, check_local
 from megatron_port.data.order import derive
 from megatron_port.data.packing import PackedDataset, document_splits
 from megatron_port.data.pairs import PairDataset, check_pairs
@@ -34,10 +34,16 @@ def index_folder(run: RunConfig) -> Path:
 
 
 def open_corpora(run: RunConfig) -> list[IndexedDataset]:
-    """Open the corpora of ``data.train``; what is remote is kept below ``data.remote_cache``."""
+    """Open the corpora of ``data.train``; what is remote is kept below ``data.remote_cache``.
+
+    Raises:
+        DataError: a corpus that is missing or damaged.
+    """
     data = run.data
     cache = RemoteCache(data.remote_cache or str(index_folder(run)), int(data.remote_cache_gb * 1e9))
-    return [IndexedDataset(prefix, cache) for prefix in data.train]
+    corpora = [IndexedDataset(prefix, cache) for prefix in data.train]
+    check_local(corpora)
+    return corpora
 
 
 def within_documents(run: RunConfig) -> bool:
