@@ -220,6 +220,11 @@ def _data_problems(config: RunConfig) -> list[str]:
             "numerics.on_anomaly rewind leaves samples out, and data.order megatron has exactly as many as the run's "
             "steps; use skip or stop, or data.order stateless"
         )
+    if files and data.order == "megatron" and config.seed >= 2**32:
+        out.append(
+            f"seed is {config.seed}; data.order megatron shuffles as Megatron-LM does, with numpy's RandomState, which "
+            f"takes seeds below 2^32 = {2**32}; use a smaller one, or data.order stateless"
+        )
     if data.position_reset and data.attention_documents == "across":
         out.append(
             "data.position_reset counts positions from each document's start, and data.attention_documents 'across' "

@@ -170,7 +170,7 @@ class DataConfig:
     tokenizer: str = "auto"
     """auto (what the corpus' sidecar names) | byte | gpt2 | tiktoken:ENCODING | hf:FILE | sentencepiece:FILE"""
     order: Literal["stateless", "megatron"] = "stateless"
-    """stateless (one permutation per epoch) | megatron (Megatron-LM's document order)"""
+    """stateless (one permutation per epoch) | megatron (Megatron-LM's document order; seeds below 2^32, as there)"""
     index_cache: str = ""
     """Folder for the sample index of order megatron and of packing; empty: output_dir/data_cache. It is built once for
     each folder that processes share (a node's own disk works), or ahead of time by `data index`."""

@@ -6,6 +6,8 @@ import math
 import random
 from typing import Any, Protocol
 
+import xxhash
+
 from megatron_port.errors import EnvironmentFault
 from megatron_port.plan.case import Case
 from megatron_port.plan.search import Candidate
@@ -151,6 +153,8 @@ def _deephyper(
         problem.add_hyperparameter([_told(v) for v in values[name]], name)
     # Its default acquisition optimizer (a genetic algorithm) takes 10 to 30 s a question. Points that are no layout are
     # failures to it, more of them than the hundred after which it would give up.
+    if not 0 <= seed < 2**32:  # numpy takes no others
+        seed = xxhash.xxh32_intdigest(str(seed).encode())
     return CBO(
         problem, random_state=seed, log_dir=folder, verbose=0, surrogate_model="ET", acq_func="UCB",
         acq_optimizer="sampling", initial_points=first, checkpoint_history_to_csv=False,

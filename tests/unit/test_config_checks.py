@@ -215,6 +215,8 @@ OTHER_FAULTS: list[tuple[dict[str, object], str]] = [
      "eval_batches is 3"),
     ({"data__train": ("a",), "data__synthetic": False, "data__tokenizer": "gpt2", "model__vocab_size": 257},
      "vocab_size 257 is smaller than the gpt2 tokenizer's 50257"),
+    ({"data__train": ("a",), "data__synthetic": False, "data__order": "megatron", "seed": 2**32},
+     "seed is 4294967296; data.order megatron shuffles as Megatron-LM does"),
     ({"training__eval_interval": 5}, "eval_batches is 0"),
     ({"optimizer__min_lr": 1.0}, "min_lr 1.0 is above lr 0.0003"),
     ({"optimizer__warmup_steps": 100}, "warmup_steps 100 is not below training.steps 100"),
@@ -262,6 +264,8 @@ def test_pairs_that_are_allowed() -> None:
     check(made(**NATIVE, precision__dtype="fp64", layout__pipeline_schedule="gpipe"))
     check(made(**NATIVE, layout__pipeline_schedule="1f1b", layout__pipeline_parallel_size=2), world_size=4)
     check(made(optimizer__warmup_steps=500, optimizer__decay="constant"))
+    check(made(data__train=("a",), data__synthetic=False, data__order="megatron", seed=2**32 - 1))
+    check(made(data__train=("a",), data__synthetic=False, seed=2**62))
     check(made(batch__rampup_start=2, batch__rampup_increment=2, batch__rampup_samples=100), world_size=2)
     check(made(layout__pipeline_parallel_size=2, layout__pipeline_split=(1, 1)), world_size=2)
     check(made(layout__tensor_parallel_size=8, model__num_attention_heads=8), world_size=8)
