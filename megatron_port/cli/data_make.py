@@ -13,7 +13,7 @@ from megatron_port.data.blend import as_toml, blend
 from megatron_port.data.chat_tokens import ChatRecipe, chat_recipe
 from megatron_port.data.conversations import ChatFields
 from megatron_port.data.fetch import fetch
-from megatron_port.data.indexed import IndexedDataset
+from megatron_port.data.indexed import open_all
 from megatron_port.data.prepare import Progress, prepare
 from megatron_port.data.source_files import ReadOptions
 from megatron_port.data.tokenizer import get_tokenizer
@@ -130,7 +130,7 @@ def mix(args: argparse.Namespace) -> int:
         except ValueError:
             raise ConfigError(f"{word!r}: {weight!r} is not a number; write PREFIX=WEIGHT") from None
         prefixes.append(prefix)
-    shares = blend([IndexedDataset(p) for p in prefixes], given, by=args.by, temperature=args.temperature)
+    shares = blend(open_all(prefixes), given, by=args.by, temperature=args.temperature)
     drawn = int(args.tokens) or sum(s.tokens for s in shares)
     width = max(len(s.prefix) for s in shares)
     print(f"{'corpus':<{width}}  {'tokens':>16}  {'documents':>12}  {'weight':>9}  {'drawn':>16}  {'epochs':>8}")

@@ -20,6 +20,7 @@ import numpy as np
 import xxhash
 
 from megatron_port.errors import DataError
+from megatron_port.runtime.open_files import too_many_open
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER_BYTES = 34
@@ -52,8 +53,17 @@ def file_xxh3(path: Path) -> str:
 
 
 def mapped(path: Path, dtype: str | np.dtype, offset: int, count: int) -> np.ndarray:
-    """Return ``count`` elements of a file as a memory map; an empty one cannot be made, and needs none."""
-    return np.memmap(path, dtype, "r", offset, (count,)) if count else np.zeros(0, dtype)
+    """Return ``count`` elements of a file as a memory map; an empty one cannot be made, and needs none.
+
+    Raises:
+        DataError: too many files are open; a map keeps its own open.
+    """
+    try:
+        return np.memmap(path, dtype, "r", offset, (count,)) if count else np.zeros(0, dtype)
+    except OSError as error:
+        if advice := too_many_open(error):
+            raise DataError(f"{path}: {advice}") from error
+        raise
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

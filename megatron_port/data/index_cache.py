@@ -21,6 +21,7 @@ from numpy.lib.format import open_memmap
 from megatron_port.data.format import CHUNK, file_xxh3
 from megatron_port.errors import DataError
 from megatron_port.runtime.atomic import fsync_directory, fsync_file, write_bytes
+from megatron_port.runtime.open_files import too_many_open
 
 POLL_S = 0.2
 Make = Callable[[str, Any, tuple[int, ...]], np.ndarray]
@@ -77,7 +78,9 @@ def cached_arrays(
 def _loaded(paths: Sequence[Path]) -> list[np.ndarray] | None:
     try:
         return [np.load(path, mmap_mode="r", allow_pickle=False) for path in paths]
-    except (OSError, ValueError, EOFError):
+    except (OSError, ValueError, EOFError) as error:
+        if isinstance(error, OSError) and (advice := too_many_open(error)):
+            raise DataError(f"{paths[0].parent}: the sample index cannot be opened; {advice}") from error
         return None  # absent, or damaged: made anew
 
 

@@ -28,6 +28,7 @@ from megatron_port.data.format import (
 from megatron_port.data.remote import RemoteCache, RemoteCorpus
 from megatron_port.data.writer import IndexedWriter
 from megatron_port.errors import DataError
+from megatron_port.runtime.open_files import allow_open_files, too_many_open
 
 __all__ = ["CorpusMeta", "IndexedDataset", "IndexedWriter", "bad_token", "bin_path", "idx_path", "meta_path",
            "read_meta", "token_dtype", "unigram_entropy"]
@@ -55,8 +56,11 @@ class IndexedDataset:
             if not needed.is_file():
                 raise DataError(f"{needed}: no such file; make the corpus with `data prepare`, "
                                 "and give the prefix without .bin or .idx")
-        with open(path, "rb") as stream:
-            header = stream.read(HEADER_BYTES)
+        try:
+            with open(path, "rb") as stream:
+                header = stream.read(HEADER_BYTES)
+        except OSError as error:
+            raise DataError(f"{path}: {too_many_open(error) or error.strerror}") from error
         if header[:9] != MAGIC or len(header) < HEADER_BYTES:
             raise DataError(f"{path}: does not start with the {HEADER_BYTES}-byte header of a Megatron index")
         version, code, self.num_sequences, boundaries = struct.unpack("<QBQQ", header[9:])
@@ -83,9 +87,9 @@ class IndexedDataset:
 
     def _map_index(self, path: Path, boundaries: int) -> None:
         count = self.num_sequences
-        self.lengths = mapped(path, "<i4", HEADER_BYTES, count)
-        self.pointers = mapped(path, "<i8", HEADER_BYTES + 4 * count, count)
-        self.documents = mapped(path, "<i8", HEADER_BYTES + 12 * count, boundaries)
+        arrays = mapped(path, "u1", HEADER_BYTES, 12 * count + 8 * boundaries)  # one open file for the three
+        self.lengths, self.pointers, self.documents = (
+            part.view(kind) for part, kind in zip(np.split(arrays, [4 * count, 12 * count]), ("<i4", "<i8", "<i8")))
         if count and int(self.lengths.min()) < 0:
             raise DataError(f"{path}: a sequence has a negative length; the file is damaged")
         self.num_tokens = int(self.lengths.sum(dtype=np.int64))
@@ -182,6 +186,17 @@ class IndexedDataset:
         """Yield (position, tokens as stored) over the whole stream."""
         for position in range(0, self.num_tokens, size):
             yield position, self._tokens[position:position + size]
+
+
+def open_all(prefixes: Sequence[str | Path], cache: RemoteCache | None = None, *, further: int = 0
+             ) -> list[IndexedDataset]:
+    """Open corpora, and allow for the files that stay open: an index, tokens and a mask of each, and ``further``.
+
+    Raises:
+        DataError: one of them is missing or damaged, or too many files are open.
+    """
+    allow_open_files((3 + further) * len(prefixes))
+    return [IndexedDataset(prefix, cache) for prefix in prefixes]
 
 
 def check_local(corpora: Sequence[IndexedDataset]) -> None:

@@ -18,7 +18,7 @@ from megatron_port.data.dataset import (
     too_small,
 )
 from megatron_port.data.index_cache import cached_arrays, content_key
-from megatron_port.data.indexed import IndexedDataset, check_local
+from megatron_port.data.indexed import IndexedDataset, check_local, open_all
 from megatron_port.data.order import derive
 from megatron_port.data.packing import PackedDataset, document_splits
 from megatron_port.data.pairs import PairDataset, check_pairs
@@ -41,7 +41,8 @@ def open_corpora(run: RunConfig) -> list[IndexedDataset]:
     """
     data = run.data
     cache = RemoteCache(data.remote_cache or str(index_folder(run)), int(data.remote_cache_gb * 1e9))
-    corpora = [IndexedDataset(prefix, cache) for prefix in data.train]
+    # Indices of each split: three arrays in Megatron's order, at most as many when packed.
+    corpora = open_all(data.train, cache, further=3 * len(SPLITS))
     check_local(corpora)
     return corpora
 
