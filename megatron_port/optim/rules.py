@@ -225,7 +225,7 @@ class _Averaging(OptimizerRule):
 def averaging(rule: OptimizerRule) -> OptimizerRule:
     """Return a rule of the same class that also keeps the average of each parameter."""
     out, kind = copy.copy(rule), type(rule)
-    out.__class__ = type(kind.__name__, (_Averaging, kind), {})
+    object.__setattr__(out, "__class__", type(kind.__name__, (_Averaging, kind), {}))  # rules with options are frozen
     return out
 
 
