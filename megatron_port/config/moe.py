@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fractions
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -89,7 +90,8 @@ class MoEConfig:
         """Return the tokens of a sample that an expert takes; 0: all of them."""
         if not self.capacity_factor:
             return 0
-        return max(1, int(self.capacity_factor * self.top_k * seq_length / self.num_experts))
+        written = fractions.Fraction(repr(self.capacity_factor))  # 1.15 itself: the binary number is below it
+        return max(1, int(written * self.top_k * seq_length / self.num_experts))
 
 
 def experts_of(model: ModelConfig) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from megatron_port.model.build import BuildContext
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.router import Router, tally_specs
 from megatron_port.model.shapes import parameter_shapes
+from megatron_port.optim.loss_scale import LossScaler
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.counter import key_of
 from megatron_port.parallel.positions import WHOLE_SEQUENCE
@@ -327,3 +328,23 @@ def test_routers_are_megatron_cores(name: str, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(theirs.parallel_state, "get_tensor_and_data_parallel_group", lambda **_: None)
         monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
         assert torch.equal(router.balance_bias, theirs.get_updated_expert_bias(routed.sum(0), bias, moe.bias_rate))
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("megatron"), reason="megatron-core is not installed")
+@pytest.mark.parametrize(("hysteresis", "window", "least"), [(1, 1, 1.0), (2, 3, 1.0), (3, 2, 256.0), (2, 1, 64.0)])
+def test_the_loss_scale_is_megatron_cores(hysteresis: int, window: int, least: float) -> None:
+    """Step by step over 200 steps, of which a third overflow, several in a row among them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+    with InFp64OnCpu():
+        theirs = DynamicGradScaler(1024.0, least, 2.0, 0.5, window, hysteresis)
+    ours = LossScaler(PrecisionConfig(
+        dtype="fp16", initial_loss_scale=1024.0, loss_scale_window=window, min_loss_scale=least,
+        loss_scale_hysteresis=hysteresis, max_skipped_steps=1000,
+    ))
+    drawn = (torch.rand(200, generator=torch.Generator().manual_seed(window)) < 0.33).tolist()
+    for step, overflow in enumerate(drawn):
+        theirs.update(overflow)
+        ours.account(1.0, float("inf") if overflow else 1.0, applied=not overflow)
+        assert ours.scale == float(theirs.scale), step
