@@ -68,7 +68,7 @@ class SparseWeights:
             rows, columns = self.shapes[name][-2:]
             box = (*lead, 0, 0), (*(1 for _ in lead), rows, columns)
             size = self.base(name, WEIGHT, *box).abs().flatten()
-            count = int(self.sparsity.ratio * size.numel())
+            count = round(self.sparsity.ratio * size.numel())  # as torch.nn.utils.prune
             if count == 0:
                 self._thresholds[name, lead] = -1.0, -1
             else:
