@@ -41,9 +41,12 @@ def sm3(t: Twin, g: Tensor, *, lr: float, beta1: float, decay: float) -> None:
     t.w = t.w - lr * decay * t.w - lr * t.kept["m"]
 
 
-def came(t: Twin, g: Tensor, *, lr: float, betas: tuple[float, float, float], decay: float, d: float = 1.0) -> None:
+def came(
+    t: Twin, g: Tensor, *, lr: float, betas: tuple[float, float, float], decay: float, d: float = 1.0,
+    eps: tuple[float, float] = (1e-30, 1e-16),
+) -> None:
     """arXiv 2307.02047, algorithm 2; a vector has a value for each element and no confidence."""
-    e1, e2, (b1, b2, b3) = 1e-30, 1e-16, betas
+    (e1, e2), (b1, b2, b3) = eps, betas
     sq = g**2 + e1
     if g.dim() == 1:
         v = t.kept["v"] = b2 * t.get("v", tuple(g.shape)) + (1 - b2) * sq
@@ -93,13 +96,16 @@ def lamb(t: Twin, g: Tensor, *, lr: float, betas: tuple[float, float], eps: floa
     t.w = t.w - lr * (a / b if ratio and a > 0 and b > 0 else 1.0) * u
 
 
-def muon(t: Twin, g: Tensor, *, lr: float, momentum: float, decay: float, factor: Callable[[int, int], float]) -> None:
-    """Jordan et al., 2024, with Nesterov's look ahead: polynomials of singular values, by a singular value
-    decomposition."""
+def muon(
+    t: Twin, g: Tensor, *, lr: float, momentum: float, decay: float, factor: Callable[[int, int], float],
+    nesterov: bool = True, steps: int = 5,
+) -> None:
+    """Jordan et al., 2024: polynomials of singular values, by a singular value decomposition. A norm below 1e-7, as in
+    torch.optim.Muon, counts as that."""
     m = t.kept["m"] = momentum * t.get("m", tuple(g.shape)) + (1 - momentum) * g
-    seen = momentum * m + (1 - momentum) * g
+    seen = momentum * m + (1 - momentum) * g if nesterov else m
     u, s, vt = torch.linalg.svd(seen, full_matrices=False)
-    s = s / math.sqrt(float((s**2).sum()))
-    for _ in range(5):
+    s = s / max(math.sqrt(float((s**2).sum())), 1e-7)
+    for _ in range(steps):
         s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
     t.w = t.w - lr * decay * t.w - lr * factor(*g.shape) * (u * s) @ vt

@@ -52,6 +52,11 @@ SHAPES: dict[str, tuple[tuple[int, ...], bool, tuple[int, ...]]] = {
     "embedding.tokens.weight": ((13, 10), True, ()),
 }
 """Name → logical shape, whether it decays, row runs."""
+WEIGHTS = {"layers.0.mlp.down.weight": 1e-4, "layers.0.mlp.up.bias": 0.0}
+GRADIENTS = {"layers.0.mlp.up.weight": 1e-9, "final_norm.weight": 1e-9}
+"""Name → size of the first weights, and of the gradients, where it is not 1: floors and epsilons are met."""
+SPIKE = 3
+"""Number of the update whose gradients are 30 times as large: bounds of an update are met."""
 
 
 def records() -> list[ParameterRecord]:
@@ -84,7 +89,8 @@ def trained(config: OptimizerConfig, dtype: torch.dtype = torch.float64) -> Iter
     generator = torch.Generator().manual_seed(7)
     pairs = []
     for record in records():
-        value = torch.randn(record.shape, dtype=torch.float64, generator=generator).to(dtype)
+        value = torch.randn(record.shape, dtype=torch.float64, generator=generator) * WEIGHTS.get(record.name, 1.0)
+        value = value.to(dtype)
         pairs.append((record, attach(nn.Parameter(value), record)))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     sharded = ShardedParameters(
@@ -93,13 +99,17 @@ def trained(config: OptimizerConfig, dtype: torch.dtype = torch.float64) -> Iter
     for piece in sharded.pieces:
         piece.master.copy_(piece.weight)
     update, values = make_update("torch", sharded, config), StepValues(torch.device("cpu"))
-    for _ in range(STEPS):
-        gradients = {r.name: torch.randn(r.shape, dtype=wide, generator=generator) for r, _ in pairs}
+    for number in range(1, STEPS + 1):
+        size = 30.0 if number == SPIKE else 1.0
+        gradients = {
+            r.name: torch.randn(r.shape, dtype=wide, generator=generator) * (size * GRADIENTS.get(r.name, 1.0))
+            for r, _ in pairs
+        }
         gradients["layers.0.mlp.down.weight"][3] = 0.0  # a row that is never met
         yield {p.record.name: p.master.view(p.record.shape).clone() for p in sharded.pieces}, gradients, sharded
         for piece in sharded.pieces:
             piece.gradient.copy_(gradients[piece.record.name].reshape(-1))
-        values.set(StepNumbers(lr=LR))
+        values.set(StepNumbers(lr=config.lr))
         update.step(torch.ones((), dtype=torch.float64), values, veto=torch.zeros(()))
     yield {p.record.name: p.master.view(p.record.shape).clone() for p in sharded.pieces}, None, sharded
 
@@ -123,17 +133,23 @@ def follow(
 
 
 def config_of(name: str, **more: Any) -> OptimizerConfig:
-    return OptimizerConfig(name=name, lr=LR, clip_grad=0.0, weight_decay=0.1, beta2=0.97, eps=1e-6, **more)
+    return OptimizerConfig(**{
+        "name": name, "lr": LR, "clip_grad": 0.0, "weight_decay": 0.1, "beta2": 0.97, "eps": 1e-6, **more,
+    })
 
 
 def test_sm3_is_the_papers_formula() -> None:
     follow(config_of("sm3"), lambda t, g, decays: rule_twins.sm3(t, g, lr=LR, beta1=0.9, decay=0.1 if decays else 0.0))
 
 
-@pytest.mark.parametrize("options", [CAMEOptions(), CAMEOptions(beta3=0.9, clip_update=0.5)])
+@pytest.mark.parametrize("options", [
+    CAMEOptions(), CAMEOptions(beta3=0.9, clip_update=0.5), CAMEOptions(eps_square=0.3, eps_instability=0.2),
+    CAMEOptions(beta3=0.5, eps_square=1e-19, eps_instability=1e-3),
+])
 def test_came_is_the_papers_formula(options: CAMEOptions) -> None:
-    follow(config_of("came", came=options), lambda t, g, decays: rule_twins.came(
-        t, g, lr=LR, betas=(0.9, 0.97, options.beta3), decay=0.1 if decays else 0.0, d=options.clip_update,
+    follow(config_of("came", came=options, beta1=0.8), lambda t, g, decays: rule_twins.came(
+        t, g, lr=LR, betas=(0.8, 0.97, options.beta3), decay=0.1 if decays else 0.0, d=options.clip_update,
+        eps=(options.eps_square, options.eps_instability),
     ))
 
 
@@ -149,9 +165,12 @@ def test_muon_is_a_polynomial_of_singular_values(adjust: Any) -> None:
     """Queries, keys and values apart, gate and up, each expert; AdamW (torch's) for what is no matrix of a layer."""
     factors = {"original": lambda r, c: 0.5 * math.sqrt(max(1, r / c)),
                "match_rms_adamw": lambda r, c: 0.5 * 0.2 * math.sqrt(max(r, c))}
-    config = config_of("muon", muon=MuonOptions(adjust_lr=adjust, lr_factor=0.5))
+    nesterov, steps = (True, 5) if adjust == "original" else (False, 3)
+    config = config_of("muon", muon=MuonOptions(
+        adjust_lr=adjust, lr_factor=0.5, nesterov=nesterov, ns_steps=steps, momentum=0.9))
     follow(
-        config, lambda t, g, decays: rule_twins.muon(t, g, lr=LR, momentum=0.95, decay=0.05, factor=factors[adjust]),
+        config, lambda t, g, decays: rule_twins.muon(
+            t, g, lr=LR, momentum=0.9, decay=0.05, factor=factors[adjust], nesterov=nesterov, steps=steps),
         split_rows=True, takes=lambda name: name.startswith("layers.") and name.endswith("weight"),
     )
     theirs: dict[str, tuple[torch.Tensor, torch.optim.Optimizer]] = {}
@@ -168,9 +187,10 @@ def test_muon_is_a_polynomial_of_singular_values(adjust: Any) -> None:
                 adam.step()
 
 
-def test_muon_in_bf16_is_torchs() -> None:
+@pytest.mark.parametrize("options", [MuonOptions(), MuonOptions(momentum=0.8, nesterov=False, ns_steps=4)])
+def test_muon_in_bf16_is_torchs(options: MuonOptions) -> None:
     theirs: dict[tuple[str, int], tuple[torch.Tensor, torch.optim.Optimizer]] = {}
-    for weights, gradients, _ in trained(config_of("muon", muon=MuonOptions()), torch.bfloat16):
+    for weights, gradients, _ in trained(config_of("muon", muon=options), torch.bfloat16):
         for record in records():
             if not (record.decay and record.name.startswith("layers.")):
                 continue
@@ -178,7 +198,8 @@ def test_muon_in_bf16_is_torchs() -> None:
                 if (record.name, i) not in theirs:
                     p = take(weights[record.name]).clone()
                     theirs[record.name, i] = p, torch.optim.Muon(
-                        [p], lr=LR, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+                        [p], lr=LR, weight_decay=0.1, adjust_lr_fn="match_rms_adamw", momentum=options.momentum,
+                        nesterov=options.nesterov, ns_steps=options.ns_steps)
                 p, other = theirs[record.name, i]
                 torch.testing.assert_close(take(weights[record.name]), p, rtol=1e-6, atol=1e-6)
                 if gradients is not None:
@@ -186,18 +207,20 @@ def test_muon_in_bf16_is_torchs() -> None:
                     other.step()
 
 
-@pytest.mark.parametrize("options", [
-    AdafactorOptions(), AdafactorOptions(beta2_decay=-0.5, eps_variance=1e-4, eps_scale=0.1, clip_update=1.1),
-])
-def test_adafactor_is_torchs(options: AdafactorOptions) -> None:
+@pytest.mark.parametrize(("options", "lr"), [
+    (AdafactorOptions(), LR), (AdafactorOptions(), 0.55),
+    (AdafactorOptions(beta2_decay=-0.5, eps_variance=1e-4, eps_scale=0.1, clip_update=1.1), LR),
+    (AdafactorOptions(beta2_decay=-1.0, eps_variance=0.5, eps_scale=2.0, clip_update=3.0), 2.0),
+], ids=["as it is", "a rate above the root of the fourth step", "floors", "high floors and no bound of the rate"])
+def test_adafactor_is_torchs(options: AdafactorOptions, lr: float) -> None:
     theirs: dict[tuple[str, int], tuple[torch.Tensor, torch.optim.Optimizer]] = {}
-    for weights, gradients, _ in trained(config_of("adafactor", adafactor=options)):
+    for weights, gradients, _ in trained(config_of("adafactor", adafactor=options, lr=lr)):
         for record in records():
             for i, take in enumerate(members(record, split_rows=False)):
                 if (record.name, i) not in theirs:
                     p = take(weights[record.name]).clone()
                     theirs[record.name, i] = p, torch.optim.Adafactor(
-                        [p], lr=LR, beta2_decay=options.beta2_decay,
+                        [p], lr=lr, beta2_decay=options.beta2_decay,
                         eps=(options.eps_variance or None, options.eps_scale),
                         d=options.clip_update, weight_decay=0.1 if record.decay else 0.0,
                     )
@@ -208,11 +231,11 @@ def test_adafactor_is_torchs(options: AdafactorOptions) -> None:
                     other.step()
 
 
-@pytest.mark.parametrize("relative", [False, True])
-def test_adafactors_momentum_is_the_papers(relative: bool) -> None:
+@pytest.mark.parametrize(("relative", "lr"), [(False, 0.7), (True, LR), (True, 0.7)])
+def test_adafactors_momentum_is_the_papers(relative: bool, lr: float) -> None:
     options = AdafactorOptions(momentum=0.8, relative=relative)
-    follow(config_of("adafactor", adafactor=options), lambda t, g, decays: rule_twins.adafactor(
-        t, g, lr=LR, decay=0.1 if decays else 0.0, momentum=0.8, relative=relative,
+    follow(config_of("adafactor", adafactor=options, lr=lr), lambda t, g, decays: rule_twins.adafactor(
+        t, g, lr=lr, decay=0.1 if decays else 0.0, momentum=0.8, relative=relative,
     ))
 
 
