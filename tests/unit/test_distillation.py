@@ -35,6 +35,7 @@ from megatron_port.parallel.distillation import Objective, vocab_parallel_distil
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import record_of
 from megatron_port.parallel.stored_teacher import Stored
+from megatron_port.parallel.vocab_top import vocab_parallel_top
 from megatron_port.plan.case import case_of, machine_of
 from megatron_port.plan.memory import teacher_bytes
 from megatron_port.plan.step import chunk_costs
@@ -131,6 +132,18 @@ def test_kept_tokens_and_one_outcome_for_the_rest(objective: Objective, k: int) 
     assert (kl <= dense + 1e-12).all(), "the coarser distributions are never further apart"
     if k == 19:
         torch.testing.assert_close(kl, dense, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("k", [1, 5, 19])
+def test_what_a_file_keeps_is_at_its_temperature(temperature: float, k: int) -> None:
+    """torch's log_softmax and topk; padding holds anything."""
+    _, t, _ = drawn()
+    wanted = keep(t, k, temperature)
+    found = vocab_parallel_top(F.pad(t, (0, 3), value=90.0), k, temperature, offset=0, extent=19, group=None)
+    assert torch.equal(found.ids, wanted.ids)
+    torch.testing.assert_close(found.log_probabilities, wanted.log_probabilities, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.log_tail.exp(), wanted.log_tail.exp(), rtol=1e-11, atol=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
