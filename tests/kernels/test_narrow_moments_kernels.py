@@ -15,7 +15,7 @@ from megatron_port.optim.narrow_adamw import code_values, dequantised, quantise_
 from megatron_port.parallel.counter import random_bits
 
 HYPER: dict[str, Any] = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1}
-EPS: dict[str, Any] = {"eps": 1e-8}
+EPS: dict[str, Any] = {"eps": 0.02}
 SIZES = (1, 15, 0, 7, 576, 4101, 256, 1023, 8195)
 BLOCKS = (128, 0, 4096, 4224, 1280, 256, 384)
 

@@ -16,7 +16,7 @@ from megatron_port.backend.ops import optimizer
 from megatron_port.optim.fused import AdamWGroup, FusedAdamW
 
 Tensors = list[torch.Tensor]
-HYPER = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+HYPER = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 0.02, "weight_decay": 0.1}
 # Odd ones, an empty one, one over two AdamW chunks (4096) and one over two chunks of the norm (8192).
 SHAPES: tuple[tuple[int, ...], ...] = ((1,), (3, 5), (0,), (7,), (64, 9), (4101,), (2, 128), (31, 33), (), (8195,))
 
