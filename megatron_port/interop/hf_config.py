@@ -23,6 +23,7 @@ from megatron_port.errors import CheckpointError
 from megatron_port.model.families import AUTO, family_named, family_names
 from megatron_port.model.families.family import Family
 from megatron_port.model.families.fields import HARMLESS, Fields
+from megatron_port.model.families.known import known_fields
 from megatron_port.registry import FAMILIES
 
 CONFIG = "config.json"
@@ -76,19 +77,25 @@ def _exported_as(family: Family) -> str:
     return family.name if family.twin or family.name in FAMILIES.added else AUTO
 
 
-def model_from_hf(config: Mapping[str, Any], where: str) -> ModelConfig:
+def model_from_hf(config: Mapping[str, Any], where: str, notes: list[str] | None = None) -> ModelConfig:
     """The model that a ``config.json`` describes, derived sizes filled in.
 
-    ``seq_length`` is its longest context; under rope a run may train with any.
+    ``seq_length`` is its longest context; under rope a run may train with any. ``notes`` gets a sentence for each thing
+    that is left out, or read otherwise than it is written.
 
     Raises:
         CheckpointError: it asks for something that our model does not have, or has a field that is not known here.
     """
     family = family_of(config, where)
-    fields = Fields(config, where)
+    fields = Fields(config, where, known=known_fields(family.name), notes=notes)
     fields.refuse("is_encoder_decoder", False, "an encoder and a decoder")
     _refuse_quantized(fields)
     values = family.read(fields)
+    if code := config.get("auto_map"):
+        fields.notes.append(
+            f"{where}: auto_map names Python of the folder ({code!r:.120}); it is not run: this is transformers' own "
+            f"{family.name}"
+        )
     fields.refuse_unknown(config, HARMLESS | family.harmless)
     name = config.get("_name_or_path") or family.name
     try:
@@ -182,7 +189,9 @@ def _essential(model: ModelConfig) -> dict[str, Any]:
     """Fields that change what a model computes, derived sizes filled in, those without effect at their defaults."""
     model = replace(model, num_query_groups=model.kv_heads, head_dim=model.head_size, **experts_of(model))
     values = {name: value for name, value in leaves(model) if name not in _TRAINING}
-    values |= windows_of(model) if model.sliding_window < model.seq_length else windows((), 0)
+    # Under rope a text may be longer than seq_length, and a window that is no shorter then counts.
+    counts = model.sliding_window < model.seq_length or model.position_embedding == "rope"
+    values |= windows_of(model) if counts else windows((), 0)
     values |= rotations_of(model)
     unused = set() if model.position_embedding == "rope" else set(_ROPE)
     if model.rope_scaling != "llama3":

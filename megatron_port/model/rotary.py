@@ -71,7 +71,7 @@ def _yarn(inverse: torch.Tensor, model: ModelConfig) -> torch.Tensor:
         fast, slow = math.floor(fast), math.ceil(slow)
     first, stop = max(fast, 0), min(slow, last)
     pairs = torch.arange(len(inverse), device=inverse.device).float()
-    divided = ((pairs - first) / max(stop - first, 1e-3)).clamp(0, 1)
+    divided = ((pairs - first) / ((stop - first) or 1e-3)).clamp(0, 1)
     return inverse / model.rope_factor * divided + inverse * (1 - divided)
 
 

@@ -146,7 +146,11 @@ def test_modules_that_predict_further_tokens_are_further_layers_there(tmp_path: 
     body = json.loads((folder / "config.json").read_text())
     body |= {"num_nextn_predict_layers": 1}
     (folder / "config.json").write_text(json.dumps(body))
-    with pytest.raises(CheckpointError, match=r"layers.3.\S+ \(64.* is not in its files"):
+    without = HFFolder(folder)  # transformers' default, of which it saves nothing
+    assert without.model.mtp_layers == 0 and "num_nextn_predict_layers is 1, and the files have no" in without.notes[0]
+    save_file({**tensors, "model.layers.3.enorm.weight": ahead["model.layers.3.enorm.weight"]},
+              folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers.3.* is not in its files.*num_nextn_predict_layers; 0 imports"):
         HFFolder(folder)
     save_file(tensors | ahead, folder / "model.safetensors")
     source = HFFolder(folder)
@@ -180,15 +184,19 @@ def test_modules_that_predict_further_tokens_are_further_layers_there(tmp_path: 
 
 
 def test_an_unknown_field_is_refused_by_name(family: str, tmp_path: Path) -> None:
-    body = written(family, tmp_path)
-    model_from_hf(body, "config.json")
-    with pytest.raises(CheckpointError, match=r"config.json: unknown field attention_sinks \(4\): it may change"):
-        model_from_hf({**body, "attention_sinks": 4}, "config.json")
-    with pytest.raises(CheckpointError, match=r"unknown field a_switch \(False\), bits"):
-        model_from_hf({**body, "bits": 4, "a_switch": False}, "config.json")
+    """One that transformers reads; one that it does not is left out with a line, unless the file is a later one's."""
+    body, notes = written(family, tmp_path), list[str]()
+    model = model_from_hf(body, "config.json", notes)
+    assert not notes, notes
+    with pytest.raises(CheckpointError, match=r"config.json: unknown field is_causal \(False\): it may change"):
+        model_from_hf({**body, "is_causal": False, "a_switch": 1}, "config.json")
+    more = {"bits": 4, "a_switch": False, "num_mtp_layers": None, "decoder": None}
+    assert model_from_hf({**body, **more}, "config.json", notes) == model
+    assert re.fullmatch(r"config.json: 2 fields left out, which .* for this family: a_switch .*, bits \(4\)", *notes)
+    with pytest.raises(CheckpointError, match=r"unknown field bits \(4\).* The file is of transformers 77.0.0;"):
+        model_from_hf({**body, "bits": 4, "transformers_version": "77.0.0"}, "config.json")
     with pytest.raises(CheckpointError, match=r"quantization_config: weights are stored as 'mxfp4'; write them as"):
         model_from_hf({**body, "quantization_config": {"quant_method": "mxfp4"}}, "config.json")
-    model_from_hf({**body, "attention_sinks": None}, "config.json")  # null is absent
 
 
 def test_an_unknown_rope_field_is_refused_by_name() -> None:

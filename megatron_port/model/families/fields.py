@@ -1,7 +1,7 @@
 """Fields of a ``config.json``: read with transformers' defaults, every one accounted for.
 
-A field that was neither asked for nor is known to be harmless is refused by name: it may change what the model
-computes. null is absent, as it is in transformers.
+A field that was not asked for is harmless, or transformers does not read it for the family (``known``), or it is
+refused by name: it may change what the model computes. What is left out is noted.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 from megatron_port.config.attention import windows
 from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError
+from megatron_port.model.families.known import Known
+from megatron_port.model.families.rope_fields import read_rope
 
 ACTIVATIONS = {
     "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
@@ -37,28 +39,51 @@ HARMLESS = frozenset({
 })
 """Fields of any family that change nothing in what a language model computes."""
 _ATTENTION = {"full_attention": "full", "sliding_attention": "window"}
-_ROPE_TABLES = ("rope_parameters", "rope_scaling")
 
 
 class Fields:
     """The fields of a ``config.json``; those that are asked for are remembered."""
 
-    def __init__(self, values: Mapping[str, Any], where: str, asked: set[str] | None = None) -> None:
-        self.values, self.where = values, where
+    def __init__(
+        self, values: Mapping[str, Any], where: str, asked: set[str] | None = None, *, known: Known | None = None,
+        notes: list[str] | None = None,
+    ) -> None:
+        """``known``: the fields that transformers reads for this family; None: a plugin's. ``notes`` gets a sentence
+        for what is read otherwise than it is written."""
+        self.values, self.where, self.known = values, where, known
         self.asked: set[str] = set() if asked is None else asked
+        self.notes: list[str] = [] if notes is None else notes
+
+    def changed(self, **values: Any) -> Fields:
+        """Return these fields with other values of some; what is asked of either is remembered by both."""
+        return Fields({**self.values, **values}, self.where, self.asked, known=self.known, notes=self.notes)
+
+    def table(self, values: Mapping[str, Any]) -> Fields:
+        """Return the fields of a rope table of the file."""
+        return Fields(values, f"{self.where}, rope table", notes=self.notes)
 
     def get(self, name: str, default: Any, *names: str) -> Any:
-        """Return the first of ``name`` and ``names`` that is present and not null. Its type must be the default's."""
+        """Return the value of the field that is called ``name`` or one of ``names``. Its type must be the default's.
+        Absent: ``default``; null as well, where transformers' own default is null."""
         self.asked.update((name, *names))
-        for key in (name, *names):
-            value = self.values.get(key)
-            if value is None:
-                continue
+        given = {key: self.values[key] for key in (name, *names) if self.values.get(key) is not None}
+        if any(value != next(iter(given.values())) for value in given.values()):
+            said = " and ".join(f"{key} {value!r:.60}" for key, value in given.items())
+            raise self.fault(f"{said} are one field by two names; leave one of them")
+        for key, value in given.items():
             number = isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool)
             if type(value) is not type(default) and not number:
                 raise self.fault(f"{key} is {value!r:.80}; expected {type(default).__name__}")
             return float(value) if number else value
+        self._no_null(name, *names)
         return default
+
+    def _no_null(self, *names: str) -> None:
+        """Raise CheckpointError where a field is null and transformers' default is something else: the two differ."""
+        for name in names:
+            default = self.known.defaults.get(name) if self.known else None
+            if name in self.values and default is not None:
+                raise self.fault(f"{name} is null, which is not its default {default!r:.60}; write the value meant")
 
     def fault(self, what: str) -> CheckpointError:
         """Return an error whose message starts with the file."""
@@ -68,23 +93,25 @@ class Fields:
         """Raise CheckpointError unless the field is absent or ``ours``; ``what``: what another value would need."""
         self.asked.add(name)
         value = self.values.get(name)
+        if value is None and ours:
+            self._no_null(name)
         if value is not None and value != ours:
             raise self.fault(f"{name} is {value!r:.80}: {what}; only {ours!r} can be imported")
 
-    def window(self, name: str, default: int, length: int) -> int:
-        """Return a window of attention; 0 where there is none, or it is no shorter than ``length`` tokens. Absent:
-        ``default``; null or 0: none."""
+    def window(self, name: str, default: int) -> int:
+        """Return a window of attention in tokens, 0 where there is none. It may be longer than the context that the
+        file names: a text may be longer still. Absent: ``default``; null or 0: none."""
         self.asked.add(name)
         found = self.values.get(name, default)
         if found is not None and (not isinstance(found, int) or found < 0):
             raise self.fault(f"{name} is {found!r:.80}; expected a number of tokens")
-        return 0 if not found or found >= length else found
+        return found or 0
 
-    def windows_by_layer(self, layers: int, length: int) -> dict[str, Any]:
+    def windows_by_layer(self, layers: int) -> dict[str, Any]:
         """Return the windows of Qwen's models: of the layers that ``layer_types`` names, otherwise of those from
         ``max_window_layers`` on; none unless ``use_sliding_window``."""
         used, first = self.get("use_sliding_window", False), self.get("max_window_layers", 28)
-        window = self.window("sliding_window", 4096, length)
+        window = self.window("sliding_window", 4096)
         kinds = self._kinds(layers)
         if kinds is None and not used:
             return {}
@@ -94,9 +121,10 @@ class Fields:
             raise self.fault("layer_types has sliding_attention, but use_sliding_window is false")
         return windows(kinds, window)
 
-    def or_none(self, name: str, default: float) -> float:
-        """Return a number whose null means none, 0. Absent: ``default``."""
-        return 0.0 if name in self.values and self.values[name] is None else self.get(name, default)
+    def or_none(self, name: str, default: Any, none: Any = 0.0) -> Any:
+        """Return a field whose null means ``none``. Absent: ``default``."""
+        self.asked.add(name)
+        return none if name in self.values and self.values[name] is None else self.get(name, default)
 
     def windows_by_type(self, layers: int, default: Sequence[str], window: int) -> dict[str, Any]:
         """Return the windows of the layers that ``layer_types`` names, by default ``default`` repeated."""
@@ -126,57 +154,41 @@ class Fields:
         if self.get("hidden_act", "silu") != "silu":
             raise self.fault(f"hidden_act {self.values['hidden_act']!r:.80}: only silu (SwiGLU) can be imported")
 
-    def rope(self, base: str, percent: float, theta: float = 10000.0) -> dict[str, Any]:
-        """Rotary fields of a model from ``rope_parameters`` (transformers 5), or ``rope_scaling`` and the fields
-        beside it (4). ``base``: the older name of ``rope_theta``, by default ``theta``; ``percent``: share of a head
-        that is rotated."""
-        self.asked.update(_ROPE_TABLES)
-        table = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
-        if not isinstance(table, Mapping):
-            raise self.fault(f"rope_parameters is {table!r:.80}")
-        rope = Fields({**self.values, **table}, f"{self.where}, rope_parameters", self.asked)
-        out = _rope(rope, base, percent, theta)
-        rope.refuse_unknown(table, ())
-        return out
+    def rope(self, base: str, percent: float, theta: float = 10000.0, *, partial: bool = False) -> dict[str, Any]:
+        """Rotary fields of a model from ``rope_scaling`` (transformers 4) or ``rope_parameters`` (5), and the fields
+        beside them. ``base``: the older name of ``rope_theta``, by default ``theta``; ``percent``: share of a head that
+        is rotated. ``partial``: ``partial_rotary_factor`` may say another share."""
+        return read_rope(self, base, percent, theta, partial=partial)
 
     def refuse_unknown(self, names: Mapping[str, Any], harmless: Iterable[str]) -> None:
-        """Every one of ``names`` that is not null must have been asked for, or be harmless. Raises CheckpointError."""
-        unknown = sorted(k for k, v in names.items() if v is not None and k not in {*self.asked, *harmless})
-        if unknown:
-            shown = ", ".join(f"{key} ({names[key]!r:.60})" for key in unknown)
+        """Every one of ``names`` that is not null must have been asked for, be harmless, or change nothing in
+        transformers, which is noted. Raises CheckpointError."""
+        known, left = self.known, {*self.asked, *harmless}
+        unknown = {k: v for k, v in sorted(names.items()) if v is not None and k not in left}
+        inert = {k: v for k, v in unknown.items() if known is not None and known.inert(k, v)}
+        refused = {k: v for k, v in unknown.items() if k not in inert}
+        unread = {k: v for k, v in inert.items() if known is not None and not known.default(k, v)}
+        newer = known is not None and known.older_than(self.values.get("transformers_version"))
+        if newer:
+            refused |= unread
+        if refused:
+            since = ""
+            if known is not None and newer:
+                version = self.values.get("transformers_version")
+                since = f". The file is of transformers {version}; known here is what {known.version} reads"
             raise self.fault(
-                f"unknown field {shown}: it may change what the model computes; if it does not, remove it"
+                f"unknown field {_listed(refused)}: it may change what the model computes; if it does not, remove it"
+                f"{since}"
+            )
+        if unread and known is not None:
+            self.notes.append(
+                f"{self.where}: {len(unread)} {'field' if len(unread) == 1 else 'fields'} left out, which transformers "
+                f"{known.version} does not read for this family: {_listed(unread)}"
             )
 
 
-def _rope(rope: Fields, base: str, percent: float, theta: float) -> dict[str, Any]:
-    kind = rope.get("rope_type", "default", "type")
-    if kind not in ("default", "linear", "llama3", "yarn"):
-        raise rope.fault(f"rope_type {kind!r:.80}; only default, linear, llama3 and yarn can be imported")
-    out = {
-        "position_embedding": "rope", "rope_theta": rope.get("rope_theta", theta, base),
-        "rotary_percent": rope.get("partial_rotary_factor", percent),
-    }
-    if kind == "default":
-        return out
-    out |= {"rope_scaling": kind, "rope_factor": rope.get("factor", 1.0)}
-    if kind in ("llama3", "yarn"):
-        out["rope_original_length"] = length = rope.get("original_max_position_embeddings", 0)
-        if length < 1:
-            raise rope.fault(f"rope_type {kind} without original_max_position_embeddings")
-    if kind == "llama3":
-        out |= {
-            "rope_low_freq_factor": rope.get("low_freq_factor", 1.0),
-            "rope_high_freq_factor": rope.get("high_freq_factor", 4.0),
-        }
-    if kind == "yarn":
-        for name in ("mscale", "mscale_all_dim"):
-            rope.refuse(name, None, "another factor on the scores")
-        out |= {
-            "rope_beta_fast": rope.get("beta_fast", 32.0), "rope_beta_slow": rope.get("beta_slow", 1.0),
-            "rope_attention_factor": rope.get("attention_factor", 0.0), "rope_truncate": rope.get("truncate", True),
-        }
-    return out
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} ({value!r:.60})" for key, value in values.items())
 
 
 def rope_scaling(model: ModelConfig) -> dict[str, Any]:

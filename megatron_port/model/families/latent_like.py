@@ -9,14 +9,11 @@ from typing import Any
 from megatron_port.config.schema import ModelConfig
 from megatron_port.model.families.fields import Fields
 from megatron_port.model.families.llama_like import read_llama_like, write_llama_like
+from megatron_port.model.families.rope_fields import TABLES, yarn_growth
 
 LATENT_EPSILON = 1e-6
 """Of the latents' norms, whatever ``rms_norm_eps`` says."""
-
-
-def _score_factor(factor: float, mscale: float) -> float:
-    """YaRN's growth of the scores' scale, as DeepSeek parametrises it (arXiv 2309.00071, eq. 22)."""
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+_SCALES = ("mscale", "mscale_all_dim")
 
 
 def read_latent(f: Fields, **defaults: Any) -> dict[str, Any]:
@@ -25,11 +22,10 @@ def read_latent(f: Fields, **defaults: Any) -> dict[str, Any]:
     nope, rotated = f.get("qk_nope_head_dim", 128), f.get("qk_rope_head_dim", 64)
     f.refuse("qk_head_dim", nope + rotated, "queries of another size than their parts")
     f.refuse("head_dim", rotated, "a head of another size than the rotated part")
-    table = {**(f.values.get("rope_parameters") or f.values.get("rope_scaling") or {})}
-    scale, everywhere = table.pop("mscale", None), table.pop("mscale_all_dim", None)
-    for name in ("rope_parameters", "rope_scaling"):
-        if f.values.get(name):
-            f = Fields({**f.values, name: table}, f.where, f.asked)
+    tables = {name: dict(f.values[name]) for name in TABLES if isinstance(f.values.get(name), Mapping)}
+    read = next((table for table in tables.values() if table), {})
+    scale, everywhere = (read.get(name) for name in _SCALES)
+    f = f.changed(**{name: {k: v for k, v in t.items() if k not in _SCALES} for name, t in tables.items()})
     values = read_llama_like(f, **defaults)
     heads = values["num_attention_heads"]
     if values["num_query_groups"] != heads:
@@ -40,7 +36,7 @@ def read_latent(f: Fields, **defaults: Any) -> dict[str, Any]:
         "add_bias": False, "num_query_groups": 0, "head_dim": nope + rotated, "qk_rope_head_dim": rotated,
         "kv_lora_rank": f.get("kv_lora_rank", 512), "v_head_dim": f.get("v_head_dim", 128),
         # null there: queries come from the input
-        "q_lora_rank": f.get("q_lora_rank", 0 if "q_lora_rank" in f.values else 1536),
+        "q_lora_rank": f.or_none("q_lora_rank", 1536, 0),
     } | _scales(f, values, nope + rotated, scale, everywhere)
 
 
@@ -52,9 +48,9 @@ def _scales(f: Fields, values: Mapping[str, Any], head: int, scale: Any, everywh
         return {}
     if not isinstance(everywhere, float | int) or not isinstance(scale, float | int):
         raise f.fault(f"mscale is {scale!r:.40} and mscale_all_dim {everywhere!r:.40}; expected two numbers")
-    grown = _score_factor(values["rope_factor"], everywhere)
+    grown = yarn_growth(values["rope_factor"], everywhere)
     return {
-        "rope_attention_factor": _score_factor(values["rope_factor"], scale) / grown,
+        "rope_attention_factor": values["rope_attention_factor"] or yarn_growth(values["rope_factor"], scale) / grown,
         "attention_scale": grown * grown / math.sqrt(head),
     }
 

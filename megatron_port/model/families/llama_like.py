@@ -17,16 +17,14 @@ def read_llama_like(
     heads. ``partial``: the family may rotate a part of each head."""
     f.silu()
     heads = f.get("num_attention_heads", heads)
-    rope = f.rope("rope_theta", 1.0, theta)
-    if not partial and rope["rotary_percent"] != 1.0:
-        raise f.fault(f"partial_rotary_factor is {rope['rotary_percent']}; only 1.0 can be imported")
+    rope = f.rope("rope_theta", 1.0, theta, partial=partial)
     return {
         "num_layers": f.get("num_hidden_layers", layers), "hidden_size": f.get("hidden_size", hidden),
-        "num_attention_heads": heads, "num_query_groups": f.get("num_key_value_heads", groups or heads),
+        "num_attention_heads": heads, "num_query_groups": f.or_none("num_key_value_heads", groups or heads, heads),
         "head_dim": f.get("head_dim", head), "ffn_hidden_size": f.get("intermediate_size", ffn),
         "vocab_size": f.get("vocab_size", vocab), "seq_length": f.get("max_position_embeddings", length),
         "normalization": "rmsnorm", "norm_epsilon": f.get("rms_norm_eps", epsilon), "activation": "swiglu",
-        "tie_embeddings": f.get("tie_word_embeddings", tied), "attention_dropout": f.get("attention_dropout", 0.0),
+        "tie_embeddings": f.get("tie_word_embeddings", tied), "attention_dropout": f.or_none("attention_dropout", 0.0),
         "init_std": f.get("initializer_range", 0.02), **rope,
     }
 

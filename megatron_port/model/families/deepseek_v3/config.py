@@ -25,7 +25,7 @@ def read(f: Fields) -> dict[str, Any]:
     if layers <= (dense := f.get("first_k_dense_replace", 3)) < layers + ahead:
         raise f.fault(
             f"first_k_dense_replace is {dense} of {layers} layers and {ahead} that predict further tokens, which alone "
-            "would have experts"
+            "would have experts; num_nextn_predict_layers = 0 imports the model without them"
         )
     return values | {"moe": _experts(f, layers), "mtp_layers": ahead}
 

@@ -22,7 +22,7 @@ def read(f: Fields) -> dict[str, Any]:
         "add_bias": True, "tie_embeddings": f.get("tie_word_embeddings", False),
         "parallel_residual": f.get("use_parallel_residual", True), "hidden_dropout": f.get("hidden_dropout", 0.0),
         "attention_dropout": f.get("attention_dropout", 0.0), "init_std": f.get("initializer_range", 0.02),
-        **f.rope("rotary_emb_base", f.get("rotary_pct", 0.25)),
+        **f.rope("rotary_emb_base", f.get("rotary_pct", 0.25), partial=True),
     }
 
 

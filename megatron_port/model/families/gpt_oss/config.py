@@ -26,7 +26,7 @@ def read(f: Fields) -> dict[str, Any]:
     f.refuse("swiglu_alpha", SHARPNESS, "another activation")
     f.refuse("swiglu_limit", CLAMP, "another activation")
     if not (f.values.get("rope_parameters") or f.values.get("rope_scaling")):
-        f = Fields({**f.values, "rope_parameters": _YARN}, f.where, f.asked)
+        f = f.changed(rope_parameters=_YARN)
     values = read_llama_like(
         f, hidden=2880, ffn=2880, vocab=201088, length=131072, groups=8, head=64, heads=64, layers=36, epsilon=1e-5,
         theta=150000.0,

@@ -11,7 +11,6 @@ from megatron_port.model.families.llama_like import one_bias, read_llama_like, w
 
 def read(f: Fields) -> dict[str, Any]:
     """Fields of a model."""
-    f.refuse("pretraining_tp", 1, "products in slices")
     return read_llama_like(f) | {"add_bias": one_bias(f)}
 
 

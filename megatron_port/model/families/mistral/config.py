@@ -12,7 +12,7 @@ from megatron_port.model.families.llama_like import read_llama_like, write_llama
 def read(f: Fields) -> dict[str, Any]:
     """Fields of a model."""
     values = read_llama_like(f, ffn=14336, vocab=32000, length=4096 * 32, groups=8)
-    window = f.window("sliding_window", 4096, values["seq_length"])
+    window = f.window("sliding_window", 4096)
     return values | {"add_bias": False, "sliding_window": window}
 
 

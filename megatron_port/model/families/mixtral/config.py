@@ -15,7 +15,7 @@ def read(f: Fields) -> dict[str, Any]:
     f.refuse("router_jitter_noise", 0.0, "noise in what experts read, not in what the router reads alone")
     values = read_llama_like(f, ffn=14336, length=4096 * 32, groups=8, epsilon=1e-5, theta=1e6)
     return values | {
-        "add_bias": False, "sliding_window": f.window("sliding_window", 0, values["seq_length"]),
+        "add_bias": False, "sliding_window": f.window("sliding_window", 0),
         "moe": MoEConfig(
             num_experts=f.get("num_local_experts", 8, "num_experts"), top_k=f.get("num_experts_per_tok", 2)
         ),

@@ -15,7 +15,9 @@ HARMLESS = frozenset({"original_max_position_embeddings"})
 def read(f: Fields) -> dict[str, Any]:
     """Fields of a model."""
     values = read_llama_like(f, hidden=3072, ffn=8192, vocab=32064, length=4096, epsilon=1e-5, partial=True)
-    window = f.window("sliding_window", 0, values["seq_length"])
+    if "rope_scaling" in values:
+        raise f.fault(f"rope_type {values['rope_scaling']!r}: transformers' phi3 has default and longrope only")
+    window = f.window("sliding_window", 0)
     dropout = f.get("resid_pdrop", 0.0)
     f.refuse("embd_pdrop", dropout, "another probability after the embedding than after the branches")
     return values | {"add_bias": False, "sliding_window": window, "hidden_dropout": dropout}

@@ -12,7 +12,7 @@ from megatron_port.model.families.llama_like import read_llama_like, write_llama
 def read(f: Fields) -> dict[str, Any]:
     """Fields of a model."""
     values = read_llama_like(f, ffn=22016, vocab=151936, length=32768, groups=32)
-    values |= f.windows_by_layer(values["num_layers"], values["seq_length"])
+    values |= f.windows_by_layer(values["num_layers"])
     return values | {"add_bias": False, "qkv_bias": True}
 
 

@@ -21,8 +21,8 @@ def read(f: Fields) -> dict[str, Any]:
     if f.get("use_sliding_window", False) and f.values.get("layer_types") is None:
         last = f.get("max_window_layers", 28)
         kinds = ["sliding_attention" if i % 2 == 0 and i < last else "full_attention" for i in range(layers)]
-        f = Fields({**f.values, "layer_types": kinds}, f.where, f.asked)
-    return values | f.windows_by_layer(layers, values["seq_length"]) | {
+        f = f.changed(layer_types=kinds)
+    return values | f.windows_by_layer(layers) | {
         "add_bias": False, "qkv_bias": f.get("qkv_bias", True),
         "moe": qwen_experts(
             f, layers, experts=60, top_k=4, width=1408, shared_ffn_hidden_size=shared, shared_gate=True

@@ -13,7 +13,7 @@ def read(f: Fields) -> dict[str, Any]:
     """Fields of a model."""
     f.refuse("attention_bias", False, "biases in attention alone")
     values = read_llama_like(f, ffn=22016, vocab=151936, length=32768, groups=32, head=128)
-    values |= f.windows_by_layer(values["num_layers"], values["seq_length"])
+    values |= f.windows_by_layer(values["num_layers"])
     return values | {"add_bias": False, "qk_norm": True}
 
 

@@ -14,7 +14,7 @@ def read(f: Fields) -> dict[str, Any]:
     """Fields of a model. A window is of all layers."""
     f.refuse("attention_bias", False, "biases in attention alone")
     values = read_llama_like(f, hidden=2048, ffn=6144, vocab=151936, length=32768, groups=4, layers=24)
-    window = f.window("sliding_window", 4096, values["seq_length"])
+    window = f.window("sliding_window", 4096)
     return values | {
         "add_bias": False, "qk_norm": True, "sliding_window": window if f.get("use_sliding_window", False) else 0,
         "moe": qwen_experts(f, values["num_layers"], experts=128, top_k=8, width=768),

@@ -12,13 +12,12 @@ from megatron_port.model.families.llama_like import one_bias, read_llama_like, w
 
 def read(f: Fields) -> dict[str, Any]:
     """Fields of a model."""
-    f.refuse("pretraining_tp", 1, "products in slices")
     values = read_llama_like(f, hidden=2048, ffn=11008, vocab=128256, length=32768, groups=4, theta=2000000.0,
                              layers=36, heads=16, tied=True)
     layers = values["num_layers"]
     if f.values.get("use_sliding_window") and not f.values.get("layer_types"):
         raise f.fault("use_sliding_window without layer_types: it does not say which layers have a window")
-    values |= f.windows_by_layer(layers, values["seq_length"])
+    values |= f.windows_by_layer(layers)
     every = f.get("no_rope_layer_interval", 4)
     rotates = f.get("no_rope_layers", [int((i + 1) % every != 0) for i in range(layers)])
     if len(rotates) < layers or any(one not in (0, 1) for one in rotates):

@@ -25,7 +25,7 @@ def read(f: Fields) -> dict[str, Any]:
         "norm_epsilon": f.get("norm_epsilon", 1e-5),
         "activation": f.activation(f.get("hidden_act", "gelu_pytorch_tanh")), "add_bias": True,
         "tie_embeddings": f.get("tie_word_embeddings", True), "hidden_dropout": dropout,
-        "sliding_window": f.window("sliding_window", 0, length),
+        "sliding_window": f.window("sliding_window", 0),
         "attention_dropout": f.get("attention_dropout", 0.0), "init_std": f.get("initializer_range", 0.018042),
         **f.rope("rope_theta", 1.0),
     }
