@@ -74,6 +74,8 @@ def add_actions(actions: Any) -> None:
         help="entries of the tokenizer: Megatron saves the padded size only, which is taken otherwise",
     )
     into.add_argument("--trust-pickle", action="store_true", help="you trust the author of the source's pickles")
+    into.add_argument("--skip-check", action="store_true",
+                      help="hf: do not compare with transformers' model, where it is installed")
     into.add_argument("--weights-only", action="store_true", help="without the optimizer's state: step 0 of a new run")
     into.add_argument(*_PLUGIN, **_PLUGIN_HELP)
 
@@ -156,7 +158,8 @@ def _import(args: argparse.Namespace) -> int:
     with ProgressBar("import") as bar:
         path = import_checkpoint(
             args.source, args.out, form=args.format, model=_model(args.model, args.vocab_size), note=bar.print,
-            vocab_size=args.vocab_size, trusted=args.trust_pickle, weights_only=args.weights_only, advance=bar,
+            vocab_size=args.vocab_size, trusted=args.trust_pickle, weights_only=args.weights_only,
+            check=not args.skip_check, advance=bar,
         )
     print(f"{path}: imported; `megatron-port train run.toml --set checkpoint.resume={path}` starts from it")
     if (path.parent / "model.toml").is_file():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +76,8 @@ def evaluate(args: argparse.Namespace, info: ProcessInfo) -> int:
     from megatron_port.session.weights import inference_config, open_weights
 
     weights = open_weights(weights_folder(args.checkpoint), averaged=args.ema)
+    if info.rank == 0 and weights.notes:
+        print(*weights.notes, sep="\n", file=sys.stderr)
     corpus = [f"data.train={json.dumps([args.data])}", "data.synthetic=false"] if args.data else []
     config = inference_config(
         weights, [*corpus, *args.overrides], info.world_size, micro_batch=args.micro_batch_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,6 +81,8 @@ def generate(args: argparse.Namespace, prompts: list[str], sampling: Sampling, i
     from megatron_port.session.weights import inference_config, open_weights
 
     weights = open_weights(weights_folder(args.checkpoint), averaged=args.ema)
+    if info.rank == 0 and weights.notes:
+        print(*weights.notes, sep="\n", file=sys.stderr)
     config = inference_config(weights, args.overrides, info.world_size)
     tokenizer = weights.tokenizer(config.data.tokenizer)
     chat = weights.chat(tokenizer) if args.chat else None

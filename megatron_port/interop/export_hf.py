@@ -23,9 +23,9 @@ from megatron_port.errors import CheckpointError, DataError
 from megatron_port.interop.folder import building
 from megatron_port.interop.hf_check import Agreement, check_export
 from megatron_port.interop.hf_config import family_for, hf_config
-from megatron_port.interop.hf_files import DTYPES, INDEX, SINGLE
 from megatron_port.interop.hf_names import Tensor, hf_tensors
 from megatron_port.interop.hf_runs import Run
+from megatron_port.interop.hf_shards import DTYPES, INDEX, SINGLE
 from megatron_port.interop.hf_tokenizer import check_written, end_of_text, kept_files, write_tokenizer
 from megatron_port.interop.import_hf import SLAB_BYTES
 from megatron_port.interop.pinned_chat import PinnedChat, pinned_chat, write_chat, write_generation

@@ -1,4 +1,4 @@
-"""Do transformers' model of an exported folder and ours of the checkpoint compute the same logits?
+"""Do transformers' model of a folder and ours compute the same logits? Asked of every export, and of every import.
 
 Both run in fp32 on the same random tokens, layer by layer: at any time a process holds the weights of one layer (here)
 or of one module (there). All matrices and biases are multiplied by 5 first. At the usual 0.02 of fresh weights even a
@@ -9,10 +9,12 @@ in fp64, and the scale is then lowered to 2 or 1.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
@@ -21,9 +23,11 @@ from megatron_port.checkpoint.reader import Checkpoint
 from megatron_port.config.schema import LayoutConfig, ModelConfig
 from megatron_port.engine.module import read_local
 from megatron_port.errors import CheckpointError, EnvironmentFault
-from megatron_port.interop.hf_theirs import norm_weights, their_logits
+from megatron_port.interop.hf_files import HFFolder
+from megatron_port.interop.hf_theirs import loaded_by, norm_weights, scaled_logits, their_logits
 from megatron_port.model.build import BuildContext
 from megatron_port.model.decoder_spec import model_spec
+from megatron_port.model.flops import parameter_count
 from megatron_port.model.layers import Embedding, Head, TransformerLayer
 from megatron_port.model.shapes import LAST_STEP
 from megatron_port.parallel.buffers import recorded_buffers
@@ -80,20 +84,14 @@ def check_export(checkpoint: Checkpoint, model: ModelConfig, folder: Path, *, dt
         EnvironmentFault: transformers is not installed.
     """
     transformers = import_transformers()
-    generator = torch.Generator().manual_seed(0)
-    length = min(LENGTH, model.seq_length)
-    tokens = torch.randint(0, model.vocab_size, (SAMPLES, length), generator=generator)
+    tokens = _tokens(model)
 
     def rounded(
         name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...], /, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         return checkpoint.read(name, kind, offset, shape).to(torch.float32 if kind == BUFFER else dtype)
 
-    for scale in SCALES:
-        ours = our_logits(rounded, model, tokens, scale=scale)
-        rounding = deviation(ours, our_logits(rounded, model, tokens, scale=scale, dtype=torch.float64))
-        if rounding <= 0.7 * TOLERANCE:  # the two models round each in its own order: together at most 1.4 times that
-            break
+    ours, scale, rounding = _scaled(rounded, model, tokens)
     theirs = their_logits(transformers, folder, tokens, scale=scale)
     tolerance = TOLERANCE if scale > SCALES[-1] else max(TOLERANCE, 2 * rounding)
     found = Agreement(deviation(ours, theirs), tolerance, scale, rounding, transformers.__version__)
@@ -103,6 +101,60 @@ def check_export(checkpoint: Checkpoint, model: ModelConfig, folder: Path, *, dt
             f"{tolerance:.1e} (fp32, weights × {scale:g}; rounding alone is {rounding:.1e}). Nothing was exported"
         )
     return found
+
+
+def check_import(folder: HFFolder, note: Callable[[str], None]) -> Agreement | None:
+    """Run our model of a Hugging Face folder and the one that transformers itself loads from it. None: they could not
+    be compared, and a line was noted that says why.
+
+    Raises:
+        CheckpointError: the logits differ by more than rounding explains.
+    """
+    need, free = 4 * parameter_count(folder.model), psutil.virtual_memory().available
+    if need > free:
+        note(
+            f"not compared with transformers, whose model takes {need / 1e9:.1f} GB in fp32; only {free / 1e9:.1f} GB "
+            "are free"
+        )
+        return None
+    try:
+        transformers = import_transformers()
+        network = loaded_by(transformers, folder.path)
+    except EnvironmentFault:
+        note("not compared with transformers, which is not installed here (pip install transformers)")
+        return None
+    except Exception as error:  # whatever its loader finds wrong with the folder
+        what = f"{type(error).__name__}: {error!s:.300}"
+        note(f"not compared with transformers, which does not load {folder.path}: {what}")
+        return None
+    tokens = _tokens(folder.model)
+    ours, scale, rounding = _scaled(folder.read, folder.model, tokens)
+    theirs = scaled_logits(network, folder, tokens, scale=scale)
+    tolerance = max(TOLERANCE, 4 * rounding)
+    found = Agreement(deviation(ours, theirs), tolerance, scale, rounding, transformers.__version__)
+    if not found.deviation <= tolerance:  # NaN as well
+        raise CheckpointError(
+            f"{folder.path}: transformers {found.version} computes other logits from it than our model does, by "
+            f"max|Δ| / max|logit| = {found.deviation:.2e}, above {tolerance:.1e} (fp32, weights × {scale:g}; rounding "
+            f"alone is {rounding:.1e}). Nothing was imported; --skip-check imports it all the same"
+        )
+    return found
+
+
+def _tokens(model: ModelConfig) -> torch.Tensor:
+    """Return random tokens, [samples, tokens]."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, model.vocab_size, (SAMPLES, min(LENGTH, model.seq_length)), generator=generator)
+
+
+def _scaled(read: StateReader, model: ModelConfig, tokens: torch.Tensor) -> tuple[torch.Tensor, float, float]:
+    """Return our logits, the scale of the weights, and how far rounding alone moves them."""
+    for scale in SCALES:
+        ours = our_logits(read, model, tokens, scale=scale)
+        rounding = deviation(ours, our_logits(read, model, tokens, scale=scale, dtype=torch.float64))
+        if rounding <= 0.7 * TOLERANCE:  # the two models round each in its own order: together at most 1.4 times that
+            break
+    return ours, scale, rounding
 
 
 def import_transformers() -> Any:

@@ -6,26 +6,23 @@ import passes through a parameter a slab at a time. No pickle: a folder with ``.
 
 from __future__ import annotations
 
-import json
-import re
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError, DamagedCheckpoint
 from megatron_port.interop.hf_config import CONFIG, family_of, model_from_hf, read_hf_config
 from megatron_port.interop.hf_names import MODULE_HEAD, Mapped, hf_mapping, hf_tensors
 from megatron_port.interop.hf_runs import Run, overlaps
+from megatron_port.interop.hf_shards import Place, Shards
 from megatron_port.parallel.state import BUFFER
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors")
-_MAX_INDEX = 1 << 28
+AHEAD = ("num_nextn_predict_layers", "num_mtp_layers")
+"""Names of the field that counts modules of multi-token prediction."""
 
 
 def is_hf(source: Path) -> bool:
@@ -36,15 +33,6 @@ def is_hf(source: Path) -> bool:
         return "model_type" in read_hf_config(source)
     except CheckpointError:
         return False
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Location of a tensor."""
-
-    file: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
 
 class HFFolder:
@@ -63,14 +51,51 @@ class HFFolder:
         where = str(self.path / CONFIG)
         family = family_of(self.config, where)
         self.family, self._names = family.name, family.names
-        self.model: ModelConfig = model_from_hf(self.config, where)
-        self._open: dict[str, Any] = {}
-        self._places = self._scan()
+        self._shards = Shards(self.path)
+        self._places, self._twin = self._shards.places, ""
         # Files of the bare model (no language-model class around it) lack the prefix.
         bare = not any(name.startswith(self._names.prefix) for name in self._places)
         self._cut = len(self._names.prefix) if bare else 0
+        self.notes: list[str] = self._shards.notes
+        """What is left out of the folder, or read otherwise than it is written, a sentence each."""
+        self.model: ModelConfig = model_from_hf(self._without_ahead(), where, self.notes)
+        self._settle_head()
         self.mapping: dict[str, Mapped] = hf_mapping(self.model, self.family)
         self._check()
+
+    def _without_ahead(self) -> dict[str, Any]:
+        """Return the configuration, without the modules of multi-token prediction where no file has any of them: they
+        are transformers' default, but it makes none."""
+        asked = [name for name in AHEAD if self._names.ahead and self.config.get(name)]
+        layers = self.config.get("num_hidden_layers")
+        if not asked or not isinstance(layers, int):
+            return self.config
+        first = self._key(self._names.prefix + self._names.layer.format(layers))
+        if any(name.startswith(first) for name in self._places):
+            return self.config
+        self.notes.append(
+            f"{self.path / CONFIG}: {asked[0]} is {self.config[asked[0]]!r:.20}, and the files have no such modules; "
+            "it is read as 0"
+        )
+        return self.config | dict.fromkeys(asked, 0)
+
+    def _settle_head(self) -> None:
+        """Untie the model where the files have a head that is not the token table, as transformers 5 does. A head
+        without a token table is both."""
+        table = f"{self._names.prefix}{self._names.outside['embedding.word']}.weight"
+        if not self.model.tie_embeddings or not self.tensor_known(MODULE_HEAD):
+            return
+        head = self._key(MODULE_HEAD)
+        if not self.tensor_known(table):
+            self._twin = table
+            said = f"the files have no {self._key(table)}; {head} is read for it, since config.json ties the two"
+            self.notes.append(f"{self.path}: {said}")
+        elif not self._shards.same(head, self._key(table)):
+            self.model = replace(self.model, tie_embeddings=False)
+            self.notes.append(
+                f"{self.path}: config.json ties the head to the token table, but the files have another {head}; it is "
+                "kept and the model is untied, as in transformers 5 (4 would drop it)"
+            )
 
     def names(self) -> list[str]:
         """Canonical names of all parameters."""
@@ -145,85 +170,24 @@ class HFFolder:
         except (SafetensorError, OSError) as error:
             raise DamagedCheckpoint(f"{self.path / self._place(run.tensor).file}: {run.tensor}: {error}") from None
 
-    def _same_ends(self, name: str, other: str) -> bool:
-        """Whether two matrices have the same first and last row: tables of gigabytes are not read for it."""
-        one, two, last = self._slice(name), self._slice(other), self._place(name).shape[0] - 1
-        return all(torch.equal(one[row : row + 1], two[row : row + 1]) for row in (0, last))
-
-    def _place(self, name: str) -> _Place:
+    def _place(self, name: str) -> Place:
         return self._places[self._key(name)]
 
     def _key(self, name: str) -> str:
         """The name in the files; the head may have either of its two."""
         head = self._names.head
-        if name in (head, MODULE_HEAD):
+        if name in (head, MODULE_HEAD, self._twin):
             return head if head in self._places else MODULE_HEAD
         return name[self._cut :] if name.startswith(self._names.prefix) else name
 
     def _slice(self, name: str) -> Any:
-        return self._file(self._place(name).file).get_slice(self._key(name))
+        return self._shards.slice_of(self._key(name))
 
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
-            path = self.path / name
-            try:
-                self._open[name] = safe_open(path, framework="pt", device="cpu")
-            except FileNotFoundError:
-                raise CheckpointError(f"{path} is missing; {INDEX} names it") from None
-            except (SafetensorError, OSError) as error:
-                raise DamagedCheckpoint(f"{path}: not a whole safetensors file: {error}") from None
-        return self._open[name]
-
-    def _scan(self) -> dict[str, _Place]:
-        """Every tensor of every file. The index, where there is one, must agree with the files."""
-        if (self.path / INDEX).is_file():
-            listed = self._index()
-            files = sorted(set(listed.values()))
-        elif (self.path / SINGLE).is_file():
-            listed, files = {}, [SINGLE]
-        else:
-            raise self._no_weights()
-        found: dict[str, _Place] = {}
-        for file in files:
-            handle = self._file(file)
-            for name in handle.keys():  # noqa: SIM118 (not a mapping)
-                data = handle.get_slice(name)
-                code = data.get_dtype()
-                if code not in DTYPES:
-                    raise CheckpointError(
-                        f"{self.path / file}: {name} is {code}; only {', '.join(DTYPES)} can be imported: convert it"
-                    )
-                found[name] = _Place(file, DTYPES[code], tuple(data.get_shape()))
-        for name, file in listed.items():
-            if name not in found or found[name].file != file:
-                raise DamagedCheckpoint(f"{self.path / INDEX}: {name} should be in {file}, and is not")
-        return found
-
-    def _index(self) -> dict[str, str]:
-        path = self.path / INDEX
-        try:
-            if path.stat().st_size > _MAX_INDEX:
-                raise CheckpointError(f"{path}: {path.stat().st_size} bytes; an index has at most {_MAX_INDEX}")
-            table = json.loads(path.read_bytes())["weight_map"]
-            if not isinstance(table, dict) or not table:
-                raise ValueError("weight_map is not a table of names")
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise DamagedCheckpoint(f"{path}: damaged: {type(error).__name__}: {error}") from None
-        for file in table.values():
-            if not isinstance(file, str) or not _FILE.fullmatch(file):
-                raise CheckpointError(f"{path}: file name {file!r:.120} is not allowed; expected NAME.safetensors")
-        return table
-
-    def _no_weights(self) -> CheckpointError:
-        pickles = sorted(p.name for p in self.path.glob("*.bin"))
-        if not pickles:
-            return CheckpointError(f"{self.path}: no {SINGLE} and no {INDEX} in it; are the weights there?")
-        return CheckpointError(
-            f"{self.path}: its weights are pickles ({pickles[0]}), which can run any program when they are read. If "
-            "you trust whoever made them, convert them once: python -c \"from transformers import "
-            f"AutoModelForCausalLM as M; M.from_pretrained('{self.path}')"
-            f".save_pretrained('{self.path}-safetensors')\""
-        )
+    def _ahead_hint(self, key: str) -> str:
+        """Return what to set where a tensor of a module of multi-token prediction is missing."""
+        layers = (self.model.num_layers + i for i in range(self.model.mtp_layers))
+        ahead = (self._key(self._names.prefix + self._names.layer.format(layer)) for layer in layers)
+        return f" ({AHEAD[0]}; 0 imports the model without such modules)" if key.startswith(tuple(ahead)) else ""
 
     def _check(self) -> None:
         """Every tensor of the model is there with its shape, and no other but known buffers."""
@@ -235,12 +199,14 @@ class HFFolder:
             if place is None:
                 if name in copies:
                     continue
-                raise CheckpointError(f"{self.path}: {key} {shape} is not in its files; config.json asks for it")
+                raise CheckpointError(
+                    f"{self.path}: {key} {shape} is not in its files; config.json asks for it{self._ahead_hint(key)}"
+                )
             if place.shape != shape:
                 raise CheckpointError(
                     f"{self.path / place.file}: {key} has shape {place.shape}; config.json makes it {shape}"
                 )
-            if name in copies and not self._same_ends(name, copies[name]):
+            if name in copies and not self._shards.same(key, self._key(copies[name])):
                 raise CheckpointError(
                     f"{self.path / place.file}: {key} is not {copies[name]}, which the modules of multi-token "
                     "prediction share with the model"

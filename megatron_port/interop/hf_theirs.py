@@ -23,6 +23,27 @@ def norm_weights(model: ModelConfig) -> set[str]:
     return {p.name for p in model_spec(model).parameters() if p.init != "normal" and p.name.endswith(".weight")}
 
 
+def loaded_by(transformers: Any, folder: Path) -> nn.Module:
+    """Return transformers' model of a folder in fp32, loaded by itself: none of our reading is in it. Code of the
+    folder's is not run, and pickles are not read."""
+    model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+        str(folder), local_files_only=True, trust_remote_code=False, use_safetensors=True, attn_implementation="eager",
+        experts_implementation="eager", dtype=torch.float32,
+    )
+    return model.eval()
+
+
+def scaled_logits(network: nn.Module, source: HFFolder, tokens: torch.Tensor, *, scale: float) -> torch.Tensor:
+    """Logits [batch, seq, vocab] of transformers' model, whose weights but norms are multiplied by ``scale`` first."""
+    norms = {run.tensor for name in norm_weights(source.model) for run in source.mapping[name].runs}
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if name not in norms:
+                parameter.mul_(scale)
+        out: torch.Tensor = network(tokens, use_cache=False).logits
+    return out
+
+
 def their_logits(transformers: Any, folder: Path, tokens: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
     """Logits [batch, seq, vocab] of transformers' model of a folder in fp32, one module's weights at a time."""
     source = HFFolder(folder)

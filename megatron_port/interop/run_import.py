@@ -9,6 +9,7 @@ from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError
 from megatron_port.interop.commit import Imported, commit_import
 from megatron_port.interop.folder import scratch
+from megatron_port.interop.hf_check import check_import
 from megatron_port.interop.hf_files import HFFolder, is_hf
 from megatron_port.interop.import_dcp import is_dcp, read_dcp
 from megatron_port.interop.import_hf import keep_companions, read_hf
@@ -40,11 +41,14 @@ def find_format(source: Path) -> str:
 
 def import_checkpoint(
     source: Path, out: Path, *, form: str = "auto", model: ModelConfig | None = None, vocab_size: int = 0,
-    trusted: bool = False, weights_only: bool = False, note: Callable[[str], None] = print, advance: Advance = silent,
+    trusted: bool = False, weights_only: bool = False, check: bool = True, note: Callable[[str], None] = print,
+    advance: Advance = silent,
 ) -> Path:
     """Read ``source`` and commit ``out/step-N``; the committed folder.
 
     Tensors are on disk until the writer takes them: free space of twice the source is needed, and little memory.
+    ``check``: compare a Hugging Face folder's logits with transformers', where it is installed. ``note`` gets that
+    line, and one for each thing that is left out of the folder or read otherwise than it is written.
     ``advance`` is called with the bytes that were read, of formats that are read tensor by tensor (hf, dcp).
 
     Raises:
@@ -54,7 +58,7 @@ def import_checkpoint(
     size = sum(p.stat().st_size for p in source.rglob("*") if p.is_file())
     with scratch(out, 2 * size) as folder:
         stage = Stage(folder, put_down=Tally(advance, size).add)
-        found = _read(source, folder, stage, form, model, vocab_size, trusted, weights_only, note)
+        found = _read(source, folder, stage, form, model, vocab_size, trusted, weights_only, check, note)
         path = commit_import(found, out, source=source, weights_only=weights_only, note=note)
         if form == "hf":
             keep_companions(source, out, found.model)
@@ -63,12 +67,18 @@ def import_checkpoint(
 
 def _read(
     source: Path, folder: Path, stage: Stage, form: str, model: ModelConfig | None, vocab_size: int, trusted: bool,
-    weights_only: bool, note: Callable[[str], None],
+    weights_only: bool, check: bool, note: Callable[[str], None],
 ) -> Imported:
     if form == "hf":
         if model is not None:
             raise CheckpointError(f"{source}: --model is not for Hugging Face folders: config.json says what they hold")
-        return read_hf(HFFolder(source), stage)
+        found = HFFolder(source)
+        for line in found.notes:
+            note(line)
+        agreement = check_import(found, note) if check else None
+        if agreement is not None:
+            note(agreement.line())
+        return read_hf(found, stage)
     if form == "dcp":
         if not is_dcp(source):
             raise CheckpointError(f"{source}: no .metadata in it; it is no torch.distributed.checkpoint folder")

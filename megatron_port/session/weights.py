@@ -62,6 +62,8 @@ class Weights:
     close: Callable[[], None]
     trained: Trained | None = None
     """The tokenizer that a checkpoint of ours records."""
+    notes: tuple[str, ...] = ()
+    """What is left out of a Hugging Face folder, or read otherwise than it is written."""
 
     def tokenizer(self, asked: str = "auto") -> Tokenizer:
         """Return the tokenizer that ``data.tokenizer`` names, or the one that these weights were trained with.
@@ -114,7 +116,7 @@ def open_weights(path: Path | str, *, base: str = "", averaged: bool = False) ->
         raise CheckpointError(f"{path} is no checkpoint of a run, so it has no averaged weights; leave --ema out")
     if is_hf(path):
         folder = HFFolder(path)
-        return Weights(path, folder.model, folder.read, None, "", path, lambda: None)
+        return Weights(path, folder.model, folder.read, None, "", path, lambda: None, notes=tuple(folder.notes))
     found = checkpoint_at(path)
     if found is not None:
         return _of_checkpoint(_opened(found, averaged), base)
@@ -249,7 +251,7 @@ def load_initial(engine: Engine, session: Session) -> str:
     notes: list[str] = []
     weights = agreed(load_own, where=str(session.ctx.coords))
     carry_companions(weights.path, session)
-    return f"weights from {weights.path}; moments and counters start fresh{notes[0]}"
+    return "\n".join((f"weights from {weights.path}; moments and counters start fresh{notes[0]}", *weights.notes))
 
 
 def carry_companions(source: Path, session: Session) -> None:
