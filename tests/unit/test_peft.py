@@ -241,6 +241,51 @@ def test_other_frozen_weights_and_other_adapters_are_refused(tmp_path: Path) -> 
             PeftFolder(tmp_path / "peft", base.model, replace(LORA, **change))  # type: ignore[arg-type]
 
 
+def test_adapters_of_another_meaning_are_refused_by_name(tmp_path: Path) -> None:
+    """Every field that PEFT's own class has: off as PEFT writes it, and named where it is on. What is unknown is
+    refused, and so is each initialisation that changes the frozen weights: PEFT is asked which do."""
+    peft = pytest.importorskip("peft")
+    base = base_of("llama", tmp_path / "base")
+    export_peft(committed(tmp_path / "run", base, LORA, adapters_of(base, LORA)), tmp_path / "peft", lambda: base.read)
+    path = tmp_path / "peft" / "adapter_config.json"
+    ours = json.loads(path.read_text())
+    theirs = {k: sorted(v) if isinstance(v, set) else v for k, v in peft.LoraConfig().to_dict().items()}
+
+    def read(**changes: Any) -> PeftFolder:
+        path.write_text(json.dumps({**theirs, **ours, **changes}, default=str))
+        return PeftFolder(tmp_path / "peft", base.model, LORA)
+
+    read()
+    read(use_new_thing=False, new_table={}, merge_weights=False)
+    for name, value in {
+        "use_new_thing": True, "bias": "all", "modules_to_save": ["lm_head"], "target_parameters": ["x"],
+        "alora_invocation_tokens": [1, 2], "kasa_config": {"beta": 1}, "velora_config": {"rank": 1}, "lora_bias": True,
+        "monteclora_config": {"samples": 2}, "arrow_config": {"top_k": 1}, "layer_replication": [[0, 2]],
+        "trainable_token_indices": [5], "use_qalora": True, "use_bdlora": {"nblocks": 2}, "megatron_config": {"tp": 1},
+    }.items():
+        with pytest.raises(CheckpointError, match=rf"adapter_config.json: {name} .* cannot be continued here"):
+            read(**{name: value})
+    weights = {p: t.clone() for p, t in hf.loaded(base.path).state_dict().items()}
+    for initial in (True, False, "gaussian", "orthogonal", "pissa", "pissa_niter_4", "olora", "mica", "corda", "loftq"):
+        if initial not in ("mica", "corda", "loftq"):  # it trains A alone; they need data or a quantised model
+            made = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=initial)
+            inside = peft.get_peft_model(hf.loaded(base.path), made).state_dict()
+            name = "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"
+            kept = torch.equal(inside[name], weights["model.layers.0.self_attn.q_proj.weight"])
+            assert kept == (initial in (True, False, "gaussian", "orthogonal")), initial
+        if initial in (True, False, "gaussian", "orthogonal"):
+            read(init_lora_weights=initial)
+            continue
+        with pytest.raises(CheckpointError, match=rf"init_lora_weights is '{initial}'.*merge_and_unload"):
+            read(init_lora_weights=initial)
+    for changes, message in (
+        ({"rank_pattern": {"(": 3}}, "is no rule"), ({"lora_alpha": "five"}, "is no rule"),
+        ({"rank_pattern": [1]}, "is no rule"), ({"peft_type": "LOHA"}, "peft_type 'LOHA'"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            read(**changes)
+
+
 def test_the_fingerprint_is_of_values_whatever_holds_them(tmp_path: Path) -> None:
     """Every parameter counts; how they are stored does not."""
     pytest.importorskip("transformers")
