@@ -44,6 +44,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:  # type: ignore[
     prepare.add_argument("--eod", default="", metavar="PIECE", help="the piece that ends a document, where the "
                          "tokenizer's files do not say")
     prepare.add_argument("--no-eod", action="store_true", help="do not end documents with the end-of-document id")
+    prepare.add_argument("--no-bos", action="store_true", help="do not begin documents with what the tokenizer's own "
+                         "post-processor begins a text with (BOS)")
     chat = prepare.add_argument_group(
         "conversations", "JSON, CSV, Parquet or Arrow with messages, conversations, or prompt and completion; the "
         "loss is that of the assistant's turns")

@@ -86,6 +86,8 @@ def show(args: argparse.Namespace) -> int:
         rows.update({"tokenizer": meta.tokenizer, "tokenizer hash": meta.tokenizer_hash or "unknown",
                      "vocabulary": meta.vocab_size, "eod id": meta.eod_id, "text bytes": meta.source_bytes,
                      "source files": meta.source_files, "source xxh3": meta.source_xxh3})
+        if meta.bos:
+            rows["bos"] = meta.bos
         if meta.left_out or meta.repaired:
             rows["damaged"] = f"{meta.left_out} left out, {meta.repaired} repaired"
         if meta.mask_xxh3:

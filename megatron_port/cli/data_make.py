@@ -17,7 +17,7 @@ from megatron_port.data.indexed import open_all
 from megatron_port.data.prepare import Progress, prepare
 from megatron_port.data.source_files import ReadOptions
 from megatron_port.data.tokenizer import get_tokenizer
-from megatron_port.data.tokenizer_base import Tokenizer
+from megatron_port.data.tokenizer_base import Tokenizer, added_ids
 from megatron_port.data.train_bpe import train_bpe
 from megatron_port.errors import EXIT_OK, ConfigError
 from megatron_port.optim.schedules import BatchSchedule
@@ -66,7 +66,7 @@ def corpus(args: argparse.Namespace) -> int:
 
         done = prepare(
             args.input, args.prefix, tokenizer=pieces, options=_options(args),
-            append_eod=not args.no_eod, bad_input=args.bad_input,
+            append_eod=not args.no_eod, add_bos=not args.no_bos, bad_input=args.bad_input,
             workers=workers, fresh=args.fresh, chat=chat, progress=show, log=bar.print)
     print(f"{done.prefix}: {done.documents} documents, {done.tokens} tokens from {done.source_bytes} bytes")
     if chat and chat.fields.preference:
@@ -74,6 +74,10 @@ def corpus(args: argparse.Namespace) -> int:
               f"answers; next: megatron-port evaluate MODEL --reference {done.prefix}")
     elif chat:
         print(f"conversations by {chat.template.source}: {done.counted} of {done.tokens} tokens are the assistant's")
+    elif added_ids(pieces).before:
+        ids = " ".join(map(str, added_ids(pieces).before))
+        print(f"the tokenizer begins a text with {ids} (BOS), and so does each document" if not args.no_bos else
+              f"documents begin without the {ids} (BOS) that the tokenizer begins a text with (--no-bos)")
     if done.blank:
         print(f"{done.blank} documents of white space only were dropped")
     if done.left_out or done.repaired:

@@ -186,6 +186,7 @@ def _text(args: argparse.Namespace, weights: Weights, config: RunConfig) -> tupl
     """Return (a text, one document, its bytes or 0 if it is cut)."""
     import numpy as np
 
+    from megatron_port.data.tokenizer_base import encode_whole
     from megatron_port.inference.perplexity import StreamWindows
 
     try:
@@ -195,7 +196,7 @@ def _text(args: argparse.Namespace, weights: Weights, config: RunConfig) -> tupl
         raise DataError(f"{args.text}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{args.text}: byte {error.start} is not UTF-8 ({error.reason})") from None
-    ids = np.asarray(weights.tokenizer(config.data.tokenizer).encode(text), dtype=np.int64)
+    ids = np.asarray(encode_whole(weights.tokenizer(config.data.tokenizer), text), dtype=np.int64)
     cut = 0 < args.max_tokens < len(ids)
     model = config.model
     windows = StreamWindows(lambda at, count: ids[at : at + count], args.max_tokens if cut else len(ids),

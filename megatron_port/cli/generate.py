@@ -75,6 +75,7 @@ def generate(args: argparse.Namespace, prompts: list[str], sampling: Sampling, i
     """Generate on one rank; return the exit code."""
     from dataclasses import replace
 
+    from megatron_port.data.tokenizer_base import encode_whole
     from megatron_port.inference.generation import Generator
     from megatron_port.inference.model import InferenceModel
     from megatron_port.session.session import open_session
@@ -88,7 +89,7 @@ def generate(args: argparse.Namespace, prompts: list[str], sampling: Sampling, i
     chat = weights.chat(tokenizer) if args.chat else None
     ends = chat.stop_ids if chat else ()
     sampling = replace(sampling, stop_ids=tuple(dict.fromkeys((*weights.stop_ids(tokenizer), *ends))))
-    encoded = [chat.prompt(tokenizer, p) if chat else tokenizer.encode(p) for p in prompts]
+    encoded = [chat.prompt(tokenizer, p) if chat else encode_whole(tokenizer, p) for p in prompts]
     with open_session(config, info, quiet=True) as session:
         generator = Generator(InferenceModel(session, weights.read), tokenizer.decode)
         with ProgressBar("generate", "token") as bar:
@@ -101,5 +102,5 @@ def generate(args: argparse.Namespace, prompts: list[str], sampling: Sampling, i
                 body = {"prompt": prompt, "text": new.text, "tokens": new.tokens, "stopped": new.stopped}
                 print(json.dumps(body, ensure_ascii=False))
             else:
-                print(new.text if chat else f"{prompt}{new.text}")
+                print((new.text or "").lstrip(" ") if chat else f"{prompt}{new.text}")
     return 0

@@ -14,7 +14,7 @@ from megatron_port.data.tokenizer import NAMES, identity
 from megatron_port.data.tokenizer_files import content_hash, read_file
 from megatron_port.errors import DataError
 
-COMPARED = ("tokens", "documents", "tokenizer_hash", "bin_xxh3", "mask_xxh3", "chat", "reference")
+COMPARED = ("tokens", "documents", "tokenizer_hash", "bin_xxh3", "mask_xxh3", "chat", "reference", "bos")
 
 
 def data_fingerprint(corpora: Sequence[IndexedDataset]) -> list[dict[str, Any]]:
@@ -26,6 +26,7 @@ def data_fingerprint(corpora: Sequence[IndexedDataset]) -> list[dict[str, Any]]:
         known = {} if meta is None else {
             "tokenizer": meta.tokenizer, "tokenizer_hash": meta.tokenizer_hash, "bin_xxh3": meta.bin_xxh3,
             "source_xxh3": meta.source_xxh3, **({"mask_xxh3": meta.mask_xxh3} if meta.mask_xxh3 else {}),
+            **({"bos": meta.bos} if meta.bos else {}),
             **({"reference": reference.xxh3} if reference else {}),
             **({"chat": meta.chat, "chat_file": str(chat_path(corpus.prefix).absolute())} if meta.chat else {})}
         counts = {"tokens": corpus.num_tokens, "documents": corpus.num_documents}

@@ -134,9 +134,27 @@ class CorpusMeta:
     """Tokens that count as labels, by the .mask file."""
     chat: str = ""
     """sha256 of ``<prefix>.chat.json``, which has the template of these conversations. Empty: no conversations."""
+    bos: str = ""
+    """Ids that each document begins with, by spaces (BOS, as the tokenizer's post-processor adds it). ``none``: the
+    tokenizer adds none. ``omitted``: ``--no-bos``. ``template``: conversations, which begin as their template does.
+    Empty: made before this was kept, when no document had any."""
     pairs: int = 0
     """Preferences: documents 2 k and 2 k + 1 are the chosen and the rejected conversation of pair k. 0: no pairs."""
     format: int = 1
+
+
+NO_BOS, BOS_OMITTED, BOS_BY_TEMPLATE, BOS_UNKNOWN = "none", "omitted", "template", "unknown"
+
+
+def bos_ids(bos: str) -> tuple[int, ...] | None:
+    """Return the ids that ``CorpusMeta.bos`` says documents begin with; None: their template decides, or another
+    program made them.
+
+    Raises ValueError: it says nothing of the kind.
+    """
+    if bos in (BOS_BY_TEMPLATE, BOS_UNKNOWN):
+        return None
+    return () if bos in ("", NO_BOS, BOS_OMITTED) else tuple(int(i) for i in bos.split())
 
 
 def read_meta(prefix: str | Path) -> CorpusMeta | None:
@@ -154,6 +172,7 @@ def read_meta(prefix: str | Path) -> CorpusMeta | None:
                 raise ValueError(f"{name} is {value!r:.60}")
             if name.startswith("tokenizer") and len(value) > NAME_CHARACTERS:  # messages quote it
                 raise ValueError(f"{name} has {len(value)} characters, more than {NAME_CHARACTERS}")
+        bos_ids(known.get("bos", ""))
         return CorpusMeta(**known)
     except FileNotFoundError:
         return None

@@ -14,7 +14,7 @@ from megatron_port.config.schema import RunConfig
 from megatron_port.data.batch import MicroBatch
 from megatron_port.data.dataset import TokenDataset
 from megatron_port.data.fingerprint import check_tokenizers, data_fingerprint
-from megatron_port.data.format import tokenizer_name
+from megatron_port.data.format import BOS_BY_TEMPLATE, BOS_UNKNOWN, bos_ids, tokenizer_name
 from megatron_port.data.indexed import CorpusMeta, IndexedDataset, meta_path
 from megatron_port.data.plugin_source import plugin_datasets
 from megatron_port.data.rank_view import RankView
@@ -194,21 +194,35 @@ def _tokenizer(run: RunConfig, corpora: Sequence[IndexedDataset]) -> tuple[str |
         raise DataError("data.train: corpora of different tokenizers cannot be blended: "
                         + ", ".join(f"{c.prefix} ({m.tokenizer}, hash {m.tokenizer_hash[:12] or 'unknown'}, eod "
                                     f"{m.eod_id})" for c, m in metas))
+    _check_bos(metas)
     asked = run.data.tokenizer
     if metas:
         corpus, meta = metas[0]
         if asked not in ("auto", meta.tokenizer):
             _check_asked(asked, corpus, meta)
         found = {"name": meta.tokenizer, "vocab_size": meta.vocab_size, "eod_id": meta.eod_id}
-        return tokenizer_name(corpus.prefix, meta), meta.eod_id, {**found, "hash": meta.tokenizer_hash}
+        bos = next((m.bos for _, m in metas if m.bos != BOS_BY_TEMPLATE), BOS_BY_TEMPLATE)
+        return tokenizer_name(corpus.prefix, meta), meta.eod_id, {
+            **found, "hash": meta.tokenizer_hash, **({"bos": bos} if bos else {})}
     if asked != "auto":
         from megatron_port.data.tokenizer import get_tokenizer, identity_of
         tokenizer = get_tokenizer(asked)
-        return asked, tokenizer.eod_id, identity_of(tokenizer)
+        return asked, tokenizer.eod_id, {**identity_of(tokenizer), "bos": BOS_UNKNOWN}
     if run.data.mask_eod_loss:
         raise DataError(f"data.mask_eod_loss: {corpora[0].prefix} has no sidecar that names its end-of-document id; "
                         "set data.tokenizer")
     return None, -1, {}
+
+
+def _check_bos(metas: Sequence[tuple[IndexedDataset, CorpusMeta]]) -> None:
+    """Raise DataError where documents of some corpora begin with BOS and those of others do not; conversations begin
+    as their template does."""
+    begins = {c.prefix: bos_ids(m.bos) for c, m in metas}
+    if len({ids for ids in begins.values() if ids is not None}) > 1:
+        raise DataError("data.train: documents of these corpora do not begin alike: "
+                        + ", ".join(f"{prefix} (with {' '.join(map(str, ids)) or 'no BOS'})"
+                                    for prefix, ids in begins.items() if ids is not None)
+                        + "; prepare them again alike, all with --no-bos or all without it")
 
 
 def _stored_logits(run: RunConfig, samples: int | None, *, whole: bool) -> StoredLogits:

@@ -25,12 +25,12 @@ import xxhash
 
 from megatron_port.data import sources
 from megatron_port.data.chat_tokens import ChatRecipe
-from megatron_port.data.format import CorpusMeta, chat_path, token_dtype
+from megatron_port.data.format import BOS_BY_TEMPLATE, BOS_OMITTED, NO_BOS, CorpusMeta, chat_path, token_dtype
 from megatron_port.data.records import EXAMPLES, POLICIES, STOP, Encoded, Recipe, encode_block
 from megatron_port.data.source_files import Inventory, ReadOptions, find_sources
 from megatron_port.data.sources import Block, Reader
 from megatron_port.data.tokenizer import identity_of
-from megatron_port.data.tokenizer_base import Tokenizer
+from megatron_port.data.tokenizer_base import NOTHING_ADDED, Tokenizer, added_ids
 from megatron_port.data.workers import ordered
 from megatron_port.data.writer import IndexedWriter, Written
 from megatron_port.errors import DataError, PortError
@@ -127,7 +127,7 @@ def _work_folder(prefix: Path) -> Iterator[Path]:
 
 def prepare(
     paths: Sequence[str | Path], prefix: str | Path, *, tokenizer: Tokenizer, options: ReadOptions | None = None,
-    append_eod: bool = True, bad_input: str = STOP, workers: int = 1, fresh: bool = False,
+    append_eod: bool = True, add_bos: bool = True, bad_input: str = STOP, workers: int = 1, fresh: bool = False,
     chat: ChatRecipe | None = None,
     progress: Callable[[Progress], None] | None = None, log: Callable[[str], None] = lambda line: None,
 ) -> PrepareResult:
@@ -135,8 +135,9 @@ def prepare(
 
     A JSON line and a row of a table are documents. A plain file is one document, or, with ``blank_lines`` n > 0,
     one at each run of n or more blank lines; memory stays bounded for files of any size.
-    White space alone makes no document. Each document ends with the tokenizer's eod id
-    unless ``append_eod`` is false. The result does not depend on ``workers``, nor on interruptions.
+    White space alone makes no document. Each document begins with the ids that the tokenizer's post-processor adds
+    (BOS, if any) unless ``add_bos`` is false, and ends with the eod id unless ``append_eod`` is false.
+    The result does not depend on ``workers``, nor on interruptions.
     With ``chat``, JSON lines and rows are conversations, and ``<prefix>.mask`` says which tokens count as labels.
 
     Args:
@@ -165,7 +166,7 @@ def prepare(
         log(inputs.table())
     reader = Reader(inputs.sources, options)
     recipe = Recipe(tokenizer, token_dtype(tokenizer.vocab_size), options.key, append_eod, bad_input,
-                    options.largest_record, chat)
+                    options.largest_record, chat, added_ids(tokenizer) if add_bos else NOTHING_ADDED)
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with _work_folder(prefix) as folder:
         if fresh:
@@ -291,8 +292,17 @@ class _Job:
             eod_id=tokenizer.eod_id if self.recipe.append_eod else -1, tokenizer_hash=known["hash"],
             source_bytes=reader.bytes_read, source_files=len(reader.sources),
             source_xxh3=reader.source_hash.hexdigest(), left_out=self.journal.left_out, repaired=self.journal.repaired,
-            blank=self.journal.blank, chat=chat.hash if chat else "",
+            blank=self.journal.blank, chat=chat.hash if chat else "", bos=_bos(self.recipe),
             pairs=self.writer.documents // 2 if chat and chat.fields.preference else 0))
+
+
+def _bos(recipe: Recipe) -> str:
+    """How documents begin, for the sidecar."""
+    if recipe.chat is not None:
+        return BOS_BY_TEMPLATE
+    if recipe.added.before:
+        return " ".join(map(str, recipe.added.before))
+    return BOS_OMITTED if added_ids(recipe.tokenizer).before else NO_BOS
 
 
 def _keep_tokenizer(tokenizer: Tokenizer, prefix: Path) -> str:
@@ -312,7 +322,7 @@ def _recipe_hash(reader: Reader, recipe: Recipe) -> str:
         "format": 1, "tokenizer": identity_of(recipe.tokenizer), "eod": recipe.append_eod, "bad": recipe.bad_input,
         "options": asdict(reader.options), "blocks": [sources.BLOCK_BYTES, sources.MAX_DOCUMENT_BYTES],
         "files": [[str(s.path), s.kind, s.packed] for s in reader.sources],
-        "chat": recipe.chat.hash if recipe.chat else "",
+        "chat": recipe.chat.hash if recipe.chat else "", "bos": _bos(recipe),
     }
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 

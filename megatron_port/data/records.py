@@ -15,7 +15,7 @@ import numpy as np
 from megatron_port.data.chat_tokens import ChatRecipe
 from megatron_port.data.conversations import ConversationRefusal
 from megatron_port.data.sources import BYTES, LINES, Block
-from megatron_port.data.tokenizer_base import Tokenizer, encode_array
+from megatron_port.data.tokenizer_base import NOTHING_ADDED, AddedIds, Tokenizer, encode_array
 from megatron_port.data.writer import outside
 from megatron_port.errors import DataError, shortened
 
@@ -37,6 +37,19 @@ class Recipe:
     largest_record: int
     chat: ChatRecipe | None = None
     """Records are conversations, and tokens have a mask."""
+    added: AddedIds = NOTHING_ADDED
+    """Ids around each text, such as BOS. Conversations have what their template writes."""
+
+    def around(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids before and after each document, the end of document included; conversations bring theirs."""
+        if self.chat is not None:
+            before, after = (), ()
+        else:
+            end = self.tokenizer.eod_id
+            before, after = self.added.before, self.added.after
+            after = after[:-1] if after[-1:] == (end,) else after
+            after = (*after, end) if self.append_eod else after
+        return np.array(before, dtype=self.dtype), np.array(after, dtype=self.dtype)
 
 
 @dataclass
@@ -71,18 +84,15 @@ def encode_block(block: Block, recipe: Recipe) -> Encoded:
     parts: list[np.ndarray] = []
     masks: list[np.ndarray] = []
     out = Encoded(np.zeros(0, "<i4"), b"", left_out=len(block.dropped), notes=list(block.dropped[:EXAMPLES]))
-    ends = recipe.append_eod and recipe.chat is None  # conversations come with theirs
-    end = np.array([recipe.tokenizer.eod_id], dtype=recipe.dtype)
+    before, after = recipe.around()
     for where, ids, counted in _documents(block, recipe, out):
         wrong = outside(ids, recipe.tokenizer.vocab_size)
         if wrong:
             raise DataError(f"{where}: {wrong}; tokenizer {recipe.tokenizer.name} does not keep to its own vocabulary")
         if ids.size >= 2**31 - 1:
             raise DataError(f"{where}: {ids.size} tokens; a document holds at most 2^31 - 2")
-        parts.append(ids.astype(recipe.dtype))
-        if ends:
-            parts.append(end)
-        lengths.append(ids.size + ends)
+        parts += [before, ids.astype(recipe.dtype), after]
+        lengths.append(before.size + ids.size + after.size)
         if counted is not None:
             masks.append(counted)
     out.lengths = np.array(lengths, dtype="<i4")

@@ -29,6 +29,35 @@ def encode_array(tokenizer: Tokenizer, text: str) -> np.ndarray:
 
 
 @dataclass(frozen=True)
+class AddedIds:
+    """Ids that a tokenizer's own post-processor puts around a text, such as BOS."""
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+
+NOTHING_ADDED = AddedIds()
+
+
+def added_ids(tokenizer: Tokenizer) -> AddedIds:
+    """Return what the tokenizer adds to a text; most byte-level ones add nothing."""
+    found = getattr(tokenizer, "added", None)
+    return found if isinstance(found, AddedIds) else NOTHING_ADDED
+
+
+def encode_whole(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the ids of a text with what the tokenizer adds: those of ``tokenizer(text)`` in transformers."""
+    added = added_ids(tokenizer)
+    return [*added.before, *tokenizer.encode(text), *added.after]
+
+
+def bos_of(tokenizer: Tokenizer) -> int:
+    """Return the id that begins a text, -1: none. A tokenizer may have one that it does not add by itself."""
+    before = added_ids(tokenizer).before
+    return int(getattr(tokenizer, "bos_id", before[0] if before else -1))
+
+
+@dataclass(frozen=True)
 class Spans:
     """Ids of a text whose special pieces were read as such, and the characters that each stands for."""
 

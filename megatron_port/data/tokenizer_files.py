@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_port.data.extras import need
-from megatron_port.data.tokenizer_base import BytePairTokenizer, LibraryTokenizer, Spans, Tokenizer
+from megatron_port.data.tokenizer_base import AddedIds, BytePairTokenizer, LibraryTokenizer, Spans, Tokenizer
 from megatron_port.errors import DataError, shortened
 
 LARGEST_FILE = 256 << 20
@@ -50,8 +51,26 @@ def read_file(path: Path) -> tuple[Path, bytes]:
         raise DataError(f"tokenizer {path}: cannot be read ({error.strerror})") from error
 
 
+def settings_beside(path: Path) -> dict[str, Any]:
+    """Return what tokenizer_config.json beside a tokenizer's file says, and before it special_tokens_map.json; empty
+    where there is none that can be read."""
+    found: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        with suppress(DataError, ValueError, RecursionError, TypeError):
+            found.update(json.loads(read_file(path.parent / name)[1]))
+    return found
+
+
+def piece_named(settings: Mapping[str, Any], name: str) -> str:
+    """Return the piece that tokenizer_config.json calls ``eos_token`` or the like; empty: it does not say."""
+    value = settings.get(name)
+    piece = value.get("content") if isinstance(value, dict) else value
+    return piece if isinstance(piece, str) else ""
+
+
 class HFTokenizer(LibraryTokenizer):
-    """A tokenizer.json, through the ``tokenizers`` library. No special piece is added to a text, nor found in one.
+    """A tokenizer.json, through the ``tokenizers`` library. ``encode`` adds no special piece to a text, and finds none
+    in it; ``added`` is what the file's post-processor puts around one.
 
     The end-of-document piece is ``eod``, or what tokenizer_config.json beside it calls ``eos_token``, or the first of
     ``END_PIECES`` that the vocabulary has.
@@ -73,7 +92,8 @@ class HFTokenizer(LibraryTokenizer):
         self._decode = partial(tokenizer.decode, skip_special_tokens=False)
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        piece = eod or self._config_eos()
+        settings = settings_beside(self.path)
+        piece = eod or piece_named(settings, "eos_token")
         ends = [piece] if piece else [p for p in END_PIECES if p in vocabulary]
         if not ends or ends[0] not in vocabulary:
             raise DataError(f"{path}: {'no piece ' + repr(piece) if piece else 'nothing says which piece'} ends a "
@@ -83,6 +103,9 @@ class HFTokenizer(LibraryTokenizer):
         self.hash = content_hash(data, self.eod_id)
         self.special: Mapping[str, int] = {
             token.content: id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self.added = _added(tokenizer)
+        bos = vocabulary.get(piece_named(settings, "bos_token"), -1)
+        self.bos_id = int(bos) if bos >= 0 else next(iter(self.added.before), -1)
 
     def encode_spans(self, text: str) -> Spans:
         """Return ids of a text with special pieces; none is added."""
@@ -99,17 +122,21 @@ class HFTokenizer(LibraryTokenizer):
         tokenizer.no_padding()
         return tokenizer
 
-    def _config_eos(self) -> str:
-        try:
-            value = json.loads((self.path.parent / "tokenizer_config.json").read_text(encoding="utf-8"))["eos_token"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return ""
-        piece = value.get("content", "") if isinstance(value, dict) else value
-        return piece if isinstance(piece, str) else ""
+
+def _added(tokenizer: Any) -> AddedIds:
+    """Return what a file's post-processor puts around a text; transformers takes it from there alone."""
+    found = tokenizer.encode("a")
+    own = [i for i, added in enumerate(found.special_tokens_mask) if not added]
+    first, end = (own[0], own[-1] + 1) if own else (len(found.ids), len(found.ids))
+    return AddedIds(tuple(found.ids[:first]), tuple(found.ids[end:]))
 
 
 class SentencePieceTokenizer(LibraryTokenizer):
-    """A SentencePiece .model. The end of a document is ``eod``, or the model's own ``</s>``."""
+    """A SentencePiece .model. The end of a document is ``eod``, or the model's own ``</s>``.
+
+    The model itself adds nothing to a text; ``add_bos_token`` and ``add_eos_token`` of tokenizer_config.json beside it
+    do, as in transformers.
+    """
 
     def __init__(self, path: Path, *, eod: str = "") -> None:
         sentencepiece = need("sentencepiece", f"tokenizer {path}")
@@ -129,6 +156,17 @@ class SentencePieceTokenizer(LibraryTokenizer):
         self._model = model
         control = {model.id_to_piece(i): i for i in range(self.vocab_size) if model.is_control(i)}
         self.special: Mapping[str, int] = {**control, model.id_to_piece(self.eod_id): self.eod_id}
+        settings = settings_beside(self.path)
+        self.bos_id = self._named(settings, "bos_token", model.bos_id())
+        ends = self._named(settings, "eos_token", model.eos_id())
+        self.added = AddedIds((self.bos_id,) if settings.get("add_bos_token") is True and self.bos_id >= 0 else (),
+                              (ends,) if settings.get("add_eos_token") is True and ends >= 0 else ())
+
+    def _named(self, settings: Mapping[str, Any], name: str, own: int) -> int:
+        """Return the id of a piece that the settings name, otherwise the model's ``own``."""
+        piece = piece_named(settings, name)
+        found = self._model.piece_to_id(piece) if piece else own
+        return int(own if found == self._model.unk_id() else found)
 
     def encode_spans(self, text: str) -> Spans:
         """Return ids of a text that is cut at the model's control pieces, which its own library takes for text."""

@@ -59,7 +59,7 @@ class Continuation:
     stopped: bool
     """By a stop id or string, not by ``max_new_tokens``."""
     text: str | None = None
-    """Decoded and cut before the stop string; None without ``decode``."""
+    """What the text gains by the new tokens, cut before the stop string; None without ``decode``."""
 
 
 def filter_logits(logits: torch.Tensor, *, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
@@ -118,6 +118,13 @@ def _idle() -> _Batch:
     return _Batch(indices=[0], tokens=[[0]], prompts=[1], starts=[0], stopped=[True])
 
 
+def text_after(decode: Decode, prompt: Sequence[int], new: Sequence[int]) -> str:
+    """Return what ``new`` adds to the text of ``prompt``: alone, many tokenizers drop the blank before its first word."""
+    before, whole = decode(prompt), decode([*prompt, *new])
+    # Bytes that continue a character of the prompt change its text, too.
+    return whole[len(before) :] if whole.startswith(before) else decode(new)
+
+
 def _advance(advance: Advance, before: int, total: int, at: int) -> None:
     advance(before + at, total)
 
@@ -155,7 +162,7 @@ class Generator:
         groups = [batches[i : i + lanes] for i in range(0, len(batches), lanes)]
         for number, group in enumerate(groups):
             self._run(group, sampling, partial(_advance, advance, number * most, len(groups) * most))
-        return self._gathered(batches[:own], len(prompts), sampling)
+        return self._gathered(batches[:own], prompts, sampling)
 
     def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         if not prompts or any(len(p) == 0 for p in prompts):
@@ -226,31 +233,37 @@ class Generator:
                 batch.stopped[i] = True
                 continue
             batch.tokens[i].append(token)
-            batch.stopped[i] = self._ended(batch.tokens[i][batch.prompts[i] :], sampling.stop_strings)
+            batch.stopped[i] = self._ended(batch.tokens[i], batch.prompts[i], sampling.stop_strings)
 
-    def _ended(self, new: list[int], stops: tuple[str, ...]) -> bool:
-        """Return whether a stop string is in the text. Looked for at its end first: a token is at least a byte."""
+    def _ended(self, tokens: list[int], prompt: int, stops: tuple[str, ...]) -> bool:
+        """Return whether a stop string is in the text after the first ``prompt`` tokens. Looked for among its last
+        tokens first, the prompt's own included: a token is at least a byte."""
         if not stops or self.decode is None:
             return False
-        tail = self.decode(new[-max(len(s.encode()) for s in stops) - 8 :])
+        tail = self.decode(tokens[-max(len(s.encode()) for s in stops) - 8 :])
         if not any(s in tail for s in stops):
             return False
-        text = self.decode(new)
+        text = text_after(self.decode, tokens[:prompt], tokens[prompt:])
         return any(s in text for s in stops)
 
-    def _gathered(self, batches: list[_Batch], count: int, sampling: Sampling) -> list[Continuation]:
+    def _gathered(
+        self, batches: list[_Batch], prompts: Sequence[Sequence[int]], sampling: Sampling
+    ) -> list[Continuation]:
         """Return all prompts' results on all replicas."""
-        table = torch.zeros(count, sampling.max_new_tokens + 2, dtype=torch.int64)
+        table = torch.zeros(len(prompts), sampling.max_new_tokens + 2, dtype=torch.int64)
         for batch in batches:
             for index, tokens, prompt, stopped in zip(batch.indices, batch.tokens, batch.prompts, batch.stopped):
                 new = tokens[prompt:]
                 table[index, : len(new) + 2] = torch.tensor([len(new), int(stopped), *new])
         rows = self.model.over_replicas(table.to(self.model.ctx.device)).tolist()
-        return [self._continuation(row[2 : 2 + row[0]], bool(row[1]), sampling.stop_strings) for row in rows]
+        return [self._continuation(prompt, row[2 : 2 + row[0]], bool(row[1]), sampling.stop_strings)
+                for prompt, row in zip(prompts, rows)]
 
-    def _continuation(self, new: list[int], stopped: bool, stops: tuple[str, ...]) -> Continuation:
+    def _continuation(
+        self, prompt: Sequence[int], new: list[int], stopped: bool, stops: tuple[str, ...]
+    ) -> Continuation:
         if self.decode is None:
             return Continuation(new, stopped)
-        text = self.decode(new)
+        text = text_after(self.decode, prompt, new)
         cut = min((at for at in (text.find(s) for s in stops) if at >= 0), default=len(text))
         return Continuation(new, stopped, text[:cut])

@@ -14,7 +14,7 @@ from contextlib import nullcontext, redirect_stderr
 from importlib.util import find_spec
 from typing import Any
 
-from megatron_port.data.tokenizer_base import Tokenizer
+from megatron_port.data.tokenizer_base import Tokenizer, bos_of, encode_whole
 from megatron_port.errors import ConfigError, DataError, EnvironmentFault
 from megatron_port.inference.generation import Generator, Sampling
 from megatron_port.inference.model import InferenceModel
@@ -30,23 +30,31 @@ def require_harness() -> None:
 class Questions:
     """Answers to what ``lm_eval`` asks of a model, without ``lm_eval``: log-likelihoods and texts. Collective.
 
-    Raises DataError: the tokenizer has no end-of-text token, which stands before a text without context.
+    The ids are those of its own ``hf`` model: contexts have what the tokenizer adds (BOS), and before a text without
+    context stands BOS, or the end of text where there is none.
+
+    Raises DataError: the tokenizer has neither.
     """
 
     def __init__(self, model: InferenceModel, tokenizer: Tokenizer, *, batch_size: int = 1) -> None:
-        if tokenizer.eod_id < 0:
-            raise DataError(f"tokenizer {tokenizer.name} has no end-of-text token to begin a text with")
+        bos = bos_of(tokenizer)
+        self.prefix = bos if bos >= 0 else tokenizer.eod_id
+        if self.prefix < 0:
+            raise DataError(f"tokenizer {tokenizer.name} has no BOS and no end of text to begin a text with")
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
         self.limit = model.model.seq_length
 
     def pair(self, context: str, continuation: str) -> tuple[list[int], int]:
         """Return (tokens, how many are the continuation's). Blanks between the two belong to the continuation."""
         blanks = len(context) - len(context.rstrip())
-        head = context[: len(context) - blanks]
-        before = self.tokenizer.encode(head) if head else []
-        whole = self.tokenizer.encode(context + continuation)
-        count = max(1, len(whole) - len(before))
-        tokens = whole if len(whole) > count else [self.tokenizer.eod_id, *whole]
+        if context:
+            whole = encode_whole(self.tokenizer, context + continuation)
+            count = max(1, len(whole) - len(encode_whole(self.tokenizer, context[: len(context) - blanks])))
+        else:
+            whole = self.tokenizer.encode(continuation)
+            whole = whole if whole[:1] == [self.prefix] else [self.prefix, *whole]
+            count = max(1, len(whole) - 1)
+        tokens = whole if len(whole) > count else [self.prefix, *whole]
         tokens = tokens[-(self.limit + 1) :]
         return tokens, min(count, len(tokens) - 1)
 
@@ -56,9 +64,9 @@ class Questions:
         return [(s.log_probability, s.greedy) for s in found]
 
     def windows(self, text: str) -> list[tuple[list[int], int]]:
-        """Cut a text so that each token is predicted once, from as many before it as fit."""
-        ids = self.tokenizer.encode(text)
-        out = [([self.tokenizer.eod_id, *ids[: self.limit]], min(len(ids), self.limit))] if ids else []
+        """Cut a text so that each token, an added BOS too, is predicted once, from as many before it as fit."""
+        ids = encode_whole(self.tokenizer, text)
+        out = [([self.prefix, *ids[: self.limit]], min(len(ids), self.limit))] if ids else []
         for start in range(self.limit, len(ids), self.limit):
             stop = min(start + self.limit, len(ids))
             out.append((ids[stop - self.limit - 1 : stop], stop - start))
@@ -80,7 +88,7 @@ class Questions:
         for sampling, members in groups.items():
             room = max(1, self.limit - sampling.max_new_tokens)
             prompts = [
-                (self.tokenizer.encode(requests[i][0]) or [self.tokenizer.eod_id])[-room:] for i in members
+                (encode_whole(self.tokenizer, requests[i][0]) or [self.prefix])[-room:] for i in members
             ]
             for i, found in zip(members, generator.generate(prompts, sampling, batch_size=self.batch_size)):
                 out[i] = found.text or ""
@@ -94,7 +102,7 @@ class Questions:
         return Sampling(
             max_new_tokens=int(options.get("max_gen_toks", 256)), temperature=temperature,
             top_k=int(options.get("top_k") or 0), top_p=float(options.get("top_p") or 1.0),
-            stop_ids=(self.tokenizer.eod_id,),
+            stop_ids=(self.tokenizer.eod_id,) if self.tokenizer.eod_id >= 0 else (),
             stop_strings=tuple(s for s in ([until] if isinstance(until, str) else until) if s),
         )
 

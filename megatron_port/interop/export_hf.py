@@ -26,7 +26,14 @@ from megatron_port.interop.hf_config import family_for, hf_config
 from megatron_port.interop.hf_names import Tensor, hf_tensors
 from megatron_port.interop.hf_runs import Run
 from megatron_port.interop.hf_shards import DTYPES, INDEX, SINGLE
-from megatron_port.interop.hf_tokenizer import check_written, end_of_text, kept_files, write_tokenizer
+from megatron_port.interop.hf_tokenizer import (
+    begin_of_text,
+    check_written,
+    end_of_text,
+    kept_files,
+    make_paddable,
+    write_tokenizer,
+)
 from megatron_port.interop.import_hf import SLAB_BYTES
 from megatron_port.interop.pinned_chat import PinnedChat, pinned_chat, write_chat, write_generation
 from megatron_port.interop.pinned_tokenizer import Trained, trained_with
@@ -77,16 +84,17 @@ def export_hf(
         if not weights_only:
             tokens_of = write_tokenizer(part, checkpoint, asked=tokenizer, kept=kept, note=note)
             chat = _chat(part, trained_with(checkpoint), tokenizer, note)
-        eos = end_of_text(checkpoint, kept)
+        eos, bos, pad = end_of_text(checkpoint, kept), begin_of_text(part, checkpoint, kept), make_paddable(part)
         if eos is not None and eos >= model.vocab_size:
             note(f"the tokenizer's end of text {eos} is beyond the model's {model.vocab_size} entries; left out")
             eos = None
+        bos, pad = (i if i is not None and i < model.vocab_size else None for i in (bos, pad))
         written = Tally(advance, total).add
         for shard in shards:
             _write_shard(part / shard.name, shard, checkpoint, kind, written)
-        _write_json(part / "config.json", hf_config(model, dtype=str(kind).rpartition(".")[2], eos=eos))
+        _write_json(part / "config.json", hf_config(model, dtype=str(kind).rpartition(".")[2], eos=eos, bos=bos))
         ends = (-1 if eos is None else eos, trained_with(checkpoint).eod_id, *(chat.stop_ids if chat else ()))
-        write_generation(part, kept, [i for i in ends if 0 <= i < model.vocab_size])
+        write_generation(part, kept, [i for i in ends if 0 <= i < model.vocab_size], bos=bos, pad=pad)
         if len(shards) > 1:
             table = {t.name: s.name for s in shards for t in s.tensors}
             _write_json(part / INDEX, {"metadata": {"total_size": total}, "weight_map": table})

@@ -209,10 +209,11 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def hf_config(model: ModelConfig, *, dtype: str, eos: int | None) -> dict[str, Any]:
-    """A ``config.json`` for :func:`family_for`'s architecture. ``dtype``: e.g. ``float32``. ``eos``: end of text."""
+def hf_config(model: ModelConfig, *, dtype: str, eos: int | None, bos: int | None = None) -> dict[str, Any]:
+    """A ``config.json`` for :func:`family_for`'s architecture. ``dtype``: e.g. ``float32``. ``eos``, ``bos``: ids that
+    end and begin a text; None: there is none."""
     return _config(without_mup(model), family_named(family_for(model))) | {
-        "torch_dtype": dtype, "bos_token_id": eos, "eos_token_id": eos, "use_cache": True,
+        "torch_dtype": dtype, "bos_token_id": bos, "eos_token_id": eos, "use_cache": True,
         "pad_token_id": None,  # absent, it is the family's, whatever the vocabulary
     }
 

@@ -10,10 +10,14 @@ from typing import Any
 
 from megatron_port.checkpoint.disk import write_text
 from megatron_port.checkpoint.reader import Checkpoint
+from megatron_port.data.chat_template import settings_of
+from megatron_port.data.format import bos_ids
 from megatron_port.data.tokenizer import ByteTokenizer, GPT2Tokenizer, byte_characters, get_tokenizer, gpt2_directory
+from megatron_port.data.tokenizer_base import Tokenizer, added_ids, bos_of
+from megatron_port.data.tokenizer_files import load, piece_named, settings_beside
 from megatron_port.errors import DataError, shortened
 from megatron_port.interop.import_hf import KEPT, TOKENIZER_FILES
-from megatron_port.interop.pinned_chat import PinnedChat, chat_difference, end_ids
+from megatron_port.interop.pinned_chat import SETTINGS_FILE, PinnedChat, chat_difference, end_ids
 from megatron_port.interop.pinned_tokenizer import (
     ADVICE,
     FILES,
@@ -24,6 +28,7 @@ from megatron_port.interop.pinned_tokenizer import (
     pieces,
     pinned_file,
     read_json,
+    tokenizer_in,
     trained_with,
 )
 
@@ -91,6 +96,27 @@ def write_tokenizer(
     return _write_pinned(part, trained, kept)
 
 
+def begin_of_text(part: Path, checkpoint: Checkpoint, kept: Path | None) -> int | None:
+    """The id that begins a text, for ``config.json``: as documents of training began, or as the model that the weights
+    began as has it, or by the tokenizer in ``part``; None: there is none."""
+    trained = trained_with(checkpoint)
+    try:
+        before = bos_ids(trained.bos) if trained.bos else None
+    except ValueError:
+        before = None
+    if before:
+        return before[0]
+    for name in ("generation_config.json", "config.json") if kept is not None else ():
+        found = read_json(kept / name).get("bos_token_id") if kept is not None else None
+        if isinstance(found, int) and not isinstance(found, bool) and found >= 0:
+            return found
+    try:
+        found = bos_of(tokenizer_in(part))
+    except DataError:
+        return None
+    return found if found >= 0 else None
+
+
 def _form(trained: Trained) -> Callable[[], dict[str, Any]]:
     return _byte_json if trained.kind == "byte" else _gpt2_json
 
@@ -102,18 +128,66 @@ def _write_pinned(part: Path, trained: Trained, kept: Path | None) -> str:
     if kept is not None:
         _copy(part, kept)
     shutil.copyfile(path, part / FILES[trained.kind][0])
-    if kept is None and trained.kind == "hf" and (trained.piece or trained.eod_id >= 0):
-        piece = trained.piece or _piece(path, trained.eod_id)
-        _write_settings(part, {"eos_token": piece} if piece else {})
+    ours = load(trained.kind, str(path), eod=trained.piece)
+    if kept is None:
+        _write_settings(part, _named_pieces(ours), **({} if trained.kind == "hf" else _class_of(ours)))
+    changed = _keep_beginning(part, trained, ours)
     what = {"hf": "tokenizer.json", "sentencepiece": "SentencePiece model"}[trained.kind]
     if not trained.hash:
-        return f"the {what} that the run names (its checkpoint records no hash)"
-    return f"the {what} that the corpus was made with (hash {trained.hash[:12]})"
+        return f"the {what} that the run names (its checkpoint records no hash){changed}"
+    return f"the {what} that the corpus was made with (hash {trained.hash[:12]}){changed}"
 
 
-def _piece(path: Path, eod_id: int) -> str:
-    """The piece of an id in a tokenizer.json; empty: not found."""
-    return next((piece for piece, i in pieces(read_json(path)).items() if i == eod_id), "")
+def _named_pieces(tokenizer: Any) -> dict[str, str]:
+    """The pieces that end and begin a text, by the names of tokenizer_config.json."""
+    of_id = {i: piece for piece, i in tokenizer.special.items()}
+    named = {"bos_token": of_id.get(bos_of(tokenizer)), "eos_token": of_id.get(tokenizer.eod_id)}
+    return {name: piece for name, piece in named.items() if piece is not None}
+
+
+def _class_of(tokenizer: Any) -> dict[str, str]:
+    """The class by which transformers converts a SentencePiece model: Llama's puts a blank before a text."""
+    return {"tokenizer_class": "LlamaTokenizer" if tokenizer.encode("a") == tokenizer.encode(" a") else
+            "GemmaTokenizer"}
+
+
+def _keep_beginning(part: Path, trained: Trained, ours: Tokenizer) -> str:
+    """Make the written tokenizer begin a text as documents of training began; words for the model card."""
+    wanted = trained.added(ours)
+    if trained.kind == "sentencepiece":  # transformers reads these two, and the model itself adds nothing
+        _update_settings(part, {"add_bos_token": bool(wanted.before), "add_eos_token": bool(wanted.after)})
+        return ""
+    if wanted == added_ids(ours):
+        return ""
+    body = read_json(part / FILE)
+    write_text(part / FILE, json.dumps({**body, "post_processor": None}, ensure_ascii=False) + "\n")
+    return "; without its post-processor, because documents of training began without BOS"
+
+
+def make_paddable(part: Path) -> int | None:
+    """Give the written tokenizer a piece to fill up a batch with, on the left, where it names none: the end of text, as
+    ``tokenizer(texts, padding=True)`` needs one, and ``generate`` takes the last position of each row. Return its id;
+    None: there is no such piece."""
+    try:
+        tokenizer: Any = tokenizer_in(part)
+    except DataError:
+        return None
+    settings = settings_beside(part / SETTINGS_FILE)
+    named = piece_named(settings, "pad_token")
+    table = {**pieces(read_json(part / FILE)), **tokenizer.special}
+    piece = named or piece_named(settings, "eos_token") or _named_pieces(tokenizer).get("eos_token", "")
+    if piece not in table:
+        return None
+    _update_settings(part, {**({} if named else {"pad_token": piece}),
+                            **({} if "padding_side" in settings else {"padding_side": "left"})})
+    return int(table[piece])
+
+
+def _update_settings(part: Path, changes: dict[str, Any]) -> None:
+    """Change some of tokenizer_config.json, if it does not say so already."""
+    settings = settings_of(part)
+    if any(settings.get(name) != value for name, value in changes.items()):
+        write_text(part / SETTINGS_FILE, json.dumps({**settings, **changes}, indent=2, ensure_ascii=False) + "\n")
 
 
 def _copy(part: Path, folder: Path) -> bool:
@@ -138,13 +212,15 @@ def check_written(part: Path, checkpoint: Checkpoint, chat: PinnedChat | None = 
         return ""
     from transformers import AutoTokenizer
 
-    from megatron_port.data.tokenizer_files import load
-
     of_part = {"hf": FILE, "sentencepiece": FILES["sentencepiece"][0]}.get(trained.kind)
     ours = load(trained.kind, str(part / of_part), eod=trained.piece) if of_part else get_tokenizer(trained.name)
     try:
         theirs = AutoTokenizer.from_pretrained(str(part), local_files_only=True)
         fault = first_difference(ours, lambda text: theirs.encode(text, add_special_tokens=False), PROBES)
+        wanted = trained.added(ours)
+        if not fault and theirs("a")["input_ids"] != [*wanted.before, *ours.encode("a"), *wanted.after]:
+            fault = f"'a' becomes {theirs('a')['input_ids']}, and documents began with {list(wanted.before)}"
+        theirs(list(PROBES), padding=True)
         fault = fault or (chat_difference(chat, ours, theirs) if chat else "")
     except Exception as error:  # transformers raises anything
         fault = f"{type(error).__name__}: {shortened(str(error), 200)}"
@@ -171,17 +247,18 @@ def end_of_text(checkpoint: Checkpoint, kept: Path | None) -> int | None:
 
 def _write(part: Path, body: dict[str, Any], size: int) -> None:
     write_text(part / FILE, json.dumps(body, ensure_ascii=False) + "\n")
-    _write_settings(part, dict.fromkeys(("bos_token", "eos_token", "unk_token"), _END), vocab_size=size)
+    named = ("bos_token", "eos_token", "unk_token", "pad_token")
+    _write_settings(part, dict.fromkeys(named, _END), padding_side="left", vocab_size=size)
     write_text(part / "special_tokens_map.json", json.dumps(dict.fromkeys(("bos_token", "eos_token"), _END)) + "\n")
 
 
-def _write_settings(part: Path, pieces: dict[str, str], **more: int) -> None:
+def _write_settings(part: Path, pieces: dict[str, str], **more: Any) -> None:
     """``tokenizer_config.json``: the file is taken as it is, with these special pieces."""
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast", **pieces, "clean_up_tokenization_spaces": False,
         "model_max_length": 1 << 30, **more,
     }
-    write_text(part / "tokenizer_config.json", json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+    write_text(part / SETTINGS_FILE, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
 def _byte_json() -> dict[str, Any]:

@@ -116,19 +116,22 @@ def end_ids(folder: Path) -> tuple[int, ...]:
     return ()
 
 
-def write_generation(part: Path, kept: Path | None, ends: Sequence[int]) -> None:
-    """Write the generation settings that the model was imported with, or only what ends a text.
+def write_generation(
+    part: Path, kept: Path | None, ends: Sequence[int], *, bos: int | None = None, pad: int | None = None
+) -> None:
+    """Write the generation settings that the model was imported with, or only what begins, ends and fills up a text.
 
-    ``ends``: ids that end a text or an answer; those that the settings lack are added to them.
+    ``ends``: ids that end a text or an answer; those that the settings lack are added to them. ``bos``, ``pad``: for
+    settings that have none; without ``pad`` a batch is filled up with what ends a text.
     """
     path = part / "generation_config.json"
     body = read_json(kept / path.name) if kept is not None else {}
     known = end_ids(kept) if kept is not None and body else ()
     every = list(dict.fromkeys((*known, *ends)))
-    if not body:
-        body = {"bos_token_id": every[0]} if every else {}
-        if len(every) < 2:  # transformers then reads config.json, which has one id at most
-            body = {"_from_model_config": True, **body}
+    pad = every[0] if pad is None and every else pad
+    for name, value in (("bos_token_id", bos), ("pad_token_id", pad)):
+        if value is not None and body.get(name) is None:
+            body[name] = value
     if every and every != list(known):
         body["eos_token_id"] = every[0] if len(every) == 1 else every
     write_text(path, json.dumps(body, indent=2) + "\n")

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_port.checkpoint.reader import Checkpoint
-from megatron_port.data.format import chat_path
+from megatron_port.data.format import bos_ids, chat_path
 from megatron_port.data.tokenizer import NAMES, get_tokenizer
-from megatron_port.data.tokenizer_base import Tokenizer
+from megatron_port.data.tokenizer_base import NOTHING_ADDED, AddedIds, Tokenizer, added_ids
 from megatron_port.data.tokenizer_files import content_hash, load, read_file
 from megatron_port.errors import DataError
 
@@ -41,6 +41,8 @@ class Trained:
     """Path prefixes of the corpora."""
     chats: tuple[tuple[str, tuple[Path, ...]], ...] = ()
     """Hash of the chat template of each corpus of conversations, and where it was."""
+    bos: str = ""
+    """How documents began: see ``data.format.CorpusMeta.bos``."""
 
     @property
     def kind(self) -> str:
@@ -62,6 +64,17 @@ class Trained:
         rest = self.name.partition(":")[2]
         return rest.rpartition("#")[2] if "#" in rest and not Path(rest).exists() else ""
 
+    def added(self, tokenizer: Tokenizer) -> AddedIds:
+        """Return what stood around each text in training; where only templates decided, what ``tokenizer`` adds."""
+        own = added_ids(tokenizer)
+        try:
+            before = None if self.chats and not self.bos else bos_ids(self.bos)
+        except ValueError:  # a record of a later version, or damaged
+            before = None
+        if before is None or before == own.before:
+            return own
+        return AddedIds(before) if before else NOTHING_ADDED
+
 
 ADVICE = "give the folder with it by --tokenizer DIR (it is compared), or export weights alone with --no-tokenizer"
 
@@ -78,7 +91,7 @@ def trained_with(checkpoint: Checkpoint) -> Trained:
              for c in corpora if isinstance(c.get("prefix"), str) and isinstance(c.get("chat"), str)]
     return Trained(
         name if isinstance(name, str) else "", str(known.get("hash") or ""), eod if isinstance(eod, int) else -1,
-        tuple(prefixes), tuple(chats),
+        tuple(prefixes), tuple(chats), str(known.get("bos") or ""),
     )
 
 

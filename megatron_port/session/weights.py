@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -20,6 +20,7 @@ from megatron_port.config.sparsity import NO_SPARSITY
 from megatron_port.data.tokenizer import get_tokenizer
 from megatron_port.data.tokenizer_base import Tokenizer
 from megatron_port.data.tokenizer_files import load as load_tokenizer
+from megatron_port.data.tokenizer_files import piece_named, settings_beside
 from megatron_port.engine.api import Engine
 from megatron_port.errors import CheckpointError, DataError
 from megatron_port.interop.hf_files import HFFolder, is_hf
@@ -39,6 +40,7 @@ from megatron_port.parallel.state import StateReader
 from megatron_port.runtime.agreement import agreed
 from megatron_port.session.averaged import AveragedCheckpoint
 from megatron_port.session.base_weights import check_base, fingerprint, other_references
+from megatron_port.session.document_starts import check_document_starts
 from megatron_port.session.folders import FOLDER, run_folder
 
 if TYPE_CHECKING:
@@ -77,13 +79,21 @@ class Weights:
             return tokenizer_in(self.tokenizer_folder)
         if asked == "auto" and self.trained is not None and name == self.trained.name and self.trained.kind in FILES:
             path = pinned_file(self.trained, "or name another with --set data.tokenizer=hf:FILE")
-            return load_tokenizer(self.trained.kind, str(path), eod=self.trained.piece)
+            return self._as_trained(load_tokenizer(self.trained.kind, str(path), eod=self.trained.piece), self.trained)
         if not name or name == "auto":
             raise CheckpointError(
                 f"{self.path} does not say which tokenizer its data used; pass --set data.tokenizer=byte, gpt2 or "
                 "hf:FOLDER"
             )
         return get_tokenizer(name)
+
+    def _as_trained(self, tokenizer: Any, trained: Trained) -> Tokenizer:
+        """Return a tokenizer that begins texts as documents of training began."""
+        tokenizer.added = trained.added(tokenizer)
+        named = piece_named(settings_beside(self.tokenizer_folder / "tokenizer_config.json"), "bos_token") if (
+            self.tokenizer_folder) else ""
+        tokenizer.bos_id = tokenizer.special.get(named, next(iter(tokenizer.added.before), tokenizer.bos_id))
+        return cast(Tokenizer, tokenizer)
 
     def stop_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         """Return the ids that end a text: the tokenizer's, and those of the folder's generation settings."""
@@ -243,6 +253,8 @@ def load_initial(engine: Engine, session: Session) -> str:
 
     def load_own() -> Weights:
         weights = open_initial(config)
+        if session.is_rank_zero:
+            check_document_starts(config.data.train, weights.tokenizer_folder, weights.trained)
         engine.load_weights(_with_adapters(config, weights.read))
         notes.append(other_references(config, weights.read, str(weights.path)) if session.is_rank_zero else "")
         weights.close()
