@@ -47,8 +47,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:  # type: ignore[
     prepare.add_argument("--no-bos", action="store_true", help="do not begin documents with what the tokenizer's own "
                          "post-processor begins a text with (BOS)")
     chat = prepare.add_argument_group(
-        "conversations", "JSON, CSV, Parquet or Arrow with messages, conversations, or prompt and completion; the "
-        "loss is that of the assistant's turns")
+        "conversations", "JSON, CSV, Parquet or Arrow with messages or conversations, or a question and an answer "
+        "(Alpaca, Dolly, OpenOrca, prompt and completion); the loss is that of the assistant's turns")
     chat.add_argument("--chat", action="store_true", help="the input is conversations")
     chat.add_argument("--preference", action="store_true", help="the input is pairs: chosen, rejected and their prompt")
     chat.add_argument("--longest-pair", type=int, default=0, metavar="TOKENS", help="refuse longer pairs (with "
@@ -57,6 +57,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:  # type: ignore[
                       "tokenizer's own)")
     chat.add_argument("--chat-fields", nargs=2, metavar=("QUESTION", "ANSWER"), help="two text fields to read instead; "
                       "--json-key names the list of messages where it is called otherwise")
+    chat.add_argument("--chat-ignore", nargs="+", default=[], metavar="KEY", help="keys of a record or a message to "
+                      "leave out; a key that is not understood is refused otherwise")
     prepare.add_argument("--workers", type=int, default=0, metavar="N",
                          help="processes that tokenize (default: one per core)")
     prepare.add_argument("--fresh", action="store_true", help="do not resume an interrupted call")

@@ -92,19 +92,20 @@ def _chat(args: argparse.Namespace, tokenizer: Tokenizer) -> ChatRecipe | None:
     if not args.preference and args.longest_pair:
         raise ConfigError("--longest-pair is for --preference")
     if not (args.chat or args.preference):
-        if args.chat_template or args.chat_fields:
-            raise ConfigError("--chat-template and --chat-fields are for --chat")
+        if args.chat_template or args.chat_fields or args.chat_ignore:
+            raise ConfigError("--chat-template, --chat-fields and --chat-ignore are for --chat and --preference")
         return None
     key = args.json_key if args.json_key != "text" else ""
     if args.preference:
         if args.chat or key or args.chat_fields or args.longest_pair < 0:
             raise ConfigError("--preference reads chosen, rejected and prompt: leave --chat, --json-key and "
                               "--chat-fields out, and give --longest-pair a number of tokens")
-        return chat_recipe(tokenizer, args.chat_template, ChatFields(preference=True, longest_pair=args.longest_pair))
+        return chat_recipe(tokenizer, args.chat_template, ChatFields(
+            preference=True, longest_pair=args.longest_pair, ignored=tuple(args.chat_ignore)))
     if key and args.chat_fields:
         raise ConfigError(f"--json-key {key} names a list of messages, --chat-fields two texts; give one of them")
     pair = (args.chat_fields[0], args.chat_fields[1]) if args.chat_fields else None
-    return chat_recipe(tokenizer, args.chat_template, ChatFields(key, pair))
+    return chat_recipe(tokenizer, args.chat_template, ChatFields(key, pair, ignored=tuple(args.chat_ignore)))
 
 
 def index(args: argparse.Namespace) -> int:

@@ -80,7 +80,7 @@ class ChatRecipe:
         Raises:
             ConversationRefusal: the record, or what the template makes of it, cannot be used.
         """
-        found = preference_of(record)
+        found = preference_of(record, self.fields)
         both = [self._encoded(messages, append_eod, found.shared) for messages in (found.chosen, found.rejected)]
         if both[0][2] != both[1][2]:
             raise ConversationRefusal(f"{self.template.source} renders the prompt of the chosen answer otherwise than "

@@ -1,15 +1,22 @@
 """Preferences of a data set: a prompt and two answers to it, of which one was chosen and one rejected.
 
-Read are ``chosen`` and ``rejected``, as texts or as messages, with ``prompt`` (a text or messages) or with the prompt
-at their head. What both begin with is the prompt; the assistant's turns after it are the answer.
+Read are ``chosen`` and ``rejected``, as texts or as messages, with ``prompt`` (a text or messages; or ``question``,
+``instruction``, …, or the messages under ``messages`` or ``conversations``) or with the prompt at their head. What both
+begin with is the prompt; the assistant's turns after it are the answer.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from megatron_port.data.conversations import PREFERENCES, ConversationRefusal, names, non_empty, refuse_extras, side
+from megatron_port.data.conversations import (
+    LISTS,
+    PREFERENCES,
+    QUESTIONS,
+    ChatFields,
+    ConversationRefusal,
+    Record,
+)
 
 Messages = list[dict[str, str]]
 
@@ -24,35 +31,34 @@ class Preference:
     """Messages with which both begin."""
 
 
-def preference_of(record: object) -> Preference:
+def preference_of(record: object, fields: ChatFields | None = None) -> Preference:
     """Return the two conversations of a record.
 
     Raises:
-        ConversationRefusal: another form (the keys found are named), tool calls, images, no prompt, no answers that
-            differ.
+        ConversationRefusal: another form (the keys found are named), a key that is not understood, tool calls, images,
+            no prompt, no answers that differ.
     """
-    if not isinstance(record, dict):
-        raise ConversationRefusal("the line is no object")
-    present = non_empty(record)
-    if not all(key in present for key in PREFERENCES):
+    values = Record(record, fields or ChatFields(preference=True))
+    if not all(key in values for key in PREFERENCES):
         raise ConversationRefusal(
-            f"no preference under chosen and rejected; found the keys {names(present) or 'of nothing'}. Rankings, "
-            "scores and single labels must be turned into pairs first"
+            f"no preference under chosen and rejected; found the keys {values.names}. Rankings, scores and single "
+            "labels must be turned into pairs first"
         )
-    refuse_extras(present, "the record")
-    chosen, rejected = (_conversation(present, key) for key in PREFERENCES)
+    answers = [values.side(key, "assistant") for key in PREFERENCES]
+    prompt = _prompt(values, answers)
+    chosen, rejected = (_conversation(values, key, prompt, answer) for key, answer in zip(PREFERENCES, answers))
+    before = values.before(chosen)
+    chosen, rejected = before + chosen, before + rejected
+    values.check(chosen, rejected)
     for key, messages in (("chosen", chosen), ("rejected", rejected)):
         if messages[-1]["role"] != "assistant":
             raise ConversationRefusal(f"{key} does not end with the assistant's turn")
-    if "system" in present and chosen[0]["role"] != "system":
-        system = side(present["system"], "system", "system")
-        chosen, rejected = system + chosen, system + rejected
     shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected)) if a != b), min(len(chosen), len(rejected)))
     if chosen == rejected:
         raise ConversationRefusal("chosen and rejected are the same")
     if not any(message["role"] == "user" for message in chosen[:shared]):
         raise ConversationRefusal(
-            f"chosen and rejected have no prompt in common ({names(present)}); give it as prompt, or as the first "
+            f"chosen and rejected have no prompt in common ({values.names}); give it as prompt, or as the first "
             "messages of both"
         )
     if not all(any(m["role"] == "assistant" for m in messages[shared:]) for messages in (chosen, rejected)):
@@ -60,18 +66,28 @@ def preference_of(record: object) -> Preference:
     return Preference(chosen, rejected, shared)
 
 
-def _conversation(present: dict[str, Any], key: str) -> Messages:
+def _prompt(values: Record, answers: list[Messages]) -> Messages:
+    """The prompt of both answers; empty: it is at their head."""
+    whole = any(answer[0]["role"] != "assistant" for answer in answers)
+    question = next((key for key in QUESTIONS if key in values), "")
+    listed = next((key for key in LISTS if key in values), "")
+    if question and not (whole and question != "prompt"):
+        return values.question(question)
+    if listed and not whole:
+        return values.messages(listed)
+    if any(isinstance(values.values[key], str) for key in PREFERENCES):
+        raise ConversationRefusal(f"chosen or rejected is a text, and there is no prompt ({values.names}); give the "
+                                  "prompt apart, or messages")
+    return []
+
+
+def _conversation(values: Record, key: str, prompt: Messages, answer: Messages) -> Messages:
     """The prompt and one of the answers; a prompt that the answer's messages begin with is not repeated."""
-    answer = side(present[key], key, "assistant")
-    if "prompt" not in present:
-        if isinstance(present[key], str):
-            raise ConversationRefusal(f"{key} is a text, and there is no prompt ({names(present)}); give the prompt "
-                                      "apart, or messages")
+    if not prompt:
         return answer
-    prompt = side(present["prompt"], "prompt", "user")
     if answer[0]["role"] == "assistant":
         return prompt + answer
     asked = [m for m in answer if m["role"] == "user"][:1]
-    if answer[: len(prompt)] != prompt and not (isinstance(present["prompt"], str) and asked == prompt):
-        raise ConversationRefusal(f"{key} begins with messages that are not those of prompt ({names(present)})")
+    if answer[: len(prompt)] != prompt and not (isinstance(values.values["prompt"], str) and asked == prompt):
+        raise ConversationRefusal(f"{key} begins with messages that are not those of prompt ({values.names})")
     return answer

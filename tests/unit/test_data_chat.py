@@ -17,7 +17,7 @@ from megatron_port.data import chat_tokens, sources
 from megatron_port.data import prepare as preparing
 from megatron_port.data.chat_template import BUILT_IN, ChatTemplate, find_template
 from megatron_port.data.chat_tokens import ChatRecipe, chat_recipe
-from megatron_port.data.conversations import ChatFields, ConversationRefusal, messages_of
+from megatron_port.data.conversations import ConversationRefusal
 from megatron_port.data.fingerprint import check_tokenizers
 from megatron_port.data.format import chat_path, mask_path
 from megatron_port.data.indexed import IndexedDataset
@@ -212,46 +212,6 @@ def test_what_cannot_be_told_apart_is_refused(folder: Path, monkeypatch: pytest.
 
 
 ONE = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-FORMS: dict[str, tuple[Any, ChatFields]] = {
-    "messages": ({"messages": ONE, "id": 3, "tools": None}, ChatFields()),
-    "parts": ({"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, ONE[1]]}, ChatFields()),
-    "nulls": ({"messages": [{**m, "tool_calls": None, "name": None} for m in ONE]}, ChatFields()),
-    "sharegpt": ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, ChatFields()),
-    "pair": ({"prompt": "q", "completion": "a"}, ChatFields()),
-    "pair of messages": ({"prompt": ONE[:1], "completion": ONE[1:]}, ChatFields()),
-    "prompt beside messages": ({"prompt": "other", "messages": ONE}, ChatFields()),
-    "own list": ({"dialogue": ONE}, ChatFields("dialogue")),
-    "own fields": ({"instruction": "q", "output": "a", "messages": []}, ChatFields("", ("instruction", "output"))),
-}
-REFUSED: dict[str, tuple[Any, str]] = {
-    "preferences": ({"prompt": "q", "chosen": ONE, "rejected": ONE}, "preference record .prompt, chosen, rejected"),
-    "tools": ({"messages": ONE, "tools": [{}]}, r"tool calls \(messages, tools\)"),
-    "calls": ({"messages": [ONE[0], {"role": "assistant", "content": None, "tool_calls": [{"id": 1}]}]},
-              r"messages\[1\] has tool calls"),
-    "a tool's turn": ({"messages": [*ONE, {"role": "tool", "content": "x"}]}, r"messages\[2\] is by 'tool'"),
-    "images": ({"messages": ONE, "images": ["a.png"]}, "images .messages, images"),
-    "image part": ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-                   r"messages\[0\] has content of type 'image_url'"),
-    "weight": ({"messages": [{**ONE[0], "weight": 0}, ONE[1]]}, "keys role, content, weight"),
-    "text": ({"text": "q", "url": "u"}, "found the keys text, url.*--json-key.*--chat-fields"),
-    "no answer": ({"messages": ONE[:1]}, "no assistant's turn"),
-    "array": ([{"messages": ONE}], r"an array; write one object per line"),
-    "null content": ({"messages": [{"role": "user", "content": None}, ONE[1]]}, "keys role; expected"),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_forms_that_are_read(form: str) -> None:
-    assert messages_of(*FORMS[form]) == ONE
-    record, fields = FORMS[form]
-    assert messages_of({**record, "system": "s"}, fields) == [{"role": "system", "content": "s"}, *ONE]
-
-
-@pytest.mark.parametrize("form", REFUSED)
-def test_forms_that_are_refused_by_their_keys(form: str) -> None:
-    record, message = REFUSED[form]
-    with pytest.raises(ConversationRefusal, match=message):
-        messages_of(record, ChatFields())
 
 
 def write_rows(path: Path, count: int = 120) -> list[dict[str, Any]]:
