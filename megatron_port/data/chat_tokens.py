@@ -35,6 +35,10 @@ from megatron_port.data.tokenizer_base import Spans, Tokenizer
 from megatron_port.errors import DataError
 
 PROBE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+_WORD = "yonder"
+"""Content of an answer after which its end is looked for: no template has the word."""
+_STANDIN = "\ue000answer\ue000"
+"""Stands for a message's content where it is to be found in a rendering. Private characters: no text has them."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,8 @@ class ChatRecipe:
         """Return (ids, which count, the text before the first answer); answers among the first ``shared`` messages do
         not count."""
         self._check_content(messages)
+        if messages[0]["role"] == "system" and self._drops_system:
+            raise ConversationRefusal(f"{self.template.source} leaves system prompts out, and there is one")
         try:
             rendered = answers_of(self.template, messages)
         except TemplateRefusal as error:
@@ -147,7 +153,7 @@ class ChatRecipe:
         return hashlib.sha256(self.description).hexdigest()
 
     def stop_ids(self) -> list[int]:
-        """Return the special id with which an answer ends, or nothing.
+        """Return the special id with which an answer ends, or nothing (see :meth:`end_note`).
 
         Raises:
             DataError: the template does not render the shortest conversation, or the tokenizer does not part its
@@ -163,6 +169,51 @@ class ChatRecipe:
             raise DataError(f"{self.template.source} cannot be used with this tokenizer: {error}") from None
         special = set(self.tokenizer.special.values())
         return [int(i) for i in spans.ids[counted] if int(i) in special][-1:]
+
+    def end_note(self, *, append_eod: bool) -> str:
+        """Return a line where only the last answer of a conversation has an end that counts; empty: each has.
+
+        An end is anything after the content of an answer but white space: a special piece, a text, or the end of
+        document.
+
+        Raises:
+            DataError: no answer has one, so a model would never learn to stop.
+        """
+        turn = (PROBE[0], {"role": "assistant", "content": _WORD})
+        taught = [self._end_counts(turn * turns, append_eod) for turns in (1, 2)]
+        known = [found for found in taught if found is not None]
+        if not known or all(all(found) for found in known):
+            return ""
+        if any(found[-1] for found in known):
+            return (f"{self.template.source}: no end of an answer is learned but that of a conversation's last; a model "
+                    "may write the next turn of the user, too")
+        raise DataError(
+            f"{self.template.source}: nothing that counts follows the content of an answer, so a model would learn no "
+            "end and never stop; put {{ eos_token }} or the piece that ends a turn after the content, within the "
+            "{% generation %} block if there is one"
+        )
+
+    def _end_counts(self, messages: Sequence[Message], append_eod: bool) -> list[bool] | None:
+        """Return whether an end of each answer counts; None: the template does not render so many turns."""
+        try:
+            rendered = answers_of(self.template, messages)
+            ids, counted, _ = self._encoded(messages, append_eod)
+        except (TemplateRefusal, ConversationRefusal):
+            return None
+        assert rendered.answers is not None
+        ends = [bool(rendered.text[first:end].rpartition(_WORD)[2].strip())
+                for first, end in rendered.answers]
+        if ends and append_eod and ids[-1] == self.tokenizer.eod_id and counted[-1]:
+            ends[-1] = True
+        return ends
+
+    @cached_property
+    def _drops_system(self) -> bool:
+        """Whether the template leaves the content of a system prompt out."""
+        try:
+            return _STANDIN not in self.template.render([{"role": "system", "content": _STANDIN}, *PROBE]).text
+        except TemplateRefusal:  # it refuses one by itself, with its own words
+            return False
 
 
 def chat_recipe(tokenizer: Tokenizer, template: str = "", fields: ChatFields | None = None) -> ChatRecipe:
@@ -203,8 +254,7 @@ def answers_of(template: ChatTemplate, messages: Sequence[Message]) -> Rendered:
         if not whole.text.startswith(before) or not through.startswith(before):
             raise TemplateRefusal(f"{template.source} changes what precedes message {i} once it is there, so its "
                                   "answer is not to be found; mark answers by {% generation %} blocks")
-        end = len(through) if whole.text.startswith(through) else _end_by_content(
-            whole.text, len(before), through, message["content"].strip())
+        end = len(through) if whole.text.startswith(through) else _end_of_turn(template, messages, i, before)
         if end < 0:
             raise TemplateRefusal(f"{template.source} renders message {i} otherwise once others follow, so its answer "
                                   "is not to be found; mark answers by {% generation %} blocks")
@@ -212,12 +262,21 @@ def answers_of(template: ChatTemplate, messages: Sequence[Message]) -> Rendered:
     return Rendered(whole.text, tuple(found))
 
 
-def _end_by_content(whole: str, begin: int, through: str, content: str) -> int:
-    """End of a turn that is rendered in another way as the last one (reasoning that earlier turns lose), if what
-    follows ``begin`` is its content and then what closed it as the last turn; -1 otherwise."""
-    at = through.rfind(content)
-    text = content + through[at + len(content):]
-    return begin + len(text) if at >= 0 and content and whole.startswith(text, begin) else -1
+def _end_of_turn(template: ChatTemplate, messages: Sequence[Message], i: int, before: str) -> int:
+    """End of a turn that is rendered in another way than as the last one, such as without its reasoning; -1: not found.
+
+    Another content in its place shows where it stands in the whole conversation, and what closes a turn.
+    """
+    other = {**messages[i], "content": _STANDIN}
+    whole = template.render(messages).text
+    head, found, tail = template.render([*messages[:i], other, *messages[i + 1:]]).text.partition(_STANDIN)
+    _, last, close = template.render([*messages[:i], other]).text.partition(_STANDIN)
+    end = len(whole) - len(tail)
+    kept = whole[len(head):end]
+    same = found and last and whole.startswith(head) and whole.endswith(tail) and head.startswith(before)
+    if not same or not tail.startswith(close) or not kept.strip() or kept.strip() not in messages[i]["content"]:
+        return -1
+    return end + len(close)
 
 
 def counted_tokens(spans: Spans, rendered: Rendered) -> np.ndarray:

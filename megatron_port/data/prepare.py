@@ -158,6 +158,9 @@ def prepare(
     if bad_input not in POLICIES:
         raise DataError(f"bad_input is {bad_input!r}; choose one of {', '.join(POLICIES)}")
     options = replace(options or ReadOptions(), leave_out=bad_input != STOP, fields=chat.fields if chat else None)
+    note = chat.end_note(append_eod=append_eod) if chat else ""
+    if note:
+        log(note)
     if options.blank_lines < 0:
         raise DataError(f"blank_lines is {options.blank_lines}; 0 keeps files whole, n > 0 splits at n blank lines")
     prefix = Path(prefix)

@@ -327,3 +327,61 @@ def test_the_shipped_conversations_are_those_of_their_script() -> None:
     assert all(chat.encode(json.loads(line), append_eod=True)[1].any() for line in lines)
     config = load("runs/quickstart-chat").config
     assert not problems(config, world_size=8) and config.data.train == ("data/chat",)
+
+
+REASONS = UNMARKED["thinks"].replace("{%- else %}{{ m.content | trim }}",
+                                     "{%- else %}{{ m.content.split('</think>')[-1] | trim }}")
+
+
+def test_reasoning_that_a_template_drops(folder: Path) -> None:
+    """The earlier answer is found without it, up to its end, and the last one counts with it; a template that changes
+    more than that is refused."""
+    assert REASONS != UNMARKED["thinks"]
+    tokenizer = get_tokenizer(f"hf:{folder}")
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>\nParis\n</think>\n\nthe capital"},
+            {"role": "user", "content": "the capital"}, {"role": "assistant", "content": "<think>no</think>France"}]
+    recipe = recipe_of(folder, REASONS, tokenizer)
+    ids, counted = recipe.encode({"messages": talk}, append_eod=False)
+    edges = np.flatnonzero(np.diff(counted.astype(int), prepend=0, append=0)).reshape(-1, 2)
+    assert [tokenizer.decode(ids[a:b].tolist()) for a, b in edges] == [
+        "the capital<|im_end|>\n", "[no thoughts]\n\n<think>no</think>France<|im_end|>\n"]
+    assert ids.tolist() == tokenizer.encode_spans(recipe.template.render(talk).text).ids.tolist()  # type: ignore[attr-defined]
+    shuffled = REASONS.replace("split('</think>')[-1]", "upper()")
+    with pytest.raises(ConversationRefusal, match="message 1 otherwise once others follow"):
+        recipe_of(folder, shuffled, tokenizer).encode({"messages": talk}, append_eod=False)
+
+
+TURNS = "{% for m in messages %}{{ m.role + ': ' }}BODY{{ '\n' }}{% endfor %}"
+
+
+@pytest.mark.parametrize(("body", "append_eod", "said"), [
+    ("{{ m.content }}", False, "nothing that counts follows"),
+    ("{{ m.content }}", True, "but that of a conversation's last"),
+    ("{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>", True, "nothing that counts follows"),
+    ("{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}", True, "nothing that counts follows"),
+    ("{% generation %}{{ m.content + eos_token }}{% endgeneration %}", False, ""),
+    ("{{ m.content + eos_token }}", True, ""), ("{{ m.content }} ###", False, ""),
+])
+def test_a_template_that_teaches_no_end(
+    body: str, append_eod: bool, said: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "t.jinja").write_text(
+        TURNS.replace("BODY", body).replace("{% generation %}", "{% if m.role == 'assistant' %}{% generation %}").replace(
+            "{% endgeneration %}", "{% endgeneration %}{% else %}{{ m.content }}{% endif %}")
+        + "{% if add_generation_prompt %}assistant: {% endif %}")
+    write_rows(tmp_path / "a.jsonl", 3)
+    found = main(["data", "prepare", str(tmp_path / "c"), "--chat", "--input", str(tmp_path / "a.jsonl"), "--tokenizer",
+                  f"hf:{folder}", "--chat-template", str(tmp_path / "t.jinja"), "--workers", "1",
+                  *(() if append_eod else ("--no-eod",))])
+    shown = capsys.readouterr()
+    refused = said.startswith("nothing")
+    assert (found == 4) is refused and said in (shown.err if refused else shown.out + shown.err)
+    assert bool(said) == ("an answer" in shown.out + shown.err)
+
+
+def test_a_template_that_drops_system_prompts(folder: Path) -> None:
+    drops = MARKED["heads"].replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
+    talk = [{"role": "system", "content": "s"}, *ONE]
+    with pytest.raises(ConversationRefusal, match="leaves system prompts out"):
+        recipe_of(folder, drops).encode({"messages": talk}, append_eod=True)
+    assert recipe_of(folder, drops).encode({"messages": ONE}, append_eod=True)[1].any()
