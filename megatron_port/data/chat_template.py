@@ -1,7 +1,8 @@
 """Chat templates: the Jinja text that turns a conversation into a prompt, rendered as transformers renders it.
 
 A template comes from the tokenizer's own folder, from a file, or from :data:`BUILT_IN`. It is untrusted, so it runs in
-Jinja's immutable sandbox. ``{% generation %}`` blocks mark the model's own words.
+Jinja's immutable sandbox, in a process with a limit of time and memory (``template_process``). ``{% generation %}``
+blocks mark the model's own words.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_port.data.extras import need
+from megatron_port.data.template_jinja import BEGIN, END, compiled
+from megatron_port.data.template_process import template_process, variables
 from megatron_port.errors import DataError, shortened
+from megatron_port.runtime.links import outside_target
 
 Message = Mapping[str, str]
 """``role`` (system, user, assistant) and ``content``."""
@@ -41,8 +45,6 @@ BUILT_IN = {
 }
 """``chatml``: for tokenizers that have its pieces. ``plain``: for any; an answer ends with the end of text."""
 CHATML_PIECES = ("<|im_start|>", "<|im_end|>")
-_BEGIN, _END = "\ufdd0", "\ufdd1"
-"""Noncharacters that stand around the model's words until they are rendered. No text may have them."""
 
 
 class TemplateRefusal(Exception):
@@ -91,75 +93,45 @@ class ChatTemplate:
         Raises:
             TemplateRefusal: the template refuses it, or fails on it.
         """
-        if any(_BEGIN in m["content"] or _END in m["content"] for m in messages):
+        if any(BEGIN in m["content"] or END in m["content"] for m in messages):
             raise TemplateRefusal("the text has a character that is none (U+FDD0 or U+FDD1)")
-        try:
-            text: str = self._compiled.render(
-                messages=[dict(m) for m in messages], tools=None, documents=None,
-                add_generation_prompt=add_generation_prompt, **self.pieces)
-        except Exception as error:  # a template can raise anything
-            raise TemplateRefusal(f"{self.source} does not render it: {shortened(str(error), 200)}") from None
-        return _without_marks(text) if self.marked else Rendered(text, None)
-
-    @cached_property
-    def _compiled(self) -> Any:
         jinja2 = need("jinja2", self.source)
         if tuple(int(n) for n in jinja2.__version__.split(".")[:3]) < (3, 1, 6):
             raise DataError(f"{self.source}: jinja2 {jinja2.__version__} has known escapes from its sandbox, and "
                             "templates are code of others; run: pip install 'jinja2>=3.1.6'")
-        environment = _environment(jinja2, self.now)
-        try:
-            return environment.from_string(self.text)
-        except jinja2.TemplateError as error:
-            raise DataError(f"{self.source}: not a readable chat template ({shortened(str(error), 200)})") from error
+        if self.text in BUILT_IN.values():
+            text: str = self._built_in.render(**variables(messages, add_generation_prompt, self.pieces))
+        else:
+            text = self._by_process(messages, add_generation_prompt)
+        return _without_marks(text) if self.marked else Rendered(text, None)
 
+    def _by_process(self, messages: Sequence[Message], prompt: bool) -> str:
+        found = template_process().ask({
+            "template": self.text, "now": self.now.isoformat() if self.now else "", "pieces": dict(self.pieces),
+            "messages": [dict(m) for m in messages], "prompt": prompt}, self.source)
+        if "unreadable" in found:
+            raise DataError(f"{self.source}: not a readable chat template ({found['unreadable']})")
+        if "refused" in found:
+            raise TemplateRefusal(f"{self.source} does not render it: {shortened(found['refused'], 200)}")
+        return str(found["text"])
 
-def _environment(jinja2: Any, now: datetime | None) -> Any:
-    """Return the sandbox with what templates on the hub expect to find in it."""
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """``{% generation %}…{% endgeneration %}``: the model's own words, between two marks."""
-
-        tags = {"generation"}  # noqa: RUF012 (Jinja reads the class)
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-        def _marked(self, caller: Any) -> str:
-            return f"{_BEGIN}{caller()}{_END}"
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None,
-               separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
-        # Jinja's own escapes <, > and & for HTML.
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: (now or datetime.now()).strftime(form)
-    return environment
+    @cached_property
+    def _built_in(self) -> Any:
+        return compiled(self.text, "")
 
 
 def _without_marks(text: str) -> Rendered:
     """Take the marks out, and note where they stood."""
-    parts = re.split(f"([{_BEGIN}{_END}])", text)
+    parts = re.split(f"([{BEGIN}{END}])", text)
     out: list[str] = []
     answers: list[tuple[int, int]] = []
     at, begun = 0, -1
     for part in parts:
-        if part == _BEGIN:
+        if part == BEGIN:
             if begun >= 0:
                 raise TemplateRefusal("the template has one {% generation %} block within another")
             begun = at
-        elif part == _END:
+        elif part == END:
             answers.append((begun, at))
             begun = -1
         else:
@@ -187,6 +159,7 @@ def find_template(asked: str, folder: Path | None, pieces: Mapping[str, str], *,
     if folder is not None:
         file = folder / "chat_template.jinja"
         if file.is_file():
+            _check_link(file)
             return ChatTemplate(_read(file), pieces, str(file), now)
         text = template_in(settings_of(folder))
         if text:
@@ -217,12 +190,21 @@ def special_pieces(folder: Path | None, end: str) -> dict[str, str]:
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json; empty where there is none that can be read."""
+    """Return tokenizer_config.json; empty where there is none that can be read. Raises DataError: it is a link out of
+    the folder."""
+    _check_link(folder / "tokenizer_config.json")
     try:
         body = json.loads(_read(folder / "tokenizer_config.json", 16 << 20))
     except (DataError, ValueError, RecursionError):
         return {}
     return body if isinstance(body, dict) else {}
+
+
+def _check_link(path: Path) -> None:
+    target = outside_target(path)
+    if target is not None:
+        raise DataError(f"{path} is a link to {target}, outside of its folder, and would be copied with the model; put "
+                        "a copy in its place if it belongs there")
 
 
 def _read(path: Path, most: int = LARGEST_TEMPLATE) -> str:

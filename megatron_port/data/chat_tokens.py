@@ -185,8 +185,8 @@ class ChatRecipe:
         if not known or all(all(found) for found in known):
             return ""
         if any(found[-1] for found in known):
-            return (f"{self.template.source}: no end of an answer is learned but that of a conversation's last; a model "
-                    "may write the next turn of the user, too")
+            return (f"{self.template.source}: no end of an answer is learned but that of a conversation's last; a "
+                    "model may write the next turn of the user, too")
         raise DataError(
             f"{self.template.source}: nothing that counts follows the content of an answer, so a model would learn no "
             "end and never stop; put {{ eos_token }} or the piece that ends a turn after the content, within the "

@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron_port.data.extras import need
 from megatron_port.data.source_files import ReadOptions, Source
+from megatron_port.data.table_limit import TableLimit, check_parquet
 from megatron_port.errors import DataError
 
 ROWS = 1024
@@ -32,7 +33,9 @@ def texts(source: Source, options: ReadOptions, block_bytes: int) -> Iterator[Pi
         held: list[bytes] = []
         sizes: list[int] = []
         first = row = 0
+        limit = TableLimit(source.path)
         for share, column in (_parquet if source.kind == "parquet" else _arrow)(source, options):
+            limit.add(column.nbytes)
             for data, part in _cut(column, pyarrow, source, options, row, block_bytes):
                 held.append(data)
                 sizes += part
@@ -52,6 +55,7 @@ def _parquet(source: Source, options: ReadOptions) -> Iterator[tuple[float, Any]
     # Buffered, page by page: a row group may be larger than memory.
     with parquet.ParquetFile(source.path, pre_buffer=False, buffer_size=1 << 20) as file:
         columns = _columns(source, file.schema_arrow, options)
+        check_parquet(source.path, file.metadata, columns)
         rows, done = max(file.metadata.num_rows, 1), 0
         for batch in file.iter_batches(batch_size=ROWS, columns=columns):
             done += batch.num_rows

@@ -119,7 +119,8 @@ def _idle() -> _Batch:
 
 
 def text_after(decode: Decode, prompt: Sequence[int], new: Sequence[int]) -> str:
-    """Return what ``new`` adds to the text of ``prompt``: alone, many tokenizers drop the blank before its first word."""
+    """Return what ``new`` adds to the text of ``prompt``. Many decoders drop a blank before the first word of what they
+    are given."""
     before, whole = decode(prompt), decode([*prompt, *new])
     # Bytes that continue a character of the prompt change its text, too.
     return whole[len(before) :] if whole.startswith(before) else decode(new)

@@ -31,6 +31,7 @@ from megatron_port.interop.pinned_tokenizer import (
     tokenizer_in,
     trained_with,
 )
+from megatron_port.runtime.links import outside_target
 
 FILE = "tokenizer.json"
 _END = "<|endoftext|>"
@@ -194,6 +195,10 @@ def _copy(part: Path, folder: Path) -> bool:
     """The tokenizer files of ``folder``; whether it has any."""
     found = [file for file in TOKENIZER_FILES if (folder / file).is_file()]
     for file in found:
+        target = outside_target(folder / file)
+        if target is not None:
+            raise DataError(f"{folder / file} is a link to {target}, outside of its folder; put a copy in its place if "
+                            "it belongs there")
         shutil.copyfile(folder / file, part / file)
     return bool(found)
 

@@ -13,6 +13,7 @@ from megatron_port.interop.commit import Imported
 from megatron_port.interop.hf_files import HFFolder
 from megatron_port.interop.staged import Stage
 from megatron_port.runtime.atomic import write_bytes
+from megatron_port.runtime.links import outside_target
 
 KEPT = "huggingface"
 """Folder beside the imported checkpoint with the small files of the source."""
@@ -42,10 +43,17 @@ def keep_companions(source: Path, out: Path, model: ModelConfig) -> None:
 
 
 def copy_companions(source: Path, kept: Path) -> None:
-    """Copy tokenizer, chat template, generation settings and ``config.json`` to ``kept``. Raises CheckpointError."""
+    """Copy tokenizer, chat template, generation settings and ``config.json`` to ``kept``.
+
+    Raises CheckpointError: one is too large, or a link out of the folder.
+    """
     for path in (source / name for name in COMPANIONS):
         if not path.is_file():
             continue
+        target = outside_target(path)
+        if target is not None:
+            raise CheckpointError(f"{path} is a link to {target}, outside of its folder, and would be copied with the "
+                                  "model; put a copy in its place if it belongs there")
         kept.mkdir(parents=True, exist_ok=True)
         if path.stat().st_size > _MAX_COMPANION:
             raise CheckpointError(f"{path}: {path.stat().st_size} bytes; such a file has at most {_MAX_COMPANION}")

@@ -45,14 +45,27 @@ class Identity:
     """Run, commit and step of the other run's checkpoint that it began at; None: at step 0."""
 
 
+def _check_id(run: str, where: Path) -> None:
+    """Raise CheckpointError where an id is no name of a folder of its own: records are moved to ``previous/ID``."""
+    if run in (".", "..") or len(run) > 200 or "\0" in run or Path(run).name != run:
+        raise CheckpointError(f"{where}: the run's id is {run!r:.80}, which is no name of a folder; nothing was moved. "
+                              "Remove the file, or name another output folder")
+
+
 def read_identity(run_folder: Path) -> Identity | None:
-    """Return the identity of a folder's run; None: no run has begun there, or its file cannot be read."""
+    """Return the identity of a folder's run; None: no run has begun there, or its file cannot be read.
+
+    Raises CheckpointError: its id is no name of a folder.
+    """
     try:
         values = json.loads((run_folder / IDENTITY).read_text(encoding="utf-8"))
         made = Identity(**{k: v for k, v in values.items() if k in Identity.__dataclass_fields__})
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None
-    return made if isinstance(made.id, str) and made.id else None
+    if not isinstance(made.id, str) or not made.id:
+        return None
+    _check_id(made.id, run_folder / IDENTITY)
+    return made
 
 
 def own_checkpoints(
@@ -109,6 +122,7 @@ def settle(
         path: of that checkpoint, where ``checkpoint.resume`` may have named it.
 
     Raises:
+        CheckpointError: the id of the run, by its record or by the checkpoint, is no name of a folder.
         LeaseLost: the folder is another attempt's by now.
         OSError: the file system refused.
     """
@@ -116,6 +130,7 @@ def settle(
     inside = path is not None and path.resolve().is_relative_to(run_folder.resolve())
     found = _decide(known, config, begun_at, inside=inside)
     fence.check()
+    _check_id(found.id, path or run_folder)
     if known is not None and known.id != found.id:
         _put_aside(run_folder, known.id)
     run_folder.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ import pytest
 from megatron_port.cli.main import main
 from megatron_port.config.checks import problems
 from megatron_port.config.loader import load
-from megatron_port.data import chat_tokens, sources
+from megatron_port.data import chat_tokens, sources, template_process
 from megatron_port.data import prepare as preparing
 from megatron_port.data.chat_template import BUILT_IN, ChatTemplate, find_template
 from megatron_port.data.chat_tokens import ChatRecipe, chat_recipe
@@ -336,10 +336,10 @@ REASONS = UNMARKED["thinks"].replace("{%- else %}{{ m.content | trim }}",
 def test_reasoning_that_a_template_drops(folder: Path) -> None:
     """The earlier answer is found without it, up to its end, and the last one counts with it; a template that changes
     more than that is refused."""
-    assert REASONS != UNMARKED["thinks"]
+    assert UNMARKED["thinks"] != REASONS
     tokenizer = get_tokenizer(f"hf:{folder}")
-    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>\nParis\n</think>\n\nthe capital"},
-            {"role": "user", "content": "the capital"}, {"role": "assistant", "content": "<think>no</think>France"}]
+    contents = ("a", "<think>\nParis\n</think>\n\nthe capital", "the capital", "<think>no</think>France")
+    talk = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
     recipe = recipe_of(folder, REASONS, tokenizer)
     ids, counted = recipe.encode({"messages": talk}, append_eod=False)
     edges = np.flatnonzero(np.diff(counted.astype(int), prepend=0, append=0)).reshape(-1, 2)
@@ -365,10 +365,13 @@ TURNS = "{% for m in messages %}{{ m.role + ': ' }}BODY{{ '\n' }}{% endfor %}"
 def test_a_template_that_teaches_no_end(
     body: str, append_eod: bool, said: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    marks = {"{% generation %}": "{% if m.role == 'assistant' %}{% generation %}",
+             "{% endgeneration %}": "{% endgeneration %}{% else %}{{ m.content }}{% endif %}"}
+    text = TURNS.replace("BODY", body)
+    for mark, around in marks.items():
+        text = text.replace(mark, around)
     (tmp_path / "t.jinja").write_text(
-        TURNS.replace("BODY", body).replace("{% generation %}", "{% if m.role == 'assistant' %}{% generation %}").replace(
-            "{% endgeneration %}", "{% endgeneration %}{% else %}{{ m.content }}{% endif %}")
-        + "{% if add_generation_prompt %}assistant: {% endif %}")
+        text + "{% if add_generation_prompt %}assistant: {% endif %}")
     write_rows(tmp_path / "a.jsonl", 3)
     found = main(["data", "prepare", str(tmp_path / "c"), "--chat", "--input", str(tmp_path / "a.jsonl"), "--tokenizer",
                   f"hf:{folder}", "--chat-template", str(tmp_path / "t.jinja"), "--workers", "1",
@@ -385,3 +388,17 @@ def test_a_template_that_drops_system_prompts(folder: Path) -> None:
     with pytest.raises(ConversationRefusal, match="leaves system prompts out"):
         recipe_of(folder, drops).encode({"messages": talk}, append_eod=True)
     assert recipe_of(folder, drops).encode({"messages": ONE}, append_eod=True)[1].any()
+
+
+@pytest.mark.parametrize(("body", "what"), [
+    ("{% for i in range(99999) %}{% for j in range(99999) %}{% set x = j %}{% endfor %}{% endfor %}", "more than 1 s"),
+    ("{{ 'a' * 20000000000 }}", "more than 1024 MiB"), ("{{ 'a' * 20000000 }}", "20000... characters"),
+])
+def test_a_template_has_a_limit_of_time_and_memory(
+    body: str, what: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends the command, whatever happens to damaged records; the next template is rendered as ever."""
+    monkeypatch.setattr(template_process, "SECONDS", 0.6 if " s" in what else 60.0)
+    with pytest.raises(DataError, match=f"takes {what}"):
+        recipe_of(folder, body + MARKED["heads"]).encode({"messages": ONE}, append_eod=True)
+    assert recipe_of(folder, MARKED["heads"]).encode({"messages": ONE}, append_eod=True)[1].any()

@@ -48,7 +48,7 @@ FORMS: dict[str, tuple[dict[str, Any], list[dict[str, str]]]] = {
 REFUSED: dict[str, tuple[Any, str]] = {
     "a label": ({"prompt": "q", "completion": "a", "label": True}, "found the keys prompt, completion, label"),
     "a ranking": ({"prompt": "q", "responses": ["a", "b"], "ranks": [1, 0]}, "keys prompt, responses, ranks"),
-    "no prompt": ({"chosen": "Human: q Assistant: a", "rejected": "b"}, "chosen or rejected is a text, and there is no prompt"),
+    "no prompt": ({"chosen": "Human: q Assistant: a", "rejected": "b"}, "is a text, and there is no prompt"),
     "the same": ({"prompt": "q", "chosen": "a", "rejected": "a"}, "chosen and rejected are the same"),
     "other prompts": ({"chosen": [USER, GOOD], "rejected": [EARLIER[0], BAD]}, "no prompt in common"),
     "another prompt": ({"prompt": "x", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "not those of prompt"),
