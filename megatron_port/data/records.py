@@ -42,9 +42,9 @@ class Recipe:
 
     def around(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids before and after each document, the end of document included; conversations bring theirs."""
-        if self.chat is not None:
-            before, after = (), ()
-        else:
+        before: tuple[int, ...] = ()
+        after: tuple[int, ...] = ()
+        if self.chat is None:
             end = self.tokenizer.eod_id
             before, after = self.added.before, self.added.after
             after = after[:-1] if after[-1:] == (end,) else after
