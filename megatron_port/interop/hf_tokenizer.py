@@ -185,7 +185,7 @@ def make_paddable(part: Path) -> int | None:
 
 
 def _update_settings(part: Path, changes: dict[str, Any]) -> None:
-    """Change some of tokenizer_config.json, if it does not say so already."""
+    """Change some of tokenizer_config.json, where it differs."""
     settings = settings_of(part)
     if any(settings.get(name) != value for name, value in changes.items()):
         write_text(part / SETTINGS_FILE, json.dumps({**settings, **changes}, indent=2, ensure_ascii=False) + "\n")

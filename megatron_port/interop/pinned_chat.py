@@ -121,15 +121,15 @@ def write_generation(
 ) -> None:
     """Write the generation settings that the model was imported with, or only what begins, ends and fills up a text.
 
-    ``ends``: ids that end a text or an answer; those that the settings lack are added to them. ``bos``, ``pad``: for
-    settings that have none; without ``pad`` a batch is filled up with what ends a text.
+    ``ends``: ids that end a text or an answer; those that the settings lack are added to them. ``bos``: where there are
+    no settings. ``pad``: where they name none; None: a batch is filled up with what ends a text.
     """
     path = part / "generation_config.json"
     body = read_json(kept / path.name) if kept is not None else {}
     known = end_ids(kept) if kept is not None and body else ()
     every = list(dict.fromkeys((*known, *ends)))
     pad = every[0] if pad is None and every else pad
-    for name, value in (("bos_token_id", bos), ("pad_token_id", pad)):
+    for name, value in (("bos_token_id", None if body else bos), ("pad_token_id", pad)):
         if value is not None and body.get(name) is None:
             body[name] = value
     if every and every != list(known):
