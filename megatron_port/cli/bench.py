@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_port.cli.main import add_overrides, add_rendezvous_options, add_run_options, load_run, on_ranks
 from megatron_port.cli.progress import ProgressBar
 from megatron_port.cli.tune import add_trial_options, trial_problems
-from megatron_port.config.urls import local_path
+from megatron_port.config.urls import expanded, local_path
 from megatron_port.errors import EXIT_OK, ConfigError
 
 if TYPE_CHECKING:
@@ -27,10 +27,12 @@ def add_parser(subparsers: Any) -> None:
         "cluster with a [hardware] section: a [calibration], three factors. For one without (CPUs): a [hardware]. "
         "Start it like `train`: --nproc N, torchrun, or srun on one node.",
     )
-    calibrate.add_argument("cluster", help="cluster file, or the name of a shipped one, e.g. clusters/frontier")
+    calibrate.add_argument("cluster", type=expanded,
+                           help="cluster file, or the name of a shipped one, e.g. clusters/frontier")
     calibrate.add_argument("-o", "--output", type=local_path, required=True, metavar="FILE.toml",
                            help="where to write it")
-    calibrate.add_argument("--model", metavar="NAME", help="also the products of this model's layers, e.g. "
+    calibrate.add_argument("--model", type=expanded, metavar="NAME",
+                           help="also the products of this model's layers, e.g. "
                            "models/gpt-22b")
     calibrate.add_argument("--fresh", action="store_true", help="write a whole [hardware] also where there is one")
     add_overrides(calibrate, "backend.device=cpu")

@@ -15,7 +15,7 @@ from megatron_port.cli import checkpoint_convert
 from megatron_port.cli.arguments import add_json, add_verb, add_yes, confirm, print_json, print_table, verb_of
 from megatron_port.cli.checkpoint_diff import SUBFOLDER, diff
 from megatron_port.cli.progress import ProgressBar
-from megatron_port.config.urls import is_remote, local_path, url_fault
+from megatron_port.config.urls import expanded, is_remote, local_path, url_fault
 from megatron_port.errors import EXIT_CHECKPOINT, EXIT_OK, CheckpointError
 
 if TYPE_CHECKING:
@@ -32,30 +32,31 @@ def add_parser(subparsers: Any) -> None:
     for verb, text in (("list", "checkpoints of a run, newest first; also those in a store (s3://bucket/folder)"),
                        ("show", "one checkpoint: state, layout, settings and files")):
         action = add_verb(actions, verb, help=text)
-        action.add_argument("directory", help=_WHERE)
+        action.add_argument("directory", type=expanded, help=_WHERE)
         add_json(action)
     remove = add_verb(actions, "rm", help="remove checkpoints, each as a whole")
-    remove.add_argument("directory", nargs="+", help="checkpoints, e.g. runs/x/checkpoints/step-00000100")
+    remove.add_argument("directory", type=expanded, nargs="+",
+                        help="checkpoints, e.g. runs/x/checkpoints/step-00000100")
     add_yes(remove)
     action = actions.add_parser("verify", help="read and hash every block; exit 5 if one is damaged")
-    action.add_argument("directory", help=_WHERE)
+    action.add_argument("directory", type=expanded, help=_WHERE)
     add_json(action)
     action = actions.add_parser(
         "diff", help="largest difference of each tensor, and settings that differ; exit 1 if tensors differ"
     )
-    action.add_argument("a", help="a checkpoint, or a run or folder whose newest is taken")
-    action.add_argument("b", help="the other")
+    action.add_argument("a", type=expanded, help="a checkpoint, or a run or folder whose newest is taken")
+    action.add_argument("b", type=expanded, help="the other")
     action.add_argument("--kind", default="weight", help="weight, exp_avg, exp_avg_sq or all (default: weight)")
     action.add_argument("--tolerance", type=float, default=0.0, help="differences up to this are equal (default: 0)")
     action.add_argument("--all", action="store_true", help="also list parameters that are equal")
     add_json(action)
     checkpoint_convert.add_actions(actions)
     copy = actions.add_parser("push", help="copy a checkpoint into a store, in parts, and read it back")
-    copy.add_argument("directory", help="the checkpoint")
-    copy.add_argument("url", help="s3://bucket/folder")
+    copy.add_argument("directory", type=expanded, help="the checkpoint")
+    copy.add_argument("url", type=expanded, help="s3://bucket/folder")
     copy = actions.add_parser("pull", help="copy a checkpoint from a store; its hashes are compared")
-    copy.add_argument("url", help="of one copy, or of what they were pushed to, whose newest is taken")
-    copy.add_argument("directory", help="folder in which the checkpoint's folder is made")
+    copy.add_argument("url", type=expanded, help="of one copy, or of what they were pushed to, whose newest is taken")
+    copy.add_argument("directory", type=expanded, help="folder in which the checkpoint's folder is made")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_port.cli.checkpoint_diff import newest_of
 from megatron_port.cli.progress import ProgressBar
 from megatron_port.config.plugins import import_problems
-from megatron_port.config.urls import local_path
+from megatron_port.config.urls import expanded, local_path
 from megatron_port.errors import EXIT_OK, CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -33,12 +33,13 @@ def add_actions(actions: Any) -> None:
         "checked against transformers' logits before it appears. Adapters are written as PEFT's (peft), or merged into "
         "the weights beside which they were trained (hf).",
     )
-    out.add_argument("source", metavar="SOURCE", help="a checkpoint, or a run (folder, run file or shipped name) "
+    out.add_argument("source", type=expanded, metavar="SOURCE",
+                     help="a checkpoint, or a run (folder, run file or shipped name) "
                      "whose newest is taken")
     out.add_argument("out", type=local_path, metavar="OUT", help="a new folder")
     out.add_argument("--to", required=True, choices=("dcp", "universal", "hf", "peft"), help="the format")
     out.add_argument(
-        "--base", default="", metavar="PATH",
+        "--base", type=expanded, default="", metavar="PATH",
         help="of a checkpoint of adapters: the weights beside which they were trained, if not where the run had them",
     )
     out.add_argument("--ema", action="store_true", help="write the averaged weights (optimizer.ema_decay)")
@@ -68,7 +69,8 @@ def add_actions(actions: Any) -> None:
     into.add_argument("source", type=local_path, metavar="SOURCE", help="the checkpoint's folder")
     into.add_argument("out", type=local_path, metavar="OUT", help="a folder for checkpoints; step-N is made in it")
     into.add_argument("--from", dest="format", choices=_FORMATS, default="auto", help="the format (default: detect it)")
-    into.add_argument("--model", metavar="FILE.toml", help="a run or model file with the model that it holds")
+    into.add_argument("--model", type=expanded, metavar="FILE.toml",
+                      help="a run or model file with the model that it holds")
     into.add_argument(
         "--vocab-size", type=int, default=0, metavar="N",
         help="entries of the tokenizer: Megatron saves the padded size only, which is taken otherwise",

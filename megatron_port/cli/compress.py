@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_port.cli.arguments import SOURCE_HELP, add_json, print_json, print_table, weights_folder
 from megatron_port.cli.main import add_overrides, add_rendezvous_options, on_ranks
 from megatron_port.cli.progress import ProgressBar
-from megatron_port.config.urls import local_path
+from megatron_port.config.urls import expanded, local_path
 from megatron_port.errors import EXIT_OK, ConfigError
 from megatron_port.runtime.work import silent
 
@@ -29,8 +29,9 @@ def add_parser(subparsers: Any) -> None:
         description="Evaluate the model on a calibration set and write the importance of its parts, which pruning "
         "reads. One process by default; give another layout with --set layout.… and as many ranks.",
     )
-    measure.add_argument("source", metavar="SOURCE", help=SOURCE_HELP)
-    measure.add_argument("--data", metavar="PREFIX", required=True, help="the calibration set, a .bin/.idx pair")
+    measure.add_argument("source", type=expanded, metavar="SOURCE", help=SOURCE_HELP)
+    measure.add_argument("--data", type=expanded, metavar="PREFIX", required=True,
+                         help="the calibration set, a .bin/.idx pair")
     measure.add_argument("--samples", type=int, default=512, metavar="N",
                          help="the first N samples of seq_length tokens (default: 512; Minitron took 1,024)")
     measure.add_argument("--micro-batch-size", type=int, default=1, metavar="N", help="samples in one pass")
@@ -38,7 +39,7 @@ def add_parser(subparsers: Any) -> None:
     add_overrides(measure, "layout.tensor_parallel_size=2")
     add_rendezvous_options(measure)
     plan = actions.add_parser("plan", help="parameters, FLOPs per token, memory and time of a step, before and after")
-    plan.add_argument("source", metavar="SOURCE", help="a run file, or " + SOURCE_HELP)
+    plan.add_argument("source", type=expanded, metavar="SOURCE", help="a run file, or " + SOURCE_HELP)
     _add_method(plan)
     add_json(plan)
     add_overrides(plan, "layout.tensor_parallel_size=2")
@@ -47,11 +48,12 @@ def add_parser(subparsers: Any) -> None:
         description="Write OUT/step-00000000 and OUT/model.toml. `train` starts from it with "
         "checkpoint.initial_weights, on any layout, and `checkpoint export` writes it as a Hugging Face folder.",
     )
-    make.add_argument("source", metavar="SOURCE", help=SOURCE_HELP)
+    make.add_argument("source", type=expanded, metavar="SOURCE", help=SOURCE_HELP)
     make.add_argument("out", type=local_path, metavar="OUT", help="a folder, in which step-00000000 is made")
     _add_method(make)
     report = actions.add_parser("report", help="loss against size and FLOPs of several runs, as one page")
-    report.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, its run file, or a shipped name")
+    report.add_argument("runs", type=expanded, nargs="+", metavar="RUN",
+                        help="a run's folder, its run file, or a shipped name")
     report.add_argument("--out", type=local_path, default=local_path("compression.html"), metavar="FILE.html",
                         help="the page (default: compression.html)")
     add_json(report)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_port.cli.arguments import add_json, add_verb, add_yes, verb_of
 from megatron_port.cli.main import add_run_options
-from megatron_port.config.urls import local_path
+from megatron_port.config.urls import expanded, expanded_tokenizer, local_path
 from megatron_port.data.formats import FORMATS
 
 ACTIONS = "list|show|rm|fetch|tokenizer|prepare|index|verify|blend"
@@ -37,7 +37,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:  # type: ignore[
         description="After an interruption, the same command resumes. Nothing appears under PREFIX until all is done.")
     prepare.add_argument("prefix", type=local_path, help="name of the corpus, without a suffix")
     _add_input(prepare)
-    prepare.add_argument("--tokenizer", default="byte", help="byte (default), gpt2, tiktoken:ENCODING, "
+    prepare.add_argument("--tokenizer", type=expanded_tokenizer, default="byte",
+                         help="byte (default), gpt2, tiktoken:ENCODING, "
                          "hf:tokenizer.json (or a folder with one), sentencepiece:FILE.model")
     prepare.add_argument("--tokenizer-dir", type=local_path, help="directory with GPT-2's encoder.json and vocab.bpe, "
                          "or tiktoken's cache")
@@ -53,7 +54,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:  # type: ignore[
     chat.add_argument("--preference", action="store_true", help="the input is pairs: chosen, rejected and their prompt")
     chat.add_argument("--longest-pair", type=int, default=0, metavar="TOKENS", help="refuse longer pairs (with "
                       "--bad-input skip: leave them out); a sample holds model.seq_length + 1")
-    chat.add_argument("--chat-template", default="", metavar="FILE", help="a Jinja file, chatml or plain (default: the "
+    chat.add_argument("--chat-template", type=expanded, default="", metavar="FILE",
+                      help="a Jinja file, chatml or plain (default: the "
                       "tokenizer's own)")
     chat.add_argument("--chat-fields", nargs=2, metavar=("QUESTION", "ANSWER"), help="two text fields to read instead; "
                       "--json-key names the list of messages where it is called otherwise")
@@ -77,7 +79,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:  # type: ignore[
     add_yes(remove)
 
     inspect = add_verb(actions, "show", help="sizes, tokenizer, entropy and the first document of a corpus")
-    inspect.add_argument("prefix", help="of a corpus here, or behind s3:// or https://")
+    inspect.add_argument("prefix", type=expanded, help="of a corpus here, or behind s3:// or https://")
     add_json(inspect)
     inspect.add_argument("--seq-length", type=int, default=0, metavar="S", help="also say how many documents a sample "
                          "of S tokens holds, in order and packed")
@@ -89,7 +91,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:  # type: ignore[
     verify.add_argument("--vocab-size", type=int, help="check ids against this size instead of the sidecar's")
 
     blend = actions.add_parser("blend", help="weights of a blend, and how often each corpus is gone through")
-    blend.add_argument("corpora", nargs="+", metavar="PREFIX[=WEIGHT]", help="corpora, each with a weight or without")
+    blend.add_argument("corpora", type=expanded, nargs="+", metavar="PREFIX[=WEIGHT]",
+                       help="corpora, each with a weight or without")
     blend.add_argument("--by", choices=("tokens", "documents", "equal"), default="tokens",
                        help="without weights: make them proportional to this (default: tokens)")
     blend.add_argument("--temperature", type=float, default=1.0, metavar="T",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.main import add_rendezvous_options, add_run_options, load_run, on_ranks
 from megatron_port.cli.progress import ProgressBar
+from megatron_port.config.urls import local_path
 from megatron_port.errors import EXIT_OK, ConfigError, DataError
 from megatron_port.runtime.work import silent
 
@@ -32,7 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     logits.add_argument("--block", type=int, default=64, metavar="N", help="samples in a file (default: 64)")
     add_rendezvous_options(logits)
     verify = actions.add_parser("verify", help="compare every record of such a folder with its hash")
-    verify.add_argument("folder", type=Path)
+    verify.add_argument("folder", type=local_path)
 
 
 def run(args: argparse.Namespace) -> int:

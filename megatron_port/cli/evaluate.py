@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_port.cli.arguments import SOURCE_HELP, print_json, weights_folder
 from megatron_port.cli.main import add_overrides, add_rendezvous_options, on_ranks
 from megatron_port.cli.progress import ProgressBar
+from megatron_port.config.urls import expanded
 from megatron_port.errors import ConfigError, DataError
 from megatron_port.runtime.work import Advance, silent
 
@@ -34,23 +35,26 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         "corpus or a text, or run tasks of lm-eval-harness. One process by default; give another layout or engine with "
         "--set layout.… and as many ranks.",
     )
-    parser.add_argument("checkpoint", metavar="SOURCE", help=SOURCE_HELP)
+    parser.add_argument("checkpoint", type=expanded, metavar="SOURCE", help=SOURCE_HELP)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--data", metavar="PREFIX", help="perplexity on this .bin/.idx pair, all of it, with the "
+    what.add_argument("--data", type=expanded, metavar="PREFIX",
+                      help="perplexity on this .bin/.idx pair, all of it, with the "
                       "run's masks, documents and packing")
-    what.add_argument("--text", metavar="FILE", help="perplexity on this text (UTF-8), by the model's tokenizer")
+    what.add_argument("--text", type=expanded, metavar="FILE",
+                      help="perplexity on this text (UTF-8), by the model's tokenizer")
     what.add_argument("--tasks", metavar="A,B", help="tasks of lm-eval-harness (pip install lm-eval)")
-    what.add_argument("--reference", metavar="PREFIX", help="write PREFIX.reference: the log-probabilities of "
+    what.add_argument("--reference", type=expanded, metavar="PREFIX",
+                      help="write PREFIX.reference: the log-probabilities of "
                       "a corpus' answers, which training.loss=dpo needs (docs/preferences.md)")
     parser.add_argument("--stride", type=int, default=0, metavar="N",
                         help="tokens between windows; below model.seq_length each token sees more before it (default: "
                         "seq_length)")
     parser.add_argument("--max-tokens", type=int, default=0, metavar="N", help="only the first N tokens; 0: all")
     parser.add_argument("--micro-batch-size", type=int, default=1, metavar="N", help="windows or texts in one pass")
-    parser.add_argument("--include-path", metavar="DIR", help="tasks: a folder with further task files")
+    parser.add_argument("--include-path", type=expanded, metavar="DIR", help="tasks: a folder with further task files")
     parser.add_argument("--num-fewshot", type=int, metavar="N", help="tasks: examples before each question")
     parser.add_argument("--limit", type=float, metavar="N", help="tasks: questions of each, or a share below 1")
-    parser.add_argument("--json", nargs="?", const=STDOUT, metavar="FILE",
+    parser.add_argument("--json", type=expanded, nargs="?", const=STDOUT, metavar="FILE",
                         help="print the result as JSON instead; with FILE: write it there too")
     parser.add_argument("--ema", action="store_true", help="take the averaged weights (optimizer.ema_decay)")
     add_overrides(parser, "layout.tensor_parallel_size=2")

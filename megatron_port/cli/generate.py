@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_port.cli.arguments import SOURCE_HELP, weights_folder
 from megatron_port.cli.main import add_overrides, add_rendezvous_options, on_ranks
 from megatron_port.cli.progress import ProgressBar
+from megatron_port.config.urls import expanded
 from megatron_port.errors import ConfigError
 from megatron_port.runtime.work import silent
 
@@ -27,9 +28,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         description="Load the newest checkpoint of a run folder, the given step folder, or a Hugging Face folder, and "
         "continue prompts. One process by default; give another layout with --set layout.… and as many ranks.",
     )
-    parser.add_argument("checkpoint", metavar="SOURCE", help=SOURCE_HELP)
+    parser.add_argument("checkpoint", type=expanded, metavar="SOURCE", help=SOURCE_HELP)
     parser.add_argument("--prompt", action="append", default=[], help="text to continue (repeatable)")
-    parser.add_argument("--prompts", metavar="FILE", help="file with one text to continue per line")
+    parser.add_argument("--prompts", type=expanded, metavar="FILE", help="file with one text to continue per line")
     parser.add_argument("--chat", action="store_true", help="a prompt is a user's message: the model's chat template "
                         "stands around it, and the answer alone is printed")
     parser.add_argument("--tokens", type=int, default=100, help="most new tokens (default 100)")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli import launch_attempts, launch_control
 from megatron_port.cli.main import Parser, add_run_options, load_run
+from megatron_port.config.urls import expanded
 from megatron_port.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def add_parser(subparsers: Any) -> None:
         add_run_options(action)
         action.add_argument("--after", metavar="JOB", default="", help="start after that job has ended")
         if name == "show":
-            action.add_argument("-o", "--output", metavar="FILE", help="write the script there instead")
+            action.add_argument("-o", "--output", type=expanded, metavar="FILE", help="write the script there instead")
             action.add_argument("--for", dest="scheduler", default="slurm", choices=SCHEDULERS,
                                 help="scheduler that it is for (default: slurm); jobset: Kubernetes")
             action.add_argument("--gpu", default="H100", metavar="NAME", help="accelerator, by SkyPilot's name")
@@ -58,7 +59,7 @@ def add_parser(subparsers: Any) -> None:
         description="Write interpreter, standard library and packages into one archive that runs from any folder. A "
         "job with STAGE=FILE copies it to each node, with the code and configuration of its launch record.",
     )
-    image.add_argument("-o", "--output", required=True, metavar="FILE.tar", help="where to write it")
+    image.add_argument("-o", "--output", type=expanded, required=True, metavar="FILE.tar", help="where to write it")
     image.set_defaults(act=pack)
     launch_attempts.add_actions(actions)
 

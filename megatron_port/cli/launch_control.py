@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.arguments import add_json, add_verb, print_json, print_table
 from megatron_port.cli.main import add_run_options
-from megatron_port.config.urls import local_path
+from megatron_port.config.urls import expanded, local_path
 from megatron_port.errors import ConfigError, EnvironmentFault
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def add_actions(actions: Any) -> None:
     add_json(show)
     show.set_defaults(act=print_status)
     every = add_verb(actions, "list", help="submissions and attempts of a run, oldest first, and how each ended")
-    every.add_argument("run", metavar="RUN", help=RUN_HELP)
+    every.add_argument("run", type=expanded, metavar="RUN", help=RUN_HELP)
     add_json(every)
     every.set_defaults(act=print_list)
     logs = actions.add_parser(
@@ -42,7 +42,7 @@ def add_actions(actions: Any) -> None:
         description="Print the last lines of a run's logs; with -f all that is added, by this job and those after it, "
         "until no job of the run is left.",
     )
-    logs.add_argument("run", metavar="RUN", help=RUN_HELP)
+    logs.add_argument("run", type=expanded, metavar="RUN", help=RUN_HELP)
     logs.add_argument("-f", "--follow", action="store_true", help="wait for more, over requeues and chained jobs")
     logs.add_argument("-n", "--lines", type=int, default=20, metavar="N", help="lines of the past (default 20; 0: all)")
     logs.set_defaults(act=print_logs)
@@ -52,7 +52,7 @@ def add_actions(actions: Any) -> None:
         "first if KillWait leaves it the time; so does a run that was started without a scheduler, by hand or by "
         "torchrun. A new `launch submit` continues from what was saved.",
     )
-    cancel.add_argument("runs", nargs="+", metavar="RUN", help=RUN_HELP)
+    cancel.add_argument("runs", type=expanded, nargs="+", metavar="RUN", help=RUN_HELP)
     cancel.set_defaults(act=cancel_runs)
     add_sweep(actions)
 

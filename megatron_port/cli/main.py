@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_port import __version__
+from megatron_port.config.urls import expanded
 from megatron_port.errors import ConfigError, PortError
 from megatron_port.runtime.permissions import tighten
 from megatron_port.runtime.printable import safe_output
@@ -80,7 +81,7 @@ class _Corpus(argparse.Action):
 def add_run_options(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     """Add the run file, ``--set`` and ``--data`` of every command that takes a run; ``load_run`` reads them."""
     parser.add_argument(
-        "run_file", metavar="RUN", nargs="?" if optional else None,
+        "run_file", type=expanded, metavar="RUN", nargs="?" if optional else None,
         help="run file, the name of a shipped one, e.g. runs/quickstart, or a run's folder (its config.toml)",
     )
     add_overrides(parser, "training.steps=20")

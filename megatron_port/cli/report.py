@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.arguments import add_json, print_json
-from megatron_port.config.urls import local_path
+from megatron_port.config.urls import expanded, local_path
 from megatron_port.errors import EXIT_OK, EnvironmentFault, PortError
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ def add_parser(subparsers: Any) -> None:
         description="Curves, speed, goodput, ranks, events, configuration and environment of runs, as one file that "
         "needs no network. It can be made while a run trains.",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, its run file, or the name of a shipped "
+    parser.add_argument("runs", type=expanded, nargs="+", metavar="RUN",
+                        help="a run's folder, its run file, or the name of a shipped "
                         "one, e.g. runs/quickstart")
     parser.add_argument("--out", type=local_path, help="the file (default: report.html in the first run's folder)")
     add_json(parser)

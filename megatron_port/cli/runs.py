@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.arguments import add_json, add_verb, add_yes, confirm, print_json, print_table, verb_of
-from megatron_port.config.urls import local_path
+from megatron_port.config.urls import expanded, local_path
 from megatron_port.errors import EXIT_OK, ConfigError, EnvironmentFault
 
 if TYPE_CHECKING:
@@ -28,10 +28,12 @@ def add_parser(subparsers: Any) -> None:
     listed.add_argument("directory", nargs="?", type=local_path, default=Path("runs"), help="default: runs")
     add_json(listed)
     shown = add_verb(actions, "show", help="one run: its state, its numbers and its files")
-    shown.add_argument("run", metavar="RUN", help="its folder, its run file, or the name of a shipped one")
+    shown.add_argument("run", type=expanded, metavar="RUN",
+                       help="its folder, its run file, or the name of a shipped one")
     add_json(shown)
     removed = add_verb(actions, "rm", help="remove runs with their checkpoints")
-    removed.add_argument("run", nargs="+", metavar="RUN", help="their folders, run files, or names of shipped ones")
+    removed.add_argument("run", type=expanded, nargs="+", metavar="RUN",
+                         help="their folders, run files, or names of shipped ones")
     add_yes(removed)
 
 

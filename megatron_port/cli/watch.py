@@ -8,6 +8,7 @@ import socket
 from typing import Any
 
 from megatron_port.cli.arguments import add_json, print_json
+from megatron_port.config.urls import expanded
 from megatron_port.errors import EXIT_OK, ConfigError
 
 
@@ -19,7 +20,8 @@ def add_parser(subparsers: Any) -> None:
         "alone, while it trains or afterwards. It reads the run's files, so it can be started on any node that sees "
         "them, and stopped at any time with Ctrl-C. From elsewhere, reach it through an SSH tunnel.",
     )
-    parser.add_argument("run", metavar="RUN", help="a run's folder, its run file, or the name of a shipped one")
+    parser.add_argument("run", type=expanded, metavar="RUN",
+                        help="a run's folder, its run file, or the name of a shipped one")
     parser.add_argument("--port", type=int, default=0, metavar="N", help="of the page (default: one that is free)")
     add_json(parser)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron_port.config.fine_tuning import NO_ADAPTERS
 from megatron_port.config.quantisation import NO_QUANTISATION
-from megatron_port.config.ranges import Fraction, Positive
+from megatron_port.config.ranges import Fraction, PathSetting, Positive
 from megatron_port.config.sparsity import NO_SPARSITY
 
 if TYPE_CHECKING:
@@ -19,10 +19,10 @@ class DistillationConfig:
     """Learning from a teacher: the loss of a token is alpha · CE + (1 - alpha) · T² · KL, with both distributions of KL
     at temperature T (Hinton et al., arXiv 1503.02531; engine native; docs/compression.md)."""
 
-    teacher: str = ""
+    teacher: PathSetting = ""
     """The teacher: a Hugging Face folder (safetensors), a run folder, or a checkpoint, of any layout. Its layers are
     split over the same ranks as the model's. Empty: there is none."""
-    logits: str = ""
+    logits: PathSetting = ""
     """Folder that `distill logits` writes: the teacher's most likely tokens at every position of the training order.
     Where it is set, training reads it instead of running the teacher."""
     alpha: Fraction = 0.5

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron_port.config.ranges import Count, Fraction, Positive
+from megatron_port.config.ranges import Count, Fraction, PathSetting, Positive
 
 if TYPE_CHECKING:
     from megatron_port.config.schema import ModelConfig, RunConfig
@@ -36,7 +36,7 @@ class FineTuningConfig:
     targets: tuple[str, ...] = ()
     """Matrices with an adapter: query, key, value, output, gate, up, down; for latent attention query_down, query_up,
     kv_down, kv_up instead of the first three. Empty: all that the model has."""
-    adapters: str = ""
+    adapters: PathSetting = ""
     """PEFT folder that the adapters start from; empty: A is drawn and B is zero, as in PEFT."""
 
     @property

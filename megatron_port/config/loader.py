@@ -6,7 +6,7 @@ file (with and without ``.toml``), then in the repository's ``configs/`` and in 
 folders of the model families, so ``extends = "models/gpt-22b"`` works from anywhere.
 On the command line the folder of a run stands for the configuration that it trained
 with, so ``train runs/lap`` resumes it. Types are strict: an integer is taken where a
-float is wanted, nothing else is converted.
+float is wanted, nothing else is converted. In paths, ``~`` and variables are replaced.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from typing import Any
 from megatron_port.config.choices import plain_type
 from megatron_port.config.dump import as_dict, config_hash, leaves, to_toml, toml_value
 from megatron_port.config.plugins import plugin_problems
+from megatron_port.config.ranges import IsPath, path_mark
 from megatron_port.config.schema import RunConfig
 from megatron_port.config.unsupported import KEYS, not_supported
-from megatron_port.config.urls import is_remote
+from megatron_port.config.urls import expanded, is_remote
 from megatron_port.errors import ConfigError
 
 try:
@@ -149,7 +150,11 @@ class _Reader:
 
     def read_file(self, name: str, *, beside: Path | None, origin: str, chain: tuple[Path, ...]) -> None:
         """Read one file after the files that it extends. ``chain``: the files that led here."""
-        path = find_config(name, beside)
+        try:
+            path = find_config(name, beside)
+        except ConfigError as error:
+            self.problems.append(f"{origin}: {error}")
+            return
         if path is None:
             where = "" if beside is None and origin == "the command line" else f"{origin}: "
             if not where and os.path.isdir(name):
@@ -240,7 +245,7 @@ class _Reader:
 
     def _walk(self, cls: type, data: dict[str, Any], prefix: str, origin: Any) -> None:
         """Take every value of one table into ``values``, or note what is wrong with it."""
-        hints = typing.get_type_hints(cls)
+        hints, marks = typing.get_type_hints(cls), typing.get_type_hints(cls, include_extras=True)
         for key, value in data.items():
             dotted = prefix + key
             if key not in hints:
@@ -257,9 +262,9 @@ class _Reader:
                     self.problems.append(f"{origin(dotted)}: {dotted} is a table of settings, not {_show(value)}")
                 continue
             try:
-                self.values[dotted] = _convert(kind, value)
+                self.values[dotted] = _expanded(path_mark(marks[key]), _convert(kind, value))
                 self.origins[dotted] = origin(dotted)
-            except TypeError as e:
+            except (TypeError, ConfigError) as e:
                 self.problems.append(f"{origin(dotted)}: {dotted} {e}")
 
     def _suggest(self, key: str, hints: dict[str, Any]) -> str:
@@ -274,9 +279,9 @@ class _Reader:
 def _run_folder(name: str) -> Path | None:
     """The folder of a run that a name of the command line stands for; a file of that name wins, shipped ones too."""
     try:
-        folder = Path(name)
+        folder = Path(expanded(name))
         return folder if (folder / RUN_CONFIG).is_file() and find_config(name) is None else None
-    except (OSError, ValueError):
+    except (OSError, ValueError, ConfigError):  # what is wrong with the name is said where it is read as a file
         return None
 
 
@@ -287,7 +292,12 @@ def _runs_near(folder: Path) -> str:
 
 
 def find_config(name: str, beside: Path | None = None) -> Path | None:
-    """The file a name stands for: beside the naming file (or the working directory), then the shipped configs."""
+    """The file a name stands for: beside the naming file (or the working directory), then the shipped configs.
+
+    Raises:
+        ConfigError: it holds a variable that is not set.
+    """
+    name = expanded(name)
     for folder in (beside or Path(), *config_directories()):
         for candidate in (folder / name, folder / f"{name}.toml"):
             try:
@@ -343,6 +353,13 @@ def _convert(kind: Any, value: Any) -> Any:
     if kind is float and not math.isfinite(value):
         raise TypeError(f"must be a finite number, not {value}")
     return value
+
+
+def _expanded(mark: IsPath | None, value: Any) -> Any:
+    """A path, or an array of paths, as a shell would give it; any other value as it is. Raises ConfigError."""
+    if mark is None:
+        return value
+    return tuple(map(mark.expand, value)) if isinstance(value, tuple) else mark.expand(value)
 
 
 def _converted_table(cls: type, value: Any) -> Any:

@@ -11,6 +11,7 @@ from megatron_port.config.ranges import (
     CountOrZero,
     Fraction,
     NonNegative,
+    PathSetting,
     Positive,
     Share,
     Size,
@@ -52,9 +53,9 @@ class ClusterConfig:
     """Folder on each node's own disk, for a staged environment; {job_id} and {user} are filled in."""
     container: Literal["", "apptainer", "singularity", "podman", "podman-hpc", "shifter", "pyxis"] = ""
     """Runtime that the ranks run in; what speaks to SLURM stays on the host. Empty: none."""
-    container_image: str = ""
+    container_image: PathSetting = ""
     """File (.sif, .sqsh) or name of the image; empty: IMAGE in the environment of the submission."""
-    container_mounts: tuple[str, ...] = ()
+    container_mounts: tuple[PathSetting, ...] = ()
     """SOURCE or SOURCE:TARGET[:ro], beside the working directory, the run's folder and the local disk; {user}, {job_id}
     and {local_disk} are filled in."""
     container_options: tuple[str, ...] = ()
@@ -186,7 +187,7 @@ class CalibrationConfig:
     overlap_share: Annotated[float, between(0, 1)] = 1.0
     """Share of a collective that products beside it hide, of what could be hidden: less than 1 where both use the same
     cores."""
-    table: str = ""
+    table: PathSetting = ""
     """CSV file with rates by op, provider and shape (``plan.kernel_table``), a path or one of configs/, e.g.
     "tables/h100.csv"; empty: the formulas alone."""
     source: str = ""
@@ -205,9 +206,9 @@ class LaunchConfig:
     """Further sbatch options, one per entry; they override the cluster's."""
     environment: tuple[str, ...] = ()
     """NAME=value, exported after the cluster's."""
-    python: str = ""
+    python: PathSetting = ""
     """Interpreter on the nodes; empty: .venv of the checkout if there is one, otherwise the modules' python3."""
-    stage: str = ""
+    stage: PathSetting = ""
     """Archive (.tar) of a Python environment that is copied to each node's own disk first; empty: none."""
     when_stopped: Literal["requeue", "chain", "stop"] = "requeue"
     """What happens after a job that saved before its end: requeue (scontrol) | chain (a new job) | stop"""

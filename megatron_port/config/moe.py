@@ -6,7 +6,17 @@ import fractions
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_port.config.ranges import Count, CountOrZero, Fraction, NonNegative, Positive, Ratio, Size, SizeOrZero
+from megatron_port.config.ranges import (
+    Count,
+    CountOrZero,
+    Fraction,
+    NonNegative,
+    PathSetting,
+    Positive,
+    Ratio,
+    Size,
+    SizeOrZero,
+)
 
 if TYPE_CHECKING:
     from megatron_port.config.schema import ModelConfig, RunConfig
@@ -111,7 +121,7 @@ class RoutesConfig:
 
     routes: Literal["none", "log"] = "none"
     """none | log (write the experts of each token of each layer and step to the run's folder)"""
-    replay: str = ""
+    replay: PathSetting = ""
     """Folder of logged routes that the router follows instead of its own choice; empty: none."""
     starved_share: Fraction = 0.1
     """An expert starves if it gets less than this share of the mean load of its layer's experts."""

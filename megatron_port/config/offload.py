@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron_port.config.ranges import Count, Share
+from megatron_port.config.ranges import Count, PathSetting, Share
 
 if TYPE_CHECKING:
     from megatron_port.config.schema import RunConfig
@@ -30,7 +30,7 @@ class OffloadConfig:
     from which each gather copies them)"""
     buffers: Count = 4
     """Staging buffers in host memory, each as large as a bucket's share needs: the amount of data in flight."""
-    nvme_path: str = ""
+    nvme_path: PathSetting = ""
     """Folder on a fast local disk for nvme, with one file of fixed size per rank and kind of state. The files are
     scratch and vanish with the process; checkpoints hold the state."""
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin
 
 from megatron_port.config.number_ranges import are_ranges
+from megatron_port.config.urls import expanded, expanded_tokenizer
 
 LONGEST_NAME = 200
 """Bytes of a run's name: file systems take 255 for a folder's, of which names made from it (NAME-tune) need some."""
@@ -23,6 +24,20 @@ class Range:
     """Smallest legal value of a size."""
     is_size: bool = False
     """A size of the split: while one of them is out of range, no layout can be judged."""
+
+
+@dataclass(frozen=True)
+class IsPath:
+    """Marks a setting that is a path or URL: ``expand`` replaces ``~`` and variables when it is read."""
+
+    expand: Callable[[str], str] = expanded
+
+
+def path_mark(kind: Any) -> IsPath | None:
+    """Return the mark of a type with its annotations: that of a path, or of an array of paths; None: another type."""
+    if get_origin(kind) is tuple:
+        return path_mark(get_args(kind)[0])
+    return next((note for note in getattr(kind, "__metadata__", ()) if isinstance(note, IsPath)), None)
 
 
 def at_least(least: int, *, is_size: bool = False) -> Range:
@@ -51,10 +66,13 @@ Fraction = Annotated[float, Range(lambda x: 0 <= x < 1, "at least 0 and below 1"
 Share = Annotated[float, Range(lambda x: 0 < x <= 1, "a share, above 0 and at most 1")]
 SpikeFactor = Annotated[float, Range(lambda x: x == 0 or x > 1, "0 (off) or above 1")]
 FolderName = Annotated[str, Range(_is_folder_name, "a folder name of at most 200 bytes, all of them printable")]
+PathSetting = Annotated[str, IsPath()]
+TokenizerName = Annotated[str, IsPath(expanded_tokenizer)]
 PathText = Annotated[
-    str, Range(lambda x: x.strip() and "\0" not in x and len(x.encode()) < 4096, "a path of at most 4095 bytes")
+    str, IsPath(),
+    Range(lambda x: x.strip() and "\0" not in x and len(x.encode()) < 4096, "a path of at most 4095 bytes"),
 ]
-AbsolutePath = Annotated[str, Range(lambda x: x.startswith("/"), "an absolute path")]
+AbsolutePath = Annotated[str, IsPath(), Range(lambda x: x.startswith("/"), "an absolute path")]
 StepSet = Annotated[str, Range(lambda x: are_ranges(x, "", "next"), "empty, next, or steps as in 10-12,20")]
 RankSet = Annotated[str, Range(lambda x: are_ranges(x, "all"), "all, or ranks as in 0,8-15")]
 Text = Annotated[str, Range(lambda x: bool(x.strip()), "a non-empty string")]

@@ -38,6 +38,7 @@ from megatron_port.config.ranges import (
     CountOrZero,
     FolderName,
     NonNegative,
+    PathSetting,
     PathText,
     Positive,
     RankSet,
@@ -46,6 +47,7 @@ from megatron_port.config.ranges import (
     SpikeFactor,
     StepSet,
     Text,
+    TokenizerName,
     at_least,
 )
 from megatron_port.config.sparsity import SparsityConfig
@@ -159,7 +161,7 @@ class DataConfig:
 
     source: str = "corpus"
     """corpus (the files of train, or synthetic tokens), or a source that a plugin registers, which needs neither"""
-    train: tuple[str, ...] = ()
+    train: tuple[PathSetting, ...] = ()
     """Prefixes of .bin/.idx pairs, or their URLs (s3://, https://). Empty with synthetic = false is an error."""
     weights: tuple[float, ...] = ()
     """Blend weights, one for each prefix; empty: by number of tokens."""
@@ -167,14 +169,14 @@ class DataConfig:
     """Fractions of the corpus for training, validation and test."""
     synthetic: bool = False
     """Draw reproducible random tokens instead of reading a corpus."""
-    tokenizer: str = "auto"
+    tokenizer: TokenizerName = "auto"
     """auto (what the corpus' sidecar names) | byte | gpt2 | tiktoken:ENCODING | hf:FILE | sentencepiece:FILE"""
     order: Literal["stateless", "megatron"] = "stateless"
     """stateless (one permutation per epoch) | megatron (Megatron-LM's document order; seeds below 2^32, as there)"""
-    index_cache: str = ""
+    index_cache: PathSetting = ""
     """Folder for the sample index of order megatron and of packing; empty: output_dir/data_cache. It is built once for
     each folder that processes share (a node's own disk works), or ahead of time by `data index`."""
-    remote_cache: str = ""
+    remote_cache: PathSetting = ""
     """Folder for the index of corpora in a store and the blocks of tokens that were read; empty: that of index_cache.
     A node's own disk is best."""
     remote_cache_gb: NonNegative = 0.0
@@ -255,10 +257,10 @@ class CheckpointConfig:
     """Only one attempt at a time may use a run folder. If it ended without notice on a host that cannot be checked,
     the next attempt takes over once its heartbeat has not changed for this many seconds; if its process or SLURM job
     is known to be gone, at once."""
-    mirror: str = ""
+    mirror: PathSetting = ""
     """URL below which every committed checkpoint is copied in the background (s3://bucket/folder); `checkpoint.resume`
     accepts it. A failed copy costs a line, not the run."""
-    initial_weights: str = ""
+    initial_weights: PathSetting = ""
     """Weights that a run starts from if it has nothing to resume (fine-tuning): a Hugging Face folder (safetensors), a
     run folder, or a checkpoint. Only weights; moments and counters start fresh. Where the model is dense and the run
     has experts, each expert starts as a copy of its layer's MLP."""
