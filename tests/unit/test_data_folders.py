@@ -190,7 +190,7 @@ def check(truth, root, done, refused, ids):
         expected.update([] if skipped else texts)
     assert int((ids != 256).sum()) + left == total
     documents, start = Counter(), 0
-    for end in np.flatnonzero(ids == 256):
+    for end in np.flatnonzero(ids == 256).tolist():
         documents[bytes(ids[start:end].astype("u1")).decode()] += 1
         start = end + 1
     assert documents == expected

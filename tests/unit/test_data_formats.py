@@ -96,7 +96,7 @@ def test_values_over_several_lines_against_the_library(tmp_path, monkeypatch):
     pieces = ["]", "[", "{", "}", '"', "\\", ",", "🎭", "é", "\n", "12", ": "]
     rows = [{"text": "".join(r.choices(pieces, k=r.randrange(1, 40))), "n": [r.random(), {"a": None}], "e": "\\u00"}
             for _ in range(60)]
-    texts = [row["text"] for row in rows if not row["text"].isspace()]
+    texts = [text for text in (str(row["text"]) for row in rows) if not text.isspace()]
     for indent in (None, 2):
         for ascii_ in (True, False):
             text = json.dumps(rows, indent=indent, ensure_ascii=ascii_)

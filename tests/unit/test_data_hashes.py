@@ -78,7 +78,7 @@ def test_checks_take_their_share_of_the_time(corpus, monkeypatch):
     now = [0.0]
     stored = np.fromfile(f"{prefix}.bin", "<u2")
     data = CheckedTokens(prefix, stored, IndexedDataset(prefix).meta, clock=lambda: now[0])
-    plain = checked_tokens.block_hash
+    plain = format.block_hash
 
     def slow(block):
         now[0] += 0.1

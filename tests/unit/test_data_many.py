@@ -58,6 +58,7 @@ def limited(soft, hard, work):
 def opened(run):
     corpora = open_corpora(run)
     train = corpus_datasets(run, corpora, 2000)[0]
+    assert train is not None
     samples = [train.draw(run.seed, k).tokens for k in range(0, 2000, 7)]
     own = len(os.listdir("/dev/fd"))
     return f"{sum(int(s.sum()) for s in samples)} {own}"
