@@ -42,6 +42,7 @@ DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 _PRINTABLE = (b"%PDF-", b"{\\rtf", b"version https://git-lfs")
 _CONTROLS = bytes(b for b in (*range(32), 127) if b not in b"\t\n\v\f\r\b\x1b")
 _ELEMENT = re.compile(r'\[\s*(\{\s*"[^"\n]{1,200}"\s*:|"(?:[^"\\]|\\.)*"\s*[,\]])')
+_FEW = 4
 _KEYED = re.compile(r'\{\s*"[^"\n]{1,200}"\s*:')
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
@@ -126,7 +127,8 @@ def _binary(head: bytes, controls: int) -> Content | None:
         limit = 0.1
     except UnicodeDecodeError:
         share, limit = controls / len(head), 0.06  # random bytes have 0.11
-    return Content("binary", what="binary") if share > limit else None
+    few = controls < _FEW and controls < len(head)  # a text with a damaged byte or two
+    return Content("binary", what="binary") if share > limit and not few else None
 
 
 def _text(head: bytes) -> Content:

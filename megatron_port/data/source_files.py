@@ -127,6 +127,8 @@ def find_sources(paths: Sequence[str | Path], options: ReadOptions | None = None
                             f"{', '.join(f'{count} {reason}' for reason, count in why.items()) or 'nothing'}")
     if faults:
         raise _refusal(faults, len(found))
+    if not found:
+        raise DataError(f"no text in {_few(given)}; all is skipped:\n{Inventory([], walk.skipped).table()}")
     return Inventory(found, walk.skipped)
 
 

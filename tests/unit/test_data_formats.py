@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
 import random
+import tarfile
 
 import pytest
 
@@ -28,6 +30,7 @@ def documents(path, folder, **options):
 
 
 ONE = b'{"text": "one"}\n'
+TAR = tarfile.TarInfo("a.txt").tobuf() + bytes(1024)
 READ = [
     ("part-00000", ONE + b'{"text": "two"}\n', ["one", "two"]),
     ("a.json", b'[{"text": "one"},\n {"text": "two"}]\n', ["one", "two"]),
@@ -59,6 +62,10 @@ READ = [
     ("a", bytes(range(256)), "binary; it is no text, or insist with --format"),
     ("a.txt", bytes(range(256)), "binary; it is no text"),
     ("a.parquet", ONE, "not a readable parquet file"),
+    ("a.txt", b"", "no text in .*a.txt; all is skipped"),
+    ("a.jsonl", gzip.compress(ONE), ["one"]),
+    ("a.txt", gzip.compress(gzip.compress(ONE)), "compressed twice"),
+    ("a.tgz", gzip.compress(TAR), "a tar archive"),
     ("a.txt", b"%PDF-1.7\nwords", "a PDF document"),
     ("a.txt", "Grüße".encode("utf-16"), "UTF-16; convert it: iconv"),
     ("a.txt.gz", b"plain words\n", ["plain words\n"]),
