@@ -126,8 +126,10 @@ def reads(node: ast.AST, *, of_self: bool = False) -> set[str]:
 
 def computed(node: ast.AST, config: Callable[[ast.expr], bool]) -> bool:
     """Whether this takes a field whose name is computed."""
-    call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr")
-    return call and len(node.args) > 1 and config(node.args[0]) and not isinstance(node.args[1], ast.Constant)
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or len(node.args) < 2:
+        return False
+    asked = node.func.id in ("getattr", "hasattr") and config(node.args[0])
+    return asked and not isinstance(node.args[1], ast.Constant)
 
 
 @cache

@@ -18,9 +18,10 @@ from megatron_port.errors import CheckpointError, DamagedCheckpoint
 from megatron_port.interop.hf_config import CONFIG, family_of, model_from_hf, read_hf_config
 from megatron_port.interop.hf_names import MODULE_HEAD, Mapped, hf_mapping, hf_tensors
 from megatron_port.interop.hf_runs import Run, overlaps
-from megatron_port.interop.hf_shards import Place, Shards
+from megatron_port.interop.hf_shards import Shards, StoredTensor
 from megatron_port.parallel.state import BUFFER
 
+ADAPTERS = "adapter_config.json"
 AHEAD = ("num_nextn_predict_layers", "num_mtp_layers")
 """Names of the field that counts modules of multi-token prediction."""
 
@@ -60,6 +61,11 @@ class HFFolder:
         """What is left out of the folder, or read otherwise than it is written, a sentence each."""
         self.model: ModelConfig = model_from_hf(self._without_ahead(), where, self.notes)
         self._settle_head()
+        if (self.path / ADAPTERS).is_file():
+            self.notes.append(
+                f"{self.path}: {ADAPTERS} is beside the model, and its adapters are not read; where PEFT is installed, "
+                "transformers adds them. fine_tuning.adapters continues them"
+            )
         self.mapping: dict[str, Mapped] = hf_mapping(self.model, self.family)
         self._check()
 
@@ -170,7 +176,7 @@ class HFFolder:
         except (SafetensorError, OSError) as error:
             raise DamagedCheckpoint(f"{self.path / self._place(run.tensor).file}: {run.tensor}: {error}") from None
 
-    def _place(self, name: str) -> Place:
+    def _place(self, name: str) -> StoredTensor:
         return self._places[self._key(name)]
 
     def _key(self, name: str) -> str:

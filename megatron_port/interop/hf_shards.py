@@ -21,7 +21,7 @@ _SLAB_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
-class Place:
+class StoredTensor:
     """Location of a tensor."""
 
     file: str
@@ -41,7 +41,7 @@ class Shards:
         self.path = path
         self.notes: list[str] = []
         self._open: dict[str, Any] = {}
-        self.places: dict[str, Place] = self._scan()
+        self.places: dict[str, StoredTensor] = self._scan()
 
     def slice_of(self, name: str) -> Any:
         """Return safetensors' view of a tensor."""
@@ -63,7 +63,7 @@ class Shards:
                 raise DamagedCheckpoint(f"{path}: not a whole safetensors file: {error}") from None
         return self._open[name]
 
-    def _scan(self) -> dict[str, Place]:
+    def _scan(self) -> dict[str, StoredTensor]:
         """Every tensor of every file. A file with all of them comes before an index, as in transformers; an index that
         is used must agree with its files."""
         listed: dict[str, str] = {}
@@ -78,7 +78,7 @@ class Shards:
             files = sorted(set(listed.values()))
         else:
             raise self._no_weights()
-        found: dict[str, Place] = {}
+        found: dict[str, StoredTensor] = {}
         for file in files:
             handle = self._file(file)
             for name in handle.keys():  # noqa: SIM118 (not a mapping)
@@ -92,19 +92,19 @@ class Shards:
                 raise DamagedCheckpoint(f"{self.path / INDEX}: {name} should be in {file}, and is not")
         return found
 
-    def _place(self, handle: Any, name: str, file: str) -> Place:
+    def _place(self, handle: Any, name: str, file: str) -> StoredTensor:
         data = handle.get_slice(name)
         code = data.get_dtype()
         if code not in DTYPES:
             raise CheckpointError(
                 f"{self.path / file}: {name} is {code}; only {', '.join(DTYPES)} can be imported: convert it"
             )
-        return Place(file, DTYPES[code], tuple(data.get_shape()))
+        return StoredTensor(file, DTYPES[code], tuple(data.get_shape()))
 
-    def _one_of(self, name: str, one: Place, two: Place) -> None:
+    def _one_of(self, name: str, one: StoredTensor, two: StoredTensor) -> None:
         """Raise CheckpointError where two files have a tensor, and not the same one."""
-        views = (self._file(place.file).get_slice(name) for place in (one, two))
-        if one.shape != two.shape or one.dtype != two.dtype or not _equal(*views, one.shape):
+        a, b = (self._file(place.file).get_slice(name) for place in (one, two))
+        if one.shape != two.shape or one.dtype != two.dtype or not _equal(a, b, one.shape):
             raise CheckpointError(
                 f"{self.path}: {name} is in {one.file} and, with other values, in {two.file}; remove one of them"
             )

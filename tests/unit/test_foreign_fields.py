@@ -133,6 +133,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
           "original_max_position_embeddings": 64}
 TABLES: list[dict[str, Any] | None] = [
     None, {}, {"rope_type": "default", "rope_theta": 500.0}, {"type": "linear", "factor": 2.0},
+    {"type": "linear", "factor": 2.0, "attention_factor": 3.0, "original_max_position_embeddings": 8},
     {"rope_type": "linear"}, {"rope_type": "linear", "factor": None}, {"type": "yarn", "rope_type": "default"},
     LLAMA3, {**LLAMA3, "low_freq_factor": None}, {k: v for k, v in LLAMA3.items() if k != "high_freq_factor"},
     {k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"},

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from test_published import apart
 
 from megatron_port.errors import CheckpointError
-from megatron_port.interop import hf_check, run_import
+from megatron_port.interop import hf_check
 from megatron_port.interop.hf_files import HFFolder
 from megatron_port.interop.run_import import import_checkpoint
 from megatron_port.model.families import family_named, family_names
@@ -74,7 +74,7 @@ def test_an_import_is_compared_with_transformers(tmp_path: Path, monkeypatch: py
         import_checkpoint(tmp_path / "it", tmp_path / "alone", note=unchecked.append)
     with monkeypatch.context() as patch:
         patch.setattr(hf_check, "parameter_count", lambda model: 10**15)
-        assert run_import.check_import(HFFolder(tmp_path / "it"), unchecked.append) is None
+        assert hf_check.check_import(HFFolder(tmp_path / "it"), unchecked.append) is None
     assert "not installed here" in unchecked[1] and "takes 4000000.0 GB in fp32" in unchecked[-1]
 
 

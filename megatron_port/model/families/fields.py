@@ -82,7 +82,7 @@ class Fields:
         """Raise CheckpointError where a field is null and transformers' default is something else: the two differ."""
         for name in names:
             default = self.known.defaults.get(name) if self.known else None
-            if name in self.values and default is not None:
+            if name in self.values and default:  # a default that is off is what null is
                 raise self.fault(f"{name} is null, which is not its default {default!r:.60}; write the value meant")
 
     def fault(self, what: str) -> CheckpointError:

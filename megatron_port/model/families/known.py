@@ -21,11 +21,11 @@ class Known:
     """Fields of a family in transformers."""
 
     version: str
-    """Of the transformers that was read."""
+    """Version of the transformers whose sources were read."""
     read: frozenset[str]
     """Fields that its model, its configuration or what these use may read, by any of their names."""
     defaults: Mapping[str, Any]
-    """Of the fields that its configuration's class has, where they are no tables."""
+    """Default of each field that its configuration's class has, tables left out."""
     rope: frozenset[str]
     """Keys that the model, or some rope type, reads from a rope table."""
 

@@ -176,13 +176,15 @@ def _attention_factor(rope: Fields, factor: float) -> float:
 
 
 def _leave_out(f: Fields, rope: Fields, table: Mapping[str, Any], kind: str) -> None:
-    """Refuse keys of the table that another rope type reads, or a plugin's family might; note the others."""
+    """Note keys of the table that its rope type does not read. Refuse them without a rope type that scales, where
+    another reads them: it may be meant. Refuse them too in a plugin's family."""
     left = {k: v for k, v in table.items() if v is not None and k not in rope.asked}
-    read = {k: v for k, v in left.items() if f.known is None or k in f.known.rope}
+    read = {k: v for k, v in left.items() if f.known is None or (kind == "default" and k in f.known.rope)}
     if read:
         shown = ", ".join(f"{key} ({value!r:.60})" for key, value in read.items())
         raise rope.fault(
             f"unknown field {shown}: rope_type {kind} does not read it, so another may be meant; if not, remove it"
         )
     if left:
-        f.notes.append(f"{rope.where}: left out, since no rope type of transformers reads it: {', '.join(left)}")
+        shown = ", ".join(f"{key} ({value!r:.60})" for key, value in left.items())
+        f.notes.append(f"{rope.where}: left out, since transformers' rope_type {kind} does not read it: {shown}")
