@@ -333,8 +333,8 @@ class NumericsConfig:
     """Anomalies within 1,000 steps after which training stops with exit 6, whatever on_anomaly is."""
     state_check_interval: Annotated[int, at_least(-1)] = -1
     """Updates between checks that only updates changed this rank's weights, masters and moments: they are hashed after
-    an update and before the next (docs/metrics.md). -1: every update, on GPUs as often as costs about 1 % of a step of
-    this many tokens; 0: never."""
+    an update and before the next (docs/metrics.md); engine native's reduced gradients at the same steps. -1: every
+    update, on GPUs as often as costs about 1 % of a step of this many tokens; 0: never."""
     replay_interval: CountOrZero = 0
     """Steps between replays of a micro-batch on another replica, whose results must be bitwise equal: finds devices
     that compute wrongly (docs/metrics.md). On GPUs it needs backend.deterministic. 0: never."""

@@ -127,6 +127,8 @@ class NativeEngine:
         self._losses: list[torch.Tensor] = []
         self._totals: dict[str, torch.Tensor] = {}
         self.state_check = check_of(config, ctx)
+        self.gradient_check = self.sharded.check
+        self.gradient_check.interval = self.state_check.interval
         self._differing = 0
         # Not a bound method: see GradientSink.
         recording, sharded = self.state_check, weakref.ref(self.sharded)
@@ -201,6 +203,7 @@ class NativeEngine:
     def record_steps(self, recorder: Recorder) -> None:
         """Record steps and replay them, from the fourth on (``step_graphs``). Before the first step."""
         self.graphs = StepGraphs(recorder, self.ctx.device)
+        self.gradient_check.recorded = True
         self.sharded.on_gathered = lambda bucket: None  # recorded with the rest of the state, once all are gathered
 
     def _run(
@@ -268,6 +271,7 @@ class NativeEngine:
             keys = [sample_keys(self.config.seed, step, b.sample_ids) for b in micro_batches]
             reduced = graphs.gradients(micro_batches, keys, self._reduce_recorded)
             self._verify_state()
+            self.gradient_check.verify_recorded()
             outcome = graphs.update(lambda: self._apply(reduced))
         self._losses = reduced.losses
         if graphs is None:
@@ -311,7 +315,9 @@ class NativeEngine:
         at(REDUCE, "gradients over the replicas, partial and tied ones over tp and the stages")
         self.sharded.finish()
         if self.masks.some:
+            self.gradient_check.release(self.sharded.trained)
             self.masks.apply()
+            self.gradient_check.hold(self.sharded.trained)
         if self.on_gradients is not None:
             scale = self.scaler.scale
             self.on_gradients([(record, g / scale) for record, g in self.sharded.whole_gradients()])
@@ -325,6 +331,7 @@ class NativeEngine:
 
     def _apply(self, reduced: Reduced) -> torch.Tensor:
         """Update; return (loss, tokens, norm, whether nothing happened, damaged rows, auxiliary sums …), float64."""
+        self.gradient_check.verify()
         norm, refused = self.update.step(reduced.square, self.values, veto=reduced.veto)
         if self.average is not None:
             self.average.update(refused)
@@ -333,8 +340,8 @@ class NativeEngine:
             for chunk in self.chunks:
                 chunk.after_update(self._totals, refused)
         return torch.stack([
-            *reduced.sums, norm.double(), refused.double(), self.state_check.differing.double(),
-            *reduced.auxiliary.double(),
+            *reduced.sums, norm.double(), refused.double(),
+            (self.state_check.differing + self.gradient_check.differing).double(), *reduced.auxiliary.double(),
         ])
 
     def _record_state(self, *, gathering: bool) -> None:
@@ -363,7 +370,10 @@ class NativeEngine:
             self.sharded.wait()
             self._verify_state()
             self._differing = int(self.state_check.differing)
-        return self.state_check.damage() if self._differing else None
+        if not self._differing:
+            return None
+        reduced = self.gradient_check.damage()  # first: the ranks whose copies differ meet
+        return self.state_check.damage() or reduced
 
     def micro_batch_losses(self) -> Sequence[torch.Tensor]:
         """Scalars, last stage only; see ``engine.api.Engine``."""

@@ -20,6 +20,7 @@ from megatron_port.errors import NumericsError
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.counter import key_of, random_bits
 from megatron_port.parallel.mesh import REPLICAS
+from megatron_port.parallel.row_hashes import odd_ones
 from megatron_port.runtime.agreement import agree, gather_names
 from megatron_port.runtime.logging import ranks_text
 
@@ -71,15 +72,6 @@ class BitsHash:
     def _chunk(self, words: torch.Tensor) -> torch.Tensor:
         buffer = self._buffer[: len(words)]
         return buffer.copy_(words).mul_(self._factors[: len(words)]).sum()
-
-
-def odd_ones(hashes: Sequence[int]) -> list[int]:
-    """Return positions whose value is not the most frequent; where none is, all but those equal to the first."""
-    counts = Counter(hashes)
-    most = max(counts.values())
-    # Without a majority the first copy is the reference.
-    reference = hashes[0] if counts[hashes[0]] == most else next(h for h in hashes if counts[h] == most)
-    return [i for i, h in enumerate(hashes) if h != reference]
 
 
 def _explain(

@@ -13,6 +13,7 @@ from megatron_port.optim.buckets import BucketEntry, BucketPlan
 from megatron_port.optim.offload import Offload
 from megatron_port.optim.rules import StateKind
 from megatron_port.optim.state_layout import StateLayout
+from megatron_port.parallel.compat import all_gather_single
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.record import ParameterRecord
 
@@ -163,3 +164,20 @@ class Bucket:
         """End a step's sums: those that nothing was added to are zero."""
         if not (self.lasting or self.summed):
             self.sums.zero_()
+
+
+@torch.no_grad()
+def whole_gradients(
+    buckets: Sequence[Bucket], parameters: Sequence[Recorded]
+) -> list[tuple[ParameterRecord, torch.Tensor]]:
+    """Return the gradients of buckets whose sums are final, gathered where they are divided. Collective."""
+    out: dict[int, torch.Tensor] = {}
+    for bucket in buckets:
+        flat = bucket.sums
+        if bucket.shards > 1:
+            flat = torch.empty(bucket.plan.numel, dtype=flat.dtype, device=flat.device)
+            all_gather_single(flat, bucket.sums.clone(), group=bucket.group)
+        for slot in bucket.plan.slots:
+            shape = parameters[slot.index][1].shape
+            out[slot.index] = flat[slot.start : slot.start + slot.numel].view(shape)
+    return [(record, out[i]) for i, (record, _) in enumerate(parameters) if i in out]

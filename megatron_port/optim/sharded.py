@@ -24,10 +24,11 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_port.config.offload import OffloadConfig
-from megatron_port.optim.bucket_memory import Bucket, Recorded, ReducedState, StateShard, clear
+from megatron_port.optim.bucket_memory import Bucket, Recorded, ReducedState, StateShard, clear, whole_gradients
 from megatron_port.optim.buckets import BucketPlan, ShardRange, plan_buckets, shard_ranges
 from megatron_port.optim.grad_buffer_pool import GradBufferPool
 from megatron_port.optim.grad_ready import GradReadyTracker
+from megatron_port.optim.gradient_check import GradientCheck
 from megatron_port.optim.gradients import all_reduce_flat
 from megatron_port.optim.offload import Offload
 from megatron_port.optim.rules import ADAMW, OptimizerRule
@@ -139,6 +140,7 @@ class ShardedParameters:
         names = [record.name for record, _ in self.parameters]
         self._rounds = {c: GradReadyTracker(g, names.__getitem__) for c, g in groups.items()}
         self._round_of = [self._rounds[c if self.shard_gradients else 0] for c in chunk_of]
+        self.check = GradientCheck(self.trained, self._owned, ctx, dtype=self.reduce_dtype)
         self._hold = self._deferred = False
         self._open: list[Bucket] = []
         self._reducing: deque[Bucket] = deque()
@@ -206,6 +208,7 @@ class ShardedParameters:
         """Clear the gradients of a step. ``early``: reduce buckets as they fill up; else all at the end, for which
         stage 2 needs, this once, as much memory as stage 1."""
         self._hold = not early
+        self.check.begin(early=early)
         for bucket in self.trained:
             access(COMPUTE, "sums are cleared", writes=[bucket.sums])
         clear([view for bucket in self.trained for view in bucket.begin()])
@@ -301,6 +304,7 @@ class ShardedParameters:
         flat = bucket.gradients
         if self.reduce_dtype != flat.dtype:
             bucket.narrow = flat = flat.to(self.reduce_dtype)
+        self.check.starting(bucket, flat)
         if bucket.shards == 1:
             work = dist.all_reduce(flat, group=group, async_op=True)
         else:
@@ -321,6 +325,7 @@ class ShardedParameters:
         reduced = bucket.gradients[bucket.own] if bucket.narrow is None else bucket.narrow[bucket.own]
         if not bucket.lasting:
             assert self.grad_buffer_pool is not None
+            self.check.release([bucket])
             bucket.add_reduced(reduced)
             if bucket.grad_buffer is None:
                 self.grad_buffer_pool.release(bucket.gradients)
@@ -331,6 +336,7 @@ class ShardedParameters:
         plan = bucket.plan
         if self.offload is not None and bucket.lasting and not (plan.copies or plan.partial or plan.tied):
             self.offload.reduced(bucket)  # nothing will be added to these sums
+        self.check.hold([bucket])
         return True
 
     @torch.no_grad()
@@ -343,7 +349,9 @@ class ShardedParameters:
             pass
         if self.grad_buffer_pool is not None:
             self.grad_buffer_pool.trim()
+        self.check.reduced(self.trained)
         self._sum_further()
+        self.check.hold(self.trained)
 
     def _sum_further(self) -> None:
         """Sum this rank's shards over the replicas of the shards, along the model's axes where they are partial, and
@@ -367,19 +375,9 @@ class ShardedParameters:
         for bucket in self._tied:  # in one order on every stage, since a bucket holds one tied parameter
             dist.all_reduce(bucket.sums, group=ctx.tied_group(bucket.plan.tied))
 
-    @torch.no_grad()
     def whole_gradients(self) -> list[tuple[ParameterRecord, torch.Tensor]]:
         """Return the summed gradient of each parameter on every rank (for comparisons: moves all). Collective."""
-        out: dict[int, torch.Tensor] = {}
-        for bucket in self.trained:
-            flat = bucket.sums
-            if bucket.shards > 1:
-                flat = torch.empty(bucket.plan.numel, dtype=flat.dtype, device=flat.device)
-                all_gather_single(flat, bucket.sums.clone(), group=bucket.group)
-            for slot in bucket.plan.slots:
-                shape = self.parameters[slot.index][1].shape
-                out[slot.index] = flat[slot.start : slot.start + slot.numel].view(shape)
-        return [(record, out[i]) for i, (record, _) in enumerate(self.parameters) if i in out]
+        return whole_gradients(self.trained, self.parameters)
 
     def local_gradients(self) -> list[tuple[ParameterRecord, torch.Tensor]]:
         """Return this rank's own sums, unsharded; only before ``finish``, and after ``begin(early=False)``."""

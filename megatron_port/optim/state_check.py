@@ -22,7 +22,7 @@ import torch
 from megatron_port.config.schema import RunConfig
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.mesh import REPLICAS
-from megatron_port.parallel.row_hashes import ROW, RowHashes, one_word
+from megatron_port.parallel.row_hashes import ROW, RowHashes, one_word, row_factors
 
 NAMED = 4
 """Tensors and rows that a message names at most."""
@@ -82,9 +82,16 @@ class Damage:
     """Where, in words; the first row of each damaged tensor."""
     rows: int
     """Damaged rows over all tensors."""
+    row_bytes: int = ROW * 4
+    how: str = "changed between two updates, though no update did it"
+    """What is wrong with it, in words."""
+    cause: str = (
+        "a bit flipped in this device's memory, or a stray write. Leave the host out, check the device's error counters"
+    )
+    """What may have done it, and what to do."""
 
     def __str__(self) -> str:
-        more = f"; {self.rows} blocks of {ROW * 4} bytes are damaged in all" if self.rows > 1 else ""
+        more = f"; {self.rows} blocks of {self.row_bytes} bytes are damaged in all" if self.rows > 1 else ""
         return f"the {self.kind} of {'; '.join(self.places)}{more}"
 
 
@@ -150,35 +157,52 @@ class StateCheck:
 
         Waits for the device.
         """
-        rows, kind = 0, ""
-        places: list[str] = []
-        for t, recorded, found in [*self._before, *self._recorded.values()]:
-            bad = (found != recorded).nonzero().flatten().tolist()
-            rows += len(bad)
-            if bad and kind in ("", t.kind) and len(places) < NAMED:
-                kind = t.kind
-                places.append(self._place(t, bad[0], int(found[bad[0]]) - int(recorded[bad[0]])))
-        return Damage(kind, tuple(places), rows) if rows else None
+        return damage_of([Change(*found) for found in [*self._before, *self._recorded.values()]])
 
-    def _place(self, t: StateTensor, row: int, difference: int) -> str:
-        """The parameter, and of one damaged word also the element and the bit."""
-        words = RowHashes.words(t.flat)
-        size = words.element_size()
-        found = one_word(self._hash_of(t).factors[: min(ROW, len(words) - row * ROW)], difference, bits=8 * size)
-        if found is None:
-            first = row * ROW * size // t.flat.element_size()
-            last = min((row + 1) * ROW * size // t.flat.element_size(), t.flat.numel())
-            names = [e.name for e in t.entries if e.start < last and e.start + e.numel > first]
-            return " or ".join(names[:NAMED]) + (" or others" if len(names) > NAMED else "") or "padding"
-        word, change = found
-        byte = (row * ROW + word) * size
-        if abs(change).bit_count() == 1:
-            byte += (abs(change).bit_length() - 1) // 8
-        element = byte // t.flat.element_size()
-        for e in t.entries:
-            if e.start <= element < e.start + e.numel:
-                return f"{e.name} (element {element - e.start + e.offset}{_bit(byte, change, t.flat)})"
-        return f"padding behind {t.entries[-1].name}" if t.entries else "padding"
+
+class Change(NamedTuple):
+    """A tensor whose rows had hashes ``recorded``, and ``found`` ones later."""
+
+    tensor: StateTensor
+    recorded: torch.Tensor
+    found: torch.Tensor
+
+
+def damage_of(changes: Iterable[Change], **words: str) -> Damage | None:
+    """Return what rows that differ amount to, with the places of the first damaged kind; None: none does.
+
+    ``words``: of the :class:`Damage`. Waits for the device.
+    """
+    rows, kind = 0, ""
+    places: list[str] = []
+    for change in changes:
+        bad = (change.found != change.recorded).nonzero().flatten().tolist()
+        rows += len(bad)
+        if bad and kind in ("", change.tensor.kind) and len(places) < NAMED:
+            kind = change.tensor.kind
+            places.append(_place(change.tensor, bad[0], int(change.found[bad[0]]) - int(change.recorded[bad[0]])))
+    return Damage(kind, tuple(places), rows, **words) if rows else None  # type: ignore[arg-type]
+
+
+def _place(t: StateTensor, row: int, difference: int) -> str:
+    """The parameter, and of one damaged word also the element and the bit."""
+    words = RowHashes.words(t.flat)
+    size = words.element_size()
+    found = one_word(row_factors(t.flat.device)[: min(ROW, len(words) - row * ROW)], difference, bits=8 * size)
+    if found is None:
+        first = row * ROW * size // t.flat.element_size()
+        last = min((row + 1) * ROW * size // t.flat.element_size(), t.flat.numel())
+        names = [e.name for e in t.entries if e.start < last and e.start + e.numel > first]
+        return " or ".join(names[:NAMED]) + (" or others" if len(names) > NAMED else "") or "padding"
+    word, change = found
+    byte = (row * ROW + word) * size
+    if abs(change).bit_count() == 1:
+        byte += (abs(change).bit_length() - 1) // 8
+    element = byte // t.flat.element_size()
+    for e in t.entries:
+        if e.start <= element < e.start + e.numel:
+            return f"{e.name} (element {element - e.start + e.offset}{_bit(byte, change, t.flat)})"
+    return f"padding behind {t.entries[-1].name}" if t.entries else "padding"
 
 
 def _bit(byte: int, change: int, flat: torch.Tensor) -> str:

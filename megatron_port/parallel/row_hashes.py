@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 import torch
 
 from megatron_port.parallel.counter import key_of, random_bits
@@ -13,6 +16,11 @@ CHUNK_ROWS = {"cpu": 32, "cuda": 1024}
 _WORDS = (torch.int32, torch.int16, torch.int8)
 
 
+def row_factors(device: torch.device) -> torch.Tensor:
+    """Return the fixed random odd number of each word of a row, int64 [ROW]."""
+    return random_bits(torch.arange(ROW, dtype=torch.int64, device=device), key_of("state rows")) | 1
+
+
 class RowHashes:
     """64-bit hashes of a tensor's rows of ``ROW`` words: each word times a fixed random odd number, summed mod 2^64.
 
@@ -21,8 +29,7 @@ class RowHashes:
     """
 
     def __init__(self, device: torch.device) -> None:
-        counter = torch.arange(ROW, dtype=torch.int64, device=device)
-        self.factors = random_bits(counter, key_of("state rows")) | 1
+        self.factors = row_factors(device)
         self._buffer = torch.empty((CHUNK_ROWS.get(device.type, 256), ROW), dtype=torch.int64, device=device)
         self._host = device.type == "cpu"  # no integer matrix-vector product elsewhere
 
@@ -74,3 +81,12 @@ def one_word(factors: torch.Tensor, difference: int, *, bits: int) -> tuple[int,
     changes = inverse * wrapped
     found = (changes.abs() < (1 << bits)).nonzero().flatten().tolist()
     return (found[0], int(changes[found[0]])) if len(found) == 1 else None
+
+
+def odd_ones(hashes: Sequence[int]) -> list[int]:
+    """Return positions whose value is not the most frequent; where none is, all but those equal to the first."""
+    counts = Counter(hashes)
+    most = max(counts.values())
+    # Without a majority the first copy is the reference.
+    reference = hashes[0] if counts[hashes[0]] == most else next(h for h in hashes if counts[h] == most)
+    return [i for i, h in enumerate(hashes) if h != reference]

@@ -291,9 +291,8 @@ class Trainer:
     def _stop_if_damaged(self) -> None:
         """Raise NumericsError on every rank if anything but an update changed the state of one. Collective."""
         error = None if self._damage is None else NumericsError(
-            f"{self._damage} changed between two updates, though no update did it (found at step {self.progress.step})"
-            ": a bit flipped in this device's memory, or a stray write. Leave the host out, check the device's error "
-            "counters, and resume from the last checkpoint; the weights of this step are not saved"
+            f"{self._damage} {self._damage.how} (found at step {self.progress.step}): {self._damage.cause}, and resume "
+            "from the last checkpoint; the weights of this step are not saved"
         )
         agree(error, where=str(self.ctx.coords), group=self.session.cpu_group)
 

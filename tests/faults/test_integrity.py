@@ -37,6 +37,7 @@ STEP = 3
 NAME = "layers.1.mlp.up.weight"
 OWNED = {"native": "layers.0.attention.qkv.weight", "deepspeed": "layers.1.mlp.down.weight"}
 """What dp rank 1 of 2 has masters and moments of, at least in part."""
+GRADIENT = "reduced gradient"
 WORD = {2: torch.int16, 4: torch.int32}
 
 
@@ -95,7 +96,7 @@ def flip_in_run(config: RunConfig, topology: Topology, flip: Flip | None) -> tup
     real = trainer.engine.train_step
 
     def act(after: bool) -> None:
-        if flip is None or ctx.rank != flip.rank or flip.after is not after:
+        if flip is None or flip.kind == GRADIENT or ctx.rank != flip.rank or flip.after is not after:
             return
         if trainer.progress.step == flip.step - after:
             memory = tensor_of(trainer.engine, flip)
@@ -108,6 +109,8 @@ def flip_in_run(config: RunConfig, topology: Topology, flip: Flip | None) -> tup
         return result
 
     trainer.engine.train_step = step  # type: ignore[method-assign]
+    if flip is not None and flip.kind == GRADIENT:
+        flip_when_reduced(trainer, flip)
     try:
         trainer.run()
         return "", 0
@@ -115,6 +118,19 @@ def flip_in_run(config: RunConfig, topology: Topology, flip: Flip | None) -> tup
         return str(error), error.exit_code
     finally:
         ctx.close()
+
+
+def flip_when_reduced(trainer: Any, flip: Flip) -> None:
+    """Make the flip once the gradients of its step are complete."""
+    sharded = trainer.engine.sharded
+    finish, piece = sharded.finish, next((p for p in sharded.pieces if p.record.name == flip.name), None)
+
+    def finished() -> None:
+        finish()
+        if trainer.ctx.rank == flip.rank and trainer.progress.step == flip.step and piece is not None:
+            piece.gradient.view(torch.int32)[flip.element] ^= 1 << flip.bit
+
+    sharded.finish = finished
 
 
 def flips_in_runs(cases: list[tuple[RunConfig, Topology, Flip | None]]) -> list[tuple[str, int]]:
@@ -134,9 +150,9 @@ def expect(found: tuple[str, int], flip: Flip | None, *, where: str) -> None:
 
 
 NATIVE = [(dtype, zero, kind) for dtype, zero, kinds in (
-    ("fp32", 0, ("weight", "exp_avg")), ("fp32", 1, ("", "weight", "exp_avg_sq")),
+    ("fp32", 0, ("weight", "exp_avg", GRADIENT)), ("fp32", 1, ("", "weight", "exp_avg_sq")),
     ("bf16", 1, ("weight", "fp32 master", "exp_avg")), ("bf16", 2, ("", "weight", "fp32 master", "exp_avg_sq")),
-    ("fp32", 3, ("weight",)), ("bf16", 3, ("", "weight", "fp32 master")),
+    ("fp32", 3, ("weight",)), ("bf16", 3, ("", "weight", "fp32 master", GRADIENT)),
 ) for kind in kinds]
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import megatron_port.health.replicas as replicas
-from megatron_port.health.replicas import BitsHash, odd_ones
+from megatron_port.health.replicas import BitsHash
+from megatron_port.parallel.row_hashes import odd_ones
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
