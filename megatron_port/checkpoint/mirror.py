@@ -2,11 +2,12 @@
 
 ::
 
-    URL/latest                                the name of the newest copy
-    URL/step-00000120.commit-00000007/        one for each commit: a step that was reached again is another copy
-        rank-00000.safetensors …
-        manifest.json                         uploaded last: a copy without it is not whole
+    URL/latest                                          the name of the newest copy
+    URL/step-00000120.commit-00000007.run-8f3a…/        one for each commit of a run: a step that was reached again is
+        rank-00000.safetensors …                        another copy
+        manifest.json                                   uploaded last: a copy without it is not whole
 
+A place is of one run, that of its ``latest``: another's copies are refused there, unless it began at one of those.
 Every rank uploads its own file from a thread, without any collective; rank 0 waits until the store lists all of them,
 then adds the manifest. The hashes are those of the checkpoint. Nothing in the store is ever removed: set the bucket's
 own rules for that.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import shutil
 import threading
 import time
@@ -30,6 +32,7 @@ from megatron_port.checkpoint.format import (
     MANIFEST,
     FileEntry,
     Manifest,
+    decode_manifest,
     directory_name,
     read_manifest,
     shard_name,
@@ -46,11 +49,58 @@ THREADS = 8
 PATIENCE = 600.0
 """Seconds that rank 0 waits, at least, for the files of the others once its own is there."""
 LARGEST_NAP = 5.0
+_RUN = ".run-"
+_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 
 
 def copy_name(manifest: Manifest) -> str:
-    """Return the name of a checkpoint's copy: its step, and which commit of the run's folder it is."""
-    return f"{directory_name(manifest.state.step)}.commit-{manifest.lineage.commit:08d}"
+    """Return the name of a checkpoint's copy: its step, which commit of the run's folder it is, and the run's id."""
+    return f"{directory_name(manifest.state.step)}.commit-{manifest.lineage.commit:08d}{_suffix(manifest.lineage.run)}"
+
+
+def _suffix(run: str) -> str:
+    """Return what a run adds to the names of its copies; nothing, where it has no id."""
+    safe = run if _ID.fullmatch(run) else xxhash.xxh3_128_hexdigest(run.encode())
+    return f"{_RUN}{safe}" if run else ""
+
+
+def owner_suffix(store: Store) -> str:
+    """Return the suffix of the run that a place is of; empty: of none, or it has no id.
+
+    Copies of versions that did not name the run are asked by their manifest.
+    """
+    name = _latest(store)
+    if not name or _RUN in name:
+        return _run_of(name)
+    try:
+        manifest = decode_manifest(b"".join(store.pieces(f"{name}/{MANIFEST}")), store.place(f"{name}/{MANIFEST}"))
+    except (FileNotFoundError, CheckpointError):
+        return ""
+    return _suffix(manifest.lineage.run)
+
+
+def refuse_another_runs(store: Store, run: str, origin: str = "") -> None:
+    """Raise CheckpointError if a place is of another run.
+
+    Args:
+        run: id of the run whose copy is to come there; empty: unknown, nothing is refused.
+        origin: id of the run at whose checkpoint it began, whose place it may take over.
+    """
+    there = owner_suffix(store)
+    if run and there and there not in (_suffix(run), _suffix(origin)):
+        raise CheckpointError(
+            f"{store.url} holds copies of another run (id {there.removeprefix(_RUN)}; this one is {run}): two runs of "
+            "one name would take turns as the newest there. Choose another name or another checkpoint.mirror; to "
+            f'continue that run, start with checkpoint.resume = "{store.url}"'
+        )
+
+
+def _latest(store: Store) -> str:
+    """Return the name in ``latest``; empty: there is none."""
+    try:
+        return b"".join(store.pieces(LATEST)).decode("utf-8", "replace").strip()[:200]
+    except FileNotFoundError:
+        return ""
 
 
 def push_file(store: Store, name: str, path: Path, entry: FileEntry, *, verify: bool) -> None:
@@ -73,7 +123,8 @@ def push(path: Path, url: str, *, verify: bool = True, advance: Advance = silent
     ``advance`` is called with the bytes of the files that are there.
     """
     store, manifest = Store(url, CheckpointError), read_manifest(path)
-    name = copy_name(manifest)
+    name, parent = copy_name(manifest), manifest.lineage.parent
+    refuse_another_runs(store, manifest.lineage.run, "" if parent is None else parent.run)
     total, done = sum(entry.size for entry in manifest.files.values()), 0
     for file, entry in manifest.files.items():
         push_file(store, f"{name}/{file}", path / file, entry, verify=verify)
@@ -142,7 +193,7 @@ def _one(url: str) -> Store:
         except FileNotFoundError:
             continue
         return one
-    raise CheckpointError(f"{url}: no whole checkpoint there (step-NNNNNNNN.commit-NNNNNNNN with {MANIFEST})")
+    raise CheckpointError(f"{url}: no whole checkpoint there (step-NNNNNNNN.commit-NNNNNNNN.run-ID with {MANIFEST})")
 
 
 def copies(url: str) -> list[tuple[str, str]]:
@@ -151,18 +202,29 @@ def copies(url: str) -> list[tuple[str, str]]:
     names = [name.partition(".commit-") for name in store.names() if name.startswith("step-")]
     found = ["".join(parts) for parts in sorted(names, key=lambda p: (p[2], p[0]), reverse=True)]
     if not found:
-        raise CheckpointError(f"{url}: no checkpoint there (step-NNNNNNNN.commit-NNNNNNNN)")
+        raise CheckpointError(f"{url}: no checkpoint there (step-NNNNNNNN.commit-NNNNNNNN.run-ID)")
     return [(name, store.place(name)) for name in found]
 
 
 def _candidates(store: Store) -> Iterator[str]:
     """Names of what may be a copy, best first: the URL itself, what ``latest`` names, all by commit and step."""
     yield ""
-    names = store.names()
-    if LATEST in names:
-        yield b"".join(store.pieces(LATEST)).decode("utf-8", "replace").strip()[:100]
-    copies = [name.partition(".commit-") for name in names if name.startswith("step-")]
+    newest, names = _latest(store), [name for name in store.names() if name.startswith("step-")]
+    if newest:
+        yield newest
+        names = [name for name in names if _run_of(name) == _run_of(newest)] or names
+    if len(runs := {_run_of(name) for name in names}) > 1:
+        raise CheckpointError(
+            f"{store.url} holds copies of {len(runs)} runs, and none that is whole is named as the newest; give the "
+            f"URL of one copy, e.g. {store.place(max(names))}"
+        )
+    copies = [name.partition(".commit-") for name in names]
     yield from ("".join(parts) for parts in sorted(copies, key=lambda p: (p[2], p[0]), reverse=True))
+
+
+def _run_of(name: str) -> str:
+    """Return the suffix of a copy's run; empty: its name has none."""
+    return name[name.find(_RUN):] if _RUN in name else ""
 
 
 def _download(
@@ -202,15 +264,18 @@ class Mirror:
 
     Args:
         note: called on rank 0, from the thread, once for each checkpoint.
+        run, origin: ids of the run, and of the one at whose checkpoint it began; on rank 0.
 
     Raises:
-        CheckpointError: the store cannot be reached, before anything was trained.
+        CheckpointError: the store cannot be reached or is another run's, before anything was trained.
     """
 
-    def __init__(self, url: str, rank: int, *, verify: bool, note: Note) -> None:
+    def __init__(self, url: str, rank: int, *, verify: bool, note: Note, run: str = "", origin: str = "") -> None:
         self._store, self._rank, self._verify, self._note = Store(url, CheckpointError), rank, verify, note
+        self._run_id, self._origin = run, origin
         if rank == 0:
             self._store.names()
+            refuse_another_runs(self._store, run, origin)
         self._queue: queue.Queue[Path | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
         self._thread.start()
@@ -239,11 +304,14 @@ class Mirror:
     def _copy(self, path: Path) -> str:
         manifest, mine, began = read_manifest(path), shard_name(self._rank), time.monotonic()
         name = copy_name(manifest)
+        if self._rank == 0:
+            refuse_another_runs(self._store, self._run_id, self._origin)
         if mine in manifest.files:
             push_file(self._store, f"{name}/{mine}", path / mine, manifest.files[mine], verify=self._verify)
         if self._rank == 0:
             self._await_others(name, manifest, max(PATIENCE, 4 * (time.monotonic() - began)))
             _seal(self._store, name, path)
+            self._origin = ""  # the place is this run's by now
         return self._store.place(name)
 
     def _await_others(self, name: str, manifest: Manifest, seconds: float) -> None:

@@ -19,6 +19,7 @@ from megatron_port.errors import CheckpointError
 from megatron_port.runtime.agreement import agreed
 from megatron_port.runtime.progress import SAVE
 from megatron_port.session.folders import FOLDER, run_folder
+from megatron_port.session.identity import read_identity
 from megatron_port.session.session import Session
 from megatron_port.train.state import Position, save_state, saved_records, shapes_of, state_of
 
@@ -54,7 +55,7 @@ class Saving:
         if checkpoint.mirror:
             self._mirror = agreed(lambda: Mirror(
                 f"{checkpoint.mirror.rstrip('/')}/{session.config.name}", session.info.rank,
-                verify=checkpoint.verify_saves, note=session.logger.log,
+                verify=checkpoint.verify_saves, note=session.logger.log, **_run_ids(session),
             ))
 
     def save(self, at: Position) -> None:
@@ -162,3 +163,11 @@ class Saving:
             f"training continues, and the next save is tried in {checkpoint.save_interval} steps; the last checkpoint "
             f"is {safe}"
         )
+
+
+def _run_ids(session: Session) -> dict[str, str]:
+    """Return, on rank 0, the id of the run and of the one at whose checkpoint it began (``run``, ``origin``)."""
+    identity = read_identity(run_folder(session.config)) if session.is_rank_zero else None
+    if identity is None:
+        return {}
+    return {"run": identity.id, "origin": str((identity.origin or {}).get("run", ""))}

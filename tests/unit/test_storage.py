@@ -21,6 +21,7 @@ from test_checkpoint_roundtrip import over_threads, state, whole  # noqa: E402
 from test_data_loader import corpus, loaders, rows, run_config  # noqa: E402
 
 from megatron_port.checkpoint import mirror  # noqa: E402
+from megatron_port.checkpoint.lineage import Committer, Parent  # noqa: E402
 from megatron_port.checkpoint.mirror import Mirror, copy_name, pull, push, push_file  # noqa: E402
 from megatron_port.checkpoint.reader import open_checkpoint  # noqa: E402
 from megatron_port.checkpoint.writer import save_checkpoint  # noqa: E402
@@ -217,11 +218,15 @@ def test_a_corpus_behind_http(tmp_path, serves):
             server.shutdown()
 
 
-def checkpoint(folder: Path, step: int = 3, world: int = 2) -> Path:
-    """A checkpoint whose ranks each saved one tensor."""
+def checkpoint(folder: Path, step: int = 3, world: int = 2, run: str = "", origin: str = "") -> Path:
+    """A checkpoint whose ranks each saved one tensor. ``run``: its id; ``origin``: that of the run that it began at."""
+    committers = [Committer(parent=Parent(run=origin) if origin else None) for _ in range(world)]
+    for committer in committers:
+        committer.fence.run = run
     tensors = [torch.arange(2000.0) + 10 * rank + step for rank in range(world)]
     over_threads(world, lambda peers: save_checkpoint(
-        folder, state(step), [whole(f"w{peers.rank}", tensors[peers.rank])], peers=peers))
+        folder, state(step), [whole(f"w{peers.rank}", tensors[peers.rank])], peers=peers,
+        committer=committers[peers.rank]))
     return folder / f"step-{step:08d}"
 
 
@@ -291,6 +296,43 @@ def test_ranks_mirror_their_files_and_rank_zero_seals(bucket, tmp_path, monkeypa
     assert lines[0].startswith("copied step-00000002 to s3://tokens/m/step-00000002.commit-")
     assert lines[1].startswith("step-00000004 was not copied") and "rank-00001.safetensors" in lines[1]
     assert pull(f"s3://{BUCKET}/m", tmp_path / "there").name == "step-00000002"
+
+
+def test_two_runs_of_one_name_do_not_take_each_others_place(bucket, tmp_path):
+    """A copy has its run's id; another run is refused at its start, and later; one that began there is not."""
+    url, lines = f"s3://{BUCKET}/same", list[str]()
+
+    def mirror_of(run: str, origin: str = "") -> Mirror:
+        return Mirror(url, 0, verify=True, note=lines.append, run=run, origin=origin)
+
+    first, late = mirror_of("aaaa"), mirror_of("bbbb")  # both before there was a copy
+    paths = {run: checkpoint(tmp_path / run, 3, 1, run, origin) for run, origin in (
+        ("aaaa", ""), ("bbbb", ""), ("cccc", "aaaa"))}
+    first.add(paths["aaaa"])
+    first.finish()
+    late.add(paths["bbbb"])
+    late.finish()
+    assert lines[0].startswith(f"copied step-00000003 to {url}/step-00000003.commit-00000001.run-aaaa in ")
+    assert "was not copied" in lines[1] and "copies of another run (id aaaa; this one is bbbb)" in lines[1]
+    for refused in (lambda: mirror_of("bbbb"), lambda: push(paths["bbbb"], url)):
+        with pytest.raises(CheckpointError, match="another run"):
+            refused()
+    there = pull(url, tmp_path / "there")
+    assert open_checkpoint(there).manifest.lineage.run == "aaaa"
+    mirror_of("aaaa").finish()
+    assert push(paths["cccc"], url).endswith(".run-cccc")  # began at a checkpoint of aaaa
+    assert open_checkpoint(pull(url, tmp_path / "later")).manifest.lineage.run == "cccc"
+    with pytest.raises(CheckpointError, match="another run"):
+        push(paths["aaaa"], url)
+    bucket.rm(f"{url}/latest")
+    with pytest.raises(CheckpointError, match="2 runs, and none"):
+        pull(url, tmp_path / "nowhere")
+    # Copies of versions that did not name the run.
+    name = "step-00000003.commit-00000001"
+    bucket.pipe_file(f"{url}-old/{name}/manifest.json", bucket.cat_file(f"{url}/{name}.run-aaaa/manifest.json"))
+    bucket.pipe_file(f"{url}-old/latest", name.encode())
+    with pytest.raises(CheckpointError, match=r"another run \(id aaaa"):
+        push(paths["bbbb"], f"{url}-old")
 
 
 @pytest.mark.parametrize("config,fault", [
