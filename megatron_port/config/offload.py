@@ -55,6 +55,13 @@ def offload_problems(config: RunConfig) -> list[str]:
         out.append(f'{asked} with optimizer.name "{config.optimizer.name}": the host updates one bucket after another, '
                    "and this rule needs whole matrices or sums over them; use one that updates elements or blocks "
                    '(adamw, adamw-bf16, adamw-8bit, lion, sgd, adagrad), or no offload')
+    backend = config.backend
+    without = f'backend.optimizer "{backend.optimizer}"' if backend.optimizer not in ("auto", "own") else (
+        'backend.own_kernels "off"' if backend.own_kernels == "off" else "")
+    if without and config.optimizer.name == "adamw":
+        out.append(f'{asked} with optimizer.name "adamw" and {without}: the host updates by the own AdamW kernel; set '
+                   'backend.optimizer = "auto" and backend.own_kernels = "auto" (make kernels builds them), or use no '
+                   "offload")
     if config.precision.dtype == "fp64":
         out.append(f'{asked} with precision.dtype "fp64": state on the host is fp32; use fp32, bf16 or fp16')
     out += _weights_problems(config)

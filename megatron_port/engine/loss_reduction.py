@@ -115,7 +115,7 @@ def shared_sums(values: Sequence[torch.Tensor | float], ctx: ParallelContext) ->
 
 
 def reduced_auxiliary(sums: AuxiliarySums, ctx: ParallelContext) -> torch.Tensor:
-    """Sums over replicas and stages of what modules added in a step, on every rank: float32 [names] on the device.
+    """Sums over replicas and stages of what modules added in a step, on every rank: float64 [names] on the device.
 
     Tensor-parallel ranks take the first's, as in :func:`device_sums`. Collective, unless the model has no names.
     """

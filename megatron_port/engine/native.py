@@ -341,7 +341,7 @@ class NativeEngine:
                 chunk.after_update(self._totals, refused)
         return torch.stack([
             *reduced.sums, norm.double(), refused.double(),
-            (self.state_check.differing + self.gradient_check.differing).double(), *reduced.auxiliary.double(),
+            (self.state_check.differing + self.gradient_check.differing).double(), *reduced.auxiliary,
         ])
 
     def _record_state(self, *, gathering: bool) -> None:

@@ -61,14 +61,14 @@ class RouteKeeper(Protocol):
 
 
 class AuxiliarySums:
-    """Named sums that modules add to during a step: float32 on the device, never read back before the step's end.
+    """Named sums that modules add to during a step: float64 on the device, never read back before the step's end.
 
     ``names``: of the whole model, the same on every rank, so that one reduction serves all of them.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self.names = tuple(names)
-        self.values = torch.zeros(len(self.names), dtype=torch.float32, device=device)
+        self.values = torch.zeros(len(self.names), dtype=torch.float64, device=device)
         self._places = {name: i for i, name in enumerate(self.names)}
 
     def reset(self) -> None:

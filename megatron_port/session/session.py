@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import Store
 from megatron_port.backend.choose import choose_providers
 from megatron_port.backend.device import DeviceInfo, choose_device, describe_device
 from megatron_port.backend.jit_guard import install_guard
+from megatron_port.backend.kernels import kernels_status
 from megatron_port.backend.providers import Providers
 from megatron_port.config.attention import MaskNeeds
 from megatron_port.config.checks import problems, resolve
@@ -23,6 +24,7 @@ from megatron_port.config.schema import RunConfig
 from megatron_port.errors import ConfigError, EnvironmentFault
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.plan.activation_plan import with_activation_plan
+from megatron_port.registry import OWN_UPDATES
 from megatron_port.runtime import process_group
 from megatron_port.runtime.agreement import agreed, attempt
 from megatron_port.runtime.discovery import ProcessInfo
@@ -73,6 +75,23 @@ def _refuse(config: RunConfig, device: DeviceInfo) -> None:
         raise EnvironmentFault(
             'precision.dtype "fp16" with engine "deepspeed" needs a GPU (DeepSpeed refuses fp16 on a CPU); '
             'use "bf16" or "fp32", or engine = "native"'
+        )
+    _check_offload(config, device)
+
+
+def _check_offload(config: RunConfig, device: DeviceInfo) -> None:
+    """Raise EnvironmentFault where offloaded state would be updated by own kernels that cannot be used here."""
+    name, backend = config.optimizer.name, config.backend
+    if config.offload.optimizer == "none" or name not in OWN_UPDATES:
+        return
+    here = kernels_status(device.kind)[1]
+    # All but AdamW are updated in torch's ops where the device has no kernels.
+    in_torch = name != "adamw" and (backend.optimizer == "torch" or backend.own_kernels == "off" or bool(here))
+    problem = here or kernels_status("cpu")[1]
+    if problem and not in_torch:
+        raise EnvironmentFault(
+            f'offload.optimizer "{config.offload.optimizer}" with optimizer.name "{name}": the host updates by the own '
+            f"kernels, which cannot be used: {problem}; build them (make kernels), or use no offload"
         )
 
 

@@ -6,9 +6,10 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fake_ranks
@@ -27,6 +28,7 @@ from megatron_port.config.checks import problems
 from megatron_port.config.dump import to_toml
 from megatron_port.config.offload import OffloadConfig
 from megatron_port.config.schema import (
+    BackendConfig,
     BatchConfig,
     CheckpointConfig,
     DataConfig,
@@ -46,6 +48,7 @@ from megatron_port.optim.unit_gather import GatherGroup
 from megatron_port.parallel import device_streams
 from megatron_port.parallel.device_streams import COPY_IN, COPY_OUT, HOST, observed_by
 from megatron_port.parallel.staging import ALIGN, StagingRing
+from megatron_port.session import session
 from megatron_port.session.weights import Weights, inference_config
 
 DP = 2
@@ -249,6 +252,8 @@ def test_a_snapshot_is_read_when_it_is_complete(tmp_path: Path, monkeypatch: pyt
      "set checkpoint.asynchronous = false"),
     ({"offload": OffloadConfig(optimizer="cpu", weights="cpu", fraction=0.5), "layout": {"zero_stage": 3}},
      "use fraction = 1"),
+    ({"backend": BackendConfig(optimizer="torch")}, 'backend.optimizer "torch": the host updates by the own AdamW'),
+    ({"backend": BackendConfig(own_kernels="off")}, 'backend.own_kernels "off": the host updates by the own AdamW'),
 ])
 def test_what_contradicts_offload_is_named(change: dict[str, Any], message: str) -> None:
     config = run(optimizer="cpu")
@@ -257,6 +262,21 @@ def test_what_contradicts_offload_is_named(change: dict[str, Any], message: str)
         change = {**change, "layout": replace(config.layout, **change["layout"])}
     found = problems(replace(config, **change))
     assert len(found) == 1 and message in found[0], found
+
+
+@pytest.mark.parametrize(("name", "device", "lacking", "refused"), [
+    ("adamw", "cpu", "cpu", True), ("adamw", "cuda", "cuda", True), ("adamw", "cuda", "cpu", True),
+    ("lion", "cuda", "cpu", True), ("lion", "cuda", "cuda", False), ("lion", "cpu", "cpu", False),
+    ("adamw-8bit", "cpu", "cpu", False), ("adamw", "cpu", "cuda", False),
+])
+def test_kernels_that_offload_needs_are_looked_for_before_ranks_meet(
+    monkeypatch: pytest.MonkeyPatch, name: str, device: str, lacking: str, refused: bool
+) -> None:
+    monkeypatch.setattr(session, "kernels_status", lambda kind: ("", "not built" if kind == lacking else ""))
+    config = replace(run(optimizer="cpu"), optimizer=OptimizerConfig(name=name))
+    here: Any = SimpleNamespace(kind=device)
+    with pytest.raises(EnvironmentFault, match="not built") if refused else nullcontext():
+        session._refuse(config, here)
 
 
 def test_a_run_with_offload_can_be_read_for_inference(tmp_path: Path) -> None:

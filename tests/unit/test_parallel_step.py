@@ -36,7 +36,7 @@ def test_a_recomputed_pass_adds_nothing_and_sees_the_same_micro_batch() -> None:
     assert seen == [((7,), False, 0.25, 4.0, True), ((7,), True, 0.25, 4.0, True)]
     assert keys[0] is keys[1], "the keys were copied to the device a second time"
     assert stream.current is not None and stream.current.sample_ids == (8,) and not stream.current.recomputing
-    assert sums.values.tolist() == [0.0, 3.0] and sums.values.dtype == torch.float32
+    assert sums.values.tolist() == [0.0, 3.0] and sums.values.dtype == torch.float64
     sums.reset()
     assert sums.values.tolist() == [0.0, 0.0]
 
