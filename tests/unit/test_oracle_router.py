@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 
 from megatron_port.backend.providers import torch_providers
 from megatron_port.config.moe import MoEConfig
-from megatron_port.config.schema import LayoutConfig, ModelConfig
+from megatron_port.config.schema import (
+    BackendConfig,
+    BatchConfig,
+    DataConfig,
+    LayoutConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RunConfig,
+)
+from megatron_port.data.batch import MicroBatch
 from megatron_port.model.build import BuildContext
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.router import Router, tally_specs
@@ -23,6 +33,7 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.positions import WHOLE_SEQUENCE
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.step import Tallies
+from megatron_port.session.assemble import build_engine
 
 HIDDEN, FACTOR = 16, 0.25
 
@@ -234,6 +245,54 @@ def test_what_a_step_leaves_behind() -> None:
     router.after_update({"expert_tokens": torch.tensor([[40, 0, 0, 0]])}, refused)
     assert router.load.tolist() == pytest.approx([0.0, 0.9, 1.0, 2.1])
     assert router.balance_bias.tolist() == [0.25, 0.25, 0.0, -0.25]
+
+
+@pytest.mark.parametrize("kind", ["sequence", "previous_step"])
+def test_a_step_adds_the_means_over_its_samples(kind: Any) -> None:
+    """Two micro-batches of two samples, by the engine: what both losses add to the last router's gradient, from what
+    that router read; and what the step leaves in the buffers."""
+    seq, experts, k = 8, 5, 2
+    gradients: dict[float, list[torch.Tensor]] = {}
+    read: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for weight in (0.0, 0.3):
+        config = RunConfig(
+            engine="native", seed=3, precision=PrecisionConfig(dtype="fp64"), data=DataConfig(synthetic=True),
+            batch=BatchConfig(micro_batch_size=2, global_batch_size=4), backend=BackendConfig(device="cpu"),
+            optimizer=OptimizerConfig(clip_grad=0.0), model=ModelConfig(
+                num_layers=2, hidden_size=HIDDEN, num_attention_heads=2, seq_length=seq, vocab_size=53, init_std=0.5,
+                moe=MoEConfig(num_experts=experts, top_k=k, ffn_hidden_size=8, balance_loss=kind, balance_bias=True,
+                              bias_rate=0.25, balance_weight=weight, z_weight=2 * weight)),
+        )
+        engine: Any = build_engine(config, ParallelContext.single(), torch_providers())
+        found = gradients.setdefault(weight, [])
+        engine.on_gradients = lambda pairs, found=found: found.append(
+            {r.name: g.clone() for r, g in pairs}["layers.1.mlp.router.weight"])
+        router = engine.stage.layers[1].mlp.router
+        matrix = router.weight.detach().clone()
+        router.register_forward_hook(lambda m, x, out: read.append((x[0].detach(), out.experts)))
+        for step in range(2):
+            both = torch.randint(0, 53, (4, seq + 1), generator=torch.Generator().manual_seed(step))
+            engine.train_step([
+                MicroBatch((4 * step + i, 4 * step + i + 1), both[i : i + 2, :-1], both[i : i + 2, 1:]) for i in (0, 2)
+            ], step=step, lr=0.0)
+    assert len(read) == 8
+    w = matrix.requires_grad_()
+    shares = torch.zeros(experts, dtype=torch.float64)
+    bias = torch.zeros(experts)
+    for step in range(2):
+        x = torch.cat([x for x, _ in read[4 + 2 * step : 6 + 2 * step]], dim=1)
+        chosen = torch.cat([e.view(seq, 2, k) for _, e in read[4 + 2 * step : 6 + 2 * step]], dim=1)
+        z = x @ w.T
+        by_score = softmax(z).argsort(-1, descending=True)[..., :k]
+        f = shares.expand(4, experts) if kind == "previous_step" else one_hot(by_score, experts).mean(0) / k
+        balance = experts * (f * softmax(z).mean(0)).sum(1).mean()
+        (wanted,) = torch.autograd.grad(0.3 * balance + 0.6 * z.exp().sum(-1).log().square().mean(), w)
+        torch.testing.assert_close(gradients[0.3][step] - gradients[0.0][step], wanted, rtol=1e-5, atol=1e-8)
+        counts = one_hot(chosen, experts).sum((0, 1))
+        shares, bias = counts / counts.sum(), bias + 0.25 * torch.sign(counts.mean() - counts).float()
+    assert torch.equal(router.balance_bias, bias) and bias.any()
+    if kind == "previous_step":
+        torch.testing.assert_close(router.load.double(), shares * experts, rtol=1e-6, atol=0)
 
 
 # ------------------------------------------------------------------------------------------------ choice and counts
