@@ -134,7 +134,7 @@ def test_contexts_that_outgrow_the_window_drop_their_oldest_quarter(window: int)
 
 
 def test_a_text_ends_before_its_stop_and_after_its_number() -> None:
-    model, options = Scripted(64), {"temperature": 0.0, "max_new_tokens": 20}
+    model, options = Scripted(64), dict[str, Any](temperature=0.0, max_new_tokens=20)
     generator = Generator(model, lambda tokens: "".join("abcdefghijk"[t] for t in tokens))  # type: ignore[arg-type]
     (whole,) = generator.generate([[3, 4]], Sampling(**options))
     assert len(whole.tokens) == 20 and not whole.stopped and whole.text is not None
@@ -142,6 +142,9 @@ def test_a_text_ends_before_its_stop_and_after_its_number() -> None:
         stop = whole.text[at : at + 2]
         (found,) = generator.generate([[3, 4]], Sampling(**options, stop_strings=(stop, "zz")))
         assert found.stopped and found.text == whole.text[: whole.text.index(stop)]
+    twice = Generator(model, lambda tokens: "ab.cd." * len(tokens))  # type: ignore[arg-type]
+    (found,) = twice.generate([[3, 4]], Sampling(**options, stop_strings=(".",)))
+    assert (len(found.tokens), found.text) == (1, "ab")  # the first of two in one token
 
 
 # ------------------------------------------------------------------------------------------------ scores
