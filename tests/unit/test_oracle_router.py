@@ -270,18 +270,18 @@ def test_a_step_adds_the_means_over_its_samples(kind: Any) -> None:
         router = engine.stage.layers[1].mlp.router
         matrix = router.weight.detach().clone()
         router.register_forward_hook(lambda m, x, out: read.append((x[0].detach(), out.experts)))
-        for step in range(2):
+        for step in range(3):
             both = torch.randint(0, 53, (4, seq + 1), generator=torch.Generator().manual_seed(step))
             engine.train_step([
                 MicroBatch((4 * step + i, 4 * step + i + 1), both[i : i + 2, :-1], both[i : i + 2, 1:]) for i in (0, 2)
             ], step=step, lr=0.0)
-    assert len(read) == 8
+    assert len(read) == 12
     w = matrix.requires_grad_()
     shares = torch.zeros(experts, dtype=torch.float64)
     bias = torch.zeros(experts)
-    for step in range(2):
-        x = torch.cat([x for x, _ in read[4 + 2 * step : 6 + 2 * step]], dim=1)
-        chosen = torch.cat([e.view(seq, 2, k) for _, e in read[4 + 2 * step : 6 + 2 * step]], dim=1)
+    for step in range(3):
+        x = torch.cat([x for x, _ in read[6 + 2 * step : 8 + 2 * step]], dim=1)
+        chosen = torch.cat([e.view(seq, 2, k) for _, e in read[6 + 2 * step : 8 + 2 * step]], dim=1)
         z = x @ w.T
         by_score = softmax(z).argsort(-1, descending=True)[..., :k]
         f = shares.expand(4, experts) if kind == "previous_step" else one_hot(by_score, experts).mean(0) / k

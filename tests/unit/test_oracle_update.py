@@ -13,16 +13,18 @@ from hypothesis import strategies as st
 from test_narrow_adamw import piece_of, record_of
 
 from megatron_port.backend.ops.optimizer import clip_factor
-from megatron_port.config.schema import OptimizerConfig
+from megatron_port.config.schema import ModelConfig, OptimizerConfig, ParameterGroup, RunConfig
 from megatron_port.engine.native_update import make_update
 from megatron_port.optim.average import WeightAverage
 from megatron_port.optim.clipping import NormStatistics, limited, norm_target
 from megatron_port.optim.narrow_adamw import ADAMW_8BIT, ADAMW_BF16
+from megatron_port.optim.parameter_groups import set_parameter_groups, settings_in
 from megatron_port.optim.rules import BlockRule, UpdateSettings, rule_of
 from megatron_port.optim.sharded import ShardedParameters
 from megatron_port.optim.step_values import StepNumbers, StepValues
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.record import InitSpec, ParameterRecord, attach, make_record
+from megatron_port.parallel.record import record_of as record_of_parameter
 
 CPU = torch.device("cpu")
 FAR = 1e300
@@ -104,10 +106,16 @@ def test_no_clipping_without_a_limit() -> None:
     (math.nan, FAR, 0.0, True), (4.0, FAR, 1.0, True), (4.0, FAR, 0.0, False),
 ])
 def test_which_updates_are_refused(square: float, limit: float, veto: float, skips: bool) -> None:
-    """A norm at its limit is not."""
-    _, skip, _ = clip_factor(
-        torch.tensor(square, dtype=torch.float64), max_norm=1.0, inv_scale=1.0, limit=limit, veto=torch.tensor(veto))
+    """A norm at its limit is not, neither on the device nor on the host."""
+    given = torch.tensor(square, dtype=torch.float64)
+    _, skip, _ = clip_factor(given, max_norm=1.0, inv_scale=1.0, limit=limit, veto=torch.tensor(veto))
     assert bool(skip) is skips
+    config = OptimizerConfig(name="sgd")
+    sharded = sharded_of(config, torch.zeros(3, dtype=torch.float64))
+    sharded.pieces[0].gradient.fill_(1.0)
+    _, refused = make_update("torch", sharded, config).step(
+        given, values_of(lr=1.0, largest_norm=limit), veto=torch.tensor(veto))
+    assert bool(refused) is skips and bool(sharded.pieces[0].master.any()) is not skips
 
 
 @settings(max_examples=80, deadline=None)
@@ -146,22 +154,40 @@ def test_statistics_of_norms_begin_with_all_of_the_warm_up() -> None:
 
 
 def test_the_average_is_torchs() -> None:
-    """torch.optim.swa_utils, which begins with a copy too; a refused update is none."""
+    """torch.optim.swa_utils, which begins with a copy too; a refused update is none, the first neither."""
     from torch.optim.swa_utils import get_ema_avg_fn
 
     average_of, generator = get_ema_avg_fn(0.7), torch.Generator().manual_seed(2)
     sharded = sharded_of(OptimizerConfig(name="sgd", ema_decay=0.7), torch.zeros(9, dtype=torch.float64))
     average, wanted = WeightAverage(sharded, 0.7), torch.zeros(9, dtype=torch.float64)
     (piece,) = sharded.pieces
-    for number in range(5):
+    for number in range(6):
         piece.master.copy_(torch.randn(9, generator=generator, dtype=torch.float64))
-        refused = number == 2
+        refused = number in (0, 3)
         average.update(torch.tensor(float(refused)))
-        if number == 0:
+        if number == 1:
             wanted = piece.master.clone()
         elif not refused:
             wanted = torch.as_tensor(average_of(wanted, piece.master, torch.tensor(number)))
         torch.testing.assert_close(piece.state["ema"], wanted, rtol=1e-14, atol=1e-15)
+
+
+def test_wide_matrices_learn_slower_and_decay_as_much() -> None:
+    """Tensor Programs V, table 8, m = 4, with a group's factors: (rate, decay) of each kind of parameter."""
+    config = RunConfig(
+        model=ModelConfig(hidden_size=64, mup_base_size=16),
+        optimizer=OptimizerConfig(weight_decay=0.1, groups=(ParameterGroup(match="*.down.*", lr_factor=2.0),)),
+    )
+    names = {"layers.0.mlp.up.weight": (0.25, 0.4), "layers.0.mlp.down.weight": (0.5, 0.4), "head.weight": (1.0, 0.1),
+             "embedding.word.weight": (1.0, 0.1), "layers.0.mlp.up.bias": (1.0, 0.0), "final_norm.weight": (1.0, 0.0)}
+    parameters = []
+    for name in names:
+        record = make_record(name, (4, 4), ParallelContext.single(), init=InitSpec("zeros"),
+                             decay=name.endswith(".weight") and "norm" not in name)
+        parameters.append(attach(torch.nn.Parameter(torch.zeros(4, 4)), record))
+    set_parameter_groups(parameters, config)
+    for p, wanted in zip(parameters, names.values()):
+        assert settings_in(record_of_parameter(p), 0.1) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw-bf16", "adamw-8bit", "lion", "sgd", "adagrad", "adafactor", "came",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import runpy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hf_models as hf
@@ -27,7 +29,7 @@ from megatron_port.data.verify import verify
 from megatron_port.engine.native import NativeEngine
 from megatron_port.errors import DataError
 from megatron_port.interop.hf_files import HFFolder
-from megatron_port.model.preference import reward_means
+from megatron_port.model.preference import pair_loss_sum, reward_means
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parity.comparison import gradient_deviation
 from megatron_port.session.assemble import build_engine
@@ -176,6 +178,23 @@ def test_loss_gradient_and_rewards_are_plain_torchs(tmp_path: Path) -> None:
     assert [e.tokens for e in evaluation] == [3, 1]
     wanted = sum(terms[k].item() for k in range(2, 6))
     assert sum(e.loss_sum for e in evaluation) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_rewards_of_pairs_are_the_papers() -> None:
+    """In numbers, beta and padding among them: a pair whose answers are equally likely is not decided, and a sample
+    without an answer is no pair (arXiv 2305.18290, equation 7)."""
+    losses = torch.tensor([[1.0, 2.0, 4.0, 8.0], [1.0, 1.0, 1.0, 1.0], [9.0, 9.0, 9.0, 9.0]])
+    mask = torch.tensor([[1.0, 1.0, 0.0, 1.0], [0.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    sums: dict[str, float] = {}
+    context: Any = SimpleNamespace(
+        document_starts=torch.tensor([[0, 0, 2, 2]] * 3),
+        reference=torch.tensor([[-4.0, -6.0], [-2.0, -2.0], [0.0, 0.0]]),
+        add_auxiliary=lambda name, value: sums.__setitem__(name, float(value)),
+    )
+    found = pair_loss_sum(losses, mask, context, 0.5)
+    margin = 0.5 * ((-3.0 + 4.0) - (-8.0 + 6.0))
+    assert float(found) == pytest.approx(math.log1p(math.exp(-margin)) + math.log(2.0), rel=1e-12)
+    assert sums == pytest.approx({"chosen_reward": 0.5 * (1.0 + 1.0), "reward_margin": margin, "reward_accuracy": 1.0})
 
 
 def test_pairs_and_references_that_do_not_fit_are_refused(tmp_path: Path) -> None:
