@@ -41,7 +41,7 @@ def draws(ranks: int) -> list[DistilledDraw]:
     ]
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_layout_changes_nothing(ranks: RankPool, count: int) -> None:
     assert not failures(run_draws(ranks, draws(count)))
 

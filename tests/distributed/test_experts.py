@@ -32,7 +32,9 @@ def draws(case: str) -> list[ExpertDraw]:
     return found
 
 
-@pytest.mark.parametrize("case", SEEDS)
+@pytest.mark.parametrize("case", [
+    case if case in ("2", "4, divided") else pytest.param(case, marks=pytest.mark.slow) for case in SEEDS
+])
 def test_experts_equal_one_process(ranks: RankPool, case: str) -> None:
     results = run_draws(ranks, draws(case))
     assert not failures(results), failures(results)

@@ -42,7 +42,7 @@ def draws(world: int) -> list[Draw]:
     return [one for one in out if one.topology.world_size == world]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_every_layout_predicts_further_tokens_as_one_process_does(ranks: RankPool, world: int) -> None:
     results = run_draws(ranks, draws(world))
     assert len(results) == (4 if world == 2 else 2) and not failures(results), failures(results)

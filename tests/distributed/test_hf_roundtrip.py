@@ -309,6 +309,7 @@ def test_generation_on_every_layout(ranks: RankPool, tmp_path: Path, case: str, 
         check_greedy(found, wanted[: len(found)], topology)
 
 
+@pytest.mark.slow
 def test_drawing_does_not_depend_on_layout_or_batch(ranks: RankPool, tmp_path: Path) -> None:
     """Sampled tokens, stop strings and ids: equal on one rank, tp 2 × pp 2, pp 2 × dp 2, in batches of 1, 3, 4. With
     experts, whose tensor-parallel ranks share even a single position, and which replicas divide: of three prompts and

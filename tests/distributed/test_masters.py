@@ -158,8 +158,8 @@ CASES = {
     "deepspeed-bf16-dp2": ("deepspeed", "bf16", "torch", 2),
 }
 """(engine, dtype, provider of the update, replicas); DeepSpeed refuses fp16 on a CPU."""
-SLOW = ("native-bf16-own-dp2", "native-fp16-own")
-"""The own update is in every draw of the fuzz with own kernels, the replicas are in another of these."""
+SLOW = ("native-bf16-torch", "native-bf16-own-dp2", "native-fp16-own")
+"""The native engine's updates are in every draw of the fuzz, and in the twin; DeepSpeed's replicas are here alone."""
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES])

@@ -38,7 +38,9 @@ def config_of(rule: str, layout: dict[str, Any] | None = None) -> RunConfig:
     return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name=rule))
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", [
+    pytest.param(r, marks=pytest.mark.slow) if r == "adamw-bf16" else r for r in RULES
+])
 def test_a_layout_changes_nothing(ranks: RankPool, rule: str) -> None:
     configs = [config_of(rule, dict(layout)) for _, layout in LAYOUTS]
     cases = [(config, topology, STEPS, 1) for config, (topology, _) in zip(configs, LAYOUTS)]

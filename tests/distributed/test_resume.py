@@ -248,7 +248,14 @@ def chunks_of(topology: Topology) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda c: f"{c[0]} {c[1]} to {c[2]} {c[3]} {c[4]}")
+QUICK = (0, 4, 5, 6)
+"""Between them both engines either way, key/value copies, chunks, context and expert parallelism; the rest are slow."""
+
+
+@pytest.mark.parametrize("pair", [
+    pytest.param(c, id=f"{c[0]} {c[1]} to {c[2]} {c[3]} {c[4]}", marks=() if i in QUICK else pytest.mark.slow)
+    for i, c in enumerate(PAIRS)
+])
 def test_any_layout_loads_any_other(ranks: RankPool, tmp_path: Path, pair: tuple) -> None:
     """The state that arrives is the state that was saved, to the bit; the next step agrees within rounding."""
     from_engine, source, to_engine, target, dtype = pair

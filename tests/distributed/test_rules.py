@@ -94,7 +94,11 @@ PAIRS = {
 """What the suite runs of each layout; all of them: ``python tests/distributed/rules_matrix.py``."""
 
 
-@pytest.mark.parametrize("name", PAIRS)
+QUICK = ("zero1-tp2-sp", "zero3-dp4", "zero2-pp2-tied-padded", "ep2-tp2-dp2", "zb-pp2-tp2")
+"""Between them every axis and ZeRO stage; the fuzz draws rules too."""
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in PAIRS])
 def test_a_layout_changes_nothing(ranks: RankPool, name: str) -> None:
     model, topology, layout = LAYOUTS[name]
     configs = [config_of(rule, model, layout, topology) for rule in PAIRS[name]]

@@ -99,6 +99,7 @@ PLAN = ("norm1+norm2+activation", "qkv+core", "", "norm1+qkv+core+residual+norm2
 """Sites that each layer recomputes."""
 
 
+@pytest.mark.slow
 def test_two_replicas_equal_whole_weights_to_the_bit(ranks: RankPool) -> None:
     """Of stage 2, whose sums it has, with several micro-batches; of stage 1 with one, where both add alike."""
     two = (1, 1, 2)

@@ -72,6 +72,7 @@ def test_a_family_from_outside_is_imported_and_exported(commands: Commands, tmp_
         assert torch.equal(value, want[name]), name
 
 
+@pytest.mark.slow
 def test_signum_is_the_papers_formula() -> None:
     """Against plain Python over twenty updates of one element, through the engine's settings."""
     code = """

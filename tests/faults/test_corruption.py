@@ -22,8 +22,9 @@ def check(folder: Path, count: int) -> None:
     assert len(rows) == count and len(Counter(row["kind"] for row in rows)) == len(KINDS)
 
 
-def test_60_corruptions_are_found(tmp_path: Path) -> None:
-    check(tmp_path, 60)
+def test_25_corruptions_are_found(tmp_path: Path) -> None:
+    """Of every kind; the soak finds hundreds."""
+    check(tmp_path, 25)
 
 
 @pytest.mark.slow

@@ -212,6 +212,7 @@ def _without_rights(folder: str) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_and_a_file_size_limit() -> None:
     folder = tempfile.mkdtemp(prefix="forbidden-")
     try:

@@ -70,6 +70,7 @@ def worlds() -> Iterator[RankPool]:
     pool.close()
 
 
+@pytest.mark.slow
 def test_half_the_ranks_go_on(worlds: RankPool, tmp_path: Path) -> None:
     """The same through the loop alone, without launchers: tp 2 x dp 2, a checkpoint, tp 2 x dp 1; and pp 2 x dp 2."""
     for layout, asked, chosen in (

@@ -289,7 +289,7 @@ LAYERS = ("norm1+norm2+activation", "", "+".join(RECOMPUTED), "core+residual+nor
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("1f1b", 2), ("zb-h1", 1), ("zb-v", 2)])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_a_plan_trains_as_keeping_everything_does(schedule: str, chunks: int, dtype: str) -> None:
     """Equal to the bit over three steps, dropout on."""
     tokens = torch.randint(0, 31, (3, 1, 9), generator=torch.Generator().manual_seed(1))

@@ -129,8 +129,11 @@ def some_sets() -> list[tuple[Site, ...]]:
             *(tuple(s for s in RECOMPUTED if r.random() < 0.5) for _ in range(5))]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("own", [False, True], ids=["torch", "own"])
+@pytest.mark.parametrize(("own", "dtype"), [
+    pytest.param(False, torch.float32, id="torch-fp32"), pytest.param(True, torch.bfloat16, id="own-bf16"),
+    pytest.param(False, torch.bfloat16, id="torch-bf16", marks=pytest.mark.slow),
+    pytest.param(True, torch.float32, id="own-fp32", marks=pytest.mark.slow),
+])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_bit_changes_whatever_is_dropped(family: str, own: bool, dtype: torch.dtype) -> None:
     wanted = gradients(make_layer(family, own, dtype, LayerActivations()), dtype)

@@ -290,7 +290,7 @@ def model_of_kind(kind: str, folder: Path) -> tuple[str, ModelConfig]:
     return name, replace(GPT2, vocab_size=sizes[kind], seq_length=256)
 
 
-@pytest.mark.parametrize("kind", ["byte", "gpt2", "hf", "sentencepiece"])
+@pytest.mark.parametrize("kind", ["byte", pytest.param("gpt2", marks=pytest.mark.slow), "hf", "sentencepiece"])
 def test_a_text_is_continued_as_by_transformers(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

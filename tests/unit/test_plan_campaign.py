@@ -63,6 +63,7 @@ def test_scaling_curves_are_the_published_ones() -> None:
     assert curve.tokens_to(1.0, 8e9) == math.inf and curve.in_range(8e9, 2e11) and not curve.in_range(1e12, 2e11)
 
 
+@pytest.mark.slow
 def test_plan_prints_a_campaign_and_what_a_budget_buys(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "runs/frontier-22b", "--nodes", "16", "--tokens", "1e9", "--campaign", "--loss", "3",
                  "--price", "1.5", "--carbon", "400"]) == 0
