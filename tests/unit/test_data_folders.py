@@ -173,6 +173,8 @@ def test_every_token_is_read_or_named(tmp_path, batch):
 
 def check(truth, root, done, refused, ids):
     hidden = {p for p in truth if any(part.startswith(".") for part in (*p.relative_to(root.parent).parts,))}
+    read_as = [source.path.relative_to(root.parent) for source in done.inputs.sources]
+    assert not [path for path in read_as if any(part.startswith(".") for part in path.parts)]
     left, total = 0, 0
     expected: Counter = Counter()
     listed = [s.path for s in done.inputs.skipped if not s.reason.startswith(("the same", "link"))]
