@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import bz2
 import gzip
+import importlib
 import io
-import lzma
 import zlib
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from megatron_port.data.extras import need
+from megatron_port.data.extras import MissingPackage, need
 from megatron_port.errors import DataError
 
 EXPANSION = 300
@@ -86,13 +85,23 @@ def _opened(packing: str, file: BinaryIO, path: Path) -> tuple[Any, type[Excepti
     if packing == "gzip":
         return gzip.GzipFile(fileobj=file), zlib.error
     if packing == "bzip2":
-        return bz2.BZ2File(file), OSError
+        return _built_in("bz2", path).BZ2File(file), OSError
     if packing == "xz":
+        lzma = _built_in("lzma", path)
         return lzma.LZMAFile(file), lzma.LZMAError
     zstandard = need("zstandard", str(path))
     check_frames(path)
     inner = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(file, read_across_frames=True)
     return inner, zstandard.ZstdError
+
+
+def _built_in(name: str, path: Path) -> Any:
+    """Import a module of the standard library that an interpreter may have been built without."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingPackage(f"{path}: this Python was built without {name}; unpack the file, or use another "
+                             "Python") from error
 
 
 class _Limited(io.RawIOBase):

@@ -246,6 +246,9 @@ def test_a_missing_package_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib, "import_module", absent)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     (tmp_path / "a.txt.zst").write_bytes((0xFD2FB528).to_bytes(4, "little"))
+    (tmp_path / "a.txt.xz").write_bytes(b"\xfd7zXZ\0")
+    with pytest.raises(DataError, match="a.txt.xz: this Python was built without lzma"):
+        prepare([tmp_path / "a.txt.xz"], tmp_path / "c", tokenizer=BYTE)
     for name, package in (("a.parquet", "pyarrow"), ("a.txt.zst", "zstandard")):
         with pytest.raises(DataError, match=f"{package} is not installed .* pip install {package}"):
             prepare([tmp_path / name], tmp_path / "c", tokenizer=BYTE)
