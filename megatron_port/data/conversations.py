@@ -40,6 +40,8 @@ IGNORED = frozenset((
     "conversation_hash", "category", "categories", "source", "data_source", "origin", "dataset", "dataset_name",
     "subset", "split", "topic", "domain", "tags", "lang", "language", "model", "generator", "timestamp", "created_at",
     "date", "url", "license", "score", "scores", "score_chosen", "score_rejected",
+    "chosen_score", "rejected_score", "chosen_model", "rejected_model", "chosen-rating", "rejected-rating",
+    "chosen-model", "rejected-model",
 ))
 """Keys that tell where a record is from, or how good it is, and are no part of what is said."""
 

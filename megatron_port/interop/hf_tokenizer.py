@@ -75,6 +75,8 @@ def write_tokenizer(
         _copy(part, asked)
         if not trained.name:
             note(f"tokenizer of {asked}, {how}")
+        elif trained.kind in FILES:
+            how += _keep_beginning(part, trained, tokenizer_in(part))
         return f"files of {asked.name}: {how}"
     if not trained.name:
         if kept is not None and _copy(part, kept):
@@ -157,10 +159,9 @@ def _keep_beginning(part: Path, trained: Trained, ours: Tokenizer) -> str:
     wanted = trained.added(ours)
     if trained.kind == "sentencepiece":  # transformers reads these two, and the model itself adds nothing
         _update_settings(part, {"add_bos_token": bool(wanted.before), "add_eos_token": bool(wanted.after)})
-        return ""
-    if wanted == added_ids(ours):
-        return ""
     body = read_json(part / FILE)
+    if not body or wanted.before or not added_ids(tokenizer_in(part)).before:
+        return ""
     write_text(part / FILE, json.dumps({**body, "post_processor": None}, ensure_ascii=False) + "\n")
     return "; without its post-processor, because documents of training began without BOS"
 

@@ -14,7 +14,7 @@ from bos_cases import LINES, POSTS, sentencepiece_model, tokenizer_json
 from interop_cases import LLAMA
 from test_hf_tokenizer import checkpoint_of
 
-from megatron_port.checkpoint.reader import Checkpoint
+from megatron_port.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron_port.cli.main import main
 from megatron_port.config.schema import ModelConfig, RunConfig
 from megatron_port.data.fingerprint import data_fingerprint
@@ -26,6 +26,7 @@ from megatron_port.data.tokenizer_base import encode_whole
 from megatron_port.errors import DataError
 from megatron_port.inference.generation import text_after
 from megatron_port.inference.lm_eval_adapter import Questions
+from megatron_port.interop.hf_tokenizer import write_tokenizer
 from megatron_port.session.document_starts import check_document_starts
 from megatron_port.session.weights import open_weights
 
@@ -228,6 +229,9 @@ def test_an_export_begins_texts_as_documents_began(
     read = theirs(tmp_path / "out")
     assert encode_whole(open_weights(step).tokenizer(), text) == read(text)["input_ids"] == wanted
     assert encode_whole(open_weights(tmp_path / "out").tokenizer(), text) == wanted
+    (tmp_path / "part").mkdir()
+    write_tokenizer(tmp_path / "part", open_checkpoint(step), asked=folder)  # from the folder that the user names, too
+    assert theirs(tmp_path / "part")(text)["input_ids"] == wanted
     for name in ("config.json", "generation_config.json"):
         body = json.loads((tmp_path / "out" / name).read_text())
         assert (body["bos_token_id"], body["eos_token_id"]) == (other.bos_token_id, other.eos_token_id)
