@@ -132,6 +132,7 @@ def write_generation(
     for name, value in (("bos_token_id", None if body else bos), ("pad_token_id", pad)):
         if value is not None and body.get(name) is None:
             body[name] = value
+            body.pop("_from_model_config", None)  # transformers would make them anew from config.json
     if every and every != list(known):
         body["eos_token_id"] = every[0] if len(every) == 1 else every
     write_text(path, json.dumps(body, indent=2) + "\n")
