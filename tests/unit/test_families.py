@@ -192,7 +192,8 @@ def test_an_unknown_field_is_refused_by_name(family: str, tmp_path: Path) -> Non
         model_from_hf({**body, "is_causal": False, "a_switch": 1}, "config.json")
     more = {"bits": 4, "a_switch": False, "num_mtp_layers": None, "decoder": None}
     assert model_from_hf({**body, **more}, "config.json", notes) == model
-    assert re.fullmatch(r"config.json: 2 fields left out, which .* for this family: a_switch .*, bits \(4\)", *notes)
+    (said,) = notes
+    assert re.fullmatch(r"config.json: 2 fields left out, which .* for this family: a_switch .*, bits \(4\)", said)
     with pytest.raises(CheckpointError, match=r"unknown field bits \(4\).* The file is of transformers 77.0.0;"):
         model_from_hf({**body, "bits": 4, "transformers_version": "77.0.0"}, "config.json")
     with pytest.raises(CheckpointError, match=r"quantization_config: weights are stored as 'mxfp4'; write them as"):
