@@ -298,7 +298,7 @@ def allowed(squares: torch.Tensor, summands: int, dtype: torch.dtype) -> torch.T
     info, double = torch.finfo(dtype), torch.finfo(torch.float64)
     share = _DEVIATIONS * summands * info.eps / 2 + 2 * SUM_ROW**1.5 * double.eps
     least = SUM_ROW * summands * max(info.tiny * info.eps, torch.finfo(torch.float32).tiny)
-    return share * squares.sqrt() + least
+    return squares.sqrt().mul(share).add(least)
 
 
 def _summed_further(bucket: Bucket, ctx: ParallelContext) -> bool:

@@ -41,8 +41,8 @@ class Case:
     layout: dict[str, Any]
     flip: Flip | None
     words: str = ""
-    dtype: str = "fp32"
-    reduce: str = "fp32"
+    dtype: Any = "fp32"
+    reduce: Any = "fp32"
 
     @property
     def config(self) -> RunConfig:
@@ -75,7 +75,8 @@ def damages(case: Case) -> tuple[list[str], str]:
     ctx = ParallelContext.create(case.topology, "cpu")
     engine: Any = build_engine(case.config, ctx, torch_providers())
     sharded, flip, batches = engine.sharded, case.flip, make_batches(case.config, ctx)
-    piece = bucket = None
+    piece: Any = None
+    bucket: Any = None
     if flip is not None and flip.rank == ctx.rank:
         sizes = [p.gradient.numel() * (flip.name in ("", p.record.name)) for p in sharded.pieces]
         at = sizes.index(max(sizes))
@@ -89,7 +90,7 @@ def damages(case: Case) -> tuple[list[str], str]:
             flip_bit(memory, flip.bit)
 
     def settled() -> bool:
-        taken = sharded._reducing[0] if sharded._reducing else None
+        taken: Any = sharded._reducing[0] if sharded._reducing else None
         if taken is not None and taken is bucket and piece is not None:
             flat = taken.gradients if taken.narrow is None else taken.narrow
             at = piece.gradient.storage_offset() - bucket.sums.storage_offset()
@@ -176,7 +177,7 @@ def test_rounding_stays_within_the_bound_and_a_change_does_not() -> None:
             total = given[0].clone()
             for part in given[1:]:
                 total += part
-            wanted, squares = sum(rows(part) for part in given)[0].unbind(-1)  # type: ignore[union-attr]
+            wanted, squares = torch.stack([rows(part)[0] for part in given]).sum(dim=0).unbind(-1)
             bound = allowed(squares, count, dtype)
             assert bool(((rows(total)[0, :, 0] - wanted).abs() < 0.3 * bound).all())
             at = total.abs().argmax()

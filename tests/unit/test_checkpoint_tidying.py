@@ -37,7 +37,7 @@ def another(name: str) -> Callable[[Path, Path], None]:
 
 
 def file(name: str) -> Callable[[Path, Path], None]:
-    return lambda folder, archive: (folder / name).write_text("a file")
+    return lambda folder, archive: (folder / name).touch()
 
 
 def directory(name: str) -> Callable[[Path, Path], None]:
