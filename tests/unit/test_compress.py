@@ -23,7 +23,7 @@ from megatron_port.compress.importance_file import Importance, read_importance, 
 from megatron_port.compress.plain import plain, plain_model
 from megatron_port.compress.pruned_reader import PrunedWeights
 from megatron_port.compress.request import Request
-from megatron_port.compress.selection import select
+from megatron_port.compress.selection import largest, select
 from megatron_port.compress.sizes import Sizes, pruned_model
 from megatron_port.config.checks import problems
 from megatron_port.config.fine_tuning import FineTuningConfig
@@ -212,6 +212,11 @@ def test_patterns_follow_the_layers_that_are_left() -> None:
     assert [left.moe.has_experts(i) for i in range(3)] == [False, True, True]
     with pytest.raises(ConfigError, match="no first_dense and every"):
         pruned_model(moe, Sizes(), (2, 3, 4, 5, 0, 1))
+
+
+def test_of_equal_importance_the_lower_index_stays() -> None:
+    assert largest(np.array([1.0, 3.0, 3.0, 0.0, 3.0]), 2).tolist() == [1, 2]
+    assert largest(np.array([-1.0, 5.0, -2.0, 4.0]), 3).tolist() == [0, 1, 3]
 
 
 def test_a_group_counts_by_the_heads_that_it_keeps() -> None:

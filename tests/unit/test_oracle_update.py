@@ -176,9 +176,11 @@ def test_wide_matrices_learn_slower_and_decay_as_much() -> None:
     """Tensor Programs V, table 8, m = 4, with a group's factors: (rate, decay) of each kind of parameter."""
     config = RunConfig(
         model=ModelConfig(hidden_size=64, mup_base_size=16),
-        optimizer=OptimizerConfig(weight_decay=0.1, groups=(ParameterGroup(match="*.down.*", lr_factor=2.0),)),
+        optimizer=OptimizerConfig(weight_decay=0.1, groups=(
+            ParameterGroup(match="*.down.*", lr_factor=2.0), ParameterGroup(match="head", weight_decay=0.0),
+        )),
     )
-    names = {"layers.0.mlp.up.weight": (0.25, 0.4), "layers.0.mlp.down.weight": (0.5, 0.4), "head.weight": (1.0, 0.1),
+    names = {"layers.0.mlp.up.weight": (0.25, 0.4), "layers.0.mlp.down.weight": (0.5, 0.4), "head.weight": (1.0, 0.0),
              "embedding.word.weight": (1.0, 0.1), "layers.0.mlp.up.bias": (1.0, 0.0), "final_norm.weight": (1.0, 0.0)}
     parameters = []
     for name in names:
