@@ -315,7 +315,10 @@ def batch_problems(config: RunConfig, world_size: int | None) -> list[str]:
         return out
     for name, value in (("rampup_start", b.rampup_start), ("rampup_increment", b.rampup_increment)):
         if value % unit:
-            out.append(f"{name} {value} does not divide by {what}; use {either(multiples(value, unit))}")
+            out.append(
+                f"{name} {value} does not divide by {what}; use {either(multiples(value, unit))}. A run whose ramp-up "
+                "has ended resumes without it: rampup_start = 0, rampup_increment = 0, rampup_samples = 0"
+            )
     rise = b.global_batch_size - b.rampup_start
     if rise % b.rampup_increment:
         out.append(

@@ -84,13 +84,14 @@ class BatchSchedule:
     Args:
         batch: sizes; ``rampup_start = 0`` means no ramp-up.
         dp: data-parallel replicas.
+        begun: (step, samples consumed before it) of a run whose ramp-up has ended, where ``batch`` has none.
 
     Raises:
         ConfigError: a batch of the schedule is not divisible by micro_batch_size * dp, or the ramp does not end at
             global_batch_size. All faults at once.
     """
 
-    def __init__(self, batch: BatchConfig, dp: int) -> None:
+    def __init__(self, batch: BatchConfig, dp: int, begun: tuple[int, int] | None = None) -> None:
         if dp < 1:
             raise ValueError(f"dp is {dp}")
         problems = _size_problems(batch, dp) + (_rampup_problems(batch) if batch.rampup_start else [])
@@ -102,6 +103,8 @@ class BatchSchedule:
         self._ramp = batch.rampup_samples if self._start < self._final else 0
         self._stages = (self._final - self._start) // self._increment if self._ramp else 0
         self._first_steps, self._first_samples, self._sizes = self._table()
+        if begun is not None and not self._ramp:
+            self._first_samples = [begun[1] - begun[0] * self._final]  # of a step 0 that no run had
 
     def _table(self) -> tuple[list[int], list[int], list[int]]:
         """First step, first sample and batch of each stage that is not skipped; the last is the full batch."""

@@ -38,7 +38,7 @@ def check_batch(manifest: Manifest, config: RunConfig, dp: int, where: str) -> N
         ConfigError: it has not: the run would leave samples out or use them twice.
     """
     state = manifest.state
-    first = BatchSchedule(config.batch, dp).samples_before(state.step)
+    first = BatchSchedule(config.batch, dp, begun=ended_rampup(manifest, config)).samples_before(state.step)
     if first == state.samples:
         return
     saved = _section(state, "batch")
@@ -52,9 +52,31 @@ def check_batch(manifest: Manifest, config: RunConfig, dp: int, where: str) -> N
         f"the batch schedule is not that of {where}: {', '.join(changes) or 'the settings are the same'}. "
         f"{state.samples} samples were consumed in its {state.step} steps; with these settings step {state.step} "
         f"begins at sample {first}. Put it back ({back or 'as it was'}), "
+        + _rampup_left(state, saved)
         + _growing(state, config, saved, dp)
         + f'or begin another run with its weights: another name and checkpoint.initial_weights = "{where}"'
     )
+
+
+def _rampup_left(state: SavedState, saved: Mapping[str, Any]) -> str:
+    """Return when the checkpoint's ramp-up may be left out, if it has not ended yet."""
+    over = saved.get("rampup_samples", 0)
+    if not saved.get("rampup_start") or type(over) is not int or state.samples >= over:
+        return ""
+    return f"leave the ramp-up out once it has ended, after {over} samples, "
+
+
+def ended_rampup(manifest: Manifest, config: RunConfig) -> tuple[int, int] | None:
+    """Return (step, samples consumed) of a checkpoint whose ramp-up had ended, where ``config`` has none any more.
+
+    Its batch stays what it was, so the schedule is the same from there on. None: the settings alone say the schedule.
+    """
+    state, saved, now = manifest.state, _section(manifest.state, "batch"), config.batch
+    if now.rampup_start not in (0, now.global_batch_size) or saved.get("global_batch_size") != now.global_batch_size:
+        return None
+    start, over = saved.get("rampup_start", 0), saved.get("rampup_samples", 0)
+    constant = start in (0, now.global_batch_size) or (type(over) is int and state.samples >= over)
+    return (state.step, state.samples) if constant else None
 
 
 def _growing(state: SavedState, config: RunConfig, saved: Mapping[str, Any], dp: int) -> str:

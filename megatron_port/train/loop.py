@@ -27,7 +27,7 @@ from megatron_port.model.distilled import distillation_means
 from megatron_port.model.flops import counted, hardware_flops, model_flops
 from megatron_port.model.multi_token import further_loss
 from megatron_port.model.preference import reward_means
-from megatron_port.optim.schedules import BatchSchedule, learning_rate
+from megatron_port.optim.schedules import learning_rate
 from megatron_port.optim.state_check import Damage
 from megatron_port.parallel.positions import sequence_partition
 from megatron_port.runtime.agreement import agree, agreed
@@ -51,7 +51,7 @@ from megatron_port.train.closing import closing_lines, finished_line
 from megatron_port.train.profile import StepProfiler
 from megatron_port.train.routes import RunRoutes
 from megatron_port.train.saving import Saving
-from megatron_port.train.state import Position, find_checkpoints, load_first_whole
+from megatron_port.train.state import Position, batch_schedule, find_checkpoints, load_first_whole
 
 FENCED = max(LEVELS.values()) + 1
 """A wish that is above those of all signals: stop without saving."""
@@ -85,18 +85,18 @@ class Trainer:
 
     def __init__(self, session: Session) -> None:
         self.session, self.config, self.ctx = session, session.config, session.ctx
-        self.batches = BatchSchedule(self.config.batch, self.ctx.size("dp"))
         self.progress = Progress()
         self.numerics = NumericsGuard(self.config)
         self.rates: deque[tuple[float, float]] = deque(maxlen=1000)
         self.committer = Committer(session.fence)
         self._damage: Damage | None = None
         check_replay_settings(self.config, session)
+        checkpoints = find_checkpoints(session)
+        self.batches = batch_schedule(session, checkpoints)
         self.loaders = self._load_data()
         self.routes = RunRoutes(session, self.loaders.data_fingerprint)
         self.document = document_length(self.config, self.loaders.train.dataset) if session.is_rank_zero else 0.0
         started = time.perf_counter()
-        checkpoints = find_checkpoints(session)
         fresh, initial = not checkpoints, self.config.checkpoint.initial_weights
         self.engine: Engine = build_engine(
             self.config, self.ctx, session.providers, initialise=fresh and not initial, progress=session.progress

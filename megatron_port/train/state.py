@@ -31,11 +31,11 @@ from megatron_port.model.adapter_spec import adapter_parameters
 from megatron_port.model.saved_state import state_records
 from megatron_port.model.shapes import parameter_shapes
 from megatron_port.optim.rules import OptimizerRule, mixed_kinds, rule_of, state_kinds, state_shapes
-from megatron_port.optim.schedules import learning_rate
+from megatron_port.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.parallel.record import ParameterRecord
 from megatron_port.parallel.state import BUFFER, WEIGHT
 from megatron_port.runtime.agreement import agree, agreed, broadcast_text
-from megatron_port.session.changes import check_batch, check_rule, check_seed, starts_fresh
+from megatron_port.session.changes import check_batch, check_rule, check_seed, ended_rampup, starts_fresh
 from megatron_port.session.folders import FOLDER, run_folder
 from megatron_port.session.identity import own_checkpoints
 from megatron_port.session.session import Session
@@ -69,6 +69,20 @@ def find_checkpoints(session: Session) -> list[Path]:
 
     found = agreed(look)
     return [Path(path) for path in json.loads(broadcast_text(json.dumps(found)) or "[]")]
+
+
+def batch_schedule(session: Session, checkpoints: Sequence[Path]) -> BatchSchedule:
+    """Return the batch of each step, on every rank; of a run whose ramp-up has ended and is no setting any more, too.
+
+    ``checkpoints``: what :func:`find_checkpoints` found. Raises ConfigError on every rank.
+    """
+    config = session.config
+    begun = None
+    if checkpoints and not config.batch.rampup_start:
+        own = agreed(lambda: ended_rampup(read_manifest(checkpoints[0]), config) if session.is_rank_zero else None)
+        told = json.loads(broadcast_text(json.dumps(own)) or "null")
+        begun = None if told is None else (int(told[0]), int(told[1]))
+    return BatchSchedule(config.batch, session.ctx.size("dp"), begun)
 
 
 def _of_this_model(

@@ -30,7 +30,7 @@ from megatron_port.errors import CheckpointError, ConfigError
 from megatron_port.optim.schedules import BatchSchedule
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.runtime.lease import Fence
-from megatron_port.session.changes import changes_since, check_batch, check_seed
+from megatron_port.session.changes import changes_since, check_batch, check_seed, ended_rampup
 from megatron_port.session.folders import FOLDER, run_folder
 from megatron_port.session.identity import read_identity, settle
 from megatron_port.session.provenance import record_event, record_failure_event
@@ -110,6 +110,31 @@ def test_a_ramp_up_resumes_and_another_one_is_refused() -> None:
         check_batch(saved(config, step), config, 1, "x")
     with pytest.raises(ConfigError, match=r"batch\.rampup_samples 100 -> 200.*Put it back \(batch\.rampup_samples = "):
         check_batch(saved(config, 50), replace(BASE, batch=replace(ramp, rampup_samples=200)), 1, "x")
+
+
+@settings(deadline=None)
+@given(stages=st.integers(1, 6), samples=st.integers(1, 500), more=st.integers(0, 300), dp=st.sampled_from([1, 8, 16]))
+def test_a_ramp_up_that_has_ended_can_be_left_out(stages: int, samples: int, more: int, dp: int) -> None:
+    """More replicas than the ramp-up's batches divide by take the same samples in the same steps, resumed twice."""
+    ramp = BatchConfig(global_batch_size=16, micro_batch_size=1, rampup_start=16 - 2 * stages, rampup_increment=2,
+                       rampup_samples=samples)
+    config, plain = (replace(BASE, batch=b) for b in (ramp, BatchConfig(global_batch_size=16, micro_batch_size=1)))
+    whole = BatchSchedule(ramp, 1)
+    over = next(step for step in range(1000) if whole.samples_before(step) >= samples)
+    if over > 1:
+        with pytest.raises(ConfigError, match=f"leave the ramp-up out once it has ended, after {samples} samples"):
+            check_batch(saved(config, over - 1), plain, dp, "x")
+    manifest = saved(config, over + more)
+    for _ in range(2):
+        check_batch(manifest, plain, dp, "x")
+        begun = ended_rampup(manifest, plain)
+        schedule = BatchSchedule(plain.batch, dp, begun)
+        for step in (over, over + more, over + more + 7):
+            assert schedule.step_plan(step) == whole.step_plan(step)
+        state = replace(saved(plain, over + more + 5).state, samples=whole.samples_before(over + more + 5))
+        manifest = replace(saved(plain, over + more + 5), state=state)
+    other = replace(plain, batch=replace(plain.batch, global_batch_size=32))
+    assert ended_rampup(manifest, other) is None
 
 
 def test_another_seed_is_refused_unless_the_checkpoint_is_named() -> None:
