@@ -21,10 +21,12 @@ _ELSEWHERE = ("--partition", "--qos", "--reservation", "--nodes", "--time")
 
 
 def wall_seconds(text: str) -> int | None:
-    """Seconds of ``MM``, ``HH:MM:SS`` or ``D-HH:MM:SS``; None for anything else.
+    """Seconds of ``MM``, ``HH:MM:SS``, ``D-HH``, ``D-HH:MM`` or ``D-HH:MM:SS``; None for anything else.
 
     SLURM takes ``HH:MM`` for minutes and seconds. That is never what is meant, so it is not taken here.
     """
+    if re.fullmatch(r"\d{1,3}-\d{1,4}(:\d{2})?", text, re.ASCII):
+        text += ":00:00" if ":" not in text else ":00"
     found = re.fullmatch(r"(?:(\d{1,3})-)?(\d{1,4}):(\d{2}):(\d{2})", text, re.ASCII)
     if found:
         days, hours, minutes, seconds = (int(x or 0) for x in found.groups())
@@ -127,7 +129,7 @@ def _time_problems(config: RunConfig) -> list[str]:
         hint = ""
         if len(fields) == 2 and all(f.isdecimal() for f in fields):
             hint = f"; SLURM would take it for minutes and seconds, write {launch.time}:00"
-        return [f"launch.time {launch.time!r} must be MM, HH:MM:SS or D-HH:MM:SS, above 0{hint}"]
+        return [f"launch.time {launch.time!r} must be MM, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS, above 0{hint}"]
     if launch.signal_seconds >= seconds:
         return [
             f"launch.signal_seconds {launch.signal_seconds} is not below launch.time {launch.time} ({seconds} s): the "

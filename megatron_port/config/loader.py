@@ -49,6 +49,8 @@ OF_FOLDER = "the run's folder "
 """Start of the origin of a value that a run's folder gives, and not the file in it."""
 MOVED = {"layout.recompute": "activations.policy"}
 """Fields that have another name now; their old one is refused with it."""
+WALL_TIMES = ("launch.time",)
+"""Fields of type str that also take TOML's integers (minutes) and times."""
 _FILE_BYTES = 1 << 20
 _MOST_FILES = 256
 
@@ -262,6 +264,7 @@ class _Reader:
                     self.problems.append(f"{origin(dotted)}: {dotted} is a table of settings, not {_show(value)}")
                 continue
             try:
+                value = _spelled(value) if dotted in WALL_TIMES else value
                 self.values[dotted] = _expanded(path_mark(marks[key]), _convert(kind, value))
                 self.origins[dotted] = origin(dotted)
             except (TypeError, ConfigError) as e:
@@ -328,6 +331,13 @@ def _key_lines(text: str) -> dict[str, int]:
         elif entry := re.match(r"\s*([\w.\-]+)\s*=", line):
             out.setdefault(table + entry.group(1), number)
     return out
+
+
+def _spelled(value: Any) -> Any:
+    """Return a wall time as SLURM spells it: TOML reads ``3`` as an integer and ``02:00:00`` as a time of the day."""
+    if type(value) is int and 0 <= value < 10**6:
+        return str(value)
+    return value.isoformat() if type(value) is datetime.time and not value.microsecond else value
 
 
 def _convert(kind: Any, value: Any) -> Any:

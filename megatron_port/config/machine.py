@@ -201,7 +201,7 @@ class LaunchConfig:
     account: str = ""
     """SLURM account; empty: SBATCH_ACCOUNT or the site's default."""
     time: str = "02:00:00"
-    """Wall time, [days-]hours:minutes:seconds."""
+    """Wall time: minutes, hours:minutes:seconds, or days-hours[:minutes[:seconds]]."""
     sbatch_options: tuple[str, ...] = ()
     """Further sbatch options, one per entry; they override the cluster's."""
     environment: tuple[str, ...] = ()

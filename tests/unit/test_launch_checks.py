@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from megatron_port.config.launch_checks import PLACEHOLDERS, launch_problems, wa
 from megatron_port.config.layout import with_values
 from megatron_port.config.loader import load
 from megatron_port.config.schema import RunConfig
+from megatron_port.errors import ConfigError
 from megatron_port.launch import quote
 from megatron_port.launch.shipped import RUNS
 
@@ -26,7 +29,7 @@ def found(**changes: object) -> list[str]:
 
 @pytest.mark.parametrize(("text", "seconds"), [
     ("30", 1800), ("02:00:00", 7200), ("2:00:00", 7200), ("1-00:00:00", 86400), ("00:00:01", 1), ("100:00:00", 360000),
-    ("02:00", None), ("", None), ("2h", None), ("00:60:00", None), ("00:00:60", None), ("-1", None), ("1-2", None),
+    ("02:00", None), ("", None), ("2h", None), ("00:60:00", None), ("00:00:60", None), ("-1", None), ("1-2", 93600), ("1-2:30", 95400), ("1-2:3", None), ("1-", None),
     ("02:00:00\n", None), ("٣٠", None), (" 30", None),
 ])
 def test_wall_time(text: str, seconds: int | None) -> None:
@@ -102,6 +105,24 @@ def test_classes_hold_for_the_clusters_own_queue_only(option: str) -> None:
 def test_one_message_a_fault(changes: dict[str, object], words: str) -> None:
     out = found(**changes)
     assert len(out) == 1 and words in out[0], out
+
+
+@pytest.mark.parametrize(("toml", "text", "seconds"), [
+    ("3", "3", 180), ('"3"', "3", 180), ("02:30:00", "02:30:00", 9000), ('"1-0"', "1-0", 86400),
+    ('"2-12:30"', "2-12:30", 217800), ('"1-00:00:10"', "1-00:00:10", 86410),
+])
+def test_wall_times_as_slurm_and_toml_write_them(tmp_path: Path, toml: str, text: str, seconds: int) -> None:
+    """Minutes, HH:MM:SS and days, in a file and by --set. sbatch(1), --time."""
+    (tmp_path / "run.toml").write_text(f"[launch]\ntime = {toml}\n")
+    for config in (load(tmp_path / "run.toml").config, load(None, [f"launch.time={toml}"]).config):
+        assert config.launch.time == text and wall_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("toml", ["true", "-3", "1.5", "[3]", "02:30:00.5", "1979-05-27"])
+def test_what_is_no_wall_time(tmp_path: Path, toml: str) -> None:
+    (tmp_path / "run.toml").write_text(f"[launch]\ntime = {toml}\n")
+    with pytest.raises(ConfigError, match="launch.time must be a string"):
+        load(tmp_path / "run.toml")
 
 
 def test_what_may_stand_there() -> None:
