@@ -11,6 +11,8 @@ from megatron_port.runtime.signals import block_signals
 
 def _is_a_rank(arguments: list[str]) -> bool:
     """Whether this process will be one rank of a run; with --nproc it starts ranks, and passes signals on."""
+    if arguments and arguments[0].startswith(("--local_rank=", "--local-rank=")):  # of a launcher
+        arguments = arguments[1:]
     return arguments[:1] == ["train"] and not any(a.startswith(("--nproc", "--dry-run")) for a in arguments)
 
 

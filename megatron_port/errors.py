@@ -3,11 +3,13 @@
 Every exception here carries one message that says what is wrong, the numbers,
 and what to change. The command line prints it once, on rank 0, without a
 traceback (unless ``--debug``), and exits with ``exit_code``. Anything else that
-escapes is a bug of ours and keeps its traceback.
+escapes is a bug of ours: one line, exit code 1, and its traceback in a file
+(``runtime.unexpected``).
 
 | code | meaning |
 |---|---|
 | 0 | done |
+| 1 | a fault that nobody foresaw; the message says where its traceback is |
 | 2 | configuration |
 | 3 | environment: launcher, network, devices, versions |
 | 4 | data |

@@ -145,13 +145,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     arguments, debug = _take_debug(list(sys.argv[1:] if argv is None else argv))
     tighten()
-    return exit_code_of(lambda: _dispatch(arguments), debug=debug)
+    return exit_code_of(lambda: _dispatch(without_local_rank(arguments)), debug=debug)
 
 
 def exit_code_of(call: Callable[[], int], *, debug: bool = False) -> int:
-    """Return the exit code of ``call()``; what a user can fix is reported in one line instead of raised.
+    """Return the exit code of ``call()``; an error is reported in one message instead of raised.
 
-    ``debug``: with its traceback.
+    One that nobody foresaw says where its traceback was written. ``debug``: tracebacks are printed.
     """
     try:
         code = call()
@@ -160,13 +160,7 @@ def exit_code_of(call: Callable[[], int], *, debug: bool = False) -> int:
     except SystemExit as e:  # argparse: help, version and usage errors
         return e.code if isinstance(e.code, int) else 0 if e.code is None else 1
     except PortError as e:
-        if debug:
-            traceback.print_exc()
-        if is_rank_zero() if e.is_reporter is None else e.is_reporter:
-            from megatron_port.runtime.redact import redact
-
-            print(f"error: {redact(str(e))}", file=sys.stderr)
-        return e.exit_code
+        return _reported(e, debug)
     except KeyboardInterrupt:
         if debug:
             traceback.print_exc()
@@ -175,6 +169,38 @@ def exit_code_of(call: Callable[[], int], *, debug: bool = False) -> int:
         # The reader left (`| head`); Python would complain once more when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE
+    except Exception as e:
+        from megatron_port.runtime.unexpected import unexpected
+
+        return _reported(unexpected(e), debug)
+
+
+def _reported(error: PortError, debug: bool) -> int:
+    """Print an error in one message, where this process is the one to print it; return its exit code."""
+    if debug:
+        traceback.print_exception(type(error), error, error.__traceback__)
+    if is_rank_zero() if error.is_reporter is None else error.is_reporter:
+        from megatron_port.runtime.redact import redact
+
+        print(f"error: {redact(str(error))}", file=sys.stderr)
+    return error.exit_code
+
+
+def without_local_rank(arguments: list[str]) -> list[str]:
+    """Take out the ``--local_rank=N`` that deepspeed --module and torch.distributed.launch put ahead of the command.
+
+    They set LOCAL_RANK, too, which ``discovery`` reads.
+
+    Raises:
+        ConfigError: it is no number.
+    """
+    first, equals, value = arguments[0].partition("=") if arguments else ("", "", "")
+    if first not in ("--local_rank", "--local-rank"):
+        return arguments
+    value, rest = (value, arguments[1:]) if equals else ("".join(arguments[1:2]), arguments[2:])
+    if not value.isdecimal():
+        raise ConfigError(f"{first} {value!r}: a launcher gives the number of a rank on its node")
+    return rest
 
 
 def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:

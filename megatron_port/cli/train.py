@@ -101,7 +101,17 @@ def _modules(config: RunConfig) -> list[str]:
 def train(config: RunConfig, info: ProcessInfo) -> int:
     """Train on one rank; return its exit code."""
     from megatron_port.api import run_training
+    from megatron_port.launch.outcome import FAILURES
+    from megatron_port.runtime.job import attempt_name
+    from megatron_port.runtime.unexpected import unexpected
 
-    outcome = run_training(config, info)
+    try:
+        outcome = run_training(config, info)
+    except (PortError, BrokenPipeError):
+        raise
+    except Exception as error:
+        # A node's own folder for temporary files may be gone with the job.
+        folder = Path(config.output_dir) / config.name / FAILURES
+        raise unexpected(error, folder, f"traceback-{attempt_name()}-rank-{info.rank:05d}.txt") from error
     # Rank 0 leaves last. If the first to leave asked for a requeue, srun --kill-on-bad-exit would end the others.
     return outcome.exit_code if info.rank == 0 else 0

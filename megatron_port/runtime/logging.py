@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from megatron_port.runtime.printable import printable
+from megatron_port.runtime.printable import SafeStream, printable
 
 SHOWN = 16
 """Ranges of ranks that a message lists."""
@@ -35,8 +35,9 @@ class Logger:
     def _write(self, prefix: str, message: str) -> None:
         # One write a message, so that lines of several processes do not interleave.
         text = "".join(f"{prefix}{printable(line)}\n" for line in message.splitlines() or [""])
+        stream = self.stream if isinstance(self.stream, SafeStream) else SafeStream(self.stream)
         try:
-            self.stream.write(text)
+            stream.write(text)  # which writes characters that the stream's encoding lacks as escapes
             self.stream.flush()
         except BrokenPipeError:
             pass  # the reader of our output left (head, a closed terminal); that must not end a training run

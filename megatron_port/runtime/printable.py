@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 _UNSAFE = re.compile(
@@ -62,10 +62,22 @@ def trusted(stream: Any) -> Any:
     return stream.trusted if isinstance(stream, SafeStream) else stream
 
 
+def encodable(stream: Any) -> None:
+    """Have a stream write what its encoding lacks as escapes, instead of raising UnicodeEncodeError.
+
+    An ASCII locale is usual in job scripts and containers; progress bars and libraries write to the stream itself.
+    """
+    if getattr(stream, "errors", "") in ("strict", "surrogateescape"):
+        with suppress(AttributeError, OSError, ValueError):  # none of Python's own text streams, or closed
+            stream.reconfigure(errors="backslashreplace")
+
+
 @contextmanager
 def safe_output() -> Iterator[None]:
     """While it is open, all that this process prints passes through :func:`printable`."""
     before = sys.stdout, sys.stderr
+    for stream in before:
+        encodable(trusted(stream))
     sys.stdout, sys.stderr = (
         stream if stream is None or isinstance(stream, SafeStream) else SafeStream(stream) for stream in before
     )

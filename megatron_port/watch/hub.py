@@ -33,6 +33,7 @@ from megatron_port.errors import EnvironmentFault, HangError, PortError
 from megatron_port.launch.outcome import record_failure
 from megatron_port.runtime.job import attempt_name
 from megatron_port.runtime.logging import ranks_text
+from megatron_port.runtime.printable import encodable
 from megatron_port.runtime.processes import kill, out_of_memory_kills
 from megatron_port.runtime.redact import redact
 from megatron_port.runtime.signals import ignore_in_child
@@ -343,6 +344,7 @@ class Hub:
 def main() -> int:
     """Serve one run."""
     ignore_in_child()
+    encodable(sys.stdout)
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as raw:  # nothing is read ahead
         setup = json.loads(raw.readline())
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -248,9 +250,41 @@ def test_errors_become_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         assert "Traceback" in capsys.readouterr().err
     failing(KeyboardInterrupt(), monkeypatch)
     assert main(["config", "fields"]) == 130
-    failing(ZeroDivisionError("a bug"), monkeypatch)
-    with pytest.raises(ZeroDivisionError):
-        main(["config", "fields"])
+
+
+@pytest.mark.parametrize("error", [
+    ZeroDivisionError("a bug"), RecursionError(), OSError(28, "No space left on device"), UnicodeEncodeError(
+        "ascii", "é", 0, 1, "ordinal not in range(128)"), MemoryError(), KeyError("a\nb é\ud800"), AssertionError(),
+], ids=lambda e: type(e).__name__)
+def test_what_nobody_foresaw_is_one_line_and_a_file(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("HF_TOKEN", "s3cretvalue")
+    error.args = (*error.args, "s3cretvalue")
+    failing(error, monkeypatch)
+    assert main(["config", "fields"]) == 1
+    err = capsys.readouterr().err
+    name = type(error).__name__
+    place = re.fullmatch(rf"error: {name}\b.* its traceback is in (\S+), and --debug prints it\)\n", err)
+    assert place, err
+    text = Path(place[1]).read_text()
+    assert text.startswith("Traceback") and "s3cretvalue" not in text + err
+    assert Path(place[1]).stat().st_mode & 0o777 == 0o600 and list(tmp_path.iterdir()) == [Path(place[1])]
+    assert main(["config", "fields", "--debug"]) == 1
+    assert capsys.readouterr().err.startswith("Traceback")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none" / "there"))
+    (tmp_path / "none").write_text("")
+    assert main(["config", "fields"]) == 1 and "could not be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "code"), [
+    (["--local_rank=1"], 0), (["--local-rank=0"], 0), (["--local_rank", "3"], 0), (["--local_rank=x"], 2),
+    (["--local_rank"], 2), (["--local_ranks=1"], 2),
+])
+def test_a_launchers_local_rank_ahead_of_the_command(words: list[str], code: int) -> None:
+    """deepspeed --module and torch.distributed.launch put it there."""
+    assert main([*words, "config", "fields"]) == code
 
 
 def test_one_rank_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,8 @@ import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
+from rich.table import Table
 
 from megatron_port.checkpoint.format import SavedState
 from megatron_port.checkpoint.writer import save_checkpoint
@@ -65,6 +67,21 @@ def test_output_is_safe_within_and_as_before_after(capsys: pytest.CaptureFixture
     stream = io.StringIO()
     Logger(stream=stream).log(f"a {CLEAR}\nb {BACKWARDS}")
     assert stream.getvalue() == "a \\x1b[2J\\x1b[Hstep-00000009: whole\nb \\u202egnp.exe\\u2066\n"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_no_character_ends_a_run_in_a_narrow_locale(monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
+    """As with PYTHONIOENCODING=ascii: what draws, warns or logs writes to the stream itself."""
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding, errors="strict"))
+    Logger(stream=sys.stdout).log("a · é 漢")  # a library's user has no safe_output
+    with safe_output():
+        print("b · é 漢")
+        trusted(sys.stdout).write("c · é 漢\n")
+        Console(file=trusted(sys.stdout), force_terminal=True).print(Table("d · 漢"))
+    sys.stdout.flush()
+    assert [raw.getvalue().count(b"\\u6f22"), *(x in raw.getvalue() for x in (b"a ", b"b ", b"c ", b"d "))] == [
+        4, True, True, True, True]
 
 
 def _save(folder: Path) -> Path:
