@@ -16,7 +16,7 @@ from megatron_port.config.dump import to_toml
 from megatron_port.config.launch_checks import wall_seconds, wall_text
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import ConfigError
-from megatron_port.launch.quote import shell_quote
+from megatron_port.launch.quote import directive_name, directive_word, kubernetes_value, shell_quote
 from megatron_port.launch.script import Order
 from megatron_port.launch.site import exports
 
@@ -61,13 +61,13 @@ def _minutes(config: RunConfig) -> int:
 def flux(config: RunConfig, order: Order, python: str, gpu: str) -> str:
     """Return a script for ``flux batch``."""
     c, ranks = config.cluster, config.cluster.nodes * config.cluster.gpus_per_node
-    name = shell_quote(config.name, "name")
+    name = directive_name(config.name)
     options = [f"-N {c.nodes}", f"-n {ranks}", f"-t {_minutes(config)}m", "--exclusive", f"--job-name={name}",
                f"--output={name}-{{{{id}}}}.out"]
     if c.partition:
-        options.append(f"--queue={shell_quote(c.partition, 'cluster.partition')}")
+        options.append(f"--queue={directive_word(c.partition, 'cluster.partition')}")
     if config.launch.account:
-        options.append(f"--bank={shell_quote(config.launch.account, 'launch.account')}")
+        options.append(f"--bank={directive_word(config.launch.account, 'launch.account')}")
     cores = f" --cores-per-task={c.cores_per_task}" if c.cores_per_task else ""
     return _script(config, [f"#flux: {o}" for o in options], [
         "MASTER_ADDR=$(flux hostlist --nth=0 local)", "export MASTER_ADDR",
@@ -79,13 +79,13 @@ def flux(config: RunConfig, order: Order, python: str, gpu: str) -> str:
 def pbs(config: RunConfig, order: Order, python: str, gpu: str) -> str:
     """Return a script for ``qsub``, whose ``mpiexec`` is PALS' or Hydra's."""
     c = config.cluster
-    head = [f"#PBS -N {shell_quote(re.sub(r'[^A-Za-z0-9_-]', '-', config.name), 'name')}",
+    head = [f"#PBS -N {directive_name(config.name)}",
             f"#PBS -l select={c.nodes}:ngpus={c.gpus_per_node}:mpiprocs={c.gpus_per_node}",
             f"#PBS -l walltime={wall_text(wall_seconds(config.launch.time) or 0)}", "#PBS -j oe", "#PBS -r y"]
     if c.partition:
-        head.append(f"#PBS -q {shell_quote(c.partition, 'cluster.partition')}")
+        head.append(f"#PBS -q {directive_word(c.partition, 'cluster.partition')}")
     if config.launch.account:
-        head.append(f"#PBS -A {shell_quote(config.launch.account, 'launch.account')}")
+        head.append(f"#PBS -A {directive_word(config.launch.account, 'launch.account')}")
     return _script(config, head, [
         'cd "$PBS_O_WORKDIR"', 'MASTER_ADDR=$(head -n 1 "$PBS_NODEFILE")', "export MASTER_ADDR",
         f"exec mpiexec -n {c.nodes * c.gpus_per_node} --ppn {c.gpus_per_node} --env MASTER_ADDR=\"$MASTER_ADDR\" \\",
@@ -96,12 +96,13 @@ def pbs(config: RunConfig, order: Order, python: str, gpu: str) -> str:
 def lsf(config: RunConfig, order: Order, python: str, gpu: str) -> str:
     """Return a script for ``bsub``, whose launcher is jsrun."""
     c = config.cluster
-    head = [f"#BSUB -J {shell_quote(config.name, 'name')}", f"#BSUB -nnodes {c.nodes}", f"#BSUB -W {_minutes(config)}",
-            f"#BSUB -o {shell_quote(config.name, 'name')}-%J.out", "#BSUB -r"]
+    name = directive_name(config.name)
+    head = [f"#BSUB -J {name}", f"#BSUB -nnodes {c.nodes}", f"#BSUB -W {_minutes(config)}",
+            f"#BSUB -o {name}-%J.out", "#BSUB -r"]
     if c.partition:
-        head.append(f"#BSUB -q {shell_quote(c.partition, 'cluster.partition')}")
+        head.append(f"#BSUB -q {directive_word(c.partition, 'cluster.partition')}")
     if config.launch.account:
-        head.append(f"#BSUB -P {shell_quote(config.launch.account, 'launch.account')}")
+        head.append(f"#BSUB -P {directive_word(config.launch.account, 'launch.account')}")
     cores = f" -c {c.cores_per_task}" if c.cores_per_task else ""
     return _script(config, head, [
         "# The first host of the list is the one of this script.",
@@ -131,7 +132,8 @@ def jobset(config: RunConfig, order: Order, python: str, gpu: str) -> str:
     c, name = config.cluster, _dns(config.name)
     if not c.container_image:
         raise ConfigError("cluster.container_image is empty: the pods need an image; docker/cuda.Dockerfile makes one")
-    environment = [{"name": k, "value": v} for k, _, v in (e.partition("=") for e in config.launch.environment)]
+    pairs = (entry.partition("=") for entry in config.launch.environment)
+    environment = [{"name": k, "value": kubernetes_value(v)} for k, _, v in pairs]
     container: dict[str, Any] = {
         "name": "ranks", "image": c.container_image, "workingDir": "/work", "env": environment,
         "command": ["bash", "-c", _torchrun(config, "$JOB_COMPLETION_INDEX", f"{name}-ranks-0-0.{name}",

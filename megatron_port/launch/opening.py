@@ -99,14 +99,14 @@ def _keep_script(folder: Path, job: Job) -> None:
     code, text = run_tool(["scontrol", "write", "batch_script", job.id, "-"])
     if code or not text.startswith("#!"):
         return  # an interactive job has none; chain_command's sbatch then says what is missing
-    write_output(path, with_record(text, folder), mode=0o755)
+    write_output(path, with_record(text, folder), mode=0o700)  # a user's own script may hold a secret
 
 
 def with_record(script: str, folder: Path) -> str:
     """Return a job script with the record's place set ahead of its first command."""
     from megatron_port.launch.quote import shell_quote
 
-    lines = script.splitlines()
+    lines = script.removesuffix("\n").split("\n")
     first = next((i for i, line in enumerate(lines) if line.strip() and not line.startswith("#")), len(lines))
     place = folder / records.CODE / "megatron_port" / "_launch"
     added = [f"job_record={shell_quote(str(folder), 'the launch record')}",

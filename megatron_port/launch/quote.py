@@ -1,6 +1,9 @@
 """Saying a value in a job script so that nothing but that value comes out.
 
-A job script is read twice: by sbatch, whose ``#SBATCH`` lines have rules of their own, and by bash.
+A job script is read twice: by its scheduler, whose directives have rules of their own, and by bash. SLURM's rules are
+known (:func:`sbatch_quote`). Those of the others differ between versions, so a value stands in their directives as one
+plain word or not at all: :func:`directive_name` makes a word of a run's name, :func:`directive_word` refuses what is
+none.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ PLACEHOLDER = re.compile(r"\{(\w*)\}")
 PLACEHOLDERS = {"job_id": '"$SLURM_JOB_ID"', "user": '"$port_user"', "local_disk": '"$site_local_disk"'}
 """What ``{name}`` in an environment value becomes: a quoted variable that the node knows."""
 
+LONGEST_NAME = 100
+"""Characters of a job's name."""
 _PLAIN = re.compile(r"[\w./:@%+=-]+", re.ASCII)
 """Text that both readers take as it stands. A comma would do too, but not for shellcheck within an array."""
 
@@ -59,6 +64,31 @@ def sbatch_quote(text: str, field: str) -> str:
     if _PLAIN.fullmatch(text):
         return text
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def directive_word(text: str, field: str) -> str:
+    """Return ``text``, a plain word, for a directive of Flux, PBS or LSF.
+
+    Raises:
+        ConfigError: naming ``field``; it is no word of letters, digits and ``_ . / : @ % + = -``, or begins with ``-``.
+    """
+    _refuse(text, field)
+    if not _PLAIN.fullmatch(text) or text.startswith("-"):
+        raise ConfigError(
+            f"{field} is {text!r}; a directive of this scheduler holds letters, digits and _./:@%+=- only, and does "
+            "not begin with -"
+        )
+    return text
+
+
+def directive_name(text: str) -> str:
+    """Return a run's name as a word of such a directive, and of file names: other characters become ``-``."""
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", text).strip("-.")[:LONGEST_NAME] or "run"
+
+
+def kubernetes_value(text: str) -> str:
+    """Return the value of a pod's variable: Kubernetes replaces ``$(NAME)``, and ``$$`` stands for ``$``."""
+    return text.replace("$", "$$")
 
 
 def _refuse(text: str, field: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -164,15 +165,24 @@ def nodes_down(node_list: str) -> list[str]:
     return list(found.values())
 
 
+_WHOLE_LINES = (
+    "Command", "WorkDir", "StdErr", "StdIn", "StdOut", "Comment", "AdminComment", "SystemComment", "MailUser",
+)
+
+
 def job_record(text: str) -> dict[str, str]:
-    """Fields of ``scontrol show job``. Command, WorkDir and the paths of the streams have a line each and may hold
-    spaces; the other lines are words.
+    """Fields of ``scontrol show job``. The job's name, which ends the first line, and what has a line of its own
+    (Command, WorkDir, comments, the paths of the streams) may hold blanks and equals signs; the rest are words.
     """
     found: dict[str, str] = {}
-    for line in text.splitlines():
-        line = line.strip()
+    named = re.match(r"(JobId=\S+ (?:\w+=\S+ )*?)JobName=(.*?)(\n {3}UserId=\S+\(\d+\) |\Z)", text, re.DOTALL)
+    if named:
+        found["JobName"] = named[2]
+        text = named[1] + text[named.start(3):]
+    for line in text.split("\n"):
+        line = line.removeprefix("   ")
         name, _, value = line.partition("=")
-        if name in ("Command", "WorkDir", "StdErr", "StdIn", "StdOut"):
+        if name in _WHOLE_LINES:
             found[name] = value
             continue
         for word in line.split():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import signal
 import statistics
 import subprocess
@@ -112,7 +113,7 @@ def run_trial(
     common: dict[str, Any] = {
         "key": key, "world": world, "parameters": parameters(candidate.case), "settings": settings,
         "planned_seconds": candidate.step.seconds, "planned_bytes": candidate.memory.total,
-        "command": " ".join(command), "wall_seconds": time.monotonic() - started, "time": time.time(),
+        "command": redact(shlex.join(command)), "wall_seconds": time.monotonic() - started, "time": time.time(),
     }
     text = log.read_text(encoding="utf-8", errors="replace")
     if timed_out:

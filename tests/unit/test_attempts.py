@@ -370,9 +370,17 @@ def test_a_chained_job_keeps_what_the_command_line_gave(tmp_path: Path) -> None:
     for option in ("--dependency=afterany:12", "--export=ALL,MEGATRON_PORT_SERIES=9", "--nodes=4", "--time=02:00:00",
                    "--partition=batch", "--account=abc", "--constraint=nvme", "--ntasks-per-node=2",
                    "--gres=gpu:8", "--exclude=n9", "--cpus-per-task=1", "--signal=B:USR1@20", "--mail-type=END",
-                   "--output=/a place 12/a run-%j.out"):
+                   "--output=/a place 12/a run-%j.out", "--job-name=a run"):
         assert option in command
     assert not any(o.startswith(("--qos", "--hold", "--array", "-d", "afterok", "--ntasks=")) for o in command), command
+
+
+@pytest.mark.parametrize("name", ["a run", "x NumNodes=99", "x\n   UserId= Account=evil", "JobName=y", " ", "é –"])
+@pytest.mark.parametrize("array", ["", "ArrayJobId=12 ArrayTaskId=3 ArrayTaskThrottle=1 "])
+def test_a_job_s_name_is_all_of_it_and_no_other_field(name: str, array: str) -> None:
+    fields = job_record(RECORD.replace("JobName=a run", f"{array}JobName={name}"))
+    assert (fields["JobName"], fields["NumNodes"], fields["Account"]) == (name, "4-4", "abc")
+    assert fields.get("ArrayTaskId") == ("3" if array else None)
 
 
 def test_a_chained_job_asks_for_the_tasks_of_n(tmp_path: Path) -> None:

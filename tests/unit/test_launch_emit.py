@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -10,10 +12,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_launch_script import sbatch_arguments
 from test_launch_submit import here, tool  # noqa: F401 - here is a fixture
 
 from megatron_port.cli.main import main
-from megatron_port.config.loader import load
+from megatron_port.config.layout import with_values
+from megatron_port.config.loader import Loaded, load
+from megatron_port.errors import ConfigError
+from megatron_port.launch.emit import KINDS, emit
+from megatron_port.launch.opening import with_record
+from megatron_port.launch.script import Order, render
+from megatron_port.launch.sweep import SweepTask, script_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DISCOVER = """\
@@ -111,3 +120,69 @@ def test_a_task_for_skypilot(here: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
     sky = pytest.importorskip("sky", reason="the schema of tasks is in skypilot")
     assert sky.Task.from_yaml_config(task).num_nodes == 4
+
+
+HOSTILE = ("two words", "x --wrap=evil", "it's", 'say "hi"', "$(touch x)", "`touch x`", "a;touch x", "x#y", "-N 99",
+           "{{id}}", "%j", "back\\slash", "é 漢", "$HOME", "&& touch x", "a\u00a0b")
+
+
+def options_of(script: str) -> list[str]:
+    """The words of a script's directives; shlex reads them as Flux does, SLURM's as sbatch does."""
+    if "#SBATCH" in script:
+        return sbatch_arguments(script)
+    heads = [line.split(" ", 1)[1] for line in script.split("\n") if line.startswith(("#flux: ", "#PBS ", "#BSUB "))]
+    return [word for head in heads for word in shlex.split(head, comments=True)]
+
+
+@pytest.mark.parametrize("kind", ["slurm", "sweep", *KINDS])
+def test_hostile_texts_stay_values(
+    here: Path, monkeypatch: pytest.MonkeyPatch, kind: str,  # noqa: F811
+) -> None:
+    """A run's name, account, queue, variable, option of ``train``: the options are those of a plain name, no others."""
+    def text_of(text: str, account: str = "abc") -> str:
+        config = with_values(load("run.toml").config, {
+            "name": f"a{text}", "launch.account": account, "cluster.partition": account, "cluster.container": "podman",
+            "launch.environment": (f"A={text}",), "cluster.container_image": f"r.io/{account}", "launch.stage": text})
+        order = Order(run=f"/runs/{text}.toml", overrides=(f"name={text}",))
+        if kind in KINDS:
+            return emit(kind, config, order, "/usr/bin/python", "H100")
+        if kind == "slurm":
+            return render(config, order, launch_dir=here / text)
+        task = SweepTask(0, Loaded(config, {}, ("run.toml",)), ())
+        return script_of([task], here, f"{text}-sweep", 0)
+
+    def names(script: str) -> list[str]:
+        return [word.partition("=")[0] if word.startswith("-") else "" for word in options_of(script)]
+
+    plain = text_of("plain")
+    for text in HOSTILE:
+        said = text_of(text)
+        if kind in ("jobset", "skypilot"):
+            shown = json.loads(said)
+            assert json.dumps(shown).count(json.dumps(text.replace("$", "$$") if kind == "jobset" else text)) >= 1
+            continue
+        assert names(said) == names(plain), said
+        assert kind not in KINDS or all(re.fullmatch(r"[\w./:@%+={}-]+", w, re.ASCII) for w in options_of(said)), said
+        script = here / "job.sh"
+        script.write_text(said)
+        # All but the launcher itself is run; a text that is a command would leave a file.
+        body = re.sub(r"^(exec|source) .*(\\\n.*)*$", "", said, flags=re.MULTILINE).replace("launch_main", "#")
+        ran = subprocess.run(["bash", "-c", f"{body}\n:"], cwd=here, capture_output=True, text=True, check=False,
+                             env={"PATH": "/usr/bin:/bin", "SLURM_ARRAY_TASK_ID": "0", "PBS_O_WORKDIR": str(here),
+                                  "PBS_NODEFILE": "/dev/null", "LSB_DJOB_HOSTFILE": "/dev/null"})
+        assert "syntax error" not in ran.stderr and not (here / "x").exists(), said
+        assert subprocess.run(["bash", "-n"], input=said, text=True, check=False).returncode == 0
+    for text in set(HOSTILE) - {"%j"}:
+        if kind in ("flux", "pbs", "lsf"):
+            with pytest.raises(ConfigError, match="cluster.partition is .* a directive of this scheduler"):
+                text_of("plain", text)
+
+
+def test_no_line_is_cut_within_a_value(here: Path) -> None:  # noqa: F811
+    """U+2028 ends a line for str.splitlines, and for no scheduler."""
+    config = with_values(load("run.toml").config, {"launch.account": "x\u2028#SBATCH --uid=0", "cluster.nodes": 1})
+    task = SweepTask(0, Loaded(config, {}, ("run.toml",)), ())
+    script = script_of([task], here, "a-sweep", 0)
+    assert "--account=x\u2028#SBATCH --uid=0" in sbatch_arguments(script)
+    assert not any(line.startswith("#SBATCH --uid") for line in script.split("\n"))
+    assert with_record(render(config, Order(run="/x"), launch_dir=here), here).count("\u2028") == 1
