@@ -7,13 +7,14 @@ the next row's of the same GPU, dtype, head size, mask and dropout. Where no row
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron_port.errors import ConfigError
+from megatron_port.runtime.typed_json import WrongContent, parse_json, typed
 
 PROVIDERS = ("cudnn", "flash", "efficient", "flash_attn", "fa3")
 """cudnn, flash and efficient are kernels of torch's SDPA; flash_attn and fa3 packages of their own."""
@@ -35,6 +36,17 @@ class AttentionShape:
     def __str__(self) -> str:
         parts = [self.arch, self.dtype, f"head size {self.head_dim}", f"{self.seq} tokens"]
         return ", ".join([*parts, *(["causal"] * self.causal), *(["dropout"] * self.dropout)])
+
+
+@dataclass(frozen=True)
+class _Table:
+    rows: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class _Times:
+    milliseconds: dict[str, float]
+    source: str
 
 
 @dataclass(frozen=True)
@@ -68,19 +80,26 @@ def parse(text: str, name: str) -> list[AttentionTimes]:
         ConfigError: a row lacks a field, has an unknown one, or names no provider of :data:`PROVIDERS`.
     """
     rows = []
-    for number, row in enumerate(json.loads(text)["rows"]):
+    known = {*AttentionShape.__dataclass_fields__, "milliseconds", "source"}
+    try:
+        table = typed(_Table, parse_json(text)).rows
+    except WrongContent as error:
+        raise ConfigError(f"{name}: {error}") from None
+    for number, row in enumerate(table):
         where = f"{name}: row {number}"
         try:
-            fields = dict(row)
-            times, source = fields.pop("milliseconds"), fields.pop("source")
-            shape = AttentionShape(**fields)
-        except (KeyError, TypeError) as error:
+            times = typed(_Times, row)
+            shape = typed(AttentionShape, row)
+        except WrongContent as error:
             raise ConfigError(f"{where}: {error}; it takes AttentionShape's fields, milliseconds, source") from None
-        unknown = sorted(set(times) - set(PROVIDERS))
-        if unknown or not times:
+        more = sorted(row.keys() - known)
+        if more:
+            raise ConfigError(f"{where}: unknown {more[0]!r}; it takes AttentionShape's fields, milliseconds, source")
+        unknown = sorted(set(times.milliseconds) - set(PROVIDERS))
+        if unknown or not times.milliseconds:
             said = ", ".join(unknown) or "nothing"
             raise ConfigError(f"{where}: milliseconds of {said}; it takes {', '.join(PROVIDERS)}")
-        rows.append(AttentionTimes(shape, {k: float(v) for k, v in times.items()}, str(source)))
+        rows.append(AttentionTimes(shape, dict(times.milliseconds), times.source))
     return rows
 
 

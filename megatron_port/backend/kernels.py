@@ -8,9 +8,9 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import importlib
-import json
 import pkgutil
 import platform
 from pathlib import Path
@@ -18,6 +18,8 @@ from pathlib import Path
 import torch
 
 from megatron_port.errors import EnvironmentFault
+from megatron_port.runtime.regular import read_regular
+from megatron_port.runtime.typed_json import LARGEST, WrongContent, parse_json, typed
 
 FOLDER = Path(__file__).resolve().parents[1] / "_kernels"
 BINDING = "libmp_binding.so"
@@ -67,6 +69,14 @@ def library_path(kind: str, folder: Path = FOLDER) -> tuple[Path | None, str]:
     return None, f"{' or '.join(names)} is not built; {BUILD_COMMAND}"
 
 
+@dataclasses.dataclass(frozen=True)
+class BuiltLibrary:
+    """What ``manifest.json`` says of a library."""
+
+    target: str
+    compiler: str
+
+
 def kernels_status(kind: str, folder: Path = FOLDER) -> tuple[str, str]:
     """Return (what is built for cpu, cuda or rocm, "") or ("", why it cannot be used). Loads nothing."""
     path, problem = library_path(kind, folder)
@@ -75,10 +85,10 @@ def kernels_status(kind: str, folder: Path = FOLDER) -> tuple[str, str]:
     if not (folder / BINDING).exists():
         return "", f"{BINDING} is not built; {BUILD_COMMAND}, with torch installed"
     try:
-        about = json.loads((folder / "manifest.json").read_text())[path.name]
-    except (OSError, ValueError, KeyError):
+        about = typed(BuiltLibrary, parse_json(read_regular(folder / "manifest.json", LARGEST)).get(path.name))
+    except (OSError, WrongContent, AttributeError):  # AttributeError: no table
         return path.name, ""
-    return f"{path.name}: {about['target']}; {about['compiler']}", ""
+    return f"{path.name}: {about.target}; {about.compiler}", ""
 
 
 @functools.cache

@@ -50,6 +50,8 @@ def sweep(
             "with more layers and heads"
         )
     results = Results.open(folder, with_values(config, {"batch.global_batch_size": 1}), steps, fresh=fresh)
+    if results.left_out:
+        say(f"note: {folder}: {results.left_out}")
     run_file = loaded.files[-1]
     measured: dict[str, list[tuple[float, float, float]]] = {}
     lines: dict[str, list[Planned]] = {}

@@ -1,11 +1,10 @@
-"""Files of a checkpoint: regular ones only are read, whole ones only are written; disk errors say what to do."""
+"""Files of a checkpoint: whole ones only are written; disk errors say what to do."""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
-import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -42,40 +41,6 @@ def disk_error(error: OSError, path: Path, needed: int | None = None) -> Checkpo
     return CheckpointError(
         f"{path}: {error.strerror or error}{tail}. The previous checkpoints are untouched; {advice}"
     )
-
-
-def open_regular(path: Path) -> int:
-    """Open a regular file for reading; return the descriptor. Nothing else is opened: a pipe would wait for ever.
-
-    A symbolic link is refused too: no save makes one, and where it leads may change.
-
-    Raises:
-        OSError: it cannot be opened, or is no regular file.
-    """
-    handle: int | None = None
-    try:
-        mode = os.lstat(path).st_mode  # before it is opened: opening a device may do something
-        if stat.S_ISREG(mode):
-            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-            mode = os.fstat(handle).st_mode
-        if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, f"it is {kind_of(mode)}, not a regular file", str(path))
-    except OSError:
-        if handle is not None:
-            os.close(handle)
-        raise
-    assert handle is not None
-    return handle
-
-
-def kind_of(mode: int) -> str:
-    """Name the kind of file that ``st_mode`` describes."""
-    kinds = (
-        (stat.S_ISREG, "a regular file"), (stat.S_ISDIR, "a directory"), (stat.S_ISLNK, "a symbolic link"),
-        (stat.S_ISFIFO, "a pipe (FIFO)"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"),
-        (stat.S_ISBLK, "a device"),
-    )
-    return next((name for test, name in kinds if test(mode)), "a special file")
 
 
 def write_chunks(path: Path, size: int, chunks: Iterable[memoryview | bytes]) -> None:

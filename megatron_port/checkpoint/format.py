@@ -30,11 +30,11 @@ from typing import Any
 
 import xxhash
 
-from megatron_port.checkpoint.disk import open_regular
 from megatron_port.checkpoint.lineage import Lineage, order, parse_lineage
 from megatron_port.checkpoint.schema import MAX_COUNT, MAX_TEXT, field_fault, is_count, plain, shown
 from megatron_port.checkpoint.slices import FlatRange, cover_fault, stacked
 from megatron_port.errors import CheckpointError, DamagedCheckpoint
+from megatron_port.runtime.regular import open_regular
 
 SCHEMA = "megatron_port.checkpoint"
 VERSION = 2

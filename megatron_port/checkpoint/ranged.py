@@ -19,10 +19,10 @@ from pathlib import Path
 import xxhash
 
 from megatron_port.checkpoint.digest import CHUNK, GRAIN, GrainHashes
-from megatron_port.checkpoint.disk import open_regular
 from megatron_port.checkpoint.format import MAX_HEADER, FileEntry
 from megatron_port.checkpoint.shard import parse_header
 from megatron_port.errors import DamagedCheckpoint
+from megatron_port.runtime.regular import open_regular
 from megatron_port.runtime.work import Advance, silent
 
 

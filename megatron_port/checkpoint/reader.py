@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import xxhash
 
-from megatron_port.checkpoint.disk import kind_of, open_regular
 from megatron_port.checkpoint.format import DTYPES, Manifest, PieceEntry, read_manifest, step_of
 from megatron_port.checkpoint.ranged import RangedFile, Scratch
 from megatron_port.checkpoint.slices import Slice, strides
 from megatron_port.errors import CheckpointError, DamagedCheckpoint
+from megatron_port.runtime.regular import kind_of, open_regular
 from megatron_port.runtime.work import Advance, silent
 
 _OPEN_FILES = 32

@@ -119,7 +119,7 @@ def queue(args: argparse.Namespace) -> int:
     if args.dry_run:
         folder = submit.next_folder(config)
         print("\n".join(forecast.lines(config)))
-        words = submit.shown(submit.command(folder / records.SCRIPT, args.rest))
+        words = submit.shown(submit.command(folder / records.SCRIPT, records.kept_options(args.rest)))
         text = submit.recorded_script(config, order, folder)
         print(f"would keep code, configuration and environment in {folder} and run\n{words}\n\n{text}", end="")
         return 0

@@ -73,6 +73,7 @@ def run_before(args: argparse.Namespace) -> int:
     refuse_if_held(_folder(config))
     record, lines = open_record(loaded, args.overrides, job, args.record, args.rest)
     log = next((entry.log for entry in records.jobs(record) if entry.job in job.names), "")
+    lines += attempts.faults(_folder(config), job.attempt)
     lines += attempts.before(_folder(config), job, config.launch, nodes_down=nodes_down, record=record.name, log=log)
     lines.append(notify("started", f"{config.name}: attempt {job.attempt} starts on {job.node_list}", run=config.name))
     for line in filter(None, lines):
@@ -101,6 +102,8 @@ def run_after(args: argparse.Namespace) -> int:
         nodes_down=nodes_down, not_started=args.not_started,
     )
     lines = list(filter(None, verdict.lines))
+    for line in attempts.faults(_folder(config), job.attempt):
+        print(f"launch: {line}", flush=True)
     for line in lines:
         print(f"launch: {line}", flush=True)
     if verdict.action in ("requeue", "chain"):

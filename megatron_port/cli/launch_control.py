@@ -90,6 +90,9 @@ def print_status(args: argparse.Namespace) -> int:
     found = list(status.rows(status.run_folders(args.folders or [Path(DEFAULT_FOLDER)]), queue))
     if note and any(row.job[:1].isdigit() for row in found):  # a scheduler's; direct starts need none
         print(note, file=sys.stderr)
+    for row in found:
+        if row.left_out:
+            print(f"note: {row.folder}: {row.left_out}", file=sys.stderr)
     if args.live:
         found = [row for row in found if row.live]
     if args.json:
@@ -103,13 +106,16 @@ def print_list(args: argparse.Namespace) -> int:
     """Print submissions and attempts."""
     from megatron_port.config.run_names import run_folder_of
     from megatron_port.launch import record, status
-    from megatron_port.launch.attempts import read_history
+    from megatron_port.launch.attempts import history_rows
 
     folder = run_folder_of(args.run)
-    found = read_history(folder)
+    read = history_rows(folder)
+    found = read.rows
+    if args.json and read.note():
+        print(f"note: {folder}: {read.note()}", file=sys.stderr)
     if args.json:
         print_json([asdict(one) for one in found])
-    elif not found and not record.numbers(folder):
+    elif not found and not read.bad and not record.numbers(folder):
         print(f"nothing is known of a start of {folder}: job scripts and `megatron-port train` note theirs")
     else:
         print(status.attempts_table(folder))
@@ -125,7 +131,7 @@ def print_logs(args: argparse.Namespace) -> int:
     folder = run_folder_of(args.run).absolute()
     if args.lines < 0:
         raise ConfigError(f"-n {args.lines}: a number of lines, or 0 for all")
-    files = [path for path in control.log_files(folder) if path.exists()]
+    files = control.existing(control.log_files(folder))
 
     def alive() -> bool:
         return direct.running(folder) is not None or bool(

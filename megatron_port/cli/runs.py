@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,9 @@ def _list(args: argparse.Namespace) -> int:
     from megatron_port.telemetry.run_state import run_state
 
     states = [run_state(f) for f in sorted(args.directory.iterdir()) if f.is_dir() and _is_run(f)]
+    for state in states:
+        if state.left_out:
+            print(f"note: {state.folder}: {state.left_out}", file=sys.stderr)
     if args.json:
         print_json([state.body() for state in states])
         return EXIT_OK

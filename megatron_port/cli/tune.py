@@ -113,6 +113,8 @@ def _measure(args: argparse.Namespace, loaded: Any, space: Any) -> int:
     launcher = choose_launcher(args.nproc)
     folder = (args.out or Path(config.output_dir) / f"{config.name}-tune").absolute()
     results = Results.open(folder, config, args.steps, fresh=args.fresh)
+    if results.left_out:
+        print(f"note: {folder}: {results.left_out}", file=sys.stderr)
     strategy = make_strategy(args.strategy, space, count=args.trials, seed=args.seed, folder=str(folder / "deephyper"))
     run_file = loaded.files[-1]
 

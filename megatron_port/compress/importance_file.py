@@ -19,6 +19,8 @@ from safetensors.numpy import load, save
 
 from megatron_port.errors import CheckpointError, EnvironmentFault
 from megatron_port.runtime.atomic import write_bytes
+from megatron_port.runtime.regular import read_regular
+from megatron_port.runtime.typed_json import Natural, parse_json, typed
 
 SCHEMA = "megatron_port.importance"
 _MAX_BYTES = 1 << 32
@@ -46,6 +48,17 @@ class Importance:
         return {name: value for name, value in asdict(self).items() if name != "scores"}
 
 
+@dataclass(frozen=True)
+class _Facts:
+    """What the file says beside the scores."""
+
+    source: str
+    fingerprint: str
+    corpus: str
+    tokens: Natural
+    loss: float
+
+
 def _digest(scores: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> str:
     out = xxhash.xxh3_128(json.dumps(facts, sort_keys=True).encode())
     for name in sorted(scores):
@@ -71,16 +84,16 @@ def read_importance(path: Path) -> Importance:
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise CheckpointError(f"{path}: {path.stat().st_size} bytes; such a file has at most {_MAX_BYTES}")
-        raw = path.read_bytes()
+        raw = read_regular(path, _MAX_BYTES)
         scores = load(raw)
-        told = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")]).get("__metadata__") or {}
+        told = parse_json(raw[8 : 8 + int.from_bytes(raw[:8], "little")]).get("__metadata__") or {}
         if told.get("schema") != SCHEMA:
             raise CheckpointError(f"{path}: no file of importance; `megatron-port compress measure` writes one")
-        facts = json.loads(told["facts"])
+        facts = parse_json(told["facts"])
         if _digest(scores, facts) != told["hash"]:
             raise CheckpointError(f"{path}: damaged: its content does not match its hash; measure again")
-        return Importance(scores=scores, **facts)
+        return Importance(scores=scores, **vars(typed(_Facts, facts)))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
-    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: damaged, or no file of importance: {error}") from None

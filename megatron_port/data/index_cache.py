@@ -22,6 +22,8 @@ from megatron_port.data.format import CHUNK, file_xxh3
 from megatron_port.errors import DataError
 from megatron_port.runtime.atomic import fsync_directory, fsync_file, write_bytes
 from megatron_port.runtime.open_files import too_many_open
+from megatron_port.runtime.regular import read_regular
+from megatron_port.runtime.typed_json import LARGEST, WrongContent, parse_json
 
 POLL_S = 0.2
 Make = Callable[[str, Any, tuple[int, ...]], np.ndarray]
@@ -126,7 +128,7 @@ def _build(directory: Path, key: str, paths: Sequence[Path], names: Sequence[str
 def _whole(directory: Path, key: str, paths: Sequence[Path]) -> bool:
     """Whether the files are what was written."""
     try:
-        expected = json.loads((directory / f"{key}.json").read_text(encoding="utf-8"))
+        expected = parse_json(read_regular(directory / f"{key}.json", LARGEST))
         return all(file_xxh3(path) == expected.get(path.name) for path in paths)
-    except (OSError, ValueError, AttributeError):
+    except (OSError, WrongContent, AttributeError):  # AttributeError: no table
         return False

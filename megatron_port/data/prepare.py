@@ -35,6 +35,7 @@ from megatron_port.data.workers import ordered
 from megatron_port.data.writer import IndexedWriter, Written
 from megatron_port.errors import DataError, PortError
 from megatron_port.runtime.atomic import write_bytes
+from megatron_port.runtime.typed_json import Natural, read_optional
 
 SAVE_BYTES = 256 << 20
 """Input between two entries of the journal."""
@@ -82,24 +83,19 @@ class _Journal:
 
     recipe: str
     """Hash of all that the blocks and their tokens depend on, but the inputs' bytes."""
-    blocks: int = 0
+    blocks: Natural = 0
     payload_xxh3: str = ""
     """Over the records of those blocks."""
     written: Written = field(default_factory=lambda: Written(0, 0))
-    left_out: int = 0
-    repaired: int = 0
-    blank: int = 0
+    left_out: Natural = 0
+    repaired: Natural = 0
+    blank: Natural = 0
     notes: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, path: Path) -> _Journal | None:
         """None: there is none that can be used."""
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-            written = Written(**{**raw["written"], "hashes": tuple(raw["written"]["hashes"])})
-            return cls(**{**raw, "written": written, "notes": tuple(raw["notes"])})
-        except (OSError, ValueError, TypeError, KeyError):
-            return None
+        return read_optional(path, cls)[0]
 
     def after(self, digest: str, made: Encoded, written: Written) -> _Journal:
         """With one block more."""

@@ -7,7 +7,7 @@ each document: the sum over its counted tokens. A function of the document alone
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,8 @@ import xxhash
 from megatron_port.data.indexed import IndexedDataset
 from megatron_port.errors import DataError
 from megatron_port.runtime.atomic import write_bytes
+from megatron_port.runtime.regular import open_regular
+from megatron_port.runtime.typed_json import parse_json, typed
 
 HEADER_BYTES = 1 << 16
 """More than any header has."""
@@ -74,15 +76,15 @@ def read_header(prefix: str | Path) -> ReferenceHeader | None:
     """Return what the file beside a corpus is of; None: there is none. Raises DataError where it is damaged."""
     path = reference_path(prefix)
     try:
-        with open(path, "rb") as stream:
-            raw = json.loads(stream.readline(HEADER_BYTES))
-        header = ReferenceHeader(**{f.name: raw[f.name] for f in fields(ReferenceHeader)})
-        if header.format != 1 or not all(isinstance(v, str) for k, v in asdict(header).items() if k != "format"):
+        with open(open_regular(path, follow=True), "rb") as stream:
+            raw = parse_json(stream.readline(HEADER_BYTES))
+        header = typed(ReferenceHeader, raw)
+        if header.format != 1 or not header.xxh3:
             raise ValueError(f"format {header.format!r:.20}")
         return header
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"{path}: not readable ({type(error).__name__}: {error}); {_again(prefix)}") from None
 
 

@@ -23,6 +23,8 @@ from megatron_port.data.sample import Sample
 from megatron_port.errors import DataError
 from megatron_port.parallel.stored_teacher import Stored
 from megatron_port.runtime.atomic import write_bytes
+from megatron_port.runtime.regular import open_regular
+from megatron_port.runtime.typed_json import parse_json, typed
 
 HEADER = "header.json"
 HEADER_BYTES = 1 << 16
@@ -85,6 +87,11 @@ class LogitsHeader:
         return range(block * self.block, min((block + 1) * self.block, self.samples))
 
 
+@dataclass(frozen=True)
+class _HeaderFile:
+    header: LogitsHeader
+
+
 def block_path(folder: Path, block: int) -> Path:
     """Return the file of a block."""
     return folder / f"block-{block:08d}.bin"
@@ -94,10 +101,9 @@ def read_header(folder: Path) -> LogitsHeader | None:
     """Return what a folder's records are of; None: there is no header. Raises DataError where it is damaged."""
     path = folder / HEADER
     try:
-        with open(path, "rb") as stream:
+        with open(open_regular(path, follow=True), "rb") as stream:
             text = stream.read(HEADER_BYTES)
-        raw = json.loads(text)["header"]
-        header = LogitsHeader(**{f.name: raw[f.name] for f in fields(LogitsHeader)})
+        header = typed(_HeaderFile, parse_json(text)).header
         positive = ("vocab_size", "seq_length", "top", "samples", "block")
         if header.format != 1 or header.text() != text or header.values not in FORMATS or not all(
             isinstance(getattr(header, name), int) and getattr(header, name) > 0 for name in positive
@@ -106,7 +112,7 @@ def read_header(folder: Path) -> LogitsHeader | None:
         return header
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"{path}: damaged ({type(error).__name__}: {error}); write the folder again with "
                         "`megatron-port distill logits`") from None
 

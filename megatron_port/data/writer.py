@@ -31,6 +31,7 @@ from megatron_port.data.format import (
 )
 from megatron_port.errors import DataError
 from megatron_port.runtime.atomic import fsync_directory, write_bytes
+from megatron_port.runtime.typed_json import Natural
 
 TOKENS, LENGTHS, MASK, INDEX = "tokens", "lengths", "mask", "index"
 
@@ -39,8 +40,8 @@ TOKENS, LENGTHS, MASK, INDEX = "tokens", "lengths", "mask", "index"
 class Written:
     """Documents and tokens written so far."""
 
-    documents: int
-    tokens: int
+    documents: Natural
+    tokens: Natural
     hashes: tuple[str, ...] = ()
     """xxh3-128 of the unfinished files up to there: tokens, lengths, mask."""
 

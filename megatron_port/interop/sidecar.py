@@ -12,6 +12,8 @@ from megatron_port.checkpoint.reader import Checkpoint
 from megatron_port.config.fine_tuning import FineTuningConfig
 from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError
+from megatron_port.runtime.regular import read_regular
+from megatron_port.runtime.typed_json import parse_json
 
 NAME = "megatron_port.json"
 SCHEMA = "megatron_port.export"
@@ -50,7 +52,7 @@ def read_sidecar(folder: Path) -> Sidecar | None:
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise CheckpointError(f"{path}: {path.stat().st_size} bytes; such a file has at most {_MAX_BYTES}")
-        body = json.loads(path.read_bytes())
+        body = parse_json(read_regular(path, _MAX_BYTES))
         if body["schema"] != SCHEMA or body["version"] != 1:
             raise CheckpointError(f"{path}: schema {body['schema']!r} version {body['version']!r} is not known here")
         counters = [body[key] for key in ("step", "samples", "tokens")]

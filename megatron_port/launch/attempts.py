@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megatron_port.config.schema import LaunchConfig
@@ -26,9 +25,20 @@ from megatron_port.errors import (
     EXIT_REQUEUE,
     EnvironmentFault,
 )
-from megatron_port.launch.outcome import FINISHED, GONE, SAVED, AttemptOutcome, Failure, read_failure, read_outcome
+from megatron_port.launch.outcome import (
+    FINISHED,
+    GONE,
+    SAVED,
+    AttemptOutcome,
+    Failure,
+    outcome_faults,
+    read_failure,
+    read_outcome,
+)
 from megatron_port.launch.srun_log import first_srun_failure, refused_by_srun
+from megatron_port.runtime.atomic import append_line
 from megatron_port.runtime.job import LOCAL, Fate, Job
+from megatron_port.runtime.typed_json import Natural, Rows, Seconds, read_rows
 from megatron_port.telemetry.metrics import FILE_NAME, read_metrics
 
 HISTORY = "attempts.jsonl"
@@ -51,17 +61,17 @@ class Attempt:
     """SLURM's node list; rank 0's host of a direct start."""
     status: str = ""
     """finished | saved | failed; empty: still running, or it ended without a word."""
-    step: int = 0
+    step: Natural = 0
     """Steps done when it ended."""
     cause: str = ""
-    time: float = 0.0
-    began: float = 0.0
+    time: Seconds = 0.0
+    began: Seconds = 0.0
     """Seconds since 1970."""
     record: str = ""
     """Number of its launch record."""
     log: str = ""
     """File of the job's output."""
-    node_count: int = 0
+    node_count: Natural = 0
     """Nodes of a direct start, of which ``nodes`` names the first; 0: count the names."""
 
 
@@ -88,31 +98,50 @@ def steps_done(run_folder: Path) -> int:
 
 def read_history(run_folder: Path) -> list[Attempt]:
     """Return every attempt, oldest first; the line of an end replaces that of its start, whose
-    time, record and log it keeps. Torn lines are skipped.
+    time, record and log it keeps. Lines that are none are left out (:func:`history_rows` counts them).
     """
-    known = {f.name for f in fields(Attempt)}
+    return history_rows(run_folder).rows
+
+
+def history_rows(run_folder: Path) -> Rows[Attempt]:
+    """Return :func:`read_history`, and which lines of the file were left out."""
+    read = read_rows(run_folder / HISTORY, Attempt)
     found: dict[str, Attempt] = {}
-    try:
-        text = (run_folder / HISTORY).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError, TypeError):
-            values = json.loads(line)
-            entry = Attempt(**{name: value for name, value in values.items() if name in known})
-            start = found.get(entry.attempt, entry)
-            found[entry.attempt] = replace(
-                entry, began=entry.began or start.began, record=entry.record or start.record, log=entry.log or start.log
-            )
-    return list(found.values())
+    for entry in read.rows:
+        start = found.get(entry.attempt, entry)
+        found[entry.attempt] = replace(
+            entry, began=entry.began or start.began, record=entry.record or start.record, log=entry.log or start.log
+        )
+    read.rows = list(found.values())
+    return read
+
+
+def faults(run_folder: Path, attempt: str) -> list[str]:
+    """Return what is not believed of a run's attempts and of this one's outcome, as lines for the log."""
+    return [*filter(None, [history_rows(run_folder).note()]), *outcome_faults(run_folder, attempt)]
 
 
 def add_attempt(run_folder: Path, entry: Attempt) -> None:
     """Append a start or an end. Raises OSError."""
     run_folder.mkdir(parents=True, exist_ok=True)
-    with open(run_folder / HISTORY, "ab", buffering=0) as stream:
-        stream.write((json.dumps(asdict(entry)) + "\n").encode())
-        os.fsync(stream.fileno())
+    append_line(run_folder / HISTORY, json.dumps(asdict(entry)))
+
+
+@contextlib.contextmanager
+def _noting(run_folder: Path) -> Iterator[None]:
+    """Turn the refusal of an entry into an EnvironmentFault: without entries failures could not be counted."""
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentFault(
+            f"{run_folder / HISTORY} cannot be written: {error.strerror or error}; give this user write permission and "
+            "space there, and submit the run again"
+        ) from error
+
+
+def _note(run_folder: Path, entry: Attempt) -> None:
+    with _noting(run_folder):
+        add_attempt(run_folder, entry)
 
 
 def fruitless(history: Sequence[Attempt], series: str) -> list[Attempt]:
@@ -182,7 +211,8 @@ def before(
     """
     now = time.time() if now is None else now
     lines: list[str] = []
-    history = close_lost(run_folder, asking=job.attempt, nodes_down=nodes_down, now=now)
+    with _noting(run_folder):
+        history = close_lost(run_folder, asking=job.attempt, nodes_down=nodes_down, now=now)
     if history:
         last = history[-1]
         lines.append(f"attempt {last.attempt} before this one {_told(last)}")
@@ -195,7 +225,7 @@ def before(
             f"Mend the cause and submit it again: a new submission counts anew"
         )
     start = Attempt(job.attempt, job.series, job.node_list, time=now, began=now, record=record, log=log)
-    add_attempt(run_folder, start)
+    _note(run_folder, start)
     lines.append(f"attempt {job.attempt} starts on {job.node_list or 'this host'}; {steps_done(run_folder)} steps done")
     return lines
 
@@ -258,14 +288,14 @@ def after(
         return _under(fate, _without_ranks(run_folder, job, launch, not_started, code, now))
     outcome = read_outcome(run_folder)
     if outcome is not None and outcome.attempt == job.attempt:
-        add_attempt(run_folder, _ended(job, outcome.status, outcome.step, outcome.signal, now))
+        _note(run_folder, _ended(job, outcome.status, outcome.step, outcome.signal, now))
         if outcome.status == FINISHED:
             return NextAction("done", EXIT_OK, ())
         return _under(fate, _after_save(run_folder, job, launch, outcome, fate == "limit"))
     step = steps_done(run_folder)
     failure = read_failure(run_folder, job.attempt)
     found = _cause(run_folder, job, failure, code, srun_log, asked, nodes_down)
-    add_attempt(run_folder, _ended(job, FAILED, step, found.text, now))
+    _note(run_folder, _ended(job, FAILED, step, found.text, now))
     head = f"attempt {job.attempt} failed after step {step}; srun ended with {code}"
     action, why = _after_failure(run_folder, job, launch, found, step)
     return _under(fate, NextAction(action, found.exit_code, (head, why, FIRST_FAILURE + found.text)))
@@ -300,7 +330,7 @@ def _without_ranks(run_folder: Path, job: Job, launch: LaunchConfig, why: str, c
     """Choose what follows a job that did not get as far as its ranks: only other nodes can help."""
     step = steps_done(run_folder)
     cause = NOT_STARTED[why]
-    add_attempt(run_folder, _ended(job, FAILED, step, cause, now))
+    _note(run_folder, _ended(job, FAILED, step, cause, now))
     action, line = "stop", ""
     if why == "nodes":
         action, line = _after_failure(run_folder, job, launch, None, step)

@@ -13,6 +13,7 @@ from megatron_port.launch import record as records
 from megatron_port.launch.attempts import read_history
 from megatron_port.launch.submit import who
 from megatron_port.runtime.job import QueueEntry, ask_queue, run_tool
+from megatron_port.runtime.regular import open_regular
 
 ASK_S = 10.0
 """Between two questions whether a job of the run is left."""
@@ -31,6 +32,11 @@ def log_files(run_folder: Path) -> list[Path]:
     return [Path(name) for name in found]
 
 
+def existing(files: Sequence[Path]) -> list[Path]:
+    """Return those of the logs that can be read: regular files."""
+    return [path for path in files if os.path.isfile(path)]
+
+
 def live_jobs(run_folder: Path, queue: Mapping[str, QueueEntry]) -> list[QueueEntry]:
     """Return those of a run's jobs that wait or run, of any of its records."""
     known = [j.job for n in records.numbers(run_folder) for j in records.jobs(records.record_folder(run_folder, n))]
@@ -42,7 +48,7 @@ def live_jobs(run_folder: Path, queue: Mapping[str, QueueEntry]) -> list[QueueEn
 
 def last_lines(path: Path, count: int) -> tuple[str, int]:
     """Return the last lines of a file (all of it for 0) and its size. Raises OSError."""
-    with open(path, "rb") as stream:
+    with open(open_regular(path, follow=True), "rb") as stream:
         size = stream.seek(0, os.SEEK_END)
         start, found = size, b""
         while start and (not count or found.count(b"\n") <= count):
@@ -64,7 +70,7 @@ def follow(run_folder: Path, *, count: int, alive: Callable[[], bool], wait: Cal
     """
     place: dict[Path, int] = {}
     files = log_files(run_folder)
-    shown = [f for f in files if f.exists()]
+    shown = existing(files)
     for path in shown if not count else shown[-1:]:
         text, place[path] = last_lines(path, count)
         yield _titled(path, text)
@@ -92,7 +98,7 @@ def _titled(path: Path, text: str) -> str:
 def _added(path: Path, place: dict[Path, int]) -> str:
     """Return what a log has gained since the last look; a file that is new gets its title."""
     try:
-        with open(path, "rb") as stream:
+        with open(open_regular(path, follow=True), "rb") as stream:
             stream.seek(place.get(path, 0))
             data = stream.read()
     except OSError:

@@ -15,37 +15,22 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from megatron_port.errors import EXIT_INTERRUPTED, PortError
 from megatron_port.runtime.atomic import write_new, write_text
 from megatron_port.runtime.job import LOCAL
 from megatron_port.runtime.redact import redact
+from megatron_port.runtime.typed_json import Natural, Seconds, read_optional
+from megatron_port.telemetry.run_state import FINISHED, OUTCOME, SAVED, AttemptOutcome
 
-T = TypeVar("T")
-OUTCOME = "outcome.json"
+__all__ = ["FINISHED", "GONE", "OUTCOME", "SAVED", "AttemptOutcome", "Failure", "outcome_faults", "read_failure",
+           "read_outcome", "record_failure", "write_outcome"]
 FAILURES = "failures"
-FINISHED, SAVED = "finished", "saved"
 MESSAGE_CHARACTERS = 4000
 GONE = "is gone at"
 """In the watch's message about a rank that ended without a word (in ATTEMPT.lost: only its launcher knows why)."""
-
-
-@dataclass(frozen=True)
-class AttemptOutcome:
-    """End of an attempt that reached its last step, or saved before it."""
-
-    attempt: str
-    status: str
-    """finished | saved"""
-    step: int
-    """Optimizer steps done and committed."""
-    signal: str = ""
-    """The first signal, for ``saved``."""
-    time: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -53,11 +38,11 @@ class Failure:
     """Failure that ended an attempt, from the rank that failed first."""
 
     attempt: str
-    rank: int
+    rank: Natural
     host: str
-    exit_code: int
+    exit_code: Natural
     message: str
-    time: float = 0.0
+    time: Seconds = 0.0
     permanent: bool = False
     """Another attempt would meet it again (``PortError.permanent``)."""
 
@@ -70,7 +55,7 @@ def write_outcome(run_folder: Path, outcome: AttemptOutcome) -> None:
 
 def read_outcome(run_folder: Path) -> AttemptOutcome | None:
     """Return the last committed outcome, of whatever attempt; None if there is none that can be read."""
-    return _read(run_folder / OUTCOME, AttemptOutcome)
+    return read_optional(run_folder / OUTCOME, AttemptOutcome)[0]
 
 
 def record_failure(
@@ -91,21 +76,24 @@ def record_failure(
     text = redact(text)[:MESSAGE_CHARACTERS]
     permanent = isinstance(error, PortError) and error.permanent
     failure = Failure(attempt, rank, host or socket.gethostname(), code, text, time.time(), permanent)
-    folder = run_folder / FAILURES
-    target = folder / f"{attempt}.{'lost' if lost_peer else 'json'}"
+    target = _failure_file(run_folder, attempt, lost_peer)
     with contextlib.suppress(OSError):
         if not target.exists():  # thousands of ranks may fail at once
-            folder.mkdir(parents=True, exist_ok=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
             write_new(target, json.dumps(asdict(failure)).encode())
 
 
 def read_failure(run_folder: Path, attempt: str, *, lost_peer: bool = False) -> Failure | None:
     """Return the first failure of an attempt, if any rank could record it."""
-    return _read(run_folder / FAILURES / f"{attempt}.{'lost' if lost_peer else 'json'}", Failure)
+    return read_optional(_failure_file(run_folder, attempt, lost_peer), Failure)[0]
 
 
-def _read(path: Path, cls: Callable[..., T]) -> T | None:
-    try:
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):  # TypeError: no object, or one with other fields
-        return None
+def outcome_faults(run_folder: Path, attempt: str) -> list[str]:
+    """Return what is wrong with the outcome and the failures of an attempt, where one is there and not believed."""
+    found = [read_optional(run_folder / OUTCOME, AttemptOutcome)[1]]
+    found += [read_optional(_failure_file(run_folder, attempt, lost), Failure)[1] for lost in (False, True)]
+    return [fault for fault in found if fault]
+
+
+def _failure_file(run_folder: Path, attempt: str, lost_peer: bool) -> Path:
+    return run_folder / FAILURES / f"{attempt}.{'lost' if lost_peer else 'json'}"

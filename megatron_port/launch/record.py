@@ -19,18 +19,32 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_port.config.secrets import HIDDEN
 from megatron_port.errors import EnvironmentFault
-from megatron_port.runtime.atomic import write_new, write_text
+from megatron_port.runtime.atomic import append_line, write_new, write_text
+from megatron_port.runtime.redact import redact
+from megatron_port.runtime.regular import read_regular
+from megatron_port.runtime.typed_json import (
+    Duration,
+    Natural,
+    Rows,
+    Seconds,
+    WrongContent,
+    read_rows,
+    read_typed,
+    typed,
+)
 
 FOLDER = "launch"
 RECORD, CONFIG, SCRIPT, JOBS, CANCELLED = "record.json", "config.toml", "job.sh", "jobs.jsonl", "cancelled"
 CODE, DIFF = "code", "code.diff"
 FORMAT = 1
+MARK_BYTES = 1 << 16
 
 
 class RecordFault(EnvironmentFault):
@@ -43,12 +57,12 @@ class RecordFault(EnvironmentFault):
 class Planned:
     """What was expected of the run when it was submitted; 0: not known."""
 
-    steps: int = 0
-    save_interval: int = 0
-    nodes: int = 0
+    steps: Natural = 0
+    save_interval: Natural = 0
+    nodes: Natural = 0
     """Nodes of a job, spares included."""
-    tokens_per_step: int = 0
-    seconds_per_step: float = 0.0
+    tokens_per_step: Natural = 0
+    seconds_per_step: Duration = 0.0
     """By the planner."""
     node_hours: float = 0.0
     """For all steps."""
@@ -58,10 +72,10 @@ class Planned:
 class Record:
     """Contents of ``record.json``."""
 
-    number: int
+    number: Natural
     name: str
     """Name of the run."""
-    time: float
+    time: Seconds
     """Seconds since 1970, at submission."""
     by: str
     """submit: ``launch submit``, before the job was queued | script: a job script, at its first start | command: rank 0
@@ -70,14 +84,14 @@ class Record:
     """The run file, as it was named."""
     overrides: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
-    """Options of sbatch beside those in the script."""
+    """Options of sbatch beside those in the script, without the values that ``--export`` set."""
     arguments: tuple[str, ...] = ()
     """Arguments of the script."""
     cwd: str = ""
     scheduler: str = "slurm"
     sweep: str = ""
     """Folder of the sweep that it is a task of."""
-    task: int = 0
+    task: Natural = 0
     """Its index in the sweep."""
     code: Mapping[str, Any] = field(default_factory=dict)
     """``version``, ``commit`` (with + where files differ), ``files``, ``digest``."""
@@ -91,6 +105,36 @@ class Record:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecordedCode:
+    """Types of ``Record.code``."""
+
+    version: str = ""
+    commit: str = ""
+    files: Natural = 0
+    digest: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedEnvironment:
+    """Types of ``Record.environment``."""
+
+    python: str = ""
+    version: str = ""
+    packages: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedImage:
+    """Types of ``Record.image``."""
+
+    name: str = ""
+    path: str = ""
+    bytes: Natural = 0
+    mtime_ns: Natural = 0
+    digest: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class QueuedJob:
     """A line of ``jobs.jsonl``."""
 
@@ -98,7 +142,7 @@ class QueuedJob:
     """SLURM's id; JOB_TASK of a task of an array; LAUNCHER.EPOCH of a direct start."""
     why: str = "submitted"
     """submitted | chained | started (nobody submitted it through a record)"""
-    time: float = 0.0
+    time: Seconds = 0.0
     log: str = ""
     """File of its output."""
     asked: Mapping[str, str] = field(default_factory=dict)
@@ -106,6 +150,32 @@ class QueuedJob:
     process: Mapping[str, Any] = field(default_factory=dict)
     """Rank 0 of a direct start: ``host``, ``pid``, ``born`` (its start in clock ticks since boot), ``space``
     (``processes.process_space``), and the ``epoch`` of its lease."""
+
+
+def kept_options(options: Sequence[str]) -> tuple[str, ...]:
+    """Return sbatch's options as a record and a message may show them: without secrets.
+
+    Of what ``--export`` sets the names stay, and no value: any of them may be a secret. No later job needs it: it gets
+    the variables of the job before (``continuation.ONCE``).
+    """
+    out: list[str] = []
+    for i, word in enumerate(options):
+        if word.startswith("--export="):
+            out.append("--export=" + _names_only(word.removeprefix("--export=")))
+        else:
+            out.append(_names_only(word) if i and options[i - 1] == "--export" else redact(word))
+    return tuple(out)
+
+
+def _names_only(exported: str) -> str:
+    """Return ``ALL,KEY=***`` of ``ALL,KEY=value``."""
+    parts = re.findall(r"""(?:'[^']*'|"[^"]*"|[^,])+""", exported)
+    names = [part.partition("=") for part in parts]
+    first = next((i for i, (_, equals, _) in enumerate(names) if equals), len(names))
+    # After a value a part without a name may be the rest of that value.
+    return ",".join(
+        name if i < first else f"{name}={HIDDEN}" if equals else HIDDEN for i, (name, equals, _) in enumerate(names)
+    )
 
 
 def record_folder(run_folder: Path, number: int) -> Path:
@@ -158,16 +228,13 @@ def read_record(folder: Path) -> Record:
         RecordFault: it is not there, or is not one that this version knows.
     """
     try:
-        values = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        known = {f.name for f in fields(Record)}
-        taken = {name: value for name, value in values.items() if name in known}
-        plan = {f.name for f in fields(Planned)}
-        taken["planned"] = Planned(**{k: v for k, v in values.get("planned", {}).items() if k in plan})
-        for name in ("overrides", "options", "arguments"):
-            taken[name] = tuple(taken.get(name, ()))
-        record = Record(**taken)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        record = read_typed(folder / RECORD, Record)
+        for kind, table in (
+            (RecordedCode, record.code), (RecordedEnvironment, record.environment), (RecordedImage, record.image),
+        ):
+            typed(kind, table)
+    except (OSError, WrongContent) as error:
+        reason = (error.strerror if isinstance(error, OSError) else "") or error
         raise RecordFault(f"the launch record {folder} cannot be read ({reason}); submit the run again") from None
     if record.format > FORMAT:
         raise RecordFault(f"the launch record {folder} has format {record.format}, this version reads {FORMAT}")
@@ -178,22 +245,19 @@ def add_job(folder: Path, job: QueuedJob) -> None:
     """Append a job to a record, once. Raises OSError."""
     if any(known.job == job.job for known in jobs(folder)):
         return
-    with open(folder / JOBS, "ab", buffering=0) as stream:
-        stream.write((json.dumps(asdict(job)) + "\n").encode())
-        os.fsync(stream.fileno())
+    append_line(folder / JOBS, json.dumps(asdict(job)))
 
 
 def jobs(folder: Path) -> list[QueuedJob]:
-    """Return the jobs of a record, oldest first; torn lines are skipped."""
-    known = {f.name for f in fields(QueuedJob)}
-    out: dict[str, QueuedJob] = {}
-    with contextlib.suppress(OSError):
-        for line in (folder / JOBS).read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError, TypeError, AttributeError):
-                values = json.loads(line)
-                entry = QueuedJob(**{name: value for name, value in values.items() if name in known})
-                out[entry.job] = entry
-    return list(out.values())
+    """Return the jobs of a record, oldest first. Lines that are none are left out (:func:`job_rows` counts them)."""
+    return job_rows(folder).rows
+
+
+def job_rows(folder: Path) -> Rows[QueuedJob]:
+    """Return :func:`jobs`, and which lines of the file were left out."""
+    read = read_rows(folder / JOBS, QueuedJob)
+    read.rows = list({entry.job: entry for entry in read.rows}.values())
+    return read
 
 
 def record_of(run_folder: Path, *job_ids: str) -> Path | None:
@@ -224,6 +288,8 @@ def cancel(folder: Path, who: str) -> bool:
 def cancelled(folder: Path) -> str:
     """Return who cancelled a record and when; empty: nobody."""
     try:
-        return (folder / CANCELLED).read_text(encoding="utf-8", errors="replace").strip() or "somebody"
-    except OSError:
+        return read_regular(folder / CANCELLED, MARK_BYTES).decode("utf-8", "replace").strip() or "somebody"
+    except FileNotFoundError:
         return ""
+    except OSError:  # a mark is there, whatever it is
+        return "somebody" if os.path.lexists(folder / CANCELLED) else ""

@@ -183,16 +183,16 @@ def check_image(image: Mapping[str, Any]) -> None:
     """Raise RecordFault where the archive is another one than at submission. Reads it only if its times differ."""
     if not image.get("digest"):
         return
-    path = Path(str(image["path"]))
+    path = Path(str(image.get("path", "")))
     try:
         about = path.stat()
-        same = (about.st_size, about.st_mtime_ns) == (image["bytes"], image["mtime_ns"])
-        if same or (about.st_size == image["bytes"] and file_digest(path) == image["digest"]):
+        same = (about.st_size, about.st_mtime_ns) == (image.get("bytes"), image.get("mtime_ns"))
+        if same or (about.st_size == image.get("bytes") and file_digest(path) == image["digest"]):
             return
     except OSError as error:
         raise RecordFault(f"the archive {path} (launch.stage) cannot be read: {error.strerror}") from None
     raise RecordFault(
-        f"the archive {path} is not the one that was submitted ({about.st_size} bytes now, {image['bytes']} then, "
+        f"the archive {path} is not the one that was submitted ({about.st_size} bytes now, {image.get('bytes')} then, "
         f"digest {str(image['digest'])[:12]}); restore it under that name, or submit the run again"
     )
 

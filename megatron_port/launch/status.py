@@ -17,12 +17,14 @@ from typing import Any
 
 from megatron_port.errors import ConfigError, EnvironmentFault
 from megatron_port.launch import record as records
-from megatron_port.launch.attempts import HISTORY, Attempt, read_history
+from megatron_port.launch.attempts import HISTORY, Attempt, history_rows
 from megatron_port.launch.direct import running
 from megatron_port.launch.outcome import FINISHED
 from megatron_port.launch.record import Planned, QueuedJob, RecordFault
 from megatron_port.runtime.job import QueueEntry
+from megatron_port.runtime.regular import open_regular
 from megatron_port.runtime.slurm import expand_hosts
+from megatron_port.runtime.typed_json import Rows
 from megatron_port.telemetry.console import duration
 from megatron_port.telemetry.metrics import FILE_NAME, decode
 
@@ -61,6 +63,8 @@ class RunStatus:
     """Node hours of the whole run: those spent, and those left at the pace of the last steps."""
     cause: str = ""
     """Why the last attempt ended."""
+    left_out: str = ""
+    """What its files hold that nothing writes, and that is not believed."""
 
 
 def run_folders(paths: Iterable[Path]) -> list[Path]:
@@ -98,7 +102,7 @@ def is_run(folder: Path) -> bool:
 def last_steps(folder: Path) -> list[Mapping[str, Any]]:
     """Return the last training steps of a run's metrics, oldest first; empty without any."""
     try:
-        with open(folder / FILE_NAME, "rb", buffering=0) as stream:
+        with open(open_regular(folder / FILE_NAME, follow=True), "rb", buffering=0) as stream:
             size = stream.seek(0, os.SEEK_END)
             stream.seek(max(0, size - TAIL_BYTES))
             lines = stream.read().decode("utf-8", "replace").split("\n")[:-1]
@@ -126,12 +130,14 @@ def status_of(folder: Path, queue: Mapping[str, QueueEntry], now: float | None =
     """Return the state of one run. ``queue``: ``runtime.job.ask_queue``."""
     now = time.time() if now is None else now
     newest = records.newest(folder)
-    jobs = records.jobs(newest) if newest is not None else []
+    known: Rows[QueuedJob] = records.job_rows(newest) if newest is not None else Rows("")
+    jobs = known.rows
     plan = Planned()
     if newest is not None:
         with contextlib.suppress(RecordFault):
             plan = records.read_record(newest).planned
-    history, last = read_history(folder), last_steps(folder)
+    attempts, last = history_rows(folder), last_steps(folder)
+    history = attempts.rows
     live = next((queue[j.job] for j in reversed(jobs) if j.job in queue), None)
     process = running(folder, newest) if jobs and jobs[-1].process and not (history and history[-1].status) else None
     done = int(last[-1]["step"]) if last else 0
@@ -151,7 +157,7 @@ def status_of(folder: Path, queue: Mapping[str, QueueEntry], now: float | None =
         seconds_to_save=_to_save(plan, done, pace) if at_work else None,
         attempts=len(history), node_hours=spent,
         node_hours_predicted=spent + left * pace * nodes / 3600 if left is not None and pace and nodes else None,
-        cause=history[-1].cause if history else "",
+        cause=history[-1].cause if history else "", left_out="; ".join(filter(None, [attempts.note(), known.note()])),
     )
 
 
@@ -229,7 +235,8 @@ def cells(row: RunStatus) -> tuple[str, ...]:
 def attempts_table(folder: Path) -> str:
     """Return every submission of a run and its attempts, for ``launch list``."""
     lines = []
-    history = {a.attempt: a for a in read_history(folder)}
+    read = history_rows(folder)
+    history, notes = {a.attempt: a for a in read.rows}, [read.note()]
     for number in records.numbers(folder):
         place = records.record_folder(folder, number)
         try:
@@ -242,12 +249,15 @@ def attempts_table(folder: Path) -> str:
         commit = str(made.code.get("commit", ""))
         code = commit[:12] + "+" * commit.endswith("+") or str(made.code.get("version", "?"))
         lines.append(f"  {place.name}  {when}  by {made.by}, code {code}" + (f"; cancelled by {who}" if who else ""))
-        for job in records.jobs(place):
+        known = records.job_rows(place)
+        notes.append(known.note())
+        for job in known.rows:
             where = f" on {job.process.get('host')}, process {job.process.get('pid')}" if job.process else ""
             lines.append(f"    job {job.job} ({job.why}){where}, log {job.log or ('none' if job.process else '?')}")
         lines += [f"    {line}" for a in history.values() if a.record == place.name for line in [_attempt_line(a)]]
     others = [a for a in history.values() if not a.record]
-    return "\n".join([str(folder), *lines, *(f"  {_attempt_line(a)}" for a in others)])
+    tail = [*(f"  {_attempt_line(a)}" for a in others), *(f"  note: {note}" for note in notes if note)]
+    return "\n".join([str(folder), *lines, *tail])
 
 
 def _attempt_line(entry: Attempt) -> str:

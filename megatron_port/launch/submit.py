@@ -221,7 +221,7 @@ def submit(config: RunConfig, order: Order, options: Sequence[str] = ()) -> Subm
         raise unwritable(run_folder, error) from error
     try:
         path = folder / records.SCRIPT
-        fill(folder, number, config, order, options=tuple(options))
+        fill(folder, number, config, order, options=records.kept_options(options))
         write_output(path, recorded_script(config, order, folder), mode=0o755)
         code, said = run_tool(command(path, options), timeout_s=SBATCH_TIMEOUT_S)
         found = re.findall(r"^([0-9]+)(?:;\S+)?$", said, re.MULTILINE)
@@ -252,9 +252,8 @@ def _not_queued(config: RunConfig, code: int, said: str, path: Path, options: Se
             f"{config.cluster.name} (launch show writes the script without SLURM)"
         )
     if code:
-        raise EnvironmentFault(
-            f"sbatch refused the job (exit {code}):\n{said}\nThe command was: {shown(command(path, options))}"
-        )
+        words = shown(command(path, records.kept_options(options)))
+        raise EnvironmentFault(f"sbatch refused the job (exit {code}):\n{said}\nThe command was: {words}")
     return Submitted("", "", said, path)
 
 

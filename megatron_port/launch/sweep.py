@@ -22,7 +22,7 @@ from megatron_port.launch import record as records
 from megatron_port.launch import snapshot, submit
 from megatron_port.launch.continuation import asked_fields
 from megatron_port.launch.forecast import planned
-from megatron_port.launch.quote import shell_quote
+from megatron_port.launch.quote import sbatch_quote, shell_quote
 from megatron_port.launch.record import QueuedJob, Record
 from megatron_port.launch.script import Order, render, sbatch_lines
 from megatron_port.runtime.atomic import write_output
@@ -100,12 +100,12 @@ def script_of(tasks: Sequence[SweepTask], folder: Path, name: str, at_once: int)
     text = render(config, Order(run="-", python=submit.interpreter_of(config)), launch_dir=place)
     limit = f"%{at_once}" if at_once else ""
     lines = [
-        line for line in text.splitlines()
+        line for line in text.removesuffix("\n").split("\n")  # splitlines would cut at U+2028, too, within a value
         if not line.startswith(("#SBATCH --job-name", "#SBATCH --output"))
     ]
     own = [shell_quote(str(records.record_folder(t.folder, 1)), "the folder of a task") for t in tasks]
     output = "#SBATCH --output=%x-%A_%a.out"
-    array = [f"#SBATCH --array=0-{len(tasks) - 1}{limit}", f"#SBATCH --job-name={name}", output]
+    array = [f"#SBATCH --array=0-{len(tasks) - 1}{limit}", f"#SBATCH --job-name={sbatch_quote(name, 'name')}", output]
     at = lines.index("set -euo pipefail")
     chosen = ["job_records=(", *(f"  {word}" for word in own), ")", "job_record=${job_records[$SLURM_ARRAY_TASK_ID]}"]
     return "\n".join([*lines[: at - 1], *array, "", lines[at], "", *chosen, *lines[at + 1 :]]) + "\n"
@@ -178,8 +178,8 @@ def _task_record(
     write_output(place / records.CONFIG, to_toml(config))
     records.write_record(place, Record(
         number=1, name=config.name, time=time.time(), by="submit", run=run_file, overrides=(*overrides, *task.changes),
-        options=tuple(options), cwd=os.getcwd(), sweep=str(folder), task=task.index, code=code, environment=environment,
-        image=submit.kept_image(config), planned=planned(config),
+        options=records.kept_options(options), cwd=os.getcwd(), sweep=str(folder), task=task.index, code=code,
+        environment=environment, image=submit.kept_image(config), planned=planned(config),
     ))
     return place
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_port.live.ranks import read_now
+from megatron_port.runtime.regular import open_regular
 from megatron_port.telemetry.expert_file import FILE_NAME as EXPERTS
 from megatron_port.telemetry.expert_report import expert_part, read_history
 from megatron_port.telemetry.metrics import FILE_NAME, LINE_CHARACTERS, decode
@@ -36,7 +37,7 @@ class MetricsFollower:
     def poll(self) -> tuple[bool, list[dict[str, Any]], int]:
         """Return (whether the file is another one than before, its new records, lines that are none)."""
         try:
-            with open(self._path, "rb") as stream:
+            with open(open_regular(self._path, follow=True), "rb") as stream:
                 status = os.fstat(stream.fileno())
                 identity = status.st_dev, status.st_ino
                 anew = identity != self._file or status.st_size < self._offset

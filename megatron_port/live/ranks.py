@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from pathlib import Path
@@ -13,6 +12,8 @@ from megatron_port.charts.numbers import number
 from megatron_port.charts.page import Cell, card, columns, table
 from megatron_port.charts.shapes import colour, drawing, legend
 from megatron_port.runtime.progress import PHASES
+from megatron_port.runtime.regular import read_regular
+from megatron_port.runtime.typed_json import WrongContent, parse_json
 
 LEFT, WIDTH, EACH = 64.0, 720.0, 20.0
 STALE_S = 30.0
@@ -25,9 +26,8 @@ _BYTES = 1 << 20
 def read_now(path: Path) -> dict[str, Any]:
     """Return now.json; empty where there is none, or something that no run writes."""
     try:
-        with open(path, encoding="utf-8", errors="replace") as stream:
-            value = json.loads(stream.read(_BYTES))
-    except (OSError, ValueError, RecursionError):
+        value = parse_json(read_regular(path, _BYTES))
+    except (OSError, WrongContent):
         return {}
     if not isinstance(value, dict) or not all(_count(value.get(name)) for name in ("time", "world", "connected")):
         return {}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_port.config.schema import RunConfig
@@ -24,9 +24,12 @@ from megatron_port.parity.reduction_order import Reordering, apply_reduction_ord
 from megatron_port.parity.rounding_noise import RoundingNoise
 from megatron_port.parity.run_record import RankTrace, Slice, record_run
 from megatron_port.runtime.discovery import ProcessInfo
+from megatron_port.runtime.regular import read_regular
+from megatron_port.runtime.typed_json import parse_json
 from megatron_port.session.assemble import build_engine
 from megatron_port.session.session import open_session
 
+MOST_BYTES = 1 << 30
 Order = Reordering | RoundingEmulation | RoundingNoise | None
 """Of the sums of one process: another, a layout's, with random errors, its own."""
 
@@ -107,11 +110,20 @@ def record_orders(
 
 
 def read_recorded(folder: Path) -> Run:
-    """Return the run of a folder. Raises CheckpointError when ranks are missing."""
+    """Return the run of a folder. Raises CheckpointError when ranks are missing, or a file is not what was written."""
+    try:
+        return _recorded(folder)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{folder} is not a recorded run ({type(error).__name__}: {error}); record it again"
+        ) from error
+
+
+def _recorded(folder: Path) -> Run:
     files = sorted(folder.glob("rank-*.json"))
     traces = []
     for path in files:
-        meta = json.loads(path.read_text())
+        meta = parse_json(read_regular(path, MOST_BYTES))  # losses may be NaN here
         if meta["world"] != len(files):
             raise CheckpointError(
                 f"{folder} holds {len(files)} ranks of {meta['world']}; is it on a disk that every node sees, and "

@@ -13,6 +13,8 @@ from megatron_port.config.schema import RunConfig
 from megatron_port.errors import ConfigError
 from megatron_port.model.activation_sites import decided
 from megatron_port.runtime.atomic import write_text
+from megatron_port.runtime.regular import read_regular
+from megatron_port.runtime.typed_json import Natural, WrongContent, parse_json, typed
 
 NAME = "activation_plan.json"
 VERSION = 1
@@ -30,7 +32,7 @@ class PlanRecord:
     """As activations.layers."""
     stages: tuple[str, ...]
     """A line for each run of stages that choose the same."""
-    step: int = 0
+    step: Natural = 0
     """Steps done when it was made."""
     measures: tuple[tuple[float, ...], ...] = ()
     """By stage (``StageMeasures.row``), where it was measured."""
@@ -59,8 +61,7 @@ def write(folder: Path, record: PlanRecord, guard: Callable[[], None] | None = N
 def text_in(folder: Path) -> str | None:
     """Return what the file holds; None: there is none that can be read."""
     try:
-        with open(folder / NAME, encoding="utf-8") as stream:
-            return stream.read(MOST_CHARACTERS)
+        return read_regular(folder / NAME, MOST_CHARACTERS).decode()
     except (OSError, UnicodeError):
         return None
 
@@ -72,31 +73,17 @@ def parsed(text: str, *, num_layers: int) -> PlanRecord:
         ConfigError: it is damaged, or of another version (what is wrong is said).
     """
     try:
-        found: Any = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{NAME} is no JSON ({error})") from None
-    if not isinstance(found, dict) or found.pop("version", None) != VERSION:
-        raise ConfigError(f"{NAME} is not of version {VERSION}")
-    expected: dict[str, Callable[[Any], bool]] = {
-        "key": _is_text, "source": lambda x: x in ("planned", "measured"),
-        "layers": lambda x: _is_list(x, _is_text) and len(x) == num_layers, "stages": lambda x: _is_list(x, _is_text),
-        "step": lambda x: type(x) is int and x >= 0,
-        "measures": lambda x: _is_list(x, lambda row: _is_list(row, lambda n: isinstance(n, (int, float)))),
-    }
-    wrong = sorted(found.keys() ^ expected.keys()) or [name for name, fits in expected.items() if not fits(found[name])]
+        found: Any = parse_json(text)
+        if not isinstance(found, dict) or found.pop("version", None) != VERSION:
+            raise ConfigError(f"{NAME} is not of version {VERSION}")
+        record = typed(PlanRecord, found)
+    except WrongContent as error:
+        raise ConfigError(f"{NAME}: {error}") from None
+    wrong = sorted(found.keys() ^ PlanRecord.__dataclass_fields__.keys())
     if wrong:
-        raise ConfigError(f"{NAME}: {wrong[0]} is missing, unknown or not what it should be")
-    for sites in found["layers"]:
+        raise ConfigError(f"{NAME}: {wrong[0]!r:.60} is missing or unknown")
+    if len(record.layers) != num_layers:
+        raise ConfigError(f"{NAME}: layers has {len(record.layers)} entries; expected {num_layers}")
+    for sites in record.layers:
         decided(filter(None, sites.split("+")))
-    return PlanRecord(
-        key=found["key"], source=found["source"], layers=tuple(found["layers"]), stages=tuple(found["stages"]),
-        step=found["step"], measures=tuple(map(tuple, found["measures"])),
-    )
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_list(value: Any, of: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list) and all(map(of, value))
+    return record

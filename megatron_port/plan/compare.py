@@ -5,7 +5,7 @@ The folder holds ``config.toml`` (resolved) and ``metrics.jsonl`` (docs/metrics.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
 import statistics
 from collections.abc import Iterator
@@ -18,6 +18,8 @@ from megatron_port.errors import DataError
 from megatron_port.plan.case import Case, case_of, machine_of
 from megatron_port.plan.memory import StageMemory, stage_memory
 from megatron_port.plan.step import StepPlan, plan_step
+from megatron_port.runtime.regular import open_regular
+from megatron_port.runtime.typed_json import Duration, Natural, WrongContent, parse_json, typed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +77,15 @@ def compare_run(folder: Path, *, warm_up: int = 1) -> Comparison:
     tokens = config.batch.global_batch_size * config.model.seq_length
     seconds, largest, first = [], None, None
     for row in _records(metrics):
-        if isinstance(row.get("memory_bytes"), int):
-            largest = max(largest or 0, row["memory_bytes"])
-        if "loss" not in row or not isinstance(row.get("seconds"), (int, float)):
+        if row.memory_bytes is not None:
+            largest = max(largest or 0, row.memory_bytes)
+        if row.loss is None or row.seconds is None:
             continue
-        first = row["step"] if first is None else first
-        rate = row.get("tokens_per_second")
-        whole = not isinstance(rate, (int, float)) or math.isclose(rate * row["seconds"], tokens, rel_tol=1e-3)
-        if row["step"] >= first + warm_up and whole:
-            seconds.append(float(row["seconds"]))
+        first = row.step if first is None else first
+        rate = row.tokens_per_second
+        whole = not isinstance(rate, (int, float)) or math.isclose(rate * row.seconds, tokens, rel_tol=1e-3)
+        if row.step >= first + warm_up and whole:
+            seconds.append(row.seconds)
     median = statistics.median(seconds) if seconds else None
     quartiles = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [median, median, median]
     on_cpu = config.backend.device == "cpu"
@@ -94,16 +96,23 @@ def compare_run(folder: Path, *, warm_up: int = 1) -> Comparison:
     )
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
+def _records(path: Path) -> Iterator[MeasuredStep]:
     """Whole lines of a metrics.jsonl; torn ones are passed over. (This package may not import ``telemetry``.)"""
-    with open(path, encoding="utf-8", errors="replace") as stream:
+    with open(open_regular(path, follow=True), "rb") as stream:
         for line in stream:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
-                yield row
+            with contextlib.suppress(WrongContent):
+                yield typed(MeasuredStep, parse_json(line))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredStep:
+    """What a comparison takes from a line of metrics.jsonl."""
+
+    step: Natural
+    loss: Any = None
+    seconds: Duration | None = None
+    tokens_per_second: Any = None
+    memory_bytes: Natural | None = None
 
 
 def render(found: Comparison) -> str:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from megatron_port.errors import EnvironmentFault
 from megatron_port.runtime.atomic import write_output
 from megatron_port.runtime.redact import redacted
+from megatron_port.runtime.regular import read_regular
 from megatron_port.runtime.slurm import compress_hosts, expand_hosts
+from megatron_port.runtime.typed_json import LARGEST, WrongContent, parse_json
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -39,8 +41,8 @@ def known(result: DataclassInstance) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """Return an object of this format. Raises EnvironmentFault for any other file; the message has which and why."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        value = parse_json(read_regular(path, LARGEST))
+    except (OSError, WrongContent) as error:
         raise EnvironmentFault(f"{path.name} cannot be read: {error}") from None
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise EnvironmentFault(f"{path.name} is not of format {FORMAT}; it is another version's")
@@ -55,7 +57,7 @@ def write_hosts(path: Path, hosts: Sequence[str]) -> None:
 def read_hosts(path: Path) -> list[str]:
     """Return the hosts of a list that :func:`write_hosts` wrote; none if it is not there."""
     try:
-        return expand_hosts(path.read_text(encoding="utf-8").strip())
+        return expand_hosts(read_regular(path, LARGEST).decode("utf-8", "replace").strip())
     except OSError:
         return []
 
@@ -63,7 +65,7 @@ def read_hosts(path: Path) -> list[str]:
 def read_reasons(path: Path) -> dict[str, str]:
     """Return node → reason, from lines with a tab between them; none if it is not there."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = read_regular(path, LARGEST).decode("utf-8", "replace").splitlines()
     except OSError:
         return {}
     return {name: reason for name, tab, reason in (line.partition("\t") for line in lines) if tab}

@@ -11,8 +11,10 @@ from typing import Any
 from megatron_port.config.schema import PreflightConfig
 from megatron_port.errors import EnvironmentFault
 from megatron_port.preflight import files
+from megatron_port.preflight.node_file import NetworkFile, NodeFile, NodeSpace
 from megatron_port.preflight.verdict import Medians, NodeIssue, NodeVerdict, judge
 from megatron_port.runtime.slurm import compress_hosts, same_host
+from megatron_port.runtime.typed_json import WrongContent, typed
 
 NODE_KEYS = ("cpus", "core", "gpus", "device_counts", "expected_devices", "missing_devices", "unmeasured", "vendor",
              "memory", "disk", "shm", "versions", "environment")
@@ -61,7 +63,8 @@ def read_nodes(folder: Path, hosts: Sequence[str], attempt: str) -> dict[str, Ma
             continue
         lacking = [key for key in NODE_KEYS if key not in content]
         if content.get("attempt") == attempt:
-            found[name] = f"{path.name} lacks {', '.join(lacking)}: it is another version's" if lacking else content
+            found[name] = f"{path.name} lacks {', '.join(lacking)}: it is another version's" if lacking else \
+                _typed_node(content, path.name)
         elif hosts:
             found[name] = f"did not answer in this job ({attempt}); {path.name} is of job {content.get('attempt')}"
     if not hosts:
@@ -71,6 +74,16 @@ def read_nodes(folder: Path, hosts: Sequence[str], attempt: str) -> dict[str, Ma
         own = next((n for n in found if n == host), None) or next((n for n in found if same_host(n, host)), None)
         out[host] = found[own] if own is not None else "did not answer: it wrote no file"
     return out
+
+
+def _typed_node(content: Mapping[str, Any], name: str) -> Mapping[str, Any] | str:
+    try:
+        node = typed(NodeFile, content)
+        for space in filter(None, (node.disk, node.shm)):
+            typed(NodeSpace, space)
+        return content
+    except WrongContent as error:
+        return f"{name} is not what a node writes: {error}"
 
 
 def make_report(nodes: Mapping[str, Mapping[str, Any] | str], limits: PreflightConfig,
@@ -92,12 +105,23 @@ def make_report(nodes: Mapping[str, Mapping[str, Any] | str], limits: PreflightC
 
 
 def read_network(folder: Path, attempt: str) -> dict[str, Any] | None:
-    """network.json, if it is there and of this attempt."""
+    """network.json, if it is there and of this attempt.
+
+    Raises:
+        EnvironmentFault: it is of this attempt, and not what the check of the network writes.
+    """
     try:
         content = files.read_json(folder / files.NETWORK)
     except EnvironmentFault:
         return None
-    return content if content.get("attempt") == attempt else None
+    if content.get("attempt") != attempt:
+        return None
+    try:
+        typed(NetworkFile, content)
+    except WrongContent as error:
+        raise EnvironmentFault(f"{folder / files.NETWORK} is not what `preflight network` writes: {error}; run it "
+                               "again") from None
+    return content
 
 
 def select(report: Report, number: int) -> list[str]:

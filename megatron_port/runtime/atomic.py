@@ -9,12 +9,14 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from megatron_port.errors import EnvironmentFault
+from megatron_port.runtime.regular import kind_of
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
@@ -116,6 +118,22 @@ def write_new(path: Path, data: bytes) -> bool:
     finally:
         with suppress(OSError):
             os.unlink(part)
+
+
+def append_line(path: Path, line: str, *, durable: bool = True) -> None:
+    """Append a line to a regular file, which is made where it is not there, with one call of the system.
+
+    Raises:
+        OSError: the file system refused, or something else is in its place: to write to a pipe would be to wait.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
+    with os.fdopen(os.open(path, flags, 0o666), "ab", buffering=0) as stream:
+        mode = os.fstat(stream.fileno()).st_mode
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, f"it is {kind_of(mode)}, not a regular file", str(path))
+        stream.write(line.encode() + b"\n")
+        if durable:
+            os.fsync(stream.fileno())
 
 
 def fsync_file(path: Path) -> None:

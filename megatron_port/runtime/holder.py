@@ -9,26 +9,31 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
 
+from megatron_port.config.ranges import Range
 from megatron_port.runtime.job import LOCAL, current_job, job_state
 from megatron_port.runtime.processes import born, process_space
+from megatron_port.runtime.typed_json import Natural, Seconds, right_fields
 
 EXIT_SECONDS = 2.0
 """A process of this machine that was just killed, or is about to end, gets this long to be gone."""
 POLL_SECONDS = 0.2
 ASK_SECONDS = 2.0
 """Between two questions to SLURM."""
+MOST_SILENCE = 24 * 3600.0
+"""Nobody is waited for any longer."""
+Patience = Annotated[float, Range(lambda x: 0 <= x <= MOST_SILENCE, "at most a day, in seconds")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
     """The attempt that holds a run folder: rank 0's process and its job."""
 
-    epoch: int = 0
+    epoch: Natural = 0
     """Fencing token: 1 for the first attempt in a folder, one more for each that follows."""
     attempt: str = LOCAL
     """``JOB.RESTART``, or local."""
@@ -37,20 +42,20 @@ class Holder:
     host: str = ""
     space: str = ""
     """``processes.process_space``: where ``pid`` means something."""
-    pid: int = 0
-    born: int = 0
+    pid: Natural = 0
+    born: Natural = 0
     """Start of the process, in clock ticks since boot."""
     job: str = ""
-    restart: int = 0
+    restart: Natural = 0
     step: str = ""
     cluster: str = ""
     series: str = ""
     array_job: str = ""
     array_task: str = ""
-    since: float = 0.0
+    since: Seconds = 0.0
     """Seconds since 1970 on its host; for people."""
-    heartbeat: int = 0
-    silence: float = 0.0
+    heartbeat: Natural = 0
+    silence: Patience = 0.0
     """Seconds without a heartbeat that this holder asks to be granted; it beats several times in them."""
     released: bool = False
     """It has ended and said so."""
@@ -61,14 +66,8 @@ class Holder:
 
     @staticmethod
     def from_json(values: Any) -> Holder | None:
-        """None if ``values`` are not those of a holder; unknown fields are left out."""
-        if not isinstance(values, Mapping):
-            return None
-        known = {f.name: type(f.default) for f in fields(Holder)}
-        taken: dict[str, Any] = {
-            name: value for name, value in values.items()
-            if name in known and (type(value) is known[name] or (known[name] is float and type(value) is int))
-        }
+        """None if ``values`` are not those of a holder; fields that are unknown or of a wrong type are left out."""
+        taken = right_fields(Holder, values)
         return Holder(**taken) if "epoch" in taken else None
 
     def describe(self) -> str:

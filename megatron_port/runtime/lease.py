@@ -26,11 +26,15 @@ from megatron_port.errors import ConfigError, EnvironmentFault
 from megatron_port.runtime.atomic import write_new, write_text
 from megatron_port.runtime.holder import Holder, Judgement, Life, judge, look, same_machine, this_process
 from megatron_port.runtime.job import one_task_at_a_time
+from megatron_port.runtime.regular import open_regular
+from megatron_port.runtime.typed_json import WrongContent, parse_json
 
 FOLDER = "lease"
 SILENCE_SECONDS = 60.0
 BEATS = 6
 """Heartbeats in the time after which a holder that is silent is taken for dead."""
+LAST_EPOCH = 10**18 - 1
+"""The largest number that a file's name can have."""
 KEPT = 16
 """Files of earlier epochs that stay."""
 
@@ -84,14 +88,14 @@ def read_holder(run_folder: Path, epoch: int) -> tuple[Holder, object]:
     """Return the holder in an epoch's file, and a mark that changes when it is written. A torn file names nobody."""
     path = lease_file(run_folder, epoch)
     try:
-        with open(path, encoding="utf-8", errors="replace") as stream:
+        with open(open_regular(path, follow=True), encoding="utf-8", errors="replace") as stream:
             status = os.fstat(stream.fileno())
             text = stream.read(1 << 16)
     except OSError:
         return Holder(epoch=epoch), None
     try:
-        found = Holder.from_json(json.loads(text))
-    except (ValueError, RecursionError):
+        found = Holder.from_json(parse_json(text))
+    except WrongContent:
         found = None
     return replace(found or Holder(), epoch=epoch), (text, status.st_mtime_ns)
 
@@ -276,6 +280,11 @@ def acquire(
                     raise _refusal(run_folder, holder, judgement, mine)
                 if not holder.released:
                     before = f"taking {run_folder} over from {holder.describe()}: {judgement.reason}"
+            if newest >= LAST_EPOCH:
+                raise EnvironmentFault(
+                    f"{lease_file(run_folder, newest)}: no epoch can follow {newest}, which no run reaches; remove "
+                    "that file if no attempt of this run is at work"
+                )
             claimed = replace(mine, epoch=newest + 1, since=time.time(), silence=silence_seconds)
             if _claim(run_folder, claimed) and newest_epoch(run_folder) == claimed.epoch:
                 _forget(run_folder, claimed.epoch)

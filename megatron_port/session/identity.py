@@ -24,6 +24,7 @@ from megatron_port.config.schema import RunConfig
 from megatron_port.errors import CheckpointError
 from megatron_port.runtime.atomic import write_bytes
 from megatron_port.runtime.lease import Fence
+from megatron_port.runtime.typed_json import Seconds, read_optional
 from megatron_port.telemetry.run_data import IDENTITY, PREVIOUS
 
 RECORDS = ("metrics.jsonl", "experts.jsonl", "events.jsonl", "ranks.jsonl", "outcome.json", "environment.json",
@@ -39,7 +40,7 @@ class Identity:
     name: str = ""
     config_hash: str = ""
     """Configuration hash of the latest attempt that trained."""
-    begun: float = 0.0
+    begun: Seconds = 0.0
     """Seconds since 1970; for people."""
     origin: dict[str, Any] | None = None
     """Run, commit and step of the other run's checkpoint that it began at; None: at step 0."""
@@ -57,12 +58,8 @@ def read_identity(run_folder: Path) -> Identity | None:
 
     Raises CheckpointError: its id is no name of a folder.
     """
-    try:
-        values = json.loads((run_folder / IDENTITY).read_text(encoding="utf-8"))
-        made = Identity(**{k: v for k, v in values.items() if k in Identity.__dataclass_fields__})
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        return None
-    if not isinstance(made.id, str) or not made.id:
+    made, _ = read_optional(run_folder / IDENTITY, Identity)
+    if made is None or not made.id:
         return None
     _check_id(made.id, run_folder / IDENTITY)
     return made

@@ -14,6 +14,8 @@ import numpy as np
 from megatron_port.config.schema import RunConfig
 from megatron_port.runtime.atomic import atomic_file
 from megatron_port.runtime.lease import LeaseLost
+from megatron_port.runtime.regular import open_regular
+from megatron_port.runtime.typed_json import parse_json
 from megatron_port.telemetry.expert_load import MEANS, LayerCounts, StarvingExperts, Sums
 from megatron_port.telemetry.metrics import Record
 
@@ -122,7 +124,8 @@ class ExpertSink:
 
 
 def _truncate(path: Path, resumed_step: int, guard: Callable[[], None]) -> None:
-    with open(path, encoding="utf-8", errors="replace") as old, atomic_file(path, guard=guard) as new:
+    source = open_regular(path, follow=True)
+    with open(source, encoding="utf-8", errors="replace") as old, atomic_file(path, guard=guard) as new:
         for row, line in _rows(old):
             if row is not None and row["step"] <= resumed_step:
                 new.write(line.encode())
@@ -134,7 +137,7 @@ def read_rows(path: Path, on_bad: Callable[[], None] = lambda: None) -> Iterator
     Means are sums again, as near as six digits tell. Raises OSError.
     """
     shape: tuple[int, ...] = ()
-    with open(path, encoding="utf-8", errors="replace") as stream:
+    with open(open_regular(path, follow=True), encoding="utf-8", errors="replace") as stream:
         for row, line in _rows(stream):
             if row is None or shape not in ((), row["counts"].tokens.shape):
                 if line.strip():
@@ -151,8 +154,8 @@ def _rows(stream: Any) -> Iterator[tuple[dict[str, Any] | None, str]]:
         if not line:
             return
         try:
-            yield _decoded(json.loads(line)), line
-        except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
+            yield _decoded(parse_json(line)), line
+        except (ValueError, TypeError, KeyError, OverflowError):
             yield None, line
 
 

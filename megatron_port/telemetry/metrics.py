@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_port.runtime.atomic import atomic_file
+from megatron_port.runtime.regular import open_regular
+from megatron_port.runtime.typed_json import WrongContent, parse_json
 
 FILE_NAME = "metrics.jsonl"
 LINE_CHARACTERS = 1 << 20
@@ -106,8 +108,8 @@ def decode(line: str) -> dict[str, Value] | None:
     time that no clock shows) is not a record: none of it is believed.
     """
     try:
-        raw = json.loads(line)
-    except (ValueError, RecursionError):
+        raw = parse_json(line)
+    except WrongContent:
         return None
     if not isinstance(raw, dict) or "step" not in raw:
         return None
@@ -143,7 +145,7 @@ def read_metrics(path: Path, on_bad: Callable[[int], None] | None = None) -> Ite
 
     ``on_bad`` is called with the number of each line that is passed over.
     """
-    with open(path, encoding="utf-8", errors="replace", newline="\n") as stream:
+    with open(open_regular(path, follow=True), encoding="utf-8", errors="replace", newline="\n") as stream:
         number, within = 0, False
         while line := stream.readline(LINE_CHARACTERS):
             first, within = not within, not line.endswith("\n")
@@ -203,7 +205,8 @@ class MetricsWriter:
 def _truncate(path: Path, resumed_step: int, guard: Callable[[], None]) -> None:
     """Keep whole lines of steps up to ``resumed_step``, one step line and one evaluation each."""
     seen: set[tuple[int, bool]] = set()
-    with open(path, encoding="utf-8", errors="replace") as old, atomic_file(path, guard=guard) as new:
+    source = open_regular(path, follow=True)
+    with open(source, encoding="utf-8", errors="replace") as old, atomic_file(path, guard=guard) as new:
         for line in old:
             record = decode(line)
             if record is None or record["step"] > resumed_step or resumed_step == 0:

@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 from megatron_port.errors import ConfigError, DataError
 from megatron_port.runtime.atomic import atomic_file, write_text
+from megatron_port.runtime.regular import open_regular, read_regular
+from megatron_port.runtime.typed_json import LARGEST, Natural, parse_json, typed
 
 FOLDER = "routes"
 """Name of the folder within a run's."""
@@ -36,11 +38,11 @@ _DTYPES: dict[str, np.dtype[Any]] = {"U8": np.dtype("<u1"), "U16": np.dtype("<u2
 class RouteIdentity:
     """Model and data that routes belong to; a run replays those that agree in all of it."""
 
-    num_experts: int
-    top_k: int
+    num_experts: Natural
+    top_k: Natural
     layers: tuple[int, ...]
     """Numbers of the layers with experts."""
-    seq_length: int
+    seq_length: Natural
     seed: int
     """Samples of a step follow from it."""
     drops: bool = False
@@ -59,7 +61,7 @@ class RouteIdentity:
         return _DTYPES["U8" if self.numbers <= 1 << 8 else "U16" if self.numbers <= 1 << 16 else "U32"]
 
 
-Runs = tuple[tuple[int, int], ...]
+Runs = tuple[tuple[Natural, Natural], ...]
 """Positions, as (start, length), in the order of the rows."""
 
 
@@ -136,6 +138,28 @@ def _files(folder: Path) -> list[tuple[int, int, Path]]:
     return sorted((int(m[1]), int(m[2]), path) for m, path in found if m)
 
 
+@dataclass(frozen=True)
+class _Tensor:
+    dtype: str
+    shape: tuple[Natural, ...]
+    data_offsets: tuple[Natural, Natural]
+
+
+@dataclass(frozen=True)
+class _Metadata:
+    __metadata__: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Samples:
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Spans:
+    spans: tuple[Runs, ...]
+
+
 @dataclass
 class _Header:
     """What a file of steps says of itself."""
@@ -143,15 +167,19 @@ class _Header:
     share: Share
     start: int
     """Bytes before the data."""
-    tensors: Mapping[str, Mapping[str, Any]]
+    tensors: Mapping[str, _Tensor]
     metadata: Mapping[str, str]
     checked: set[int] = field(default_factory=set)
     """Steps whose checksum was right."""
 
+    def samples(self, step: int) -> tuple[int, ...]:
+        """Return the numbers of a step's samples. ValueError, KeyError: it has none."""
+        return typed(_Samples, {"samples": parse_json(self.metadata[f"samples.{step}"])}).samples
+
     def shares(self, step: int) -> list[Share]:
         """Return the share of each sample of a step; none where it is that of the file."""
-        own = json.loads(self.metadata.get(f"runs.{step}", "[]"))
-        return [replace(self.share, runs=tuple((int(a), int(b)) for a, b in runs)) for runs in own]
+        own = typed(_Spans, {"spans": parse_json(self.metadata.get(f"runs.{step}", "[]"))}).spans
+        return [replace(self.share, runs=runs) for runs in own]
 
 
 class RouteFolder:
@@ -164,12 +192,10 @@ class RouteFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            values = json.loads((folder / IDENTITY).read_text(encoding="utf-8"))
+            values = parse_json(read_regular(folder / IDENTITY, LARGEST))
             if values.pop("schema") != SCHEMA:
                 raise ValueError("another version of the format")
-            known = {f.name: values[f.name] for f in fields(RouteIdentity)}
-            known["layers"], known["corpora"] = tuple(known["layers"]), tuple(map(tuple, known["corpora"]))
-            self.identity = RouteIdentity(**known)
+            self.identity = typed(RouteIdentity, values)
             self._files = _files(folder)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(
@@ -227,10 +253,16 @@ class RouteFolder:
     ) -> None:
         """Copy what the file has of the routes that are wanted."""
         header = self._header(path)
-        theirs = {sample: i for i, sample in enumerate(json.loads(header.metadata[f"samples.{step}"]))}
+        try:
+            theirs = {sample: i for i, sample in enumerate(header.samples(step))}
+            shares = header.shares(step)
+            if shares and len(shares) != len(theirs):
+                raise ValueError(f"{len(shares)} shares of {len(theirs)} samples in step {step}")
+        except (ValueError, KeyError) as error:
+            raise _damaged(path, error) from error
         layers = [(i, header.share.layers.index(n)) for i, n in enumerate(share.layers) if n in header.share.layers]
         wanted = [(i, theirs[n]) for i, n in enumerate(samples) if n in theirs]
-        shares, alike = header.shares(step), dict[Share, list[tuple[int, int]]]()
+        alike = dict[Share, list[tuple[int, int]]]()
         for pair in wanted:
             alike.setdefault(header.share if not shares else shares[pair[1]], []).append(pair)
         for held, pairs in alike.items():
@@ -248,14 +280,14 @@ class RouteFolder:
     def _header(self, path: Path) -> _Header:
         if path not in self._headers:
             try:
-                with open(path, "rb") as stream:
+                with open(open_regular(path, follow=True), "rb") as stream:
                     size = int.from_bytes(stream.read(8), "little")
-                    values = json.loads(stream.read(min(size, HEADER_BYTES)))
-                metadata = values.pop("__metadata__")
-                layers, runs = (json.loads(metadata[name]) for name in ("layers", "runs"))
-                share = Share(tuple(layers), tuple((int(a), int(b)) for a, b in runs))
-                self._headers[path] = _Header(share, 8 + size, values, metadata)
-            except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                    values = parse_json(stream.read(min(size, HEADER_BYTES)))
+                metadata = typed(_Metadata, values).__metadata__
+                share = typed(Share, {name: parse_json(metadata[name]) for name in ("layers", "runs")})
+                tensors = {k: typed(_Tensor, v) for k, v in values.items() if k != "__metadata__"}
+                self._headers[path] = _Header(share, 8 + size, tensors, metadata)
+            except (OSError, ValueError, KeyError) as error:
                 raise _damaged(path, error) from error
         return self._headers[path]
 
@@ -263,10 +295,9 @@ class RouteFolder:
         """Return a step's tensor, mapped; its checksum is verified once. Raises DataError."""
         try:
             entry = header.tensors[str(step)]
-            shape, (begin, _) = tuple(entry["shape"]), entry["data_offsets"]
-            want = (len(header.share.layers), len(json.loads(header.metadata[f"samples.{step}"])), header.share.rows,
-                    self.identity.top_k)
-            if shape != want or _DTYPES[entry["dtype"]] != self.identity.dtype:
+            shape, (begin, _) = entry.shape, entry.data_offsets
+            want = (len(header.share.layers), len(header.samples(step)), header.share.rows, self.identity.top_k)
+            if shape != want or _DTYPES[entry.dtype] != self.identity.dtype:
                 raise ValueError(f"shape {shape} where {want} is expected")
             data: Experts = np.memmap(path, self.identity.dtype, "r", header.start + begin, shape)
             if step not in header.checked and zlib.crc32(data.data) != int(header.metadata[f"crc32.{step}"]):

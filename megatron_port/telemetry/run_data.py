@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
-import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_port.errors import ConfigError
-from megatron_port.telemetry.metrics import FILE_NAME, LAST_SECOND, MOST, read_metrics
+from megatron_port.runtime.regular import open_regular, read_regular
+from megatron_port.runtime.typed_json import Natural, Seconds, WrongContent, parse_json, read_optional, typed
+from megatron_port.telemetry.metrics import FILE_NAME, read_metrics
+from megatron_port.telemetry.run_state import CONFIG_BYTES, OUTCOME, AttemptOutcome, RunEvent
 
 try:
     import tomllib
 except ImportError:  # Python 3.10
     import tomli as tomllib  # type: ignore[no-redef]
 
+T = TypeVar("T")
 FIELDS = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "seconds", "model_tflops_per_device",
           "hardware_tflops_per_device", "mfu", "hfu", "memory_bytes", "fragmentation_bytes", "loss_scale")
 IDENTITY = "run.json"
@@ -29,6 +33,44 @@ LINE_BYTES = 1 << 20
 MOST_EVENTS = 10_000
 SAMPLE = 20_001
 """Step times from which the median is taken: the latest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunMark:
+    """What a report takes from ``run.json``."""
+
+    id: str = ""
+    config_hash: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """What a report takes from ``environment.json``."""
+
+    commit: str | None = None
+    command: Any = None
+    host: str | None = None
+    system: Any = None
+    cpus: Any = None
+    device: Any = None
+    ranks: int | None = None
+    layout: Any = None
+    launcher: Any = None
+    attempt: Any = None
+    providers: Any = None
+    versions: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSpread:
+    """What a report takes from a line of ``ranks.jsonl``: seconds of a step over the ranks."""
+
+    step: Natural
+    median: Seconds
+    least: Seconds = 0.0
+    most: Seconds = 0.0
+    own_seconds: Mapping[str, Seconds] | None = None
+    slowest: Mapping[str, Seconds] | None = None
 
 
 POINTS = 480
@@ -120,16 +162,22 @@ class RunData:
     outcome: dict[str, Any] = field(default_factory=dict)
     left_out: dict[str, int] = field(default_factory=dict)
     """File → lines that are torn, or hold what no run writes."""
+    reasons: dict[str, str] = field(default_factory=dict)
+    """File → what is wrong with the first of them, where that is known."""
     facts: dict[str, float] = field(default_factory=dict)
     """Numbers of the whole run; ``LABELS`` of the report says which."""
 
-    def leave_out(self, file: str) -> None:
+    def leave_out(self, file: str, reason: str = "") -> None:
         """Count a line of ``file`` that is not believed."""
         self.left_out[file] = self.left_out.get(file, 0) + 1
+        if reason:
+            self.reasons.setdefault(file, f" ({reason})")
 
     def note(self) -> str:
         """Return what was left out, in words; empty: nothing."""
-        parts = [f"{n} line{'s' if n > 1 else ''} of {file}" for file, n in self.left_out.items()]
+        parts = [
+            f"{n} line{'s' if n > 1 else ''} of {file}{self.reasons.get(file, '')}" for file, n in self.left_out.items()
+        ]
         return f"left out, torn or not what a run writes: {', '.join(parts)}" if parts else ""
 
 
@@ -149,22 +197,26 @@ def read_around(run: RunData) -> None:
     """Read everything but metrics.jsonl: environment, outcome, events, the ranks' times, configuration."""
     folder = run.folder
     run.left_out.clear()
-    run.environment, run.outcome = _json(folder / "environment.json"), _json(folder / "outcome.json")
-    if not isinstance(run.environment.get("versions", {}), dict):
-        del run.environment["versions"]
-    run.events = _events(run, folder)
-    run.spread = list(_lines(run, "ranks.jsonl", _is_spread))
-    try:
-        run.config_text = (folder / "config.toml").read_text(encoding="utf-8")
-        run.config = dict(_flat(tomllib.loads(run.config_text)))
-    except (OSError, ValueError):
-        pass
+    run.reasons.clear()
+    environment, outcome = _object(run, "environment.json", Environment), _object(run, OUTCOME, AttemptOutcome)
+    run.environment = {} if environment is None else {k: v for k, v in asdict(environment).items() if v is not None}
+    run.outcome = {} if outcome is None else asdict(outcome)
+    run.events = _events(run)
+    run.spread = list(_lines(run, "ranks.jsonl", StepSpread))
+    with contextlib.suppress(FileNotFoundError):
+        try:
+            run.config_text = read_regular(folder / "config.toml", CONFIG_BYTES).decode()
+            run.config = dict(_flat(tomllib.loads(run.config_text)))
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError, RecursionError) as error:
+            run.leave_out("config.toml", str(error)[:200])
 
 
-def _events(run: RunData, folder: Path) -> list[dict[str, Any]]:
+def _events(run: RunData) -> list[dict[str, Any]]:
     """Return the run's own events. An attempt with other settings that failed before it trained is no part of it."""
-    identity = _json(folder / IDENTITY)
-    known, digest = identity.get("id"), identity.get("config_hash")
+    identity = _object(run, IDENTITY, RunMark) or RunMark()
+    known, digest = identity.id, identity.config_hash
 
     def ours(event: Mapping[str, Any]) -> bool:
         if not known:
@@ -173,7 +225,7 @@ def _events(run: RunData, folder: Path) -> list[dict[str, Any]]:
             return bool(event["run"] == known)
         return "config_hash" not in event or bool(event["config_hash"] == digest)
 
-    return [event for event in _lines(run, "events.jsonl", _is_event) if ours(event)]
+    return [event for event in _lines(run, "events.jsonl", RunEvent) if ours(event)]
 
 
 class MetricsSums:
@@ -258,52 +310,33 @@ def _facts(run: RunData, last: Mapping[str, Any], times: list[float], recent: li
     return facts
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+def _object(run: RunData, name: str, cls: type[T]) -> T | None:
+    """Return a file of one object; None: it is not there, or it is counted among what is not believed."""
+    found, fault = read_optional(run.folder / name, cls)
+    if fault:
+        run.leave_out(name, fault.partition(": ")[2] or fault)
+    return found
 
 
-def _lines(run: RunData, name: str, believed: Callable[[dict[str, Any]], bool]) -> Iterator[dict[str, Any]]:
-    """Objects of a file of JSON lines; others are counted and passed over."""
+def _lines(run: RunData, name: str, cls: type) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a file that have the fields of ``cls``, as tables; others are counted and passed over."""
     try:
-        with open(run.folder / name, encoding="utf-8", errors="replace") as stream:
-            for _ in range(MOST_EVENTS):
+        with open(open_regular(run.folder / name, follow=True), encoding="utf-8", errors="replace") as stream:
+            for number in range(1, MOST_EVENTS + 1):
                 line = stream.readline(LINE_BYTES)
                 if not line:
                     return
                 try:
-                    value = json.loads(line)
-                except (ValueError, RecursionError):
-                    value = None
-                if isinstance(value, dict) and believed(value):
+                    value = parse_json(line)
+                    typed(cls, value)
                     yield value
-                elif line.strip():
-                    run.leave_out(name)
-    except OSError:
+                except WrongContent as error:
+                    if line.strip():
+                        run.leave_out(name, f"line {number}: {error}")
+    except FileNotFoundError:
         return
-
-
-def _number(value: Any, most: float = MOST) -> bool:
-    return type(value) in (int, float) and 0 <= value < most
-
-
-def _is_event(line: Mapping[str, Any]) -> bool:
-    """Its time and its step, where it has them, are such."""
-    step = line.get("step", 0)
-    return _number(line.get("time", 0.0), LAST_SECOND) and (step is None or _number(step, 1 << 63))
-
-
-def _is_spread(line: Mapping[str, Any]) -> bool:
-    """Seconds of a step over the ranks."""
-    named = line.get("own_seconds") or line.get("slowest") or {}
-    return (
-        all(_number(line.get(name, 0.0), LAST_SECOND) for name in ("least", "most"))
-        and _number(line.get("median"), LAST_SECOND) and _number(line.get("step"), 1 << 63)
-        and isinstance(named, dict) and all(_number(seconds, LAST_SECOND) for seconds in named.values())
-    )
+    except OSError as error:
+        run.leave_out(name, error.strerror or str(error))
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_port.runtime.holder import Life
 from megatron_port.runtime.lease import life_of
+from megatron_port.runtime.regular import open_regular, read_regular
+from megatron_port.runtime.typed_json import REQUIRED, Natural, Seconds, WrongContent, parse_json, read_optional, typed
 from megatron_port.telemetry.metrics import FILE_NAME, decode
 
 try:
@@ -19,9 +21,38 @@ except ImportError:  # Python 3.10
     import tomli as tomllib  # type: ignore[no-redef]
 
 RUNNING, FINISHED, SAVED, FAILED, ENDED, NEW = "running", "finished", "saved", "failed", "ended", "new"
+OUTCOME = "outcome.json"
+CONFIG_BYTES = 1 << 20
+"""More than any config.toml has."""
 TAIL_BYTES = 1 << 16
 RECENT_S = 120.0
 """A run on a host that cannot be asked is taken to run if its last line is no older."""
+
+
+@dataclass(frozen=True)
+class AttemptOutcome:
+    """End of an attempt that reached its last step, or saved before it: ``outcome.json``."""
+
+    attempt: str = ""
+    status: str = field(default="", metadata=REQUIRED)
+    """finished | saved"""
+    step: Natural = field(default=0, metadata=REQUIRED)
+    """Optimizer steps done and committed."""
+    signal: str = ""
+    """The first signal, for ``saved``."""
+    time: Seconds = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEvent:
+    """What readers take from a line of ``events.jsonl``; a line has more."""
+
+    event: str = ""
+    time: Seconds = 0.0
+    step: Natural | None = None
+    message: str = ""
+    run: str = ""
+    config_hash: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,6 +73,8 @@ class RunState:
     """When the last line was written, in seconds since 1970."""
     why: str = ""
     """The signal, or what failed."""
+    left_out: str = ""
+    """What a file holds that no run writes, and that is not believed."""
 
     def body(self) -> dict[str, Any]:
         """Return the fields as JSON types, with the run's name."""
@@ -61,31 +94,32 @@ def run_state(folder: Path) -> RunState:
     """Return the state of the run in ``folder``; constant time, whatever the length of its files."""
     train, validation = _last_records(folder / FILE_NAME)
     newest = max((r for r in (train, validation) if r), key=lambda r: r.get("time", 0.0), default={})
-    outcome = _json(folder / "outcome.json")
-    event = next((e for e in _tail(folder / "events.jsonl") if e.get("event") in ("failed", "start", "finished")), {})
+    outcome, fault = read_optional(folder / OUTCOME, AttemptOutcome)
+    event = next((e for e in _tail(folder / "events.jsonl") if e.event in ("failed", "start", "finished")), RunEvent())
     steps = _steps(folder / "config.toml")
     step = int(train.get("step", 0))
     when = newest.get("time")
-    status, why = _status(folder, outcome, event, step=step, steps=steps, when=when)
+    status, why = _status(folder, outcome or AttemptOutcome(), event, step=step, steps=steps, when=when)
     return RunState(
         folder, status, step=step, steps=steps, loss=train.get("loss"),
         validation_loss=validation.get("validation_loss"), seconds=train.get("seconds"), time=when, why=why,
+        left_out=fault,
     )
 
 
 def _status(
-    folder: Path, outcome: dict[str, Any], event: dict[str, Any], *, step: int, steps: int | None, when: float | None
+    folder: Path, outcome: AttemptOutcome, event: RunEvent, *, step: int, steps: int | None, when: float | None
 ) -> tuple[str, str]:
     life = life_of(folder)
     recent = when is not None and time.time() - when < RECENT_S
     if life is Life.RUNS or (life is Life.UNKNOWN and recent):
         return RUNNING, ""
-    if outcome.get("status") == FINISHED and (steps is None or outcome.get("step", 0) >= steps):
+    if outcome.status == FINISHED and (steps is None or outcome.step >= steps):
         return FINISHED, ""
-    if event.get("event") == FAILED and float(event.get("time", 0.0)) >= float(outcome.get("time", 0.0)):
-        return FAILED, str(event.get("message", ""))[:200]
-    if outcome.get("status") == SAVED and outcome.get("step", -1) >= step:
-        return SAVED, str(outcome.get("signal", ""))
+    if event.event == FAILED and event.time >= outcome.time:
+        return FAILED, event.message[:200]
+    if outcome.status == SAVED and outcome.step >= step:
+        return SAVED, outcome.signal
     return (ENDED, "") if step else (NEW, "")
 
 
@@ -106,20 +140,16 @@ def _last_records(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return train, validation
 
 
-def _tail(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file of JSON lines, the last first, as far as its last bytes hold them."""
+def _tail(path: Path) -> Iterator[RunEvent]:
+    """Yield the events of a file of them, the last first, as far as its last bytes hold them."""
     for line in _tail_lines(path):
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
-            yield value
+        with contextlib.suppress(WrongContent):  # ``report`` counts them
+            yield typed(RunEvent, parse_json(line))
 
 
 def _tail_lines(path: Path) -> Iterator[str]:
     try:
-        with open(path, "rb") as stream:
+        with open(open_regular(path, follow=True), "rb") as stream:
             size = stream.seek(0, 2)
             stream.seek(max(0, size - TAIL_BYTES))
             data = stream.read(TAIL_BYTES)
@@ -129,17 +159,9 @@ def _tail_lines(path: Path) -> Iterator[str]:
     yield from reversed(lines if size <= TAIL_BYTES else lines[1:])
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
 def _steps(path: Path) -> int | None:
     try:
-        value = tomllib.loads(path.read_text(encoding="utf-8"))["training"]["steps"]
-    except (OSError, ValueError, KeyError, TypeError):
+        value = tomllib.loads(read_regular(path, CONFIG_BYTES).decode())["training"]["steps"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return value if type(value) is int else None

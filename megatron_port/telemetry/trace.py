@@ -11,16 +11,47 @@ import gzip
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_port.runtime.atomic import write_bytes
+from megatron_port.runtime.regular import open_regular
+from megatron_port.runtime.typed_json import Natural, WrongContent, parse_json, typed
 
 FOLDER = "profile"
 MERGED = "merged.json.gz"
 SPAN = 1000
 """Process numbers of the merged trace that a rank has."""
 _LARGEST = 1 << 31
+
+
+@dataclass(frozen=True)
+class PhaseSpan:
+    """A phase of a step, in nanoseconds since 1970."""
+
+    name: str
+    since: int
+    until: int
+
+
+@dataclass(frozen=True)
+class TracedRank:
+    """What a trace says of its rank."""
+
+    rank: Natural
+    host: str
+    coords: str
+    phases: tuple[PhaseSpan, ...]
+
+
+@dataclass(frozen=True)
+class RankTraceFile:
+    """What a rank's trace holds beside the profiler's own fields."""
+
+    rank: TracedRank
+    traceEvents: tuple[dict[str, Any], ...]
+    baseTimeNanoseconds: int = 0
 
 
 def trace_name(rank: int) -> str:
@@ -43,11 +74,13 @@ def merge(folder: Path) -> Path:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    with gzip.open(path, "rb") as stream:
-        trace = json.loads(stream.read(_LARGEST))
-    if not isinstance(trace, dict) or not isinstance(trace.get("rank"), dict) or "traceEvents" not in trace:
-        raise ValueError(f"{path}: not a trace that `train --profile` wrote")
-    return trace
+    with open(open_regular(path, follow=True), "rb") as packed, gzip.open(packed, "rb") as stream:
+        trace = parse_json(stream.read(_LARGEST))
+    try:
+        typed(RankTraceFile, trace)
+    except WrongContent as error:
+        raise ValueError(f"{path}: not a trace that `train --profile` wrote ({error})") from None
+    return dict(trace)
 
 
 def _base(trace: dict[str, Any]) -> int:
@@ -80,7 +113,7 @@ def rank_events(trace: dict[str, Any], origin: int) -> Iterator[dict[str, Any]]:
         if "id" in event:
             event["id"] = f"{rank}.{event['id']}"
         if event.get("ph") == "M" and event.get("name") == "process_name":
-            event["args"] = {"name": f"{named}: {event.get('args', {}).get('name', '')}"}
+            event["args"] = {"name": f"{named}: {dict(event.get('args') or {}).get('name', '')}"}
         elif event.get("ph") == "M" and event.get("name") == "process_sort_index":
             event["args"] = {"sort_index": event["pid"]}
         yield event

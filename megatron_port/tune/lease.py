@@ -12,17 +12,28 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from megatron_port.errors import EnvironmentFault
 from megatron_port.runtime.atomic import write_output
 from megatron_port.runtime.job import current_job
 from megatron_port.runtime.processes import born, process_space
+from megatron_port.runtime.typed_json import Natural, WrongContent, read_typed
 
 FILE_NAME = "running.json"
 GRACE_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningTuning:
+    """Contents of ``running.json``: processes as (number, birth)."""
+
+    tune: tuple[Natural, Natural]
+    trial: tuple[Natural, Natural]
+    space: str = ""
+    job: str = ""
 
 
 @contextlib.contextmanager
@@ -65,12 +76,12 @@ def claim(folder: Path) -> str:
     """
     path = folder / FILE_NAME
     try:
-        known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        tune, trial = (tuple(map(int, known[key])) for key in ("tune", "trial"))
-    except (OSError, ValueError, KeyError, TypeError):
+        known = read_typed(path, RunningTuning)
+    except (OSError, WrongContent):
         return ""
-    if known.get("space") != process_space():
-        if known.get("job") != _job():
+    tune, trial = known.tune, known.trial
+    if known.space != process_space():
+        if known.job != _job():
             return ""  # the end of its job ended it
         raise EnvironmentFault(
             f"{path}: a tuning on another machine, or in another container, may still measure in this folder; give "

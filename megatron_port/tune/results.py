@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from megatron_port.config.dump import leaves, toml_value
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import ConfigError, EnvironmentFault
 from megatron_port.runtime.atomic import write_output
+from megatron_port.runtime.typed_json import Natural, Rows, Seconds, read_rows
 
 FORMAT = 1
 FILE_NAME = "results.jsonl"
@@ -30,7 +31,7 @@ class Trial:
     """Trial of one layout."""
 
     key: str
-    world: int
+    world: Natural
     """Devices."""
     parameters: dict[str, Any]
     """``tune.space.PARAMETERS``."""
@@ -46,7 +47,7 @@ class Trial:
     """(largest − smallest) ÷ median of the measured steps; with several starts of the starts' medians."""
     runs: tuple[float, ...] = ()
     """Measured, of one step: the median of each start (``tune.settle``)."""
-    memory_bytes: int | None = None
+    memory_bytes: Natural | None = None
     """As metrics.jsonl has it (rank 0; on a CPU the resident size of its process)."""
     model_tflops: float | None = None
     """Model TFLOP/s of one device."""
@@ -54,12 +55,21 @@ class Trial:
     error: str = ""
     command: str = ""
     wall_seconds: float = 0.0
-    time: float = 0.0
+    time: Seconds = 0.0
 
     @property
     def starts(self) -> tuple[float, ...]:
         """``runs``; of files from before starts were counted the one that there was."""
         return tuple(self.runs) or (() if self.seconds is None else (self.seconds,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultsHead:
+    """The first line of the file."""
+
+    format: int = 0
+    run: str = ""
+    name: str = ""
 
 
 def key_of(settings: dict[str, Any], world: int) -> str:
@@ -85,6 +95,8 @@ class Results:
     run: str
     name: str
     trials: dict[str, Trial] = field(default_factory=dict)
+    left_out: str = ""
+    """Lines of the file that no tuning writes, in words; they are gone once a trial is added."""
 
     @classmethod
     def open(cls, folder: Path, config: RunConfig, steps: int, *, fresh: bool = False) -> Results:
@@ -98,23 +110,21 @@ class Results:
         out = cls(path, run, config.name)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lines = [] if fresh or not path.exists() else path.read_text(encoding="utf-8").splitlines()
+            heads = Rows[ResultsHead](path.name) if fresh else read_rows(path, ResultsHead)
         except OSError as error:
             raise EnvironmentFault(f"{path}: {error.strerror or error}") from None
-        rows = [row for row in map(_decode, lines) if row is not None]
-        if not rows:
+        head = next((row for row in heads.rows if row.format or row.run), None)
+        if head is None and not heads.rows and not heads.bad:
             return out
-        head = rows[0]
-        if head.get("format") != FORMAT or head.get("run") != run:
+        if head is None or head.format != FORMAT or head.run != run:
+            whose = repr(head.name) if head is not None and head.name else "another run"
             raise ConfigError(
-                f"{path} holds trials of {head.get('name', 'another run')!r} that cannot be compared with this one's "
+                f"{path} holds trials of {whose} that cannot be compared with this one's "
                 "(another model, batch, precision, engine, or number of steps); give another --out, or --fresh to "
                 "begin anew"
             )
-        known = {f.name for f in fields(Trial)}
-        for row in rows[1:]:
-            trial = Trial(**{k: v for k, v in row.items() if k in known})
-            out.trials[trial.key] = trial
+        read = read_rows(path, Trial, skip=1)
+        out.trials, out.left_out = {trial.key: trial for trial in read.rows}, read.note()
         return out
 
     def add(self, trial: Trial) -> None:
@@ -128,11 +138,3 @@ class Results:
         """Return the trials that worked, by tokens per second and device, best first."""
         good = [t for t in self.trials.values() if t.status == OK and t.model_tflops is not None]
         return sorted(good, key=lambda t: -(t.model_tflops or 0.0))
-
-
-def _decode(line: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None

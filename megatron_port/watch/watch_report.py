@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_port.runtime.atomic import write_text
+from megatron_port.runtime.atomic import append_line, write_text
 from megatron_port.runtime.logging import ranks_text
 from megatron_port.runtime.redact import redact, redacted
 from megatron_port.watch.format import Stack, stack_text
@@ -73,8 +73,7 @@ def add_spread(folder: Path, record: Mapping[str, object]) -> None:
 
 
 def _append(path: Path, record: Mapping[str, object]) -> None:
-    line = json.dumps(redacted({"time": time.time(), **record})) + "\n"
+    line = json.dumps(redacted({"time": time.time(), **record}))
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab", buffering=0) as stream:
-            stream.write(line.encode())
+        append_line(path, line, durable=False)

@@ -77,6 +77,30 @@ def test_a_submission_keeps_all_that_the_job_reads(queue: Path, capsys: pytest.C
     assert not [p for p in place.rglob("*") if p.name.endswith(".tmp")]
 
 
+@pytest.mark.parametrize(("options", "kept"), [
+    (["--export=ALL,KEY=s3cretvalue"], ["--export=ALL,KEY=***"]),
+    (["-N4", "--export", "KEY=s3cretvalue,more", "--exclusive"], ["-N4", "--export", "KEY=***,***", "--exclusive"]),
+    (["--export=A,B='x=s3cretvalue,c=s3cretvalue',HOME"], ["--export=A,B=***,***"]),
+    (["--comment=s3cretvalue", "--export=NONE"], ["--comment=***", "--export=NONE"]),
+    (["--comment=password=s3cretvalue"], ["--comment=password=***"]),
+])
+def test_no_secret_of_sbatchs_options_is_kept(
+    queue: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, options: list[str],
+    kept: list[str],
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "s3cretvalue")
+    assert submit("--dry-run", "--", *options) == 0 and submit("--", *options) == 0
+    assert "s3cretvalue" not in "".join(capsys.readouterr())
+    assert records.read_record(record(queue)).options == tuple(kept)
+    assert (queue / "sbatched").read_text().splitlines()[-1].startswith(f"--parsable {' '.join(options)} ")
+    code = record(queue) / "code"
+    files = [f for f in (queue / "runs").rglob("*") if f.is_file() and code not in f.parents]
+    assert files and not [f for f in files if b"s3cretvalue" in f.read_bytes()]
+    tool(queue, "sbatch", "echo refused; exit 1\n")
+    assert submit("--set", "name=other", "--", *options) == 3
+    assert "s3cretvalue" not in "".join(capsys.readouterr())
+
+
 def test_a_second_submission_is_refused_while_the_first_lives(queue: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert submit() == 0
     squeue(queue, "99|99|RUNNING|None|2|N/A|/elsewhere", "123|123|PENDING|Priority|4|N/A|job.sh")

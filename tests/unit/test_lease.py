@@ -22,6 +22,7 @@ from megatron_port.errors import EXIT_CONFIG, ConfigError, EnvironmentFault
 from megatron_port.runtime import lease as leases
 from megatron_port.runtime.holder import Holder, Life, look, this_process
 from megatron_port.runtime.lease import (
+    FOLDER,
     FolderInUse,
     LeaseLost,
     acquire,
@@ -460,6 +461,39 @@ def test_old_files_are_forgotten_and_a_late_claim_of_a_forgotten_epoch_fails(tmp
     assert len(names) == leases.KEPT and names[-1] == f"epoch-{leases.KEPT + 5:08d}.json"
     assert leases._claim(folder, Holder(epoch=1))  # its file is gone, so it can be made; and it is not the newest
     assert newest_epoch(folder) == leases.KEPT + 5
+
+
+@pytest.mark.parametrize("epoch", [10**18 - 1, 10**18, 10**30])
+def test_a_number_that_no_run_reaches_is_refused_or_passed_over(tmp_path: Path, epoch: int) -> None:
+    """The next number would have more digits than the names of these files have."""
+    place = tmp_path / FOLDER / f"epoch-{epoch}.json"
+    place.parent.mkdir()
+    place.write_text(json.dumps({"epoch": epoch, "released": True}))
+    if len(str(epoch)) == 18:
+        with pytest.raises(EnvironmentFault, match=rf"no epoch can follow {epoch}, which no run reaches; remove that"):
+            acquire(tmp_path, silence_seconds=0.2)
+    else:
+        acquire(tmp_path, silence_seconds=0.2).release()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_pipe_in_the_place_of_a_lease_names_nobody_and_is_not_opened(
+    tmp_path: Path, make: Callable[[Path], None],
+) -> None:
+    (tmp_path / FOLDER).mkdir()
+    make(tmp_path / FOLDER / "epoch-00000004.json")
+    refuse_if_held(tmp_path)
+    held = acquire(tmp_path, silence_seconds=0.3)
+    assert held.epoch == 5
+    held.release()
+
+
+@pytest.mark.parametrize("silence", [1e300, 1e9, "x", -1, float("inf")])
+def test_nobody_waits_for_ever_for_a_holder(tmp_path: Path, silence: object) -> None:
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / "epoch-00000001.json").write_text(json.dumps({"epoch": 1, "host": "n", "silence": silence}))
+    assert read_holder(tmp_path, 1)[0].silence == 0
+    acquire(tmp_path, silence_seconds=0.3).release()
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
