@@ -110,7 +110,7 @@ class BuildContext:
         if rotation not in self._rotary:
             # The tables carry attention_scale too.
             needed = rotation != "none" or self.model.attention_scale > 0
-            self._rotary[rotation] = RotaryTables(self.model, rotation) if needed else None
+            self._rotary[rotation] = RotaryTables(self.model, rotation, self.dtype) if needed else None
         return self._rotary[rotation]
 
     def column(

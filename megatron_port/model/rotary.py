@@ -19,7 +19,7 @@ from megatron_port.parallel.positions import Positions
 _KEPT = 8
 """Sets of positions whose rows are kept: those of the micro-batches in flight, where each has its own."""
 Tables = tuple[torch.Tensor, torch.Tensor]
-"""cos and sin, float32 [rows, head_size / 2]"""
+"""cos and sin, float32 [rows, head_size / 2]; float64 of a model in float64 that has a factor on its scores"""
 
 
 def frequencies(model: ModelConfig, device: torch.device | str, rotation: Rotation = "usual") -> torch.Tensor:
@@ -29,7 +29,8 @@ def frequencies(model: ModelConfig, device: torch.device | str, rotation: Rotati
     """
     size, rotated = model.head_size, model.rotary_size
     exponent = torch.arange(0, rotated, 2, dtype=torch.int64, device=device).float() / rotated
-    inverse = 1.0 / (model.window_rope_theta if rotation == "window" else model.rope_theta) ** exponent
+    wave = (model.window_rope_theta if rotation == "window" else model.rope_theta) ** exponent  # tokens per radian
+    inverse = 1.0 / wave
     if rotation != "usual":
         inverse = inverse if rotation == "window" else torch.zeros_like(inverse)
     elif model.rope_scaling == "linear":
@@ -37,7 +38,7 @@ def frequencies(model: ModelConfig, device: torch.device | str, rotation: Rotati
     elif model.rope_scaling == "llama3":
         inverse = _llama3(inverse, model)
     elif model.rope_scaling == "yarn":
-        inverse = _yarn(inverse, model)
+        inverse = _yarn(wave, model)
     return torch.cat((inverse, torch.zeros((size - rotated) // 2, device=device)))
 
 
@@ -55,8 +56,11 @@ def _llama3(inverse: torch.Tensor, model: ModelConfig) -> torch.Tensor:
     return torch.where(between, blended, stretched)
 
 
-def _yarn(inverse: torch.Tensor, model: ModelConfig) -> torch.Tensor:
-    """YaRN's rule: pairs that turn ``rope_beta_fast`` times or more in the original context stay, those that turn
+def _yarn(wave: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+    """Return YaRN's frequencies for the usual ``wave``, rounded where transformers rounds: at position 100,000 the last
+    bit of a frequency is 0.006 radians.
+
+    Pairs that turn ``rope_beta_fast`` times or more in the original context stay, those that turn
     ``rope_beta_slow`` times or fewer are divided by the factor, with a ramp over the pairs between. Its ends are whole
     pairs or, without ``rope_truncate``, where these turns lie."""
     last = model.rotary_size - 1
@@ -70,29 +74,30 @@ def _yarn(inverse: torch.Tensor, model: ModelConfig) -> torch.Tensor:
     if model.rope_truncate:
         fast, slow = math.floor(fast), math.ceil(slow)
     first, stop = max(fast, 0), min(slow, last)
-    pairs = torch.arange(len(inverse), device=inverse.device).float()
-    divided = ((pairs - first) / ((stop - first) or 1e-3)).clamp(0, 1)
-    return inverse / model.rope_factor * divided + inverse * (1 - divided)
+    pairs = torch.arange(len(wave), device=wave.device).float()
+    kept = 1 - ((pairs - first) / ((stop - first) or 1e-3)).clamp(0, 1)
+    return 1.0 / (model.rope_factor * wave) * (1 - kept) + 1.0 / wave * kept
 
 
-def table_factors(model: ModelConfig, rotation: Rotation = "usual") -> tuple[float, float]:
-    """Return the factors on cos and sin of the pairs that turn and of those that do not, by which queries and keys are
-    both multiplied: YaRN's, for the first alone, where it scales the frequencies, and the square root of what
+def yarn_factor(model: ModelConfig, rotation: Rotation = "usual") -> float:
+    """Return the factor on cos and sin of the pairs that turn, where YaRN scales their frequencies."""
+    if model.rope_scaling != "yarn" or rotation != "usual":
+        return 1.0
+    return model.rope_attention_factor or 1.0 + 0.1 * math.log(model.rope_factor)
+
+
+def score_factor(model: ModelConfig) -> float:
+    """Return the factor on queries and keys, thus on all pairs' cos and sin: the square root of what
     ``attention_scale`` changes in their products."""
-    yarn, scale = 1.0, 1.0
-    if model.rope_scaling == "yarn" and rotation == "usual":
-        yarn = model.rope_attention_factor or 1.0 + 0.1 * math.log(model.rope_factor)
-    if model.attention_scale:
-        scale = math.sqrt(model.attention_scale * math.sqrt(model.head_size))
-    return yarn * scale, scale
+    return math.sqrt(model.attention_scale * math.sqrt(model.head_size)) if model.attention_scale else 1.0
 
 
 class RotaryTables:
     """cos and sin of a model, made once and shared by all its layers of a kind of rotation. Those that do not rotate
     take the tables for their factor alone: all angles are 0."""
 
-    def __init__(self, model: ModelConfig, rotation: Rotation = "usual") -> None:
-        self.model, self.rotation = model, rotation
+    def __init__(self, model: ModelConfig, rotation: Rotation = "usual", dtype: torch.dtype = torch.float32) -> None:
+        self.model, self.rotation, self.dtype = model, rotation, dtype
         self._made: dict[torch.device, Tables] = {}
         self._gathered: dict[tuple[torch.device, Positions], Tables] = {}
 
@@ -123,7 +128,11 @@ class RotaryTables:
                 torch.arange(rows, device=device).float(), frequencies(self.model, device, self.rotation)
             )
             cos, sin, turning = angle.cos(), angle.sin(), self.model.rotary_size // 2
-            for pairs, factor in zip((slice(turning), slice(turning, None)), table_factors(self.model, self.rotation)):
+            yarn, scale = yarn_factor(self.model, self.rotation), score_factor(self.model)
+            if self.dtype == torch.float64 and scale != 1.0:  # rounded to float32, products would be 1e-7 off
+                cos, sin = (torch.cat((t[:, :turning] * yarn, t[:, turning:]), dim=1).double() for t in (cos, sin))
+                yarn = 1.0
+            for pairs, factor in ((slice(turning), yarn * scale), (slice(turning, None), scale)):
                 if factor != 1.0:
                     cos[:, pairs] *= factor
                     sin[:, pairs] *= factor

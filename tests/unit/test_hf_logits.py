@@ -1,7 +1,7 @@
 """The models of every family give transformers' logits: an oracle that nobody here wrote.
 
-Weights are scaled by 5: at the usual 0.02 even a wrong activation changes the
-logits by only 1e-5. max|Δ| ÷ max|logit| must be under 1e-6 in fp32.
+Weights are scaled by 5: at the usual 0.02 even a wrong activation changes the logits by only 1e-5. How close they must
+be, logit_bounds.py says.
 """
 
 from __future__ import annotations
@@ -13,50 +13,13 @@ from typing import Any
 import hf_models as hf
 import pytest
 import torch
+from logit_bounds import FP64, errors_of, logit_errors, stage_of, to_double
 
-from megatron_port.backend.providers import torch_providers
-from megatron_port.config.schema import LayoutConfig, ModelConfig
-from megatron_port.engine.module import read_local, recorded_parameters
+from megatron_port.engine.module import recorded_parameters
 from megatron_port.interop.hf_files import HFFolder
-from megatron_port.model.build import BuildContext
-from megatron_port.model.gpt import GPTStage
-from megatron_port.parallel.buffers import recorded_buffers
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.state import BUFFER, WEIGHT
 from megatron_port.parity.comparison import gradient_deviation
-from megatron_port.session.weights import Weights
 
 pytest.importorskip("transformers")
-BOUND = 1e-6
-
-
-def stage_of(
-    folder: HFFolder | Weights, model: ModelConfig | None = None, dtype: torch.dtype = torch.float32, *,
-    position_reset: bool = False,
-) -> GPTStage:
-    """Our model of a folder or of other weights (or another, with those), in plain torch."""
-    ctx = ParallelContext.single()
-    model = model or folder.model
-    stream = DropoutStream(0, ctx.device)
-    stream.enabled = False
-    context = BuildContext(
-        model=model, layout=LayoutConfig(vocab_padding_multiple=8), ctx=ctx, providers=torch_providers(), stream=stream,
-        dtype=dtype, position_reset=position_reset,
-    )
-    stage = GPTStage(context, start=0, stop=model.num_layers).eval()
-    for record, parameter in recorded_parameters(stage):
-        read_local(folder.read, record, WEIGHT, parameter)
-    for record, buffer in recorded_buffers(stage):
-        read_local(folder.read, record, BUFFER, buffer)
-    return stage
-
-
-def deviation(stage: GPTStage, reference: Any) -> float:
-    tokens = torch.randint(0, hf.VOCABULARY, (3, 32), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        ours = stage(tokens).transpose(0, 1)[..., : hf.VOCABULARY]
-        return hf.relative(ours, reference(tokens).logits)
 
 
 CASES = {
@@ -131,11 +94,15 @@ CASES = {
 }
 
 
+# transformers has ten digits of √(2/π) in gelu_fast, and DeepSeek-V2 rotates with complex numbers of float32.
+INEXACT = {"neox half rotary, sequential": 1e-11, "deepseek_v2": 1e-7}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_logits(case: str, tmp_path: Path) -> None:
     reference = hf.reference(CASES[case]())
     folder = HFFolder(hf.saved(reference, tmp_path, shard="40KB"))
-    assert deviation(stage_of(folder), reference) <= BOUND
+    logit_errors(folder, reference).check(INEXACT.get(case, FP64))
 
 
 @pytest.mark.parametrize("case", ["gpt2 tanh", "llama llama3"])
@@ -143,7 +110,7 @@ def test_documents_within_a_sample(case: str, tmp_path: Path) -> None:
     """transformers gets the mask in full and each document's own positions; ours gets where documents start, and counts
     learned positions from there. Rotary ones stay: their differences are the same."""
     reference = hf.reference(CASES[case]())
-    stage = stage_of(HFFolder(hf.saved(reference, tmp_path)), position_reset=case.startswith("gpt2"))
+    folder = HFFolder(hf.saved(reference, tmp_path))
     tokens = torch.randint(0, hf.VOCABULARY, (3, 32), generator=torch.Generator().manual_seed(1))
     row = torch.arange(32)
     starts = torch.stack([
@@ -152,13 +119,24 @@ def test_documents_within_a_sample(case: str, tmp_path: Path) -> None:
     ])
     seen = (row >= starts[..., None]) & (row <= row[:, None])
     bias = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[:, None]
-    assert stage.embedding is not None
-    stage.embedding.residual.stream.set_micro_batch(0, (0, 1, 2), document_starts=starts.to(torch.int32))
+
+    def ours(dtype: torch.dtype) -> torch.Tensor:
+        stage = stage_of(folder, dtype=dtype, position_reset=case.startswith("gpt2"))
+        assert stage.embedding is not None
+        stage.embedding.residual.stream.set_micro_batch(0, (0, 1, 2), document_starts=starts.to(torch.int32))
+        return stage(tokens).transpose(0, 1)[..., : hf.VOCABULARY]
+
     with torch.no_grad():
-        ours = stage(tokens).transpose(0, 1)[..., : hf.VOCABULARY]
-        theirs = reference(tokens, attention_mask=bias, position_ids=row - starts).logits
-        assert hf.relative(ours, theirs) <= BOUND
-        assert hf.relative(ours, reference(tokens).logits) > 1e-2
+        assert hf.relative(ours(torch.float32), reference(tokens).logits) > 1e-2
+
+    def theirs() -> torch.Tensor:
+        logits: torch.Tensor = reference(
+            tokens, attention_mask=bias.to(reference.dtype), position_ids=row - starts
+        ).logits
+        return logits
+
+    # cos and sin of other positions are rounded to float32 in another way.
+    errors_of(reference, ours, theirs).check(FP64 if case.startswith("gpt2") else 1e-6)
 
 
 def test_the_embeddings_scale_is_rounded_before_it_is_applied(tmp_path: Path) -> None:
@@ -177,20 +155,13 @@ def test_the_embeddings_scale_is_rounded_before_it_is_applied(tmp_path: Path) ->
     ("olmo2", {"num_key_value_heads": 1}), ("smollm3", {}), ("gptj", {}), ("falcon", {}),
     ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}), ("gemma2", {"query_pre_attn_scalar": 24}),
     ("gemma3_text", {"rope_parameters": hf.GEMMA_ROPE}), ("mixtral", {}), ("qwen2_moe", {}), ("qwen3_moe", {}),
-    ("olmoe", {}), ("deepseek_v3", {}), ("gpt_oss", {}),
+    ("olmoe", {}), ("deepseek_v3", {}), ("gpt_oss", {}), ("granite", hf.FACTORS),
 ])
 def test_logits_and_gradients_in_fp64(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    """In double, where neither rounds to float32, nothing is left of the difference, however sharp scores are.
-
-    A scale of the scores is not among them: ours is a factor on the tables of cos and sin, which are in float32.
-    """
+    """In double, where neither rounds to float32, nothing is left of the difference, however sharp scores are."""
     reference = hf.reference(hf.small(family, **changes))
     folder = HFFolder(hf.saved(reference, tmp_path))
-    rotary = [m for name, m in reference.named_modules() if name.endswith("rotary_emb")]
-    frequencies = [(m, name, buffer.float()) for m in rotary for name, buffer in m.named_buffers()]
-    reference.double()
-    for module, name, buffer in frequencies:
-        setattr(module, name, buffer)  # these define the model
+    to_double(reference)
     tokens, stage = torch.arange(96).view(3, 32), stage_of(folder, dtype=torch.float64)
     labels = tokens.roll(-1, 1)
     mine = stage(tokens)
@@ -199,11 +170,11 @@ def test_logits_and_gradients_in_fp64(family: str, changes: dict[str, Any], tmp_
     with hf.in_double(reference):
         theirs = reference(tokens).logits
         torch.nn.functional.cross_entropy(theirs.flatten(0, 1), labels.flatten(), reduction="sum").backward()
-    assert hf.relative(ours, theirs.detach()) <= 1e-12
+    assert hf.relative(ours, theirs.detach()) <= FP64
     theirs = hf.in_files(reference, {n: p.grad for n, p in reference.named_parameters()})
     exact = hf.in_our_names(folder.model, family, theirs)
     found = {r.name: r.local_view(p.grad) for r, p in recorded_parameters(stage) if p.grad is not None}
-    assert gradient_deviation(exact, found, folder.model)[0][0] <= 1e-12
+    assert gradient_deviation(exact, found, folder.model)[0][0] <= FP64
 
 
 @pytest.mark.parametrize(
@@ -238,10 +209,11 @@ def test_logits_and_gradients_in_fp64(family: str, changes: dict[str, Any], tmp_
     ],
 )
 def test_a_wrong_option_is_seen(case: str, change: dict[str, Any], tmp_path: Path) -> None:
-    """The bound can fail: each option, changed alone, exceeds it."""
+    """The bound can fail: each option, changed alone, exceeds ten times it."""
     reference = hf.reference(CASES[case]())
     folder = HFFolder(hf.saved(reference, tmp_path))
     of_experts = {name.removeprefix("moe."): value for name, value in change.items() if name.startswith("moe.")}
     model = replace(folder.model, moe=replace(folder.model.moe, **of_experts))
     changed = replace(model, **{name: value for name, value in change.items() if not name.startswith("moe.")})
-    assert deviation(stage_of(folder, changed), reference) > 10 * BOUND
+    errors = logit_errors(folder, reference, changed)
+    assert errors.ours > 10 * errors.allowed and errors.ours_fp64 > 10 * errors.allowed

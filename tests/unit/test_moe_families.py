@@ -13,7 +13,7 @@ import hf_models as hf
 import pytest
 import torch
 from interop_cases import GPT2, saved
-from test_hf_logits import stage_of
+from logit_bounds import stage_of
 
 from megatron_port.backend.providers import torch_providers
 from megatron_port.checkpoint.reader import open_checkpoint
