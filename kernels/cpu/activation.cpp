@@ -1,6 +1,7 @@
 // GELU of x + bias and SwiGLU; include/activation.h says what they compute.
 #include "activation.h"
 
+#include "sums.h"
 #include "vmath.h"
 // After the functions that it takes from there.
 #include "gelu.h"
@@ -57,12 +58,11 @@ int32_t gelu_backward(
 #pragma omp parallel for schedule(static) if (rows * cols > kParallelFrom)
   for (int64_t slot = 0; slot < slots; slot++) {
     std::vector<float> a(cols), b(cols), out(cols), unused(dbias != nullptr ? 0 : cols);
-    float* sum = dbias != nullptr ? partial + slot * cols : unused.data();
-    memset(sum, 0, cols * sizeof(float));
+    RowSums sums(dbias != nullptr ? partial + slot * cols : unused.data(), cols);
     for (int64_t row = slot * rows / slots; row < (slot + 1) * rows / slots; row++) {
       const float* in = row_as_floats(x + row * cols, a.data(), cols);
       const float *d = row_as_floats(dy + row * cols, b.data(), cols), *add = shift.data();
-      float* to = row_for_floats(dx + row * cols, out.data());
+      float *to = row_for_floats(dx + row * cols, out.data()), *sum = sums.next();
       for (int64_t c = 0; c < cols; c++) {
         const float g = d[c] * gelu_slope<APPROXIMATE>(in[c] + add[c]);
         to[c] = g;
@@ -70,6 +70,7 @@ int32_t gelu_backward(
       }
       put_row(to, dx + row * cols, cols);
     }
+    sums.finish();
   }
   if (dbias == nullptr) return MP_OK;
   for (int64_t slot = 1; slot < slots; slot++) {

@@ -11,6 +11,7 @@
 
 #include "common.h"
 #include "mask_row.h"
+#include "sums.h"
 #include "tiles.h"
 #include "vmath.h"
 
@@ -18,6 +19,8 @@ namespace mp {
 namespace {
 
 constexpr int64_t kQueries = 32;  // of a block
+constexpr int64_t kBlocks = 64;   // whose gradients of keys and values are added in a row
+constexpr int64_t kKeys = 256;    // whose weighted rows are added in a row
 
 // Keys [low, high) that each query of a sample sees.
 struct Seen {
@@ -86,7 +89,8 @@ struct Space {
   int64_t wide, long_;
   std::vector<float> store, factor;  // factor: of a row of probabilities, where there is dropout
   MaskRow room;
-  float *k, *k_turned, *v, *v_turned, *q, *dout, *scores, *dscores, *sum, *dk, *dv;
+  int64_t blocks = 0;  // that dk and dv have since they were added to their totals
+  float *k, *k_turned, *v, *v_turned, *q, *dout, *scores, *dscores, *sum, *dk, *dv, *dk_total, *dv_total;
 
   Space(const mp_attention_shape& s, bool backward, bool masked)
       : wide(whole(s.d, kAcross)),
@@ -95,15 +99,46 @@ struct Space {
         room(masked ? s.keys : 0) {
     const int64_t head = long_ * wide, block = kQueries * wide, square = kQueries * long_;
     const int64_t sizes[] = {head, head, head, backward ? head : 0, block, backward ? block : 0, square,
-                             backward ? square : 0, block, backward ? head : 0, backward ? head : 0};
-    float** places[] = {&k, &k_turned, &v, &v_turned, &q, &dout, &scores, &dscores, &sum, &dk, &dv};
+                             backward ? square : 0, block, backward ? head : 0, backward ? head : 0,
+                             backward && several_totals(s) ? head : 0, backward && several_totals(s) ? head : 0};
+    float** places[] = {&k, &k_turned, &v, &v_turned, &q, &dout, &scores, &dscores, &sum, &dk, &dv,
+                        &dk_total, &dv_total};
     int64_t total = 0;
     for (int64_t size : sizes) total += size;
     store.resize(total + 16);
     float* at = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(store.data()) + 63) / 64 * 64);
-    for (int i = 0; i < 11; i++) {
+    for (int i = 0; i < 13; i++) {
       *places[i] = at;
       at += sizes[i];
+    }
+  }
+
+  static bool several_totals(const mp_attention_shape& s) { return s.per_group * s.seq > kBlocks * kQueries; }
+
+  // Begins the gradients of a key head.
+  void clear_gradients(const mp_attention_shape& s) {
+    const int64_t head = long_ * wide;
+    std::fill(dk, dk + head, 0.0f);
+    std::fill(dv, dv + head, 0.0f);
+    blocks = 0;
+    if (!several_totals(s)) return;
+    std::fill(dk_total, dk_total + head, 0.0f);
+    std::fill(dv_total, dv_total + head, 0.0f);
+  }
+
+  // Counts a block, and adds up where there have been many, or `last`; then the totals are in dk and dv.
+  void end_block(const mp_attention_shape& s, bool last) {
+    if (!several_totals(s) || (!last && ++blocks < kBlocks)) return;
+    add_up(dk, dk_total, last);
+    add_up(dv, dv_total, last);
+    blocks = 0;
+  }
+
+  void add_up(float* part, float* total, bool last) const {
+#pragma omp simd
+    for (int64_t i = 0; i < long_ * wide; i++) {
+      total[i] += part[i];
+      part[i] = last ? total[i] : 0.0f;
     }
   }
 
@@ -120,10 +155,17 @@ struct Space {
   // to [block, wide] = weights [block, keys] times keys or values.
   void mix(const mp_attention_shape& s, const Block& block, const float* weights, const float* rows, float* to) {
     for (int64_t r = 0; r < block.rows; r += kDown) {
-      const int64_t from = block.from[r / kDown], depth = block.upto[r / kDown] - from;
+      const int64_t from = block.from[r / kDown], upto = block.upto[r / kDown], first = std::min(from + kKeys, upto);
       for (int64_t c = 0; c < s.d; c += kAcross) {
         tile<false>(
-            weights + r * long_ + from, long_, 1, rows + from * wide + c, wide, depth, to + r * wide + c, wide);
+            weights + r * long_ + from, long_, 1, rows + from * wide + c, wide, first - from, to + r * wide + c, wide);
+      }
+      for (int64_t k = first; k < upto; k += kKeys) {
+        for (int64_t c = 0; c < s.d; c += kAcross) {
+          tile<true>(
+              weights + r * long_ + k, long_, 1, rows + k * wide + c, wide, std::min(kKeys, upto - k),
+              to + r * wide + c, wide);
+        }
       }
     }
   }
@@ -214,17 +256,13 @@ void forward_head(
       const int64_t live = block.live(r), low = live > 0 ? block.low[r] : block.from[r / kDown];
       float *line = space.scores + r * space.long_, *row = line + low;
       if (scores.softcap > 0.0f) cap(row, live, scores.softcap);
-      float top = largest(row, live), sum = 0.0f;
+      float top = largest(row, live);
       if (scores.has_sink) {
         top = std::max(top, scores.sink);
       } else if (live == 0) {
         top = 0.0f;
       }
-#pragma omp simd reduction(+ : sum)
-      for (int64_t c = 0; c < live; c++) {
-        row[c] = exp_of_negative(row[c] - top);
-        sum += row[c];
-      }
+      double sum = sum_in_blocks(live, [=](int64_t c) { return row[c] = exp_of_negative(row[c] - top); });
       if (scores.has_sink) sum += exp_of_negative(scores.sink - top);
       if (const float* factor = mask.factors(space, seen.stop(first + r) - 1, low, live)) {
         for (int64_t c = 0; c < live; c++) row[c] *= factor[c];
@@ -232,7 +270,7 @@ void forward_head(
       // The tile has the keys of all its rows.
       std::fill(line + block.from[r / kDown], row, 0.0f);
       std::fill(row + live, line + block.upto[r / kDown], 0.0f);
-      inverse[r] = live == 0 && !scores.has_sink ? 0.0f : 1.0f / sum;
+      inverse[r] = live == 0 && !scores.has_sink ? 0.0f : 1.0f / static_cast<float>(sum);
       of_rows[first + r] = top;
       of_rows[s.seq + first + r] = inverse[r];
     }
@@ -303,9 +341,7 @@ void backward_head(
       if (r < block.count) {
         const float top = of_rows[first + r], inverse = of_rows[s.seq + first + r];
         const float *a = space.dout + r * space.wide, *b = row_as_floats(out.at(first + r), whole_out.data(), s.d);
-        float along = 0.0f;
-#pragma omp simd reduction(+ : along)
-        for (int64_t c = 0; c < s.d; c++) along += a[c] * b[c];
+        const float along = static_cast<float>(sum_in_blocks(s.d, [=](int64_t c) { return a[c] * b[c]; }));
         const float* factor = mask.factors(space, seen.stop(first + r) - 1, low, live);
         if (scores.softcap > 0.0f) {
           capped_gradients(p + low, d + low, live, top, inverse, along, factor, scores.softcap, slope.data());
@@ -327,6 +363,7 @@ void backward_head(
     }
     space.collect(s, block, space.scores, space.dout, space.dv);
     space.collect(s, block, space.dscores, space.q, space.dk);  // the queries carry the scale
+    space.end_block(s, false);
   }
   if (dsink != nullptr) *dsink = static_cast<float>(sink_gradient);
 }
@@ -375,8 +412,7 @@ int32_t backward(
     pack(rows_of(v, v_strides, sample, group, s.d), 0, s.keys, space.long_, 1.0f, space.v, space.wide);
     transpose(space.k, space.long_, space.wide, space.k_turned);
     transpose(space.v, space.long_, space.wide, space.v_turned);
-    std::fill(space.dk, space.dk + space.long_ * space.wide, 0.0f);
-    std::fill(space.dv, space.dv + space.long_ * space.wide, 0.0f);
+    space.clear_gradients(s);
     const Rows<const T> queries = rows_of(q, q_strides, sample, group, s.d);
     const Rows<const T> of_out = rows_of(out, dense.data(), sample, group, s.d);
     const Rows<const T> of_dout = rows_of(dout, dense.data(), sample, group, s.d);
@@ -390,6 +426,7 @@ int32_t backward(
           of_dout.moved(h * dense[3]), of_out.moved(h * dense[3]), rows + place * 2 * s.seq,
           of_dq.moved(h * dq_strides[3]), has_sink ? dsinks + place : nullptr);
     }
+    space.end_block(s, true);
     const auto to_k = rows_of(dk, dk_strides, sample, group, s.d), to_v = rows_of(dv, dv_strides, sample, group, s.d);
     for (int64_t row = 0; row < s.keys; row++) {
       narrow(space.dk + row * space.wide, to_k.at(row), s.d);

@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "common.h"
+#include "sums.h"
 #include "vmath.h"
 
 namespace mp {
@@ -25,11 +26,8 @@ inline float highest(const float* x, int64_t n) {
   return most;
 }
 
-inline float sum_of_exp(const float* x, float shift, int64_t n) {
-  float total = 0.0f;
-#pragma omp simd reduction(+ : total)
-  for (int64_t i = 0; i < n; i++) total += exp_float(x[i] - shift);
-  return total;
+inline double sum_of_exp(const float* x, float shift, int64_t n) {
+  return sum_in_blocks(n, [=](int64_t i) { return exp_float(x[i] - shift); });
 }
 
 template <typename T>
@@ -40,7 +38,8 @@ int32_t statistics(
   for (int64_t row = 0; row < rows; row++) {
     alignas(64) float buffer[kBlock];
     const T* x = logits + row * cols;
-    float most = kLow, sum = 0.0f;
+    float most = kLow;
+    double sum = 0.0;
     for (int64_t at = 0; at < extent; at += kBlock) {
       const int64_t n = std::min(kBlock, extent - at);
       const float* in = row_as_floats(x + at, buffer, n);
@@ -53,7 +52,7 @@ int32_t statistics(
     }
     const int64_t column = labels[row] - offset;
     maximum[row] = most;
-    total[row] = sum;
+    total[row] = static_cast<float>(sum);
     target[row] = column >= 0 && column < extent ? to_float(x[column]) : 0.0f;
   }
   return MP_OK;

@@ -3,6 +3,7 @@
 
 #include "common.h"
 #include "mask_row.h"
+#include "sums.h"
 
 namespace mp {
 namespace {
@@ -48,8 +49,7 @@ int32_t backward(
   for (int64_t slot = 0; slot < slots; slot++) {
     std::vector<float> a(cols), to(cols), factor(cols, 1.0f);
     MaskRow room(cols);
-    float* total = dbias != nullptr ? partial + slot * cols : nullptr;
-    if (total != nullptr) memset(total, 0, cols * sizeof(float));
+    RowSums sums(dbias != nullptr ? partial + slot * cols : nullptr, dbias != nullptr ? cols : 0);
     for (int64_t row = slot * rows / slots; row < (slot + 1) * rows / slots; row++) {
       const float* in = row_as_floats(dout + row * cols, a.data(), cols);
       if (dx != nullptr) {
@@ -59,10 +59,12 @@ int32_t backward(
         put_row(grad, dx + row * cols, cols);
         in = grad;
       }
-      if (total != nullptr) {
+      if (dbias != nullptr) {
+        float* total = sums.next();
         for (int64_t c = 0; c < cols; c++) total[c] += in[c];
       }
     }
+    sums.finish();
   }
   if (dbias == nullptr) return MP_OK;
   for (int64_t slot = 1; slot < slots; slot++) {

@@ -8,6 +8,8 @@
 #endif
 #include "expert_rows.h"
 
+#include <algorithm>
+
 #include "common.h"
 #include "stream_copy.h"
 
@@ -15,6 +17,7 @@ namespace mp {
 namespace {
 
 constexpr int kChunk = 64;  // columns whose sums stay in registers
+constexpr int64_t kBlock = 8 * kChunk;  // columns of an inner product that are added in float
 constexpr int kParts = 16;  // of an inner product: its bits are those of every instruction set
 typedef float Parts __attribute__((vector_size(kParts * sizeof(float))));
 
@@ -102,16 +105,29 @@ inline __attribute__((always_inline)) void backward_chunk(
   write(dy, rounded, n * sizeof(T));
 }
 
-// One row of the backward pass; returns the inner product of grad and y.
+inline double sum_of(const Parts& part) {
+  float sum = 0.0f;
+  for (int i = 0; i < kParts; i++) sum += part[i];
+  return sum;
+}
+
+// One row of the backward pass; returns the inner product of grad and y, in blocks whose sums are added in double.
 template <typename T>
 float backward_row(const T* grad, const T* y, float w, int64_t cols, const RowWriter& write, T* dy) {
-  Parts part = {};
-  float dot = 0.0f;
+  double dot = 0.0;
   int64_t at = 0;
-  for (; at + kChunk <= cols; at += kChunk) backward_chunk(grad + at, y + at, w, kChunk, write, dy + at, part);
-  if (at < cols) backward_chunk(grad + at, y + at, w, static_cast<int>(cols - at), write, dy + at, part);
-  for (int i = 0; i < kParts; i++) dot += part[i];
-  return dot;
+  while (at + kChunk <= cols) {
+    Parts part = {};
+    const int64_t end = std::min(at + kBlock, cols - kChunk + 1);
+    for (; at < end; at += kChunk) backward_chunk(grad + at, y + at, w, kChunk, write, dy + at, part);
+    dot += sum_of(part);
+  }
+  if (at < cols) {
+    Parts part = {};
+    backward_chunk(grad + at, y + at, w, static_cast<int>(cols - at), write, dy + at, part);
+    dot += sum_of(part);
+  }
+  return static_cast<float>(dot);
 }
 
 template <typename T>

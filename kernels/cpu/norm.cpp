@@ -2,6 +2,7 @@
 #include "norm.h"
 
 #include "common.h"
+#include "sums.h"
 
 namespace mp {
 namespace {
@@ -25,16 +26,11 @@ int32_t forward(
         narrow(own.data(), sum + row * cols, cols);
         in = own.data();
       }
-      float total = 0.0f, average = 0.0f;
-      if (!rms) {
-#pragma omp simd reduction(+ : total)
-        for (int64_t c = 0; c < cols; c++) total += in[c];
-        average = total / cols;
-      }
-      total = 0.0f;
-#pragma omp simd reduction(+ : total)
-      for (int64_t c = 0; c < cols; c++) total += (in[c] - average) * (in[c] - average);
-      const float inverse = 1.0f / std::sqrt(total / cols + eps);
+      const float average =
+          rms ? 0.0f : static_cast<float>(sum_in_blocks(cols, [=](int64_t c) { return in[c]; }) / cols);
+      const double squares =
+          sum_in_blocks(cols, [=](int64_t c) { return (in[c] - average) * (in[c] - average); });
+      const float inverse = 1.0f / std::sqrt(static_cast<float>(squares / cols) + eps);
       float* to = row_for_floats(y + row * cols, out.data());
       for (int64_t c = 0; c < cols; c++) to[c] = (in[c] - average) * inverse * scale[c] + shift[c];
       put_row(to, y + row * cols, cols);
@@ -55,24 +51,20 @@ int32_t backward(
 #pragma omp parallel for schedule(static) if (rows * cols > kParallelFrom)
   for (int64_t slot = 0; slot < slots; slot++) {
     std::vector<float> a(cols), b(cols), m(cols), out(cols);
-    float *dw = partial + slot * 2 * cols, *db = dw + cols;
-    memset(dw, 0, 2 * cols * sizeof(float));
+    RowSums sums(partial + slot * 2 * cols, 2 * cols);
     for (int64_t row = slot * rows / slots; row < (slot + 1) * rows / slots; row++) {
       const float* in = row_as_floats(sum + row * cols, a.data(), cols);
       const float* d = row_as_floats(dy + row * cols, b.data(), cols);
       const float average = rms ? 0.0f : mean[row], inverse = rstd[row];
       const float* weights = scale.data();
-      float along = 0.0f, shift = 0.0f;
       // Two loops: the compiler vectorises a reduction, and sums into arrays, but not both at once.
-#pragma omp simd reduction(+ : along, shift)
-      for (int64_t c = 0; c < cols; c++) {
+      const TwoSums sum_of_row = two_sums_in_blocks(cols, [=](int64_t c) {
         const float g = d[c] * weights[c];
-        along += g * (in[c] - average);
-        shift += g;
-      }
-      along = along * inverse / cols;
-      shift = rms ? 0.0f : shift / cols;
-      float* to = row_for_floats(dx + row * cols, out.data());
+        return TwoTerms{g * (in[c] - average), g};
+      });
+      const float along = static_cast<float>(sum_of_row.first * inverse / cols);
+      const float shift = rms ? 0.0f : static_cast<float>(sum_of_row.second / cols);
+      float *to = row_for_floats(dx + row * cols, out.data()), *dw = sums.next(), *db = dw + cols;
 #pragma omp simd
       for (int64_t c = 0; c < cols; c++) {
         const float n = (in[c] - average) * inverse;
@@ -86,6 +78,7 @@ int32_t backward(
       }
       put_row(to, dx + row * cols, cols);
     }
+    sums.finish();
   }
   for (int64_t slot = 1; slot < slots; slot++) {
     const float* more = partial + slot * 2 * cols;

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "common.h"
+#include "sums.h"
 #include "vmath.h"
 
 namespace mp {
@@ -25,14 +26,11 @@ inline void scores_of(const float* x, float* score, int64_t n, bool sigmoid) {
     for (int64_t i = 0; i < n; i++) score[i] = 1.0f / (1.0f + exp_float(-x[i]));
     return;
   }
-  float top = kTaken, total = 0.0f;
+  float top = kTaken;
 #pragma omp simd reduction(max : top)
   for (int64_t i = 0; i < n; i++) top = x[i] > top ? x[i] : top;
-#pragma omp simd reduction(+ : total)
-  for (int64_t i = 0; i < n; i++) {
-    score[i] = exp_float(x[i] - top);
-    total += score[i];
-  }
+  const float total =
+      static_cast<float>(sum_in_blocks(n, [=](int64_t i) { return score[i] = exp_float(x[i] - top); }));
 #pragma omp simd
   for (int64_t i = 0; i < n; i++) score[i] = score[i] / total;
 }
@@ -120,9 +118,8 @@ void backward_token(
     for (int e = 0; e < n; e++) dlogits[e] = grad[e] * scores[e] * (1.0f - scores[e]);
     return;
   }
-  float inner = 0.0f;
-#pragma omp simd reduction(+ : inner)
-  for (int e = 0; e < n; e++) inner += grad[e] * scores[e];
+  const float* const g = grad;
+  const float inner = static_cast<float>(sum_in_blocks(n, [=](int64_t e) { return g[e] * scores[e]; }));
   for (int e = 0; e < n; e++) dlogits[e] = scores[e] * (grad[e] - inner);
 }
 

@@ -5,6 +5,7 @@
 
 #include "common.h"
 #include "mask_row.h"
+#include "sums.h"
 #include "vmath.h"
 
 namespace mp {
@@ -58,12 +59,9 @@ int32_t forward(
       const float* in = row_as_floats(x + row * cols, a.data(), live);
       for (int64_t c = 0; c < live; c++) e[c] = in[c] * scale;
       const float top = largest(e.data(), live);
-      float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-      for (int64_t c = 0; c < live; c++) {
-        e[c] = exp_float(e[c] - top);
-        sum += e[c];
-      }
+      float* const exps = e.data();
+      const float sum = static_cast<float>(
+          sum_in_blocks(live, [=](int64_t c) { return exps[c] = exp_float(exps[c] - top); }));
       const float inverse = 1.0f / sum;
       float* to = row_for_floats(y + row * cols, out.data());
       for (int64_t c = 0; c < live; c++) to[c] = e[c] * inverse;
@@ -98,13 +96,9 @@ int32_t backward(
         for (int64_t c = 0; c < live; c++) a[c] = rounded<T>(grads[c] * factor[c]);
         grads = a.data();
       }
-      float along = 0.0f, sum = 0.0f;
-#pragma omp simd reduction(+ : along, sum)
-      for (int64_t c = 0; c < live; c++) {
-        along += grads[c] * probs[c];
-        sum += probs[c];
-      }
-      const float mean = along / sum;
+      const TwoSums sums =
+          two_sums_in_blocks(live, [=](int64_t c) { return TwoTerms{grads[c] * probs[c], probs[c]}; });
+      const float mean = static_cast<float>(sums.first / sums.second);
       float* to = row_for_floats(dx + row * cols, out.data());
       for (int64_t c = 0; c < live; c++) to[c] = scale * probs[c] * (grads[c] - mean);
       put_row(to, dx + row * cols, live);

@@ -32,24 +32,30 @@ int32_t add(
   begins.push_back(n);
 #pragma omp parallel if (n * cols > kParallelFrom)
   {
-    std::vector<float> buffer(cols), part(cols), sum(cols);
+    std::vector<float> buffer(cols), part(cols);
+    std::vector<double> sum(cols);
 #pragma omp for schedule(static)
     for (int64_t one = 0; one < count; one++) {
       const int64_t begin = begins[one], end = begins[one + 1];
-      std::fill(sum.begin(), sum.end(), 0.0f);
+      float* row = total + ids[begin] * cols;
+      bool several = false;
       for (int64_t at = begin; at < end;) {
         const int64_t next = std::min(end, (at / MP_RUN + 1) * MP_RUN);
-        if (at == begin) {
-          add_run(at, next, cols, rows, order, buffer.data(), sum.data());
-        } else {
-          std::fill(part.begin(), part.end(), 0.0f);
-          add_run(at, next, cols, rows, order, buffer.data(), part.data());
+        if (several) {
           for (int64_t c = 0; c < cols; c++) sum[c] += part[c];
+        } else if (at != begin) {
+          sum.assign(part.begin(), part.end());
+          several = true;
         }
+        std::fill(part.begin(), part.end(), 0.0f);
+        add_run(at, next, cols, rows, order, buffer.data(), part.data());
         at = next;
       }
-      float* row = total + ids[begin] * cols;
-      for (int64_t c = 0; c < cols; c++) row[c] += sum[c];
+      if (several) {
+        for (int64_t c = 0; c < cols; c++) row[c] += static_cast<float>(sum[c] + part[c]);
+      } else {
+        for (int64_t c = 0; c < cols; c++) row[c] += part[c];
+      }
     }
   }
   return MP_OK;

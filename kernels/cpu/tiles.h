@@ -33,7 +33,7 @@ inline void store(float* to, Lanes value) { *reinterpret_cast<Unaligned*>(to) = 
 
 // c [kDown, kAcross] = a b, or c += a b, over `depth`: a(i, k) at a[i * down + k * along], b(k, j) at b[k * width + j].
 template <bool ADD>
-inline void tile(
+inline __attribute__((always_inline)) void tile(
     const float* a, int64_t down, int64_t along, const float* b, int64_t width, int64_t depth, float* c,
     int64_t pitch) {
   Lanes left[kDown] = {}, right[kDown] = {};

@@ -8,8 +8,8 @@ extern "C" {
 
 /* total[ids[i]] += the sum of rows[order[j]] over all j with ids[j] = ids[i], for n rows of `cols` elements of dtype;
  * total: float. ids ascend, so that equal ones are neighbours. The rows of an id are added up in float, in the order of
- * j, within runs of MP_RUN neighbours of the list; then the runs' sums, then that to total. Of the table only the rows
- * that are named are read and written. No atomics. workspace: mp_add_rows_workspace floats. */
+ * j, within runs of MP_RUN neighbours of the list; then the runs' sums (on a CPU in double), then that to total. Of the
+ * table only the rows that are named are read and written. No atomics. workspace: mp_add_rows_workspace floats. */
 int32_t mp_add_rows(
     void* stream, int32_t dtype, int64_t n, int64_t cols, const void* rows, const int64_t* order, const int64_t* ids,
     float* total, float* workspace);

@@ -20,6 +20,7 @@ import torch
 from megatron_port.errors import EnvironmentFault
 from megatron_port.runtime.regular import read_regular
 from megatron_port.runtime.typed_json import LARGEST, WrongContent, parse_json, typed
+from megatron_port.runtime.variables import CPU_LEVEL, cpu_level
 
 FOLDER = Path(__file__).resolve().parents[1] / "_kernels"
 BINDING = "libmp_binding.so"
@@ -60,7 +61,11 @@ def library_path(kind: str, folder: Path = FOLDER) -> tuple[Path | None, str]:
     """Return (library for cpu, cuda or rocm, "") or (None, why there is none)."""
     names = [f"libmp_{kind}.so"]
     if kind == "cpu":
-        names = [f"libmp_cpu-{level}.so" for level in cpu_levels(_processor_flags(), platform.machine())]
+        levels = cpu_levels(_processor_flags(), platform.machine())
+        wanted = cpu_level()
+        if wanted and wanted not in levels:
+            return None, f"{CPU_LEVEL} is {wanted!r}; this processor can run {', '.join(levels) or 'none'}"
+        names = [f"libmp_cpu-{level}.so" for level in ([wanted] if wanted else levels)]
     for name in names:
         if (folder / name).exists():
             return folder / name, ""

@@ -1,4 +1,4 @@
-"""What is asked of the environment by name: a job's settings and run file, this node's name, a shell's completion."""
+"""What is asked of the environment by name: a job's settings, a node's name and CPU level, a shell's completion."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ COMMUNICATION = ("FI_", "NCCL_", "RCCL_", "HSA_", "GLOO_", "UCX_", "MIOPEN_")
 """Prefixes of the variables that decide how ranks talk to each other."""
 VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 """What a launcher sets to show a task some devices only."""
+CPU_LEVEL = "MEGATRON_PORT_CPU_LEVEL"
+"""The level of the own CPU library to load, v2, v3 or v4; without it, the best that the processor has."""
 
 
 def variables(names: Sequence[str] = (), prefixes: Sequence[str] = ()) -> dict[str, str]:
     """Return the variables that are set and are named, or begin with one of ``prefixes``."""
     return {k: v for k, v in sorted(os.environ.items()) if k in names or k.startswith(tuple(prefixes))}
+
+
+def cpu_level() -> str:
+    """Return the level of :data:`CPU_LEVEL`, empty where none is asked for."""
+    return os.environ.get(CPU_LEVEL, "")
 
 
 def completing() -> bool:

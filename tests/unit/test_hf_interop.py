@@ -113,7 +113,7 @@ def test_there_and_back_is_equal_to_the_bit(family: str, folders: dict[str, Path
     assert open_weights(tmp_path / "ours").path == path
     checkpoint = open_checkpoint(path)
     found = export_hf(checkpoint, tmp_path / "back", shard_bytes=40_000, note=quiet)
-    assert found is not None and found.deviation <= 1e-6 and found.tolerance == 1e-6 and found.scale >= 2.0
+    assert found is not None and found.deviation <= found.tolerance <= 1.4e-6 and found.scale >= 2.0
     back, source = HFFolder(tmp_path / "back"), HFFolder(folders[family])
     assert len(list((tmp_path / "back").glob("model-*-of-*.safetensors"))) > 3
     for tensor in hf_tensors(source.model, family):
