@@ -110,7 +110,7 @@ def check_import(folder: HFFolder, note: Callable[[str], None]) -> Agreement | N
     Raises:
         CheckpointError: the logits differ by more than rounding explains.
     """
-    need, free = 4 * parameter_count(folder.model), psutil.virtual_memory().available
+    need, free = 4 * parameter_count(folder.model), free_memory()
     if need > free:
         note(
             f"not compared with transformers, whose model takes {need / 1e9:.1f} GB in fp32; only {free / 1e9:.1f} GB "
@@ -139,6 +139,24 @@ def check_import(folder: HFFolder, note: Callable[[str], None]) -> Agreement | N
             f"alone is {rounding:.1e}). Nothing was imported; --skip-check imports it all the same"
         )
     return found
+
+
+def free_memory(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that this process may still take: of the machine's memory, and of the limits of its groups (a job's, a
+    container's; cgroup v2), in which pages of files count as free."""
+    free: int = psutil.virtual_memory().available
+    try:
+        inside = next(line[3:].strip("/") for line in proc.read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return free
+    for folder in (root / inside, *(root / inside).parents):
+        try:
+            limit = int((folder / "memory.max").read_text())
+            used = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            free = min(free, limit - int(used["anon"]))
+        except (OSError, ValueError, KeyError):  # no such group, or "max": no limit
+            continue
+    return free
 
 
 def _tokens(model: ModelConfig) -> torch.Tensor:

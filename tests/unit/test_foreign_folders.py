@@ -78,6 +78,17 @@ def test_an_import_is_compared_with_transformers(tmp_path: Path, monkeypatch: py
     assert "not installed here" in unchecked[1] and "takes 4000000.0 GB in fp32" in unchecked[-1]
 
 
+def test_a_jobs_limit_counts_as_memory(tmp_path: Path) -> None:
+    """A job may have less memory than its machine; what it may still take is its limit less what is no file's."""
+    (tmp_path / "proc").write_text("1:name=x:/y\n0::/job/step\n")
+    for folder, limit in (("job", "5000"), ("job/step", "max")):
+        (tmp_path / "cgroup" / folder).mkdir(parents=True)
+        (tmp_path / "cgroup" / folder / "memory.max").write_text(limit)
+        (tmp_path / "cgroup" / folder / "memory.stat").write_text("anon 1500\nfile 900\n")
+    assert hf_check.free_memory(tmp_path / "proc", tmp_path / "cgroup") == 3500
+    assert hf_check.free_memory(tmp_path / "none", tmp_path / "cgroup") > 10**6
+
+
 def test_a_head_alone_is_the_token_table_too(tmp_path: Path) -> None:
     """Of a tied model; transformers ties what is missing to what is there."""
     hf.reference(hf.llama(tie_word_embeddings=True)).save_pretrained(str(tmp_path / "it"))
