@@ -317,7 +317,7 @@ class NativeEngine:
         if self.masks.some:
             self.gradient_check.release(self.sharded.trained)
             self.masks.apply()
-            self.gradient_check.hold(self.sharded.trained)
+            self.gradient_check.record(self.sharded.trained)
         if self.on_gradients is not None:
             scale = self.scaler.scale
             self.on_gradients([(record, g / scale) for record, g in self.sharded.whole_gradients()])

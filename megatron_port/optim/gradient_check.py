@@ -161,7 +161,7 @@ class GradientCheck:
 
     # -- at rest -----------------------------------------------------------------------------------------------------
 
-    def hold(self, buckets: Sequence[Bucket]) -> None:
+    def record(self, buckets: Sequence[Bucket]) -> None:
         """Hash reduced gradients that nobody may change until they are released."""
         if self.active:
             for bucket in buckets:

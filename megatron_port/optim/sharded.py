@@ -336,7 +336,7 @@ class ShardedParameters:
         plan = bucket.plan
         if self.offload is not None and bucket.lasting and not (plan.copies or plan.partial or plan.tied):
             self.offload.reduced(bucket)  # nothing will be added to these sums
-        self.check.hold([bucket])
+        self.check.record([bucket])
         return True
 
     @torch.no_grad()
@@ -351,7 +351,7 @@ class ShardedParameters:
             self.grad_buffer_pool.trim()
         self.check.reduced(self.trained)
         self._sum_further()
-        self.check.hold(self.trained)
+        self.check.record(self.trained)
 
     def _sum_further(self) -> None:
         """Sum this rank's shards over the replicas of the shards, along the model's axes where they are partial, and
