@@ -211,7 +211,8 @@ def _any(value: Any, where: str, depth: int = DEEPEST) -> Any:
         return [_any(v, f"{where}.{i}", depth - 1) for i, v in enumerate(value)]
     if value is None or type(value) is bool:
         return value
-    return _PLAIN.get(type(value), _float)(value, where)
+    plain: _Check = _PLAIN.get(type(value), _float)
+    return plain(value, where)
 
 
 _PLAIN: dict[Any, _Check] = {bool: _bool, int: _int, float: _float, str: _str, Any: _any}

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_launch_script import sbatch_arguments
+from test_launch_script import parsed_by_sbatch, sbatch_arguments
 from test_launch_submit import here, tool  # noqa: F401 - here is a fixture
 
 from megatron_port.cli.main import main
@@ -176,6 +176,15 @@ def test_hostile_texts_stay_values(
         if kind in ("flux", "pbs", "lsf"):
             with pytest.raises(ConfigError, match="cluster.partition is .* a directive of this scheduler"):
                 text_of("plain", text)
+
+
+@pytest.mark.skipif(not shutil.which("sbatch"), reason="sbatch is not installed")
+@pytest.mark.parametrize("name", ["two words", "x --wrap=evil", "it's # \\"])
+def test_sbatch_itself_reads_a_sweeps_name(here: Path, name: str) -> None:  # noqa: F811
+    task = SweepTask(0, Loaded(with_values(load("run.toml").config, {"name": name}), {}, ("run.toml",)), ())
+    text = parsed_by_sbatch(script_of([task], here, f"{name}-sweep", 0), here)
+    assert re.search(rf"^sbatch: job-name +: {re.escape(name)}-sweep$", text, re.MULTILINE), text
+    assert not re.search(r"^sbatch: wrap ", text, re.MULTILINE)
 
 
 def test_no_line_is_cut_within_a_value(here: Path) -> None:  # noqa: F811
