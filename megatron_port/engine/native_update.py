@@ -125,7 +125,7 @@ def offloaded_update(
     """
     from megatron_port.engine.offloaded_update import OffloadedRuleUpdate, OffloadedUpdate
 
-    rule, device = sharded.rule, sharded.ctx.device
+    rule, device = sharded.rule.formula, sharded.ctx.device
     if not isinstance(rule, (AdamW, ElementwiseRule, BlockRule)):
         raise ConfigError(
             f'offload.optimizer "{offload.config.optimizer}" with optimizer.name "{config.name}": the host updates '
@@ -157,7 +157,7 @@ def make_update(provider: str, sharded: ShardedParameters, config: OptimizerConf
     Raises:
         ConfigError: the rule is of a kind that this engine has no update for.
     """
-    rule = sharded.rule
+    rule = sharded.rule.formula
     if sharded.offload is not None:
         return offloaded_update(provider, sharded, sharded.offload, config, seed=seed)
     sums, device = [bucket.sums for bucket in sharded.trained], sharded.ctx.device

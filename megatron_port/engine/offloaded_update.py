@@ -102,7 +102,7 @@ class OffloadedUpdate:
         self.square_norm: SquareNorm = on_device.square_norm
         self._step = torch.zeros((), dtype=torch.int64)
         self._pieces = HostPieces(sharded, offload)
-        self._calls = FusedCalls(sharded.rule, config, self._step, seed=seed, separate=True)
+        self._calls = FusedCalls(sharded.rule.formula, config, self._step, seed=seed, separate=True)
 
     @property
     def steps(self) -> int:

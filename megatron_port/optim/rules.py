@@ -17,7 +17,6 @@ docs/optimizers.md says how each is written and served.
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -123,6 +122,11 @@ class OptimizerRule(ABC):
     """Interface of a rule. Instances hold no state of a run, so one serves all parameters."""
 
     @property
+    def formula(self) -> OptimizerRule:
+        """The rule that updates, of whatever kind it is: itself, unless this one only adds state."""
+        return self
+
+    @property
     def alignment(self) -> int:
         """Elements: every parameter starts, and every rank's share ends, at a multiple in the flat memory."""
         return ALIGN
@@ -210,23 +214,29 @@ AVERAGE = StateKind("ema")
 """Averaged weights (``optim.average``), a state tensor of every parameter beside those of the rule."""
 
 
-class _Averaging(OptimizerRule):
-    """The state tensor of the average, behind those of the rule that it is mixed into."""
+@dataclass(frozen=True)
+class Averaged(OptimizerRule):
+    """A rule whose parameters also have an average, behind the state tensors of the rule itself."""
+
+    rule: OptimizerRule
+
+    @property
+    def formula(self) -> OptimizerRule:
+        """The rule that updates."""
+        return self.rule.formula
+
+    @property
+    def alignment(self) -> int:
+        """Elements, as the rule's own."""
+        return self.rule.alignment
 
     def kinds(self, record: ParameterRecord) -> tuple[str, ...]:
         """Return the names of the rule's state tensors and of the average."""
-        return (*(name for name in super().kinds(record) if name != AVERAGE.name), AVERAGE.name)  # type: ignore[safe-super]
+        return (*self.rule.kinds(record), AVERAGE.name)
 
     def state(self, record: ParameterRecord) -> tuple[StateKind, ...]:
         """Return the rule's state tensors and the average."""
-        return (*(kind for kind in super().state(record) if kind != AVERAGE), AVERAGE)
-
-
-def averaging(rule: OptimizerRule) -> OptimizerRule:
-    """Return a rule of the same class that also keeps the average of each parameter."""
-    out, kind = copy.copy(rule), type(rule)
-    object.__setattr__(out, "__class__", type(kind.__name__, (_Averaging, kind), {}))  # rules with options are frozen
-    return out
+        return (*self.rule.state(record), AVERAGE)
 
 
 def rule_of(config: OptimizerConfig) -> OptimizerRule:
@@ -237,7 +247,7 @@ def rule_of(config: OptimizerConfig) -> OptimizerRule:
     """
     rule = OPTIMIZERS.get(config.name, OptimizerRule)  # type: ignore[type-abstract]  # only isinstance is asked
     rule = rule.configured(config)
-    return averaging(rule) if config.ema_decay else rule
+    return Averaged(rule) if config.ema_decay else rule
 
 
 def state_kinds(rule: OptimizerRule, records: Iterable[ParameterRecord]) -> dict[str, tuple[str, ...]]:

@@ -59,7 +59,8 @@ def _cost(rule: OptimizerRule, optimizer: OptimizerConfig, model: ModelConfig) -
     total = sum(r.numel for r in records)
     mean = sum(state_bytes(rule, r, wide=4) * r.numel for r in records) / (4 * total)
     sums = sum(prod(k.shape(r)) for r in records for k in rule.state(r) if not k.divided)
-    taken = [r for r in records if isinstance(rule, MatrixRule) and rule.takes(r)]
+    formula = rule.formula
+    taken = [r for r in records if isinstance(formula, MatrixRule) and formula.takes(r)]
     products = 0.0
     for r in taken:
         for rows, columns in shapes_of(r):

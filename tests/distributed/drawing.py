@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from cases import make_config
+from drawing_options import optioned
 
 from megatron_port.config.fine_tuning import FineTuningConfig, targets_of
 from megatron_port.config.offload import OffloadConfig
@@ -75,6 +76,8 @@ class Draw:
             "documents": c.data.attention_documents, "position_reset": c.data.position_reset,
             "own_kernels": c.backend.own_kernels, "offload": c.offload.optimizer, "fraction": c.offload.fraction,
             "weights": c.offload.weights, "buffers": c.offload.buffers, "adapters": c.fine_tuning.method,
+            "ema": c.optimizer.ema_decay, "clip_value": c.optimizer.clip_value, "zscore": c.optimizer.clip_zscore,
+            "groups": len(c.optimizer.groups), "mup": c.model.mup_base_size,
             "rank": c.fine_tuning.rank, "targets": list(c.fine_tuning.targets),
             **{k: getattr(c.model, k) for k in keep},
         }
@@ -290,7 +293,8 @@ def draw(seed: int) -> Draw:
     config = _documents(random.Random(f"documents-{seed}"), config)
     config = _further(random.Random(f"further-{seed}"), config)
     config = _offloaded(random.Random(f"offload-{seed}"), config)
-    return Draw(seed, ruled(random.Random(f"rule-{seed}"), config), t)
+    config = ruled(random.Random(f"rule-{seed}"), config)
+    return Draw(seed, optioned(random.Random(f"optimizer-{seed}"), config), t)
 
 
 def ruled(r: random.Random, config: RunConfig) -> RunConfig:

@@ -37,6 +37,7 @@ from megatron_port.model.saved_state import state_records
 from megatron_port.model.shapes import parameter_shapes
 from megatron_port.optim.clipping import NormStatistics
 from megatron_port.parallel.context import ParallelContext
+from megatron_port.registry import OPTIMIZERS
 from megatron_port.session.assemble import build_engine
 from megatron_port.session.averaged import AveragedCheckpoint
 from megatron_port.train.state import Position, state_of
@@ -312,6 +313,22 @@ def test_the_average_is_the_formulas_and_resumes(tmp_path: Path) -> None:
     plain = config_of()
     with pytest.raises(CheckpointError, match="no averaged weights"):
         AveragedCheckpoint(open_checkpoint(saved(engine_of(plain), plain, tmp_path, 6)))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS.builtin)
+def test_every_rule_trains_beside_its_average_as_without(name: str) -> None:
+    config = config_of(name=name, ema_decay=0.6)
+    engine, plain, wanted = engine_of(config), engine_of(config_of(name=name)), dict[str, torch.Tensor]()
+    for step in range(3):
+        train(engine, 1, step)
+        train(plain, 1, step)
+        now = weights(plain)
+        wanted = {n: w if step == 0 else 0.6 * wanted[n] + 0.4 * w for n, w in now.items()}
+    assert all(torch.equal(w, now[n]) for n, w in weights(engine).items())
+    averaged = {p.name: p.tensor.view(p.shape) for p in engine.state_pieces() if p.kind == "ema"}
+    assert averaged.keys() == wanted.keys()
+    for n, w in wanted.items():
+        torch.testing.assert_close(averaged[n], w[: len(averaged[n])], rtol=1e-12, atol=1e-14)
 
 
 def test_a_refused_update_leaves_the_average_alone() -> None:
