@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from cases import REORDERINGS, RoundingEmulation, make_config, single_run
+from cases import REORDERINGS, Order, RoundingEmulation, make_config, single_run
 
 from megatron_port.config.schema import QuantisationConfig
 from megatron_port.parity.reduction_order import Reordering
@@ -15,7 +15,7 @@ LLAMA = {"activation": "swiglu", "normalization": "rmsnorm", "add_bias": False, 
          "position_embedding": "rope"}
 FACTORED = {**LLAMA, "tie_embeddings": True, "qkv_rank": 8, "output_rank": 8, "up_rank": 8, "down_rank": 8}
 """With weights of few bits."""
-ORDERS = [
+ORDERS: list[Order] = [
     REORDERINGS[3], REORDERINGS[6], REORDERINGS[7],
     RoundingEmulation(2, 8, sequence_parallel=True),
     RoundingEmulation(4, 16, rounded_weight_gradients=True),  # 16, 16, 16 and 5 of 53 ids
@@ -23,7 +23,7 @@ ORDERS = [
 ]
 
 
-MODELS = {"untied": {}, "gpt": GPT, "llama": LLAMA, "factored": FACTORED}
+MODELS: dict[str, dict] = {"untied": {}, "gpt": GPT, "llama": LLAMA, "factored": FACTORED}
 
 
 @pytest.mark.parametrize(("name", "number"), [
@@ -38,8 +38,8 @@ def test_an_order_changes_nothing_but_rounding(name: str, number: int) -> None:
     plain, other = single_run(config, steps=2), single_run(config, steps=2, order=order)
     assert other.losses == pytest.approx(plain.losses, rel=1e-12)
     assert other.grad_norms == pytest.approx(plain.grad_norms, rel=1e-10)
-    for name, gradient in plain.gradients[0].items():
-        assert float((other.gradients[0][name] - gradient).abs().max()) <= 1e-10 * float(gradient.abs().max()) + 1e-15
+    for key, gradient in plain.gradients[0].items():
+        assert float((other.gradients[0][key] - gradient).abs().max()) <= 1e-10 * float(gradient.abs().max()) + 1e-15
 
 
 def test_sums_are_cut_in_other_places_by_every_seed() -> None:

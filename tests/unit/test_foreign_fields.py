@@ -18,7 +18,7 @@ from megatron_port.interop.hf_config import model_from_hf
 from megatron_port.model.families import family_named, family_names
 from megatron_port.model.families.fields import HARMLESS
 from megatron_port.model.families.known import FILE, known_fields
-from megatron_port.model.rotary import frequencies, table_factors
+from megatron_port.model.rotary import frequencies, yarn_factor
 
 transformers = pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[2]
@@ -189,7 +189,7 @@ def test_rope_is_resolved_as_transformers_does(beside: dict[str, Any]) -> None:
             continue
         computed += 1
         assert torch.allclose(frequencies(model, "cpu"), theirs[0], rtol=1e-6, atol=0), body
-        assert table_factors(model)[0] == pytest.approx(theirs[1], rel=1e-9), body
+        assert yarn_factor(model) == pytest.approx(theirs[1], rel=1e-9), body
         differ = bool(scaling and parameters and scaling != parameters)
         assert differ == any("rope_scaling is read" in note for note in notes), body
     assert computed > 60

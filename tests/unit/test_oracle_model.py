@@ -16,7 +16,7 @@ from megatron_port.backend.mask import AttentionMask, masked_softmax
 from megatron_port.config.moe import MoEConfig
 from megatron_port.config.schema import ModelConfig
 from megatron_port.model.decoder_spec import model_spec
-from megatron_port.model.rotary import RotaryTables, frequencies, table_factors
+from megatron_port.model.rotary import RotaryTables, frequencies, score_factor, yarn_factor
 from megatron_port.parallel.counter import key_of
 from megatron_port.parallel.init import initial_values
 from megatron_port.parallel.positions import Positions
@@ -53,7 +53,7 @@ def same(model: ModelConfig, kind: str, **more: Any) -> None:
     found = frequencies(model, CPU)
     torch.testing.assert_close(found[: len(wanted)], wanted, rtol=2e-6, atol=0)
     assert len(found) == model.head_size // 2 and not found[len(wanted) :].any()
-    assert table_factors(model) == pytest.approx((factor, 1.0), rel=1e-12)
+    assert yarn_factor(model) == pytest.approx(factor, rel=1e-12) and score_factor(model) == 1.0
 
 
 THETAS, SHARES = st.sampled_from([100.0, 1e4, 5e5]), st.sampled_from([0.25, 0.5, 1.0])
