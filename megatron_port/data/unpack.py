@@ -6,6 +6,7 @@ import gzip
 import importlib
 import io
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -16,6 +17,8 @@ EXPANSION = 300
 """A compressed file may unpack to this many times its size. Text compresses 3 to 20 times, and deflate at most 1032."""
 EXPANSION_FREE = 64 << 20
 """Unpacked bytes below which the ratio is not looked at."""
+READ = 1 << 17
+"""Compressed bytes read at a time."""
 PACKINGS = {
     "gzip": (".gz", ".gzip"), "bzip2": (".bz2",), "xz": (".xz", ".lzma"), "zstd": (".zst", ".zstd"),
 }
@@ -59,7 +62,9 @@ def unpacked(packing: str, raw: Any, path: Path) -> io.BufferedReader:
     """
     if not packing:
         return io.BufferedReader(raw, 1 << 20)
-    inner, error = _opened(packing, io.BufferedReader(raw, 1 << 17), path)
+    inner, error = _opened(packing, io.BufferedReader(raw, READ), path)
+    if packing == "zstd":
+        check_frames(path)
     return io.BufferedReader(_Limited(inner, raw, path, error), 1 << 20)
 
 
@@ -73,8 +78,10 @@ def first_bytes(path: Path, packing: str, count: int) -> bytes:
         if not packing:
             return file.read(count)
         inner, error = _opened(packing, file, path)
+        data = b""
         try:
-            data: bytes = inner.read(count)
+            while len(data) < count and (part := inner.read(count - len(data))):
+                data += part
             return data
         except (error, EOFError, zlib.error, gzip.BadGzipFile) as fault:
             raise DataError(f"{path}: damaged or cut off ({fault}); copy it again") from fault
@@ -85,12 +92,11 @@ def _opened(packing: str, file: BinaryIO, path: Path) -> tuple[Any, type[Excepti
     if packing == "gzip":
         return gzip.GzipFile(fileobj=file), zlib.error
     if packing == "bzip2":
-        return _built_in("bz2", path).BZ2File(file), OSError
+        return _Streams(file, _built_in("bz2", path).BZ2Decompressor), OSError
     if packing == "xz":
         lzma = _built_in("lzma", path)
-        return lzma.LZMAFile(file), lzma.LZMAError
+        return _Streams(file, lzma.LZMADecompressor), lzma.LZMAError
     zstandard = need("zstandard", str(path))
-    check_frames(path)
     inner = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(file, read_across_frames=True)
     return inner, zstandard.ZstdError
 
@@ -102,6 +108,37 @@ def _built_in(name: str, path: Path) -> Any:
     except ImportError as error:
         raise MissingPackage(f"{path}: this Python was built without {name}; unpack the file, or use another "
                              "Python") from error
+
+
+class _Streams:
+    """One compressed stream after another, as pbzip2 and ``cat`` write them. Raises EOFError, and the library's error.
+
+    ``BZ2File`` and ``LZMAFile`` take a stream that does not begin well for garbage after the end: of a file with
+    damage there, or with padding between its streams, the rest would be lost without a word.
+    """
+
+    def __init__(self, file: BinaryIO, new: Callable[[], Any]) -> None:
+        self._file, self._new, self._stream, self._ahead = file, new, new(), b""
+
+    def read(self, size: int) -> bytes:
+        """Return at most ``size`` bytes; none at the end."""
+        while True:
+            if self._stream.eof:
+                # Zeros fill up a block of a tape, and pad a stream of xz to four bytes.
+                self._ahead = (self._stream.unused_data or self._ahead).lstrip(b"\0")
+                while not self._ahead and (block := self._file.read(READ)):
+                    self._ahead = block.lstrip(b"\0")
+                if not self._ahead:
+                    return b""
+                self._stream = self._new()
+            elif self._stream.needs_input and not self._ahead:
+                self._ahead = self._file.read(READ)
+                if not self._ahead:
+                    raise EOFError("it ends within a compressed stream")
+            given, self._ahead = self._ahead, b""
+            data: bytes = self._stream.decompress(given, size)
+            if data:
+                return data
 
 
 class _Limited(io.RawIOBase):
