@@ -26,11 +26,23 @@ from megatron_port.errors import DataError
 LARGEST = 64 << 20
 """Larger blocks (of corpora above 64 GB), indices and masks are left to ``data verify``."""
 FREE_S = 0.5
-"""Seconds that a process may spend on the blocks of a corpus beyond ``SHARE``, and on all corpora at the start."""
+"""Seconds that checks may take beyond ``SHARE``, and at the start; those of all corpora of a run together."""
 SHARE = 0.01
 """Share of the time since the start that checks may take."""
 AT_START = 8
 """Blocks of a corpus that are checked at the start."""
+
+
+class TimeLimit:
+    """Time that checks have taken since the start, and whether they may take more. All corpora of a run share one."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock, self.spent = clock, 0.0
+        self._began = clock()
+
+    def allows(self) -> bool:
+        """Return whether another check may begin."""
+        return self.spent <= FREE_S + SHARE * (self.clock() - self._began)
 
 
 class CheckedTokens:
@@ -40,14 +52,14 @@ class CheckedTokens:
         DataError: when read, bytes that are not those recorded when the corpus was made.
     """
 
-    def __init__(self, prefix: Path, tokens: np.ndarray, meta: CorpusMeta | None,
-                 clock: Callable[[], float] = time.monotonic) -> None:
-        self._prefix, self._tokens, self._clock = prefix, tokens, clock
+    def __init__(
+        self, prefix: Path, tokens: np.ndarray, meta: CorpusMeta | None, limit: TimeLimit | None = None
+    ) -> None:
+        self._prefix, self._tokens, self._limit = prefix, tokens, limit or TimeLimit()
         self._block, self._hashes = hashes_of(meta, LARGEST)
         if len(self._hashes) != -(-tokens.nbytes // max(self._block, 1)):
             self._hashes = []  # of a sidecar that is not this file's, which verify and the index' hash tell
         self._pending = np.ones(len(self._hashes), bool)
-        self._began, self._spent = clock(), 0.0
 
     def __getitem__(self, span: slice) -> np.ndarray:
         start, stop, _ = span.indices(len(self._tokens))
@@ -56,13 +68,13 @@ class CheckedTokens:
             blocks = range(start * width // self._block, (stop * width - 1) // self._block + 1)
             if self._pending[blocks.start:blocks.stop].any():
                 for block in blocks:
-                    if self._pending[block] and self._spent <= FREE_S + SHARE * (self._clock() - self._began):
+                    if self._pending[block] and self._limit.allows():
                         self.check(block)
         return self._tokens[span]
 
     def check(self, block: int) -> None:
         """Compare a block with its hash. Raises DataError."""
-        before = self._clock()
+        before = self._limit.clock()
         width = self._tokens.itemsize
         begin, end = block * self._block, min((block + 1) * self._block, self._tokens.nbytes)
         found = block_hash(self._tokens[begin // width:end // width].view(np.uint8).data)
@@ -72,7 +84,7 @@ class CheckedTokens:
                 f"made (hash {found}, recorded {self._hashes[block]}); copy or prepare the corpus again, or, if "
                 f"another program has written it since, remove {meta_path(self._prefix)}")
         self._pending[block] = False
-        self._spent += self._clock() - before
+        self._limit.spent += self._limit.clock() - before
 
     def spread(self, count: int = AT_START) -> list[int]:
         """Return blocks spread over the file, the first and the last among them."""

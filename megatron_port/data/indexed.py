@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_port.config.urls import is_remote
-from megatron_port.data.checked_tokens import CheckedTokens, check_at_start
+from megatron_port.data.checked_tokens import CheckedTokens, TimeLimit, check_at_start
 from megatron_port.data.format import (
     CHUNK,
     DTYPES,
@@ -41,12 +41,15 @@ class IndexedDataset:
     ``data.verify.verify(prefix)`` reads and checks all of it.
 
     A corpus in a store (``prefix`` is a URL) is read by blocks, which ``cache`` keeps; see ``data.remote``.
+    ``checks``: time that comparisons may take, shared with other corpora.
 
     Raises:
         DataError: a file is missing, of another format, truncated or longer than its index says.
     """
 
-    def __init__(self, prefix: str | Path, cache: RemoteCache | None = None) -> None:
+    def __init__(
+        self, prefix: str | Path, cache: RemoteCache | None = None, checks: TimeLimit | None = None
+    ) -> None:
         self.remote = RemoteCorpus(str(prefix), cache or RemoteCache()) if is_remote(prefix) else None
         self.prefix = self.remote.prefix if self.remote else Path(prefix)
         self.name = self.remote.url if self.remote else str(self.prefix)
@@ -80,7 +83,7 @@ class IndexedDataset:
                             "copy or prepare the corpus again")
         self.meta = read_meta(self.prefix)
         self._tokens = self.remote.tokens(self.dtype) if self.remote else CheckedTokens(
-            self.prefix, mapped(bin_path(self.prefix), self.dtype, 0, self.num_tokens), self.meta)
+            self.prefix, mapped(bin_path(self.prefix), self.dtype, 0, self.num_tokens), self.meta, checks)
         self.masked = bool(self.meta and self.meta.mask_xxh3)
         """Not every token counts as a label."""
         self._mask = self._map_mask() if self.masked else np.zeros(0, np.uint8)
@@ -196,7 +199,8 @@ def open_all(prefixes: Sequence[str | Path], cache: RemoteCache | None = None, *
         DataError: one of them is missing or damaged, or too many files are open.
     """
     allow_open_files((3 + further) * len(prefixes))
-    return [IndexedDataset(prefix, cache) for prefix in prefixes]
+    checks = TimeLimit()
+    return [IndexedDataset(prefix, cache, checks) for prefix in prefixes]
 
 
 def check_local(corpora: Sequence[IndexedDataset]) -> None:
