@@ -47,8 +47,8 @@ class TemplateProcess:
         Raises:
             DataError: the template takes too much time or memory. ``source`` names it.
         """
+        child = self._started()
         try:
-            child = self._started()
             assert child.stdin is not None and child.stdout is not None
             child.stdin.write(json.dumps(request).encode() + b"\n")
             child.stdin.flush()
@@ -61,6 +61,9 @@ class TemplateProcess:
             self._end()
             raise DataError(f"{source}: it takes more than {SECONDS:.0f} s for one conversation; use another "
                             "template") from None
+        except BaseException:  # Ctrl-C in a program that continues: the answer must not be taken for the next one
+            self._end()
+            raise
         found: dict[str, Any] = json.loads(answer)
         if "exhausted" in found:
             self._end()  # its memory is in pieces
@@ -75,7 +78,15 @@ class TemplateProcess:
                 [sys.executable, "-c", _START.format(root=root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL, start_new_session=True)  # Ctrl-C is for the parent
             assert self._child.stdout is not None
-            self._line(self._child.stdout.fileno(), time.monotonic() + START_SECONDS)
+            try:
+                self._line(self._child.stdout.fileno(), time.monotonic() + START_SECONDS)
+            except BaseException as error:
+                self._end()
+                if not isinstance(error, (EOFError, TimeoutError)):
+                    raise
+                raise DataError("the process that renders chat templates does not start: "
+                                + ("it ended" if isinstance(error, EOFError) else f"no answer in {START_SECONDS:.0f} s")
+                                ) from None
         return self._child
 
     def _line(self, file: int, deadline: float) -> bytes:

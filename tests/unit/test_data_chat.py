@@ -402,3 +402,18 @@ def test_a_template_has_a_limit_of_time_and_memory(
     with pytest.raises(DataError, match=f"takes {what}"):
         recipe_of(folder, body + MARKED["heads"]).encode({"messages": ONE}, append_eod=True)
     assert recipe_of(folder, MARKED["heads"]).encode({"messages": ONE}, append_eod=True)[1].any()
+
+
+def test_no_answer_is_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a conversation is rendered: its answer must not be that of the next one."""
+    template = ChatTemplate("{{ messages[0].content }}!", {}, "t")
+    told = [{"role": "user", "content": "first"}]
+    assert template.render(told).text == "first!"
+
+    def interrupted(*_: object) -> bytes:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(template_process.TemplateProcess, "_line", interrupted)
+        template.render(told)
+    assert template.render([{"role": "user", "content": "second"}]).text == "second!"
