@@ -8,6 +8,7 @@ known to change nothing, or is refused by name.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,8 @@ IGNORED = frozenset((
     "chosen-model", "rejected-model",
 ))
 """Keys that tell where a record is from, or how good it is, and are no part of what is said."""
+_SHOWN = 12
+"""Keys that a refusal names."""
 
 
 class ConversationRefusal(Exception):
@@ -156,11 +159,13 @@ class Record:
         """Refuse what was not read, unless it repeats what one of ``conversations`` says."""
         left = [key for key in self.values if key not in self.read and not self.fields.ignores(key)]
         refuse_extras({key: self.values[key] for key in left}, "the record", self.names)
-        for key in left:
-            if not any(self._repeats(key, messages) for messages in conversations):
-                raise ConversationRefusal(
-                    f"the record has {key!r:.60}, which is not read, and might change what is said ({self.names}); "
-                    f"--chat-ignore {key:.40} leaves it out")
+        unread = [key for key in left if not any(self._repeats(key, messages) for messages in conversations)][:_SHOWN]
+        if unread:
+            verb, them = ("is", "it") if len(unread) == 1 else ("are", "them")
+            raise ConversationRefusal(
+                f"the record has {', '.join(f'{key!r:.60}' for key in unread)}, which {verb} not read, and might change "
+                f"what is said ({self.names}); --chat-ignore {' '.join(shlex.quote(key[:60]) for key in unread)} leaves "
+                f"{them} out")
 
     def _repeats(self, key: str, messages: list[dict[str, str]]) -> bool:
         """Whether a key says again what is in the messages: one of them, all of them, or a text made of all."""

@@ -75,6 +75,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "array": ([{"messages": ONE}], r"an array; write one object per line"),
     "null content": ({"messages": [{"role": "user", "content": None}, A]}, "keys role; expected"),
     "other prompt": ({"prompt": "other", "messages": ONE}, "has 'prompt', which is not read.*--chat-ignore prompt"),
+    "more keys": ({"prompt": "other", "messages": ONE, "my key": 1}, "has 'prompt', 'my key', which are not read.*"
+                  "--chat-ignore prompt 'my key' leaves them out"),
     "other list": ({"messages": ONE, "conversations": [*GPT, *GPT]}, "has 'conversations'"),
     "two systems": ({"messages": [SYSTEM, *ONE], "system": "be long"}, "several system prompts"),
     "a label": ({"prompt": "q?", "completion": "a.", "label": False}, "has 'label'"),
