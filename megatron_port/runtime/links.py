@@ -8,8 +8,9 @@ from pathlib import Path
 def outside_target(path: Path) -> Path | None:
     """Return where a file of a folder really is, if that is outside the folder; None: within it.
 
-    The hub's cache keeps its files in ``blobs`` beside ``snapshots``: such a link stays within the same model.
+    The hub's cache keeps the files of a model in ``models--OWNER--NAME/blobs``. Its snapshots link there, and so do
+    folders that older versions of huggingface_hub downloaded to (``local_dir``).
     """
     folder, target = path.parent.resolve(), path.resolve()
-    home = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
-    return None if target.is_relative_to(folder) or target.is_relative_to(home) else target
+    of_hub = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
+    return None if of_hub or target.is_relative_to(folder) else target
