@@ -6,12 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron_port.data.unpack import EXPANSION, EXPANSION_FREE
 from megatron_port.errors import DataError
-
-TIMES = 300
-"""Columns may unpack to this many times the file's size. Text compresses 3 to 20 times."""
-FREE = 64 << 20
-"""Unpacked bytes below which the ratio is not looked at."""
 
 
 class TableLimit:
@@ -23,9 +19,9 @@ class TableLimit:
     def add(self, count: int) -> None:
         """Count unpacked bytes. Raises DataError."""
         self.total += count
-        if self.total > FREE and self.total > TIMES * self.size:
+        if self.total > EXPANSION_FREE and self.total > EXPANSION * self.size:
             raise DataError(
-                f"{self.path}: {self.size} bytes unpack to {self.total} or more, more than {TIMES} times as many; text "
+                f"{self.path}: {self.size} bytes unpack to {self.total} or more, more than {EXPANSION} times as many; text "
                 "does not do that. Write it as JSON lines if it is intended")
 
 

@@ -151,10 +151,12 @@ class IndexedWriter:
             stream.seek(size)
         for block in file_blocks(self.folder / TOKENS):
             self._hashes.update(block)
-        for name, digest in zip((LENGTHS, MASK)[:len(self._streams) - 1], self._others):
-            for block in file_blocks(self.folder / name):
-                digest.update(block)
-        self.counted = sum(block.count(1) for block in file_blocks(self.folder / MASK)) if self._mask else 0
+        for block in file_blocks(self.folder / LENGTHS):
+            self._others[0].update(block)
+        self.counted = 0
+        for block in file_blocks(self.folder / MASK) if self._mask else ():
+            self._others[1].update(block)
+            self.counted += block.count(1)
         self.documents, self.tokens = to.documents, to.tokens
         if to.tokens and self.written != to:
             raise DataError(f"{self.folder}: the unfinished files are not what was written (their hashes differ)")

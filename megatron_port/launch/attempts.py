@@ -222,7 +222,7 @@ def before(
         raise EnvironmentFault(
             f"{len(failed)} attempts in a row failed without getting past step {failed[0].step}, "
             f"so the run stops here (launch.max_attempts {launch.max_attempts}):\n{table}\n"
-            f"Mend the cause and submit it again: a new submission counts anew"
+            f"Fix the cause and submit it again: a new submission counts anew"
         )
     start = Attempt(job.attempt, job.series, job.node_list, time=now, began=now, record=record, log=log)
     _note(run_folder, start)

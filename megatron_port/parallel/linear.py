@@ -123,7 +123,7 @@ class WgradAccumulator:
 
 
 def _as_2d(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight [..., in] as [out, in], a vector as it is. A view that changes nothing would costs 1 µs."""
+    """Return a weight [..., in] as [out, in], a vector as it is. A view that changes nothing costs 1 µs."""
     return weight if weight.dim() <= 2 else weight.flatten(0, -2)
 
 
