@@ -31,10 +31,14 @@ def check_document_starts(prefixes: Sequence[str], folder: Path | None, trained:
             continue
         found = () if meta.chat else bos_ids(meta.bos)
         if not meta.chat and found is not None and found != wanted:
+            old = "" if meta.bos else " (it was prepared before `data prepare` added BOS)"
+            # To prepare terabytes again only to have this in the sidecar would be in vain.
+            kept = "" if found else (
+                f'. To train without BOS on purpose, add --no-bos, or write "bos": "{BOS_OMITTED}" into this file')
             raise DataError(
-                f"{meta_path(prefix)}: documents begin with {_shown(found)}, and the tokenizer of the model that this "
-                f"run starts from begins a text with {_shown(wanted)}; prepare the corpus again with that tokenizer "
-                "(--no-bos keeps documents without, on purpose)"
+                f"{meta_path(prefix)}: documents begin with {_shown(found)}{old}, and the tokenizer of the model that "
+                f"this run starts from begins a text with {_shown(wanted)}; prepare the corpus again with that "
+                f"tokenizer{kept}"
             )
 
 

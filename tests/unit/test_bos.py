@@ -4,6 +4,7 @@ are those of transformers, and those of lm-eval's own adapter for transformers."
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -199,8 +200,12 @@ def test_training_refuses_documents_that_begin_otherwise(tmp_path: Path, model: 
     check_document_starts([str(with_bos), str(without), "s3://bucket/c"], model, None)
     old = json.loads(meta_path(with_bos).read_text())
     meta_path(with_bos).write_text(json.dumps({k: v for k, v in old.items() if k != "bos"}))
-    with pytest.raises(DataError, match=r"documents begin with no BOS, and the tokenizer of the model .* with \d"):
+    words = r"begin with no BOS \(.*\), and the tokenizer .* with \d; .* into this file"
+    with pytest.raises(DataError, match=words) as error:
         check_document_starts([str(with_bos)], model, None)
+    asked = json.loads("{" + re.findall(r'"bos": "\w+"', str(error.value))[0] + "}")
+    meta_path(with_bos).write_text(json.dumps({**old, **asked}))
+    check_document_starts([str(with_bos)], model, None)
     meta_path(with_bos).write_text(json.dumps({**old, "bos": "x"}))
     with pytest.raises(DataError, match="not a readable sidecar"):
         read_meta(with_bos)
