@@ -58,7 +58,7 @@ class Content:
     what: str = ""
     """Details, in words."""
     first: Any = None
-    """jsonl: the first record."""
+    """jsonl, json: the first record, if it ends within these bytes."""
 
 
 def look(path: Path) -> Content:
@@ -144,10 +144,11 @@ def _text(head: bytes) -> Content:
             return Content("jsonl", what="JSON lines", first=first)
         if _KEYED.match(start):
             pretty = len(rows) > 1 and _begins(rows[0]) and not isinstance(_parsed(rows[1]), dict)
-            return Content("json", what="JSON over several lines") if pretty else Content("jsonl", what="JSON lines")
+            return Content("json", what="JSON over several lines", first=_first_value(start)) if pretty else Content(
+                "jsonl", what="JSON lines")
     elif start.startswith("["):
         if _ELEMENT.match(start) or (whole and isinstance(_parsed(text), list)):
-            return Content("json", what="a JSON array")
+            return Content("json", what="a JSON array", first=_first_value(start[1:].lstrip()))
         if len(rows) > 1 and all(isinstance(_parsed(row), list) for row in rows):
             return Content("jsonl", what="JSON lines")
     for delimiter, words in DELIMITERS.items():
@@ -160,6 +161,14 @@ def _parsed(text: str) -> Any:
     """The JSON value; None: it is none."""
     try:
         return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _first_value(text: str) -> Any:
+    """Return the JSON value that a text begins with; None: it is none, or does not end."""
+    try:
+        return json.JSONDecoder().raw_decode(text)[0]
     except (ValueError, RecursionError):
         return None
 

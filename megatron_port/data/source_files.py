@@ -194,7 +194,7 @@ def _unfit(kind: str, content: Content, options: ReadOptions) -> str:
     if options.fields is not None:
         return ("conversations are read from JSON lines, CSV, Parquet and Arrow; this is plain text"
                 if kind == "text" else "")
-    first = content.first if kind == "jsonl" else None
+    first = content.first if kind in ("jsonl", "json") else None
     if isinstance(first, dict) and options.key not in first and not options.leave_out:
         return (f"its first record has no text under the key {options.key!r}; it has "
                 f"{', '.join(str(key)[:40] for key in list(first)[:12]) or 'none'}: --json-key")

@@ -21,8 +21,8 @@ class TableLimit:
         self.total += count
         if self.total > EXPANSION_FREE and self.total > EXPANSION * self.size:
             raise DataError(
-                f"{self.path}: {self.size} bytes unpack to {self.total} or more, more than {EXPANSION} times as many; text "
-                "does not do that. Write it as JSON lines if it is intended")
+                f"{self.path}: {self.size} bytes unpack to {self.total} or more, more than {EXPANSION} times as many; "
+                "text does not do that. Write it as JSON lines if it is intended")
 
 
 def check_parquet(path: Path, metadata: Any, columns: Iterable[str]) -> None:

@@ -14,7 +14,8 @@ from megatron_port.data.extras import MissingPackage, need
 from megatron_port.errors import DataError
 
 EXPANSION = 300
-"""A compressed file, or a table, may unpack to this many times its size. Text compresses 3 to 20 times, and deflate at most 1032."""
+"""A compressed file, or a table, may unpack to this many times its size. Text compresses 3 to 20 times, and deflate at
+most 1032."""
 EXPANSION_FREE = 64 << 20
 """Unpacked bytes below which the ratio is not looked at."""
 READ = 1 << 17

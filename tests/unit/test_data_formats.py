@@ -37,6 +37,8 @@ READ = [
     ("a.json", b'{\n "text": "one"\n}\n{\n "text": "two"\n}', ["one", "two"]),
     ("a.jsonl", b'["x",\n {"text": "one"}]', "value 1: no text under the key"),
     ("a.jsonl", b'{"body": "one"}\n', "its first record has no text under the key 'text'; it has body: --json-key"),
+    ("dataset_infos.json", b'{\n "default": {\n  "splits": 1\n }\n}', "its first record .* key 'text'; it has default"),
+    ("a.json", b'[ {"body": "one"}]', "its first record has no text under the key 'text'; it has body: --json-key"),
     ("a.json", b'[{"text": "one"}, {"text": "two"}', "the array does not end"),
     ("a.json", b'[{"text": "one"}] {"text": "two"}', "more text after the end of the array"),
     ("a.json", b'[\n{"text": "one"},\n{"text": two}]', "a.json:3: not JSON"),
