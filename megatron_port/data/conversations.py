@@ -164,8 +164,8 @@ class Record:
             verb, them = ("is", "it") if len(unread) == 1 else ("are", "them")
             raise ConversationRefusal(
                 f"the record has {', '.join(f'{key!r:.60}' for key in unread)}, which {verb} not read, and might "
-                f"change what is said ({self.names}); --chat-ignore {' '.join(shlex.quote(key[:60]) for key in unread)} "
-                f"leaves {them} out")
+                f"change what is said ({self.names}); --chat-ignore "
+                f"{' '.join(shlex.quote(key[:60]) for key in unread)} leaves {them} out")
 
     def _repeats(self, key: str, messages: list[dict[str, str]]) -> bool:
         """Whether a key says again what is in the messages: one of them, all of them, or a text made of all."""

@@ -321,7 +321,7 @@ def _recipe_hash(reader: Reader, recipe: Recipe) -> str:
         "format": 1, "tokenizer": identity_of(recipe.tokenizer), "eod": recipe.append_eod, "bad": recipe.bad_input,
         "options": asdict(reader.options), "blocks": [sources.BLOCK_BYTES, sources.MAX_DOCUMENT_BYTES],
         "files": [[str(s.path), s.kind, s.packed] for s in reader.sources],
-        "chat": recipe.chat.hash if recipe.chat else "", "bos": _bos(recipe),
+        "chat": recipe.chat.hash if recipe.chat else "", "bos": _bos(recipe), "after": recipe.added.after,
     }
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
