@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from megatron_port.errors import DataError
+from megatron_port.runtime.regular import read_regular
+from megatron_port.runtime.typed_json import LARGEST, parse_json
 
 NOT_ROWS = "describes a saved data set"
 
@@ -23,7 +24,7 @@ def parts_of(path: Path, split: str, *, required: bool = False) -> dict[str, str
     try:
         names = [entry.name for entry in path.iterdir()]
         if (path / "dataset_dict.json").is_file():
-            splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+            splits = parse_json(read_regular(path / "dataset_dict.json", LARGEST))["splits"]
             if split not in splits:
                 raise DataError(f"{path}: no split {split!r}; it has {', '.join(map(str, splits))}: --split")
             return {name: NOT_ROWS if name == "dataset_dict.json" else "of another split (--split)"
@@ -44,7 +45,7 @@ def arrow_files(path: Path) -> list[str]:
         DataError: a name of another folder, a file that is missing, or rows that are selected apart.
         OSError, ValueError, KeyError, TypeError: it cannot be read.
     """
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    state = parse_json(read_regular(path / "state.json", LARGEST))
     names = [str(entry["filename"]) for entry in state["_data_files"]]
     if state.get("_indices_files"):
         raise DataError(f"{path}: it keeps a selection of rows apart; save it again with datasets' save_to_disk "

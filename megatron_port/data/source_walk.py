@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections import deque
@@ -14,6 +13,8 @@ from pathlib import Path
 from megatron_port.data.format import MAGIC
 from megatron_port.data.saved_dataset import parts_of
 from megatron_port.errors import DataError
+from megatron_port.runtime.regular import read_regular
+from megatron_port.runtime.typed_json import WrongContent, parse_json
 
 ASKED, HIDDEN, LINKED, SAME = "asked for (--skip)", "hidden", "link to a folder read already", "the same file again"
 CORPUS, SUMMARY = "a tokenized corpus", "a summary of other files"
@@ -186,7 +187,7 @@ def _of_corpus(ending: str) -> bool:
 def _of_fetch(path: Path) -> bool:
     """Whether a file is the record that ``data fetch`` keeps beside its texts."""
     try:
-        raw = json.loads(path.read_bytes()) if path.stat().st_size < 1 << 16 else None
-    except (OSError, ValueError, RecursionError):
+        raw = parse_json(read_regular(path, 1 << 16))
+    except (OSError, WrongContent):
         return False
     return isinstance(raw, dict) and {"source", "licence", "sha256"} <= set(raw)

@@ -93,10 +93,10 @@ def _opened(packing: str, file: BinaryIO, path: Path) -> tuple[Any, type[Excepti
     if packing == "gzip":
         return gzip.GzipFile(fileobj=file), zlib.error
     if packing == "bzip2":
-        return _Streams(file, _built_in("bz2", path).BZ2Decompressor), OSError
+        return _Streams(file, _built_in("bz2", path).BZ2Decompressor, OSError), OSError
     if packing == "xz":
         lzma = _built_in("lzma", path)
-        return _Streams(file, lzma.LZMADecompressor), lzma.LZMAError
+        return _Streams(file, lzma.LZMADecompressor, lzma.LZMAError), lzma.LZMAError
     zstandard = need("zstandard", str(path))
     inner = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(file, read_across_frames=True)
     return inner, zstandard.ZstdError
@@ -118,8 +118,10 @@ class _Streams:
     damage there, or with padding between its streams, the rest would be lost without a word.
     """
 
-    def __init__(self, file: BinaryIO, new: Callable[[], Any]) -> None:
-        self._file, self._new, self._stream, self._ahead = file, new, new(), b""
+    def __init__(self, file: BinaryIO, new: Callable[[], Any], error: type[Exception]) -> None:
+        self._file, self._new, self._error, self._stream, self._ahead = file, new, error, new(), b""
+        self._begun = True
+        """The stream has given something, or is the first."""
 
     def read(self, size: int) -> bytes:
         """Return at most ``size`` bytes; none at the end."""
@@ -131,14 +133,20 @@ class _Streams:
                     self._ahead = block.lstrip(b"\0")
                 if not self._ahead:
                     return b""
-                self._stream = self._new()
+                self._stream, self._begun = self._new(), False
             elif self._stream.needs_input and not self._ahead:
                 self._ahead = self._file.read(READ)
                 if not self._ahead:
                     raise EOFError("it ends within a compressed stream")
             given, self._ahead = self._ahead, b""
-            data: bytes = self._stream.decompress(given, size)
+            try:
+                data: bytes = self._stream.decompress(given, size)
+            except self._error as error:
+                if self._begun:
+                    raise
+                raise self._error("what follows the end of a compressed stream is damaged, or no part of it") from error
             if data:
+                self._begun = True
                 return data
 
 

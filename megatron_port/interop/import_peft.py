@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,8 @@ from megatron_port.errors import CheckpointError
 from megatron_port.interop.hf_config import family_for
 from megatron_port.interop.peft import CONFIG, FILE, PREFIX, PeftModule, alpha_of, peft_modules
 from megatron_port.model.adapter_spec import MAGNITUDE, A, B
+from megatron_port.runtime.regular import read_regular
+from megatron_port.runtime.typed_json import LARGEST, parse_json
 
 _READ = frozenset({"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"})
 _INERT = frozenset({
@@ -53,7 +54,7 @@ class PeftFolder:
     def __init__(self, path: Path | str, model: ModelConfig, tuning: FineTuningConfig) -> None:
         self.path, self._tuning = Path(path), tuning
         try:
-            self._config: Mapping[str, Any] = json.loads((self.path / CONFIG).read_bytes())
+            self._config: Mapping[str, Any] = parse_json(read_regular(self.path / CONFIG, LARGEST))
             if not isinstance(self._config, dict):
                 raise ValueError("no table of fields")
             self._tensors = load_file(self.path / FILE)

@@ -121,7 +121,8 @@ def test_folders_of_special_files(tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "a.txt").write_text("one")
-    os.mkfifo(folder / "pipe.txt")
+    for name in ("pipe.txt", "corpus.json"):  # the latter may be a record of `data fetch`, and is looked into
+        os.mkfifo(folder / name)
     (folder / "gone.txt").symlink_to("nowhere")
     with pytest.raises(DataError, match="gone.txt: a link that leads nowhere .*--skip gone.txt"):
         documents(folder, tmp_path)
@@ -132,6 +133,7 @@ def test_folders_of_special_files(tmp_path):
     reasons = {entry.path.name: entry.reason for entry in done.inputs.skipped}
     assert done.documents == 1 and reasons == {
         "a.txt": "the same file again", "gone.txt": "asked for (--skip)", "pipe.txt": reasons["pipe.txt"],
+        "corpus.json": reasons["pipe.txt"],
         "made.bin": "a tokenized corpus", "made.idx": "a tokenized corpus", "made.meta.json": "a tokenized corpus"}
     assert "no regular file" in reasons["pipe.txt"]
     assert said[0].splitlines()[1].split() == ["read", "plain", "text", "1", "3"]
