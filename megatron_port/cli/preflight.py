@@ -120,8 +120,9 @@ def run_network(args: argparse.Namespace) -> int:
 
     def measure(info: ProcessInfo) -> int:
         from megatron_port.preflight.session import network_check
+        from megatron_port.session.assemble import topology_of
 
-        result = network_check(config, info, args.out, message=args.message_kib << 10)
+        result = network_check(config, info, args.out, topology_of, message=args.message_kib << 10)
         # Rank 0 speaks for all: with srun --kill-on-bad-exit others must not end it.
         found = result.blames or result.bad or result.faults
         return EXIT_ENVIRONMENT if found and info.rank == 0 else EXIT_OK

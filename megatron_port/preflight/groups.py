@@ -9,6 +9,7 @@ find out after its queue time.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -18,20 +19,24 @@ from megatron_port.config.checks import problems, resolve
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import EnvironmentFault
 from megatron_port.parallel.context import planned
+from megatron_port.parallel.topology import Topology
 from megatron_port.preflight.exchange import RankPlacement, synchronize
 from megatron_port.runtime.master_store import within
-from megatron_port.session.assemble import topology_of
 
 MOST_SPARE_NODES = 16
 """Nodes to leave out at most until the layout fits the ranks."""
 
 
-def groups_across_nodes(config: RunConfig, world_size: int, ranks_per_node: int, *, two_way: bool) -> int:
+def groups_across_nodes(
+    config: RunConfig, world_size: int, ranks_per_node: int, topology_of: Callable[[RunConfig], Topology], *,
+    two_way: bool,
+) -> int:
     """Return how many communicators that span nodes one rank of the run is in, the default group not counted.
 
     Args:
         world_size: ranks of this check; spare nodes among them are left out until the layout fits.
         ranks_per_node: ranks on each node.
+        topology_of: gives the rank grid of a resolved run.
         two_way: the backend needs a second queue between stages (``nccl``; see ``parallel.context.planned``).
 
     Returns:

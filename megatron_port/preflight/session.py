@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from megatron_port import __version__
 from megatron_port.backend.device import DeviceInfo, choose_device
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import EnvironmentFault, PortError
+from megatron_port.parallel.topology import Topology
 from megatron_port.preflight import files
 from megatron_port.preflight.exchange import gather_place, meet
 from megatron_port.preflight.groups import groups_across_nodes
@@ -31,10 +32,14 @@ LONGEST_WAIT_S = 120.0
 LOG_PATTERN = "nccl-rank*.log"
 
 
-def network_check(config: RunConfig, info: ProcessInfo, folder: Path, *, message: int = 0) -> NetworkResult:
+def network_check(
+    config: RunConfig, info: ProcessInfo, folder: Path, topology_of: Callable[[RunConfig], Topology], *,
+    message: int = 0,
+) -> NetworkResult:
     """Check the network. Collective; rank 0 writes network.json, good.txt and bad.txt, and prints.
 
     Args:
+        topology_of: gives the rank grid of a resolved run (``session.assemble``).
         message: bytes between two ranks (0: by device).
 
     Raises:
@@ -55,7 +60,7 @@ def network_check(config: RunConfig, info: ProcessInfo, folder: Path, *, message
     try:
         messages = device.torch_device if group.backend == "nccl" else torch.device("cpu")
         place = gather_place(node_name(), messages)
-        groups = groups_across_nodes(config, info.world_size, place.lanes, two_way=group.backend == "nccl")
+        groups = groups_across_nodes(config, info.world_size, place.lanes, topology_of, two_way=group.backend == "nccl")
         # Before the group's own limit, so that the fault is ours and on every rank.
         result = check_network(place, config.preflight, default_sizes(messages, message), groups=groups,
                                timeout_s=0.8 * wait)

@@ -23,6 +23,7 @@ from megatron_port.preflight.exchange import gather_place
 from megatron_port.preflight.network import NetworkResult, Sizes, check_network, render
 from megatron_port.preflight.session import network_check
 from megatron_port.runtime.discovery import ProcessInfo
+from megatron_port.session.assemble import topology_of
 
 LIMITS = PreflightConfig(share_of_median=0.3)
 SIZES = Sizes(4096, 1 << 18, 1 << 20)
@@ -155,11 +156,13 @@ def test_as_many_groups_across_nodes_are_opened_as_the_run_will(ranks: RankPool)
 def test_groups_across_nodes_are_those_of_the_layout() -> None:
     """Frontier's 1T, eight ranks a node: tp stays inside; dp, pp, the tied embedding and the world span nodes."""
     config = load("runs/frontier-1t").config
-    assert groups.groups_across_nodes(config, 3072, 8, two_way=True) == 4
     native = replace(config, engine="native")
-    assert groups.groups_across_nodes(native, 3072, 8, two_way=True) == 5  # gradients have a queue of their own
-    assert groups.groups_across_nodes(native, 3072 + 3 * 8, 8, two_way=True) == 5  # three spare nodes
-    assert groups.groups_across_nodes(config, 24, 8, two_way=True) == 0  # no replica fits
+    for run, world, expected in (
+        (config, 3072, 4), (native, 3072, 5),  # gradients have a queue of their own
+        (native, 3072 + 3 * 8, 5),  # three spare nodes
+        (config, 24, 0),  # no replica fits
+    ):
+        assert groups.groups_across_nodes(run, world, 8, topology_of, two_way=True) == expected
 
 
 def _unequal_world() -> NetworkResult:
@@ -198,7 +201,7 @@ def _session(port: int, folder: str, limits: PreflightConfig) -> tuple[dict[str,
     dist.destroy_process_group()
     info = ProcessInfo(rank, world, rank, world, 0, 1, "127.0.0.1", port, "test", "here")
     config = replace(RunConfig(), backend=BackendConfig(device="cpu"), preflight=limits)
-    result = network_check(config, info, Path(folder), message=1 << 18)
+    result = network_check(config, info, Path(folder), topology_of, message=1 << 18)
     return result.bad, result.faults
 
 
