@@ -55,7 +55,7 @@ def _write(trace: RankTrace, info: ProcessInfo, out: Path) -> None:
     (out / f"rank-{info.rank:05d}.json").write_text(json.dumps(meta))
 
 
-def _regroup(batches: list[MicroBatch], reordering: Reordering) -> list[MicroBatch]:
+def regroup(batches: list[MicroBatch], reordering: Reordering) -> list[MicroBatch]:
     """Return a step's samples on one process in another order and other micro-batches."""
     ids = [i for b in batches for i in b.sample_ids]
     size, order = reordering.micro_batch_size(len(ids)), reordering.order(len(ids))
@@ -101,7 +101,7 @@ def record_orders(
 
             def batches(step: int, order: Order = order) -> list[MicroBatch]:
                 mine = loaders.train.step(*schedule.step_plan(step))
-                return _regroup(mine, order) if isinstance(order, Reordering) else mine
+                return regroup(mine, order) if isinstance(order, Reordering) else mine
 
             trace = record_run(
                 engine, ctx, batches, steps=steps, lr=lambda step: learning_rate(c.optimizer, step, c.training.steps)

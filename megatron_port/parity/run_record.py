@@ -69,7 +69,8 @@ def record_run(
         trace.grad_norms.append(result.grad_norm)
     engine.on_gradients = None  # type: ignore[attr-defined]
     if evaluate_after:
-        trace.final_eval_loss = engine.eval_step(batches(0)).loss
+        with engine.evaluated_weights():
+            trace.final_eval_loss = engine.eval_step(batches(0)).loss
     for record, parameter in engine.named_parameters():
         # Apart, because a file of tensors may not hold the same memory twice.
         trace.copies += _slices([(record, parameter)])

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from corpora import loaded_batches
 
 from megatron_port.backend.choose import choose_providers
 from megatron_port.backend.device import choose_device
@@ -28,7 +29,7 @@ from megatron_port.config.schema import (
 )
 from megatron_port.data.batch import MicroBatch
 from megatron_port.data.rank_view import RankView
-from megatron_port.optim.schedules import BatchSchedule
+from megatron_port.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
 from megatron_port.parity import half_precision
@@ -95,7 +96,7 @@ def make_config(
         precision=PrecisionConfig(dtype=dtype, fp8=fp8, initial_loss_scale=1024.0),
         # With Adam's usual eps an element whose gradient is rounding noise takes a full step of either sign, and half
         # precisions underflow some of them to zero: losses then compare noise. 1e-5 is 1e-3 of the gradients' rms here.
-        optimizer=OptimizerConfig(lr=LR, clip_grad=clip_grad, eps=1e-5),
+        optimizer=OptimizerConfig(lr=LR, clip_grad=clip_grad, eps=1e-5, decay="constant"),
         backend=BackendConfig(
             device="cpu", attention=attention, own_kernels=own_kernels if dtype != "fp64" else "off",
             optimizer="torch" if engine == "deepspeed" else "auto",
@@ -138,7 +139,10 @@ Batches = Callable[[int], list[MicroBatch]]
 
 
 def make_batches(config: RunConfig, ctx: ParallelContext, reordering: Reordering | None = None) -> Batches:
-    """This rank's micro-batches of a step, by the data law of docs/architecture.md."""
+    """This rank's micro-batches of a step, by the data law of docs/architecture.md; of the run's loader, where it has
+    corpora or synthetic tokens, else of samples that are functions of their ids."""
+    if config.data.train or config.data.synthetic:
+        return loaded_batches(config, ctx, reordering)
     dp, view = ctx.size("dp"), RankView.on(config, ctx)
     schedule = BatchSchedule(config.batch, dp)
 
@@ -209,7 +213,8 @@ def run_case(
             order.emulate_rounding(engine.stage)  # type: ignore[attr-defined]
         batches = make(config, ctx, order if isinstance(order, Reordering) else None)
         return record_run(
-            engine, ctx, batches, steps=steps, lr=lambda step: config.optimizer.lr, evaluate=True,
+            engine, ctx, batches, steps=steps, evaluate=True,
+            lr=lambda step: learning_rate(config.optimizer, step, config.training.steps),
             # In half precision it would measure how Adam amplifies rounding (docs/parity.md).
             evaluate_after=config.precision.dtype in ("fp32", "fp64"), gradient_steps=gradient_steps,
         )

@@ -163,7 +163,8 @@ def with_drawn_teacher(r: random.Random, config: RunConfig, t: Topology) -> tupl
         position_embedding="rope" if llama else "learned", normalization="rmsnorm" if llama else "layernorm",
         activation="swiglu" if llama else "gelu", add_bias=not llama, tie_embeddings=r.random() < 0.5,
     )
-    config = dataclasses.replace(config, distillation=DistillationConfig(
+    without = dataclasses.replace(config.training, z_loss=0.0)  # it is no part of a distillation's loss
+    config = dataclasses.replace(config, training=without, distillation=DistillationConfig(
         teacher=teacher_folder(teacher), alpha=r.choice((0.0, 0.3, 0.8)), temperature=r.choice((0.5, 1.0, 2.0)),
         divergence=r.choice(("forward", "reverse"))))
     return config, teacher

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from cases import make_config
+from drawing_data import fed, scheduled
 from drawing_options import optioned
+from drawing_rules import ruled
 
 from megatron_port.config.fine_tuning import FineTuningConfig, targets_of
 from megatron_port.config.offload import OffloadConfig
-from megatron_port.config.optimizer_checks import STATE_BLOCK, optimizer_problems
-from megatron_port.config.rule_options import LAMBOptions, MuonOptions, SGDOptions
 from megatron_port.config.schema import ActivationsConfig, BatchConfig, LayoutConfig, RunConfig
 from megatron_port.model.activation_sites import RECOMPUTED, REPLICATED, SITES, choice
 from megatron_port.parallel.topology import Topology
@@ -26,14 +26,6 @@ STEPS = 3
 OPS = ("norm", "activation", "rotary", "dropout", "softmax", "cross_entropy")
 WHERE: tuple[Literal["cpu", "nvme"], ...] = ("cpu", "nvme")
 """Where offloaded state lives."""
-
-
-RATES = {"sgd": 30.0, "adagrad": 1.0, "lion": 0.1, "adafactor": 1.0, "came": 0.3, "sm3": 1.0, "lamb": 1.0, "muon": 1.0}
-"""Learning rate of each rule, as a multiple of the tests' own: large, so that a wrong update shows."""
-NARROW = ("adamw-bf16", "adamw-8bit")
-"""AdamW with narrow moments, at AdamW's rate."""
-HOSTED = ("lion", "sgd", "adagrad")
-"""Of ``RATES`` those that an offload serves, as it serves ``NARROW``."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +69,12 @@ class Draw:
             "own_kernels": c.backend.own_kernels, "offload": c.offload.optimizer, "fraction": c.offload.fraction,
             "weights": c.offload.weights, "buffers": c.offload.buffers, "adapters": c.fine_tuning.method,
             "ema": c.optimizer.ema_decay, "clip_value": c.optimizer.clip_value, "zscore": c.optimizer.clip_zscore,
-            "groups": len(c.optimizer.groups), "mup": c.model.mup_base_size,
+            "ema_evaluate": c.optimizer.ema_evaluate, "groups": len(c.optimizer.groups), "mup": c.model.mup_base_size,
+            "eps": c.optimizer.eps, "corpora": [prefix.rpartition("/")[2] for prefix in c.data.train],
+            "weights_of_corpora": list(c.data.weights), "packing": c.data.packing, "order_of_samples": c.data.order,
+            "data_split": list(c.data.split), "decay": c.optimizer.decay, "decay_steps": c.optimizer.decay_steps,
+            "warmup": c.optimizer.warmup_steps, "min_lr": c.optimizer.min_lr, "wsd": c.optimizer.wsd_steps,
+            "wsd_shape": c.optimizer.wsd_shape, "z_loss": c.training.z_loss,
             "rank": c.fine_tuning.rank, "targets": list(c.fine_tuning.targets),
             **{k: getattr(c.model, k) for k in keep},
         }
@@ -294,55 +291,9 @@ def draw(seed: int) -> Draw:
     config = _further(random.Random(f"further-{seed}"), config)
     config = _offloaded(random.Random(f"offload-{seed}"), config)
     config = ruled(random.Random(f"rule-{seed}"), config)
-    return Draw(seed, optioned(random.Random(f"optimizer-{seed}"), config), t)
-
-
-def ruled(r: random.Random, config: RunConfig) -> RunConfig:
-    """The run with another optimizer rule: three in four of those of engine native in fp64, whose update is torch's,
-    and one in three in half precision, offloaded or not, by own kernels or torch's ops.
-
-    In fp32 a step that depends on a sign, or on the spectrum of a noisy matrix, makes rounding larger than the fixed
-    bounds. In half precision the bound of what follows the first step is measured, of the rule's own steps.
-    """
-    dtype, backend = config.precision.dtype, config.backend
-    half, offloaded = dtype in ("bf16", "fp16"), config.offload.optimizer != "none"
-    free = half or (dtype == "fp64" and not offloaded and backend.optimizer in ("auto", "torch"))
-    if config.engine != "native" or not free or r.random() < (2 / 3 if half else 0.25):
-        return config
-    # A query that sees one key has no gradient, nor has that key; most rules make full steps of its rounding noise.
-    one_key = config.model.sliding_window == 1
-    names = ("sgd", "adagrad") if one_key else tuple(HOSTED if offloaded else RATES)
-    change, name = dataclasses.replace, r.choice(names)
-    optimizer = change(
-        config.optimizer, beta2=r.choice((0.9, 0.99)),
-        sgd=SGDOptions(momentum=r.choice((0.0, 0.9)), nesterov=r.random() < 0.3, dampening=r.choice((0.0, 0.2))),
-        lamb=LAMBOptions(adapts_vectors=r.random() < 0.5),
-        muon=MuonOptions(
-            nesterov=r.random() < 0.7, adjust_lr=r.choice(("original", "match_rms_adamw")),
-            momentum=r.choice((0.9, 0.95)), ns_steps=r.choice((3, 5)), lr_factor=r.choice((0.5, 1.0)),
-        ),
-    )
-    # Drawn last, so that the other rules of a seed stay what they were.
-    if not one_key and r.random() < 1 / 3:
-        name = r.choice(NARROW)
-    config = change(config, optimizer=change(optimizer, name=name, lr=optimizer.lr * RATES.get(name, 1.0)))
-    if name == "adamw-8bit":
-        config = _with_whole_blocks(config)
-    if name in ("lion", *NARROW) or backend.optimizer != "own":
-        return config
-    return change(config, backend=change(backend, optimizer="auto"))
-
-
-def _with_whole_blocks(config: RunConfig) -> RunConfig:
-    """The run with rows of 128 elements, whose moments are codes; with bf16 moments where a rank would cut a block."""
-    change, model, tp = dataclasses.replace, config.model, config.layout.tensor_parallel_size
-    wide = change(
-        config, model=change(model, hidden_size=STATE_BLOCK, head_dim=model.head_dim or 8,
-                             ffn_hidden_size=model.ffn_hidden_size or 16 * tp),
-    )
-    if not optimizer_problems(wide):
-        return wide
-    return change(config, optimizer=change(config.optimizer, name="adamw-bf16"))
+    config = optioned(random.Random(f"optimizer-{seed}"), config)
+    config = fed(random.Random(f"corpora-{seed}"), config)
+    return Draw(seed, scheduled(random.Random(f"schedule-{seed}"), config, STEPS), t)
 
 
 def _adapted(r: random.Random, config: RunConfig) -> RunConfig:

@@ -21,11 +21,13 @@ import drawing
 import fuzz
 import torch
 from cases import Order, Reordering, _alone, make_batches, make_config, providers_of, release_deepspeed
+from drawing_data import fed, scheduled
 from pool import RankPool
 from undecided import Choice, Follower, undecided
 
 from megatron_port.config.schema import MoEConfig, RunConfig
 from megatron_port.model.router import Route, Router
+from megatron_port.optim.schedules import learning_rate
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
 from megatron_port.parity.comparison import FP32, FP64, Deviation, Run, compare
@@ -101,6 +103,9 @@ def draw(seed: int) -> ExpertDraw:
                            "drop_by": r.choice(("position", "probability")),
                            "shared_gate": name == "deepseek-v3" and r.random() < 0.3,
                            "router_bias": r.random() < 0.2}
+    further = random.Random(f"router-{seed}")  # apart, so that the other choices of a seed stay what they were
+    if moe.get("groups"):
+        moe |= {"group_score": further.choice(("max", "top2")), "bias_rate": further.choice((0.001, 0.01))}
     if moe.get("shared_ffn_hidden_size"):
         moe["shared_ffn_hidden_size"] = 8 * t.tp
     if name in ("qwen3", "mixtral") and r.random() < 0.3:
@@ -128,7 +133,9 @@ def draw(seed: int) -> ExpertDraw:
     config = dataclasses.replace(
         config, seed=r.randrange(1000), checkpoint=dataclasses.replace(config.checkpoint, asynchronous=False)
     )
-    return ExpertDraw(seed, drawing._offloaded(random.Random(f"offload-{seed}"), config), t, name)
+    config = drawing._offloaded(random.Random(f"offload-{seed}"), config)
+    config = fed(random.Random(f"corpora-{seed}"), config)
+    return ExpertDraw(seed, scheduled(random.Random(f"schedule-{seed}"), config, STEPS), t, name)
 
 
 @dataclasses.dataclass
@@ -173,7 +180,8 @@ def run_rank(
 
         engine.train_step = train_step
         trace = record_run(
-            engine, ctx, make_batches(config, ctx, reordering), steps=steps, lr=lambda step: 1e-2, evaluate=True,
+            engine, ctx, make_batches(config, ctx, reordering), steps=steps, evaluate=True,
+            lr=lambda step: learning_rate(config.optimizer, step, config.training.steps),
             # In fp32 weights differ by what Adam makes of rounding, and an evaluation has its own close choices.
             evaluate_after=exact, gradient_steps=steps if exact else 1,
         )

@@ -23,6 +23,7 @@ from pool import RankPool
 
 from megatron_port.config.attention import MaskNeeds
 from megatron_port.config.schema import ActivationsConfig, LayoutConfig, RunConfig
+from megatron_port.optim.schedules import learning_rate
 from megatron_port.parallel.topology import Topology
 from megatron_port.parity.comparison import FP32, FP64, Deviation, Run, compare
 from megatron_port.parity.run_record import RankTrace
@@ -71,7 +72,8 @@ def judge(one: Draw, traces: Sequence[RankTrace]) -> list[Deviation]:
     if dtype in ("bf16", "fp16"):
         return within_rounding(one.config, one.topology, run, functools.partial(reference_run, config))
     exact = dtype == "fp64"
-    lr = config.optimizer.lr if exact else 0.0
+    rates = [learning_rate(config.optimizer, step, config.training.steps) for step in range(STEPS)]
+    lr = max(rates) if exact else 0.0
     return compare(reference_run(config), run, FP64 if exact else FP32, config.model, lr=lr)
 
 

@@ -7,53 +7,12 @@ import dataclasses
 import pytest
 from drawing import draw
 from fuzz import failures, run_draws
+from not_drawn import not_drawn
 from pool import RankPool
 
 from megatron_port.config.checks import problems
 from megatron_port.config.dump import leaves
 
-NOT_DRAWN = {
-    "activations.measure": "of the training loop (tests/faults/test_activation_profile.py)",
-    "activations.budget": "it only decides which activations.layers are recomputed, and these are drawn",
-    "name": "a label", "output_dir": "a folder", "model.name": "a label", "model.family": "of exports",
-    "backend.share_devices": "of GPUs (tests/unit/test_backend_providers.py)",
-    "layout.expert_parallel_size": "with model.moe (tests/distributed/experts.py)",
-    "model.moe": "tests/distributed/experts.py", "moe": "tests/distributed/experts.py",
-    "layout.elastic": "chooses a layout before the run starts (tests/unit/test_elastic.py)",
-    "precision.fp8": "ranks scale their pieces by themselves: bounds of its own (test_fp8_layouts.py)",
-    "precision.grad_reduce_dtype": "rounds between replicas, which one process has not (test_steps.py)",
-    "precision.max_skipped_steps": "only stops a run",
-    "optimizer.came": "as the paper's; tests/unit/test_rule_formulas.py draws it",
-    "optimizer.adafactor": "as torch's; likewise",
-    "optimizer.adagrad": "as torch's (tests/unit/test_optim_rules.py); on layouts in test_rules.py",
-    "optimizer.min_lr": "a rate is given to the engine step by step (tests/unit/test_schedules.py)",
-    "optimizer.decay": "as min_lr", "optimizer.warmup_steps": "as min_lr", "optimizer.decay_steps": "as min_lr",
-    "optimizer.ema_evaluate": "of evaluations (test_optimizer_options.py)",
-    "optimizer.wsd_shape": "as min_lr", "optimizer.wsd_steps": "as min_lr",
-    "optimizer.eps": "1e-5: with Adam's usual one, rounding noise takes full steps (cases.make_config)",
-    "data.train": "batches are made by cases.make_batches; loaders: tests/unit/test_data_*.py",
-    "data.source": "as train", "plugins": "what each registers has proofs of its own (tests/e2e/test_examples.py)",
-    "data.weights": "as train", "data.split": "as train", "data.synthetic": "as train", "data.tokenizer": "as train",
-    "data.document_length": "counts operations",
-    "data.packing": "as train (tests/unit/test_data_packing.py)",
-    "data.order": "as train", "data.index_cache": "as train", "data.pinned": "as train",
-    "data.remote_cache": "as train", "data.remote_cache_gb": "as train",
-    "backend.graphs": "of GPUs (tests/unit/test_step_graphs.py, tests/distributed/test_recorded_steps.py)",
-    "backend.device": "ranks of the tests have no GPU",
-    "backend.experts": "with model.moe (tests/distributed/experts.py)", "backend.experts_exchange": "as experts",
-    "backend.quantise": "only under precision.fp8", "backend.scaled_mm": "only under precision.fp8",
-    "backend.allow_jit": "forbids or permits, computes nothing", "backend.deterministic": "of GPUs only",
-    "fine_tuning.adapters": "a folder that the session reads (tests/e2e/test_fine_tuning.py)",
-    **{f"model.{name}": "tests/distributed/factored.py"
-       for name in ("shared_layers", "qkv_rank", "output_rank", "up_rank", "down_rank")},
-    "distillation": "with a teacher (tests/distributed/distilled.py)",
-    "sparsity": "tests/distributed/compressed.py", "quantisation": "tests/distributed/compressed.py",
-    "training": "the loop, not the engine", "checkpoint": "test_resume.py", "numerics": "tests/faults/test_numerics.py",
-    "telemetry": "computes nothing", "watch": "computes nothing", "cluster": "a description",
-    "hardware": "a description", "calibration": "a description", "launch": "before the run",
-    "preflight": "before the run",
-}
-"""Option or section → why ``draw`` leaves it as ``make_config`` has it; test_fuzz.py compares with the schema."""
 SEEDS = (3, 4, 6, 15, 16, 18, 21, 22, 26, 27, 28, 29, 37, 40, 67, 81, 336, 374, 1937)
 """Of the first 30 those that cover what the last test asks. Beyond them: key/value heads that tp ranks
 share under ZeRO in fp64, and two heads on tp 4 in bf16 (37, 336); sequences divided by documents in bf16 (40);
@@ -70,23 +29,22 @@ def test_random_layouts_equal_one_process(ranks: RankPool, part: int) -> None:
 
 def test_every_option_is_drawn_or_listed_with_the_reason() -> None:
     values: dict[str, set[object]] = {}
-    sizes = set()
+    sizes, unchanged = set(), not_drawn()
     for seed in range(400):
         one = draw(seed)
         sizes.add(one.topology.tp)
-        legal = dataclasses.replace(
-            one.config, data=dataclasses.replace(one.config.data, synthetic=True),
-            checkpoint=dataclasses.replace(one.config.checkpoint, initial_weights="frozen"),
-        )
+        data = dataclasses.replace(one.config.data, synthetic=not one.config.data.train)
+        checkpoint = dataclasses.replace(one.config.checkpoint, initial_weights="frozen")
+        legal = dataclasses.replace(one.config, data=data, checkpoint=checkpoint)
         assert not problems(legal, world_size=one.topology.world_size), seed
         for name, value in leaves(one.config):
             values.setdefault(name, set()).add(value)
     drawn = {name for name, found in values.items() if len(found) > 1}
-    listed = {name for name in values if {name, name.partition(".")[0], name.rpartition(".")[0]} & NOT_DRAWN.keys()}
+    listed = {name for name in values if {name, name.partition(".")[0], name.rpartition(".")[0]} & unchanged}
     assert drawn | listed == set(values), f"neither drawn nor listed: {sorted(set(values) - drawn - listed)}"
     assert not drawn & listed, f"drawn and listed: {sorted(drawn & listed)}"
     sections = {part for name in values for part in (name.partition(".")[0], name.rpartition(".")[0])}
-    assert all(key in values or key in sections for key in NOT_DRAWN), "no such option"
+    assert all(key in values or key in sections for key in unchanged), "no such option"
     assert sizes == {1, 2, 3, 4, 5, 6}
 
 
@@ -126,3 +84,14 @@ def test_the_draws_cover_what_they_should() -> None:
     assert {layout.reshard for layout in spread if layout.zero_stage == 3} == {"forward", "step"}
     assert any(d.config.layout.sequence_parallel and d.topology.tp > 1 for d in draws)
     assert {"cpu", "nvme"} <= {d.config.offload.optimizer for d in draws}
+    data = [d.config.data for d in draws if d.config.data.train]
+    assert {one.packing for one in data} == {"none", "first_fit"} and {1, 2, 3} == {len(one.train) for one in data}
+    assert {one.order for one in data} == {"stateless", "megatron"} and any(one.weights for one in data)
+    assert any(d.config.data.synthetic for d in draws)
+    assert any(d.topology.cp > 1 and d.config.data.packing != "none" for d in draws)
+    assert {"constant", "linear", "cosine", "wsd"} <= {d.config.optimizer.decay for d in draws}
+    assert {d.config.engine for d in draws if d.config.optimizer.groups} == {"native", "deepspeed"}
+    exact = [d.config.optimizer for d in draws if d.config.precision.dtype in ("fp32", "fp64")]
+    assert {o.ema_evaluate for o in exact} == {True, False}
+    assert any(o.clip_value for o in exact) and any(o.clip_zscore for o in exact)
+    assert any(d.config.optimizer.clip_zscore for d in draws if d.config.offload.optimizer != "none")

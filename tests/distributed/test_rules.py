@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import make_config, run_case, run_cases, single_run
-from drawing import RATES
+from drawing_rules import RATES
 from pool import RankPool
 
 from megatron_port.config.rule_options import AdafactorOptions, AdagradOptions
