@@ -7,6 +7,7 @@ import gzip
 import importlib.util
 import lzma
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -23,7 +24,7 @@ def zstd(data):
     return zstandard.ZstdCompressor(write_checksum=True).compress(data)
 
 
-KINDS = {"gzip": gzip.compress, "bzip2": bz2.compress, "xz": lzma.compress,
+KINDS: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "bzip2": bz2.compress, "xz": lzma.compress,
          "lzma": lambda data: lzma.compress(data, lzma.FORMAT_ALONE), "zstd": zstd}
 
 
