@@ -39,6 +39,8 @@ from megatron_port.parallel.state import BUFFER, StateReader
 TOLERANCE = 1e-6
 SCALES = (5.0, 2.0, 1.0)
 SAMPLES, LENGTH = 2, 48
+_LARGE = 4 << 30
+"""Bytes of a model in fp32 from which the check of an import is announced."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,8 @@ def check_import(folder: HFFolder, note: Callable[[str], None]) -> Agreement | N
         what = f"{type(error).__name__}: {error!s:.300}"
         note(f"not compared with transformers, which does not load {folder.path}: {what}")
         return None
+    if need > _LARGE:
+        note("comparing logits with transformers', which takes minutes for such a model; --skip-check leaves it out")
     tokens = _tokens(folder.model)
     ours, scale, rounding = _scaled(folder.read, folder.model, tokens)
     theirs = scaled_logits(network, folder, tokens, scale=scale)

@@ -12,7 +12,7 @@ from megatron_port.data import checked_tokens, format
 from megatron_port.data.checked_tokens import CheckedTokens, TimeLimit
 from megatron_port.data.dataset import GPTDataset
 from megatron_port.data.format import CorpusMeta
-from megatron_port.data.indexed import IndexedDataset, IndexedWriter
+from megatron_port.data.indexed import IndexedDataset, IndexedWriter, open_all
 from megatron_port.data.run_datasets import open_corpora
 from megatron_port.errors import DataError
 
@@ -99,6 +99,7 @@ def test_checks_take_their_share_of_the_time(corpus, monkeypatch):
     assert read_all() in (5, 6, 7) and read_all() == 0
     other[0:TOKENS]
     assert now[0] < 0.8
+    assert len({id(corpus._tokens._limit) for corpus in open_all([prefix, prefix])}) == 1
     done = 0
     for _ in range(100):
         now[0] += 100
