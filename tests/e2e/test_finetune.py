@@ -15,6 +15,7 @@ from megatron_port.cli.main import main
 from megatron_port.config.loader import load
 from megatron_port.data.indexed import IndexedDataset
 from megatron_port.data.loader import build_loaders
+from megatron_port.data.source_files import ReadOptions
 from megatron_port.data.tokenizer import get_tokenizer
 from megatron_port.data.train_bpe import train_bpe
 from megatron_port.session.weights import Weights
@@ -59,7 +60,8 @@ def base_model(folder: Path) -> list[int]:
     text and a turn."""
     (folder / "in.txt").write_text((ROOT / "examples/chat/chat.jsonl").read_text())
     hf.saved(hf.reference(hf.llama(256, vocab_size=400), scale=1.0), folder / "base")
-    train_bpe([folder / "in.txt"], folder / "base" / "tokenizer.json", vocab_size=398)
+    train_bpe([folder / "in.txt"], folder / "base" / "tokenizer.json", vocab_size=398,
+              options=ReadOptions(format="text"))  # braces and quotes are pieces, too
     made = tokenizers.Tokenizer.from_file(str(folder / "base" / "tokenizer.json"))
     made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     made.save(str(folder / "base" / "tokenizer.json"))

@@ -101,9 +101,9 @@ def test_a_measured_plan_changes_no_bit_and_is_used_again(worlds: RankPool, tmp_
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "not of version 1"), ({"layers": ["norm1"]}, "layers is missing"),
+        ({"version": 2}, "not of version 1"), ({"layers": ["norm1"]}, "layers has 1 entries; expected 2"),
         ({"layers": ["norm1", "qkv:partition"]}, "'qkv' is no site that can be partitioned"),
-        ({"measures": [["x"]]}, "measures is missing"), ({"more": 1}, "more is missing, unknown"),
+        ({"measures": [["x"]]}, "measures.0.0 is \"x\""), ({"more": 1}, "'more' is missing or unknown"),
     ],
 )
 def test_a_damaged_file_is_no_plan(change: dict[str, Any], message: str) -> None:

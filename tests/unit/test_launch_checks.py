@@ -79,7 +79,7 @@ def test_classes_hold_for_the_clusters_own_queue_only(option: str) -> None:
 @pytest.mark.parametrize(("changes", "words"), [
     ({"cluster__nodes": 0}, "--set cluster.nodes=N"),
     ({"launch__time": "02:00"}, "SLURM would take it for minutes and seconds, write 02:00:00"),
-    ({"launch__time": "0"}, "must be MM, HH:MM:SS or D-HH:MM:SS, above 0"),
+    ({"launch__time": "0"}, "must be MM, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS, above 0"),
     ({"launch__time": "$(touch x)"}, "must be MM"),
     ({"launch__time": "5", "launch__signal_seconds": 300}, "(300 s): the job would be told to save before it starts"),
     ({"launch__spare_nodes": 1}, "set launch.preflight = true"),
