@@ -126,7 +126,7 @@ PYTEST = Program(("torch", "torch.distributed", "numpy", "hypothesis", "pytest")
 def pytest_server() -> Iterator[Commands]:
     """Forks pytest runs."""
     # Without bytecode: a fault of the same length in the same second would run as the old file.
-    unwritten = {"PYTHONDONTWRITEBYTECODE": "1", "SLOW": "1"}
+    unwritten = {"PYTHONDONTWRITEBYTECODE": "1", "SLOW": "1", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="mutants-") as logs, Commands(Path(logs), PYTEST, unwritten) as server:
         yield server
 
