@@ -76,7 +76,7 @@ def library_path(kind: str, folder: Path = FOLDER) -> tuple[Path | None, str]:
 
 @dataclasses.dataclass(frozen=True)
 class BuiltLibrary:
-    """What ``manifest.json`` says of a library."""
+    """Entry of ``manifest.json`` for a library."""
 
     target: str
     compiler: str

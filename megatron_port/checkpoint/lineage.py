@@ -80,7 +80,7 @@ class Committer:
     fence: Fence = field(default_factory=Fence)
     parent: Parent | None = None
     told: set[str] = field(default_factory=set)
-    """What could not be tidied away, and was told."""
+    """Paths that could not be removed, and were named in the log."""
     _last: int = 0
 
     def lineage(self, directory_commits: int) -> Lineage:

@@ -1,4 +1,4 @@
-"""What a save leaves behind, and what is too old: removed where that is possible.
+"""Remove leftovers of saves and checkpoints that are too old, where that is possible.
 
 A checkpoint that is committed is saved. What cannot be removed (another member of a group owns it, the medium refuses)
 is told once, left alone, and tried again at the next save. Names that a save needs are made free by renaming.

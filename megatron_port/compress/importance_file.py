@@ -50,7 +50,7 @@ class Importance:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What the file says beside the scores."""
+    """Fields of the file beside the scores."""
 
     source: str
     fingerprint: str

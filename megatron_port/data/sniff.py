@@ -1,4 +1,4 @@
-"""What a file holds by its first bytes: a name may say nothing, or something else."""
+"""Tell formats by the first bytes of a file: its name may say nothing, or something else."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
 @dataclass(frozen=True)
 class Content:
-    """What the first bytes of a file show."""
+    """Format that the first bytes of a file show."""
 
     kind: str
     """empty | jsonl | json (an array, or objects over several lines) | delimited | parquet | arrow | text |

@@ -190,7 +190,7 @@ def _kind(content: Content, expected: str, *, named: bool) -> tuple[str, str]:
 
 
 def _unfit(kind: str, content: Content, options: ReadOptions) -> str:
-    """What speaks against a file of that format under these options; empty: nothing."""
+    """Return why a file of that format cannot be read under these options; empty: it can."""
     if options.fields is not None:
         return ("conversations are read from JSON lines, CSV, Parquet and Arrow; this is plain text"
                 if kind == "text" else "")

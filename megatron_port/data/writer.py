@@ -66,7 +66,7 @@ class IndexedWriter:
         self.documents = self.tokens = 0
         self._hashes = BlockHashes()
         self._others = [xxhash.xxh3_128(), xxhash.xxh3_128()]
-        """Of the lengths and of the mask."""
+        """Hashes of the lengths and of the mask."""
         self._meta: CorpusMeta | None = None
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
         if folder is None:
@@ -130,7 +130,7 @@ class IndexedWriter:
 
     @property
     def written(self) -> Written:
-        """What has been written so far, on disk or not."""
+        """Return what has been written so far, on disk or not."""
         digests = [self._hashes.total, *self._others][:len(self._streams)]
         return Written(self.documents, self.tokens, tuple(digest.hexdigest() for digest in digests))
 

@@ -59,7 +59,7 @@ class Continuation:
     stopped: bool
     """By a stop id or string, not by ``max_new_tokens``."""
     text: str | None = None
-    """What the text gains by the new tokens, cut before the stop string; None without ``decode``."""
+    """Text that the new tokens add to the prompt's, cut before the stop string; None without ``decode``."""
 
 
 def filter_logits(logits: torch.Tensor, *, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:

@@ -58,7 +58,7 @@ class HFFolder:
         bare = not any(name.startswith(self._names.prefix) for name in self._places)
         self._cut = len(self._names.prefix) if bare else 0
         self.notes: list[str] = self._shards.notes
-        """What is left out of the folder, or read otherwise than it is written, a sentence each."""
+        """Sentences on what is left out of the folder, or read otherwise than it is written."""
         self.model: ModelConfig = model_from_hf(self._without_ahead(), where, self.notes)
         self._settle_head()
         if (self.path / ADAPTERS).is_file():

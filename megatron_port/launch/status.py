@@ -64,7 +64,7 @@ class RunStatus:
     cause: str = ""
     """Why the last attempt ended."""
     left_out: str = ""
-    """What its files hold that nothing writes, and that is not believed."""
+    """Damaged lines and fields of its files, which are left out."""
 
 
 def run_folders(paths: Iterable[Path]) -> list[Path]:

@@ -37,7 +37,7 @@ SUM_ROW = 512
 _CHUNK = 1 << 22
 """Elements that are widened at a time: 32 MiB."""
 _DEVIATIONS = 10.0
-"""Of a random walk: by chance a row is that far off with probability 2e-22 (Hoeffding)."""
+"""Bound of a random walk: by chance a row is that far off with probability 2e-22 (Hoeffding)."""
 _LARGEST = 1e70
 """Sum of squares above which fp32 may overflow on its own."""
 KIND = "reduced gradient"

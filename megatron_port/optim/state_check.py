@@ -84,11 +84,11 @@ class Damage:
     """Damaged rows over all tensors."""
     row_bytes: int = ROW * 4
     how: str = "changed between two updates, though no update did it"
-    """What is wrong with it, in words."""
+    """Description of the fault."""
     cause: str = (
         "a bit flipped in this device's memory, or a stray write. Leave the host out, check the device's error counters"
     )
-    """What may have done it, and what to do."""
+    """Possible causes, and what to do."""
 
     def __str__(self) -> str:
         more = f"; {self.rows} blocks of {self.row_bytes} bytes are damaged in all" if self.rows > 1 else ""

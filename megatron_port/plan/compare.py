@@ -106,7 +106,7 @@ def _records(path: Path) -> Iterator[MeasuredStep]:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStep:
-    """What a comparison takes from a line of metrics.jsonl."""
+    """Fields that a comparison reads from a line of metrics.jsonl."""
 
     step: Natural
     loss: Any = None

@@ -66,7 +66,7 @@ class NodeEnvironment:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeFile:
-    """What a node's file must have to be judged."""
+    """Fields that a node's file must have to be judged."""
 
     cpus: float
     core: NodeCore
@@ -86,7 +86,7 @@ class NodeFile:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkFile:
-    """What a report takes from ``network.json``."""
+    """Fields that a report reads from ``network.json``."""
 
     bad: Mapping[str, str] = field(default_factory=dict)
     faults: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Regular files only: to open a pipe that stands in the place of a file would be to wait for ever."""
+"""Read regular files only: opening a pipe in place of a file would wait for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of the environment by name: a job's settings, a node's name and CPU level, a shell's completion."""
+"""Environment variables that are read by name: a job's settings, a node's name and CPU level, a shell's completion."""
 
 from __future__ import annotations
 

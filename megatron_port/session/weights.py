@@ -65,7 +65,7 @@ class Weights:
     trained: Trained | None = None
     """The tokenizer that a checkpoint of ours records."""
     notes: tuple[str, ...] = ()
-    """What is left out of a Hugging Face folder, or read otherwise than it is written."""
+    """Sentences on what is left out of a Hugging Face folder, or read otherwise than it is written."""
 
     def tokenizer(self, asked: str = "auto") -> Tokenizer:
         """Return the tokenizer that ``data.tokenizer`` names, or the one that these weights were trained with.

@@ -37,7 +37,7 @@ SAMPLE = 20_001
 
 @dataclass(frozen=True, kw_only=True)
 class RunMark:
-    """What a report takes from ``run.json``."""
+    """Fields that a report reads from ``run.json``."""
 
     id: str = ""
     config_hash: str = ""
@@ -45,7 +45,7 @@ class RunMark:
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What a report takes from ``environment.json``."""
+    """Fields that a report reads from ``environment.json``."""
 
     commit: str | None = None
     command: Any = None
@@ -63,7 +63,7 @@ class Environment:
 
 @dataclass(frozen=True, kw_only=True)
 class StepSpread:
-    """What a report takes from a line of ``ranks.jsonl``: seconds of a step over the ranks."""
+    """Fields that a report reads from a line of ``ranks.jsonl``: seconds of a step over the ranks."""
 
     step: Natural
     median: Seconds

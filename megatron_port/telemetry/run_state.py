@@ -45,7 +45,7 @@ class AttemptOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEvent:
-    """What readers take from a line of ``events.jsonl``; a line has more."""
+    """Fields that readers use of a line of ``events.jsonl``; a line has more."""
 
     event: str = ""
     time: Seconds = 0.0
@@ -74,7 +74,7 @@ class RunState:
     why: str = ""
     """The signal, or what failed."""
     left_out: str = ""
-    """What a file holds that no run writes, and that is not believed."""
+    """Damaged lines and fields of a file, which are left out."""
 
     def body(self) -> dict[str, Any]:
         """Return the fields as JSON types, with the run's name."""

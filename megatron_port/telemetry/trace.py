@@ -37,7 +37,7 @@ class PhaseSpan:
 
 @dataclass(frozen=True)
 class TracedRank:
-    """What a trace says of its rank."""
+    """Rank and place that a trace is of."""
 
     rank: Natural
     host: str
@@ -47,7 +47,7 @@ class TracedRank:
 
 @dataclass(frozen=True)
 class RankTraceFile:
-    """What a rank's trace holds beside the profiler's own fields."""
+    """Fields of a rank's trace beside the profiler's own."""
 
     rank: TracedRank
     traceEvents: tuple[dict[str, Any], ...]
