@@ -8,12 +8,12 @@ the next row's of the same GPU, dtype, head size, mask and dropout. Where no row
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_port.errors import ConfigError
+from megatron_port.package import shipped_folder
 from megatron_port.runtime.typed_json import WrongContent, parse_json, typed
 
 PROVIDERS = ("cudnn", "flash", "efficient", "flash_attn", "fa3")
@@ -105,9 +105,7 @@ def parse(text: str, name: str) -> list[AttentionTimes]:
 
 def shipped_table() -> list[AttentionTimes]:
     """Return the rows of the shipped table."""
-    package = Path(__file__).resolve().parents[1]
-    inside = package / "_configs"
-    path = (inside if inside.is_dir() else package.parent / "configs") / "kernels" / "attention.json"
+    path = shipped_folder("configs") / "kernels" / "attention.json"
     return parse(path.read_text(), str(path.name))
 
 

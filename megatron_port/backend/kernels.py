@@ -17,12 +17,13 @@ from pathlib import Path
 
 import torch
 
+from megatron_port import package
 from megatron_port.errors import EnvironmentFault
 from megatron_port.runtime.regular import read_regular
 from megatron_port.runtime.typed_json import LARGEST, WrongContent, parse_json, typed
 from megatron_port.runtime.variables import CPU_LEVEL, cpu_level
 
-FOLDER = Path(__file__).resolve().parents[1] / "_kernels"
+FOLDER = package.FOLDER / "_kernels"
 BINDING = "libmp_binding.so"
 BUILD_COMMAND = "make kernels (or: python kernels/build.py)"
 

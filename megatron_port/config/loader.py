@@ -2,8 +2,8 @@
 
 A file may start with ``extends = "file"`` or ``extends = ["a", "b"]``: those are read
 first, later ones win, the file itself wins over all. A name is looked for beside the
-file (with and without ``.toml``), then in the repository's ``configs/`` and in the
-folders of the model families, so ``extends = "models/gpt-22b"`` works from anywhere.
+file (with and without ``.toml``), then in the repository's ``configs/``, so
+``extends = "models/gpt-22b"`` works from anywhere.
 On the command line the folder of a run stands for the configuration that it trained
 with, so ``train runs/lap`` resumes it. Types are strict: an integer is taken where a
 float is wanted, nothing else is converted. In paths, ``~`` and variables are replaced.
@@ -34,6 +34,7 @@ from megatron_port.config.schema import RunConfig
 from megatron_port.config.unsupported import KEYS, not_supported
 from megatron_port.config.urls import expanded, is_remote
 from megatron_port.errors import ConfigError
+from megatron_port.package import shipped_folder
 
 try:
     import tomllib
@@ -112,20 +113,10 @@ def field_help(cls: type) -> dict[str, str]:
     return out
 
 
-def config_directories() -> list[Path]:
-    """Directories with the shipped configs: the package's ``_configs``, in a checkout a link to ``configs/``, and each
-    model family's folder."""
-    package = Path(__file__).resolve().parent.parent
-    inside = package / "_configs"
-    shared = inside if inside.is_dir() else package.parent / "configs"
-    return [d.resolve() for d in (shared, *sorted((package / "model" / "families").glob("*/"))) if d.is_dir()]
-
-
 def shipped_names() -> list[str]:
     """Short names of the shipped files, e.g. ``models/gpt-22b``."""
-    return sorted({
-        p.relative_to(d).with_suffix("").as_posix() for d in config_directories() for p in d.rglob("*.toml")
-    })
+    folder = shipped_folder("configs")
+    return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.toml"))
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
@@ -301,7 +292,7 @@ def find_config(name: str, beside: Path | None = None) -> Path | None:
         ConfigError: it holds a variable that is not set.
     """
     name = expanded(name)
-    for folder in (beside or Path(), *config_directories()):
+    for folder in (beside or Path(), shipped_folder("configs")):
         for candidate in (folder / name, folder / f"{name}.toml"):
             try:
                 if candidate.is_file():

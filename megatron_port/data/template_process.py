@@ -16,10 +16,9 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import megatron_port
+from megatron_port import package
 from megatron_port.data.template_jinja import compiled
 from megatron_port.errors import DataError
 
@@ -72,7 +71,7 @@ class TemplateProcess:
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._child is None:
-            root = str(Path(megatron_port.__file__).resolve().parent.parent)
+            root = str(package.ROOT)
             self._held = b""
             self._child = subprocess.Popen(
                 [sys.executable, "-c", _START.format(root=root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-import megatron_port
+from megatron_port import package
 from megatron_port.errors import CheckpointError
 
 _START = "import sys; sys.path.insert(0, {root!r}); from megatron_port.interop.unpickle_child import main; main()"
@@ -69,7 +69,7 @@ def read_pickles(
 
 
 def _converse(request: dict[str, Any], note: Callable[[str], None]) -> None:
-    root = str(Path(megatron_port.__file__).resolve().parent.parent)
+    root = str(package.ROOT)
     child = subprocess.run(
         [sys.executable, "-c", _START.format(root=root)], input=json.dumps(request), capture_output=True, text=True,
         check=False,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_port.config.loader import config_directories, load
+from megatron_port.config.loader import load
 from megatron_port.launch.script import Order, render_shipped
 from megatron_port.launch.site import site_block
+from megatron_port.package import shipped_folder
 from megatron_port.runtime.atomic import write_output
 
 RUNS = {run.replace("-", "_"): run for run in (
@@ -25,14 +26,12 @@ _ANY = (
 
 def launch_folder() -> Path:
     """Return the folder with ``common.sh``: the package's ``_launch``, in a checkout a link to ``launch/``."""
-    package = Path(__file__).resolve().parent.parent
-    inside = package / "_launch"
-    return (inside if inside.is_dir() else package.parent / "launch").resolve()
+    return shipped_folder("launch")
 
 
 def site_names() -> list[str]:
     """Return the clusters that have a file."""
-    return sorted({p.stem for d in config_directories() for p in d.glob("clusters/*.toml")})
+    return sorted({p.stem for p in shipped_folder("configs").glob("clusters/*.toml")})
 
 
 def shipped_scripts() -> dict[str, str]:

@@ -17,9 +17,9 @@ from typing import Any
 
 from megatron_port import __version__
 from megatron_port.launch.record import CODE, DIFF, RecordFault
+from megatron_port.package import FOLDER, ROOT
 from megatron_port.runtime.variables import variables
 
-PACKAGE = Path(__file__).resolve().parents[1]
 COMMIT = "_commit"
 """File in a kept package: the commit that it is of, for a folder without .git."""
 LEFT_OUT = (".mypy_cache", ".ruff_cache")
@@ -30,7 +30,7 @@ CHUNK = 1 << 24
 
 def _git(*words: str, root: Path | None = None) -> bytes | None:
     """Output of git in the checkout; None where this is none, or git fails."""
-    where = root or PACKAGE.parent
+    where = root or ROOT
     if not (where / ".git").exists():
         return None
     try:
@@ -47,7 +47,7 @@ def commit() -> str:
         changed = _git("status", "--porcelain", "--", *PARTS)
         return head.decode().strip() + ("+" if changed else "")
     try:
-        return (PACKAGE / COMMIT).read_text(encoding="utf-8").strip()
+        return (FOLDER / COMMIT).read_text(encoding="utf-8").strip()
     except OSError:
         return ""
 
@@ -60,7 +60,7 @@ def keep_code(folder: Path, plugins: Sequence[str] = ()) -> dict[str, Any]:
     """
     target = folder / CODE
     # Compiled modules too, so that thousands of ranks need not compile and write them.
-    shutil.copytree(PACKAGE, target / "megatron_port", ignore=shutil.ignore_patterns(*LEFT_OUT))
+    shutil.copytree(FOLDER, target / "megatron_port", ignore=shutil.ignore_patterns(*LEFT_OUT))
     for name in plugins:
         _keep_module(name, target)
     made = commit()
@@ -77,7 +77,7 @@ def _keep_module(name: str, target: Path) -> None:
     spec = importlib.util.find_spec(name.partition(".")[0])
     origin = Path(spec.origin).resolve() if spec is not None and spec.origin else None
     installed = [Path(sysconfig.get_path(k)).resolve() for k in ("purelib", "platlib", "stdlib")]
-    if origin is None or any(origin.is_relative_to(place) for place in (*installed, PACKAGE)):
+    if origin is None or any(origin.is_relative_to(place) for place in (*installed, FOLDER)):
         return
     if origin.name == "__init__.py":
         place = target / origin.parent.name
@@ -140,7 +140,7 @@ def interpreter(python: str) -> dict[str, Any]:
             "print(json.dumps([platform.python_version(), packages()]))")
     try:
         done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=120, check=False,
-                              env=variables(prefixes=("",)) | {"PYTHONPATH": str(PACKAGE.parent)})
+                              env=variables(prefixes=("",)) | {"PYTHONPATH": str(ROOT)})
         version, found = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.SubprocessError):
         raise RecordFault(

@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_port.config.checks import problems
 from megatron_port.config.dump import config_hash, to_toml
 from megatron_port.config.launch_checks import launch_problems
-from megatron_port.config.loader import Loaded, config_directories
+from megatron_port.config.loader import Loaded
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import ConfigError, EnvironmentFault
 from megatron_port.launch import direct, shipped, snapshot
@@ -26,6 +26,7 @@ from megatron_port.launch.continuation import asked_fields
 from megatron_port.launch.forecast import planned
 from megatron_port.launch.record import QueuedJob, Record
 from megatron_port.launch.script import Order, render
+from megatron_port.package import ROOT, shipped_folder
 from megatron_port.plan.guard import memory_problem
 from megatron_port.runtime.atomic import write_output
 from megatron_port.runtime.job import QueueEntry, ask_queue, ask_record, run_tool
@@ -67,11 +68,9 @@ def order_of(loaded: Loaded, overrides: Sequence[str], after: str = "") -> Order
     if after and not re.fullmatch(r"[0-9]+(_[0-9]+)?", after):
         raise ConfigError(f"--after {after!r} is no job id; give the number that sbatch printed")
     path = Path(os.path.abspath(loaded.files[-1]))  # links are kept: a site's short path may be one
-    for folder in config_directories():
-        if path.resolve().is_relative_to(folder):
-            return Order(run=path.resolve().relative_to(folder).with_suffix("").as_posix(), overrides=tuple(overrides),
-                         after=after)
-    return Order(run=str(path), overrides=tuple(overrides), after=after)
+    shipped, real = shipped_folder("configs"), path.resolve()
+    run = real.relative_to(shipped).with_suffix("").as_posix() if real.is_relative_to(shipped) else str(path)
+    return Order(run=run, overrides=tuple(overrides), after=after)
 
 
 def checked_script(config: RunConfig, order: Order) -> str:
@@ -91,7 +90,7 @@ def checked_script(config: RunConfig, order: Order) -> str:
 
 def interpreter_of(config: RunConfig) -> str:
     """Return the job's interpreter: PYTHON, ``launch.python``, the checkout's ``.venv``, else this one."""
-    beside = snapshot.PACKAGE.parent / ".venv" / "bin" / "python"
+    beside = ROOT / ".venv" / "bin" / "python"
     given = variables(("PYTHON",)).get("PYTHON") or config.launch.python
     return given or (str(beside) if os.access(beside, os.X_OK) else sys.executable)
 

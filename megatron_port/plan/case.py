@@ -19,11 +19,11 @@ from megatron_port.config.attention import MaskNeeds, own_gpu_problem
 from megatron_port.config.distillation import as_teacher
 from megatron_port.config.fine_tuning import NO_ADAPTERS, FineTuningConfig
 from megatron_port.config.layout import topology_sizes
-from megatron_port.config.loader import config_directories
 from megatron_port.config.schema import CalibrationConfig, ClusterConfig, HardwareConfig, ModelConfig, RunConfig
 from megatron_port.errors import ConfigError
 from megatron_port.model.activation_sites import layer_choices
 from megatron_port.model.flops import document_of, unit_costs
+from megatron_port.package import shipped_folder
 from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.partition import balanced_layers
 from megatron_port.plan.engines import ENGINES, Engine
@@ -48,9 +48,9 @@ class Machine:
 
 
 def table_of(name: str) -> KernelTable:
-    """The table of this name: a path, or a file of one of the folders of shipped configs."""
-    path = next((d / name for d in config_directories() if (d / name).is_file()), Path(name))
-    return read_table(path)
+    """Return the table of this name: a shipped file, or a path."""
+    shipped = shipped_folder("configs") / name
+    return read_table(shipped if shipped.is_file() else Path(name))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -165,8 +165,6 @@ def test_wheel_ships_the_configs(tmp_path: Path) -> None:
     configs = ROOT / "configs"
     read = [*configs.glob("*/*.toml"), *configs.glob("kernels/*.json"), *configs.glob("tables/*.csv")]
     assert shipped == {str(path.relative_to(ROOT / "configs")) for path in read}
-    families = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron_port").glob("model/families/*/models/*.toml")}
-    assert families and families <= set(names)
     assert "megatron_port/py.typed" in names and "megatron_port/cli/main.py" in names
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron_port").rglob("*.py")}
     assert sources | {"megatron_port/_version.py"} == {name for name in names if name.endswith(".py")}

@@ -60,7 +60,7 @@ def test_the_commands_of_your_own_run(
         assert code == 0, f"{' '.join(words)}\n{said.out[-2000:]}{said.err[-2000:]}"
     assert main(["config", "show", "mine.toml", "--origin"]) == 0
     shown = capsys.readouterr().out
-    assert "families/gpt2/models/gpt2-124m.toml" in shown
+    assert "configs/models/gpt2-124m.toml" in shown
     assert main(["launch", "render", "mine.toml", "--set", "cluster.nodes=4"]) == 0
     assert "#SBATCH --nodes=4" in capsys.readouterr().out
 

@@ -181,7 +181,8 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 @settings(max_examples=50, deadline=None)
 @given(
     name=TEXTS, lr=st.floats(allow_nan=False, allow_infinity=False), seed=st.integers(-(2**63) + 1, 2**63 - 1),
-    split=st.lists(st.integers(0, 9), max_size=4), train=st.lists(TEXTS, max_size=3), flag=st.booleans(),
+    split=st.lists(st.integers(0, 9), max_size=4), flag=st.booleans(),
+    train=st.lists(TEXTS.filter(lambda path: "$" not in path and "~" not in path), max_size=3),  # replaced in paths
 )
 def test_written_toml_loads_equal(
     tmp_path_factory: pytest.TempPathFactory, name: str, lr: float, seed: int, split: list[int], train: list[str],

@@ -1,6 +1,6 @@
-"""Families of Hugging Face: one folder each, with its configuration, its names and its shipped shapes.
+"""Families of Hugging Face: one file each, with its configuration and its names; shapes are in ``configs/models``.
 
-To add one: write the folder (``qwen3/`` is the shortest example) and its line in ``registry.FAMILIES``; a plugin adds
+To add one: write the file (``qwen3.py`` is the shortest example) and its line in ``registry.FAMILIES``; a plugin adds
 its own to the same registry (CONTRIBUTING.md). Import, export, the logits' check, the planner and the tests in
 ``tests/unit/test_families.py`` go over the registry. What a family needs of a layer that no other has is a spec
 (``model/spec.py``) and the code that computes it.
