@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -229,6 +230,19 @@ def run_case(
 def run_cases(cases: Sequence[tuple[RunConfig, Topology, int, int]]) -> list[RankTrace]:
     """Several cases of one world size on the same ranks, one after the other."""
     return [run_case(*case) for case in cases]
+
+
+def digest(trace: RankTrace) -> str:
+    """Return the SHA-256 of one rank's record, to the bit."""
+    out = hashlib.sha256(repr((trace.losses, trace.grad_norms, trace.eval_loss, trace.final_eval_loss)).encode())
+    for name, shape, offset, values in (s for part in (*trace.gradients, trace.weights, trace.copies) for s in part):
+        out.update(repr((name, tuple(shape), tuple(offset))).encode() + values.contiguous().numpy().tobytes())
+    return out.hexdigest()
+
+
+def digest_cases(cases: Sequence[tuple[RunConfig, Topology, int, int]]) -> list[str]:
+    """Run cases on this rank; the function that ranks are sent."""
+    return [digest(run_case(*case)) for case in cases]
 
 
 def _alone(config: RunConfig) -> RunConfig:
