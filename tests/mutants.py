@@ -3,6 +3,7 @@
     make mutations                                  all that the record lacks, or that has changed since
     make mutations ARGS='--only rope --again'       those whose name has the word, also where recorded
     make mutations ARGS=--report                    the record as a table, with what it no longer shows
+    make mutations ARGS=--anchor                    state new faults, written as text, by attribute and syntax
     make mutations ARGS='--part today --jobs 2'     the tenth of the day, as CI does: all of them in ten days
 
 A fault is *caught* when each of the named tests, run by itself, fails; *survived* when one of them passes. A copy that
@@ -39,6 +40,7 @@ except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib  # type: ignore[no-redef]
 
 from commands import Commands, Program
+from mutant_anchors import Anchor, anchor, replaced
 
 ROOT = Path(__file__).resolve().parents[1]
 TEMPORARY = re.compile(r"/\S*/pytest-of-[^/]+/pytest-\d+/")
@@ -59,9 +61,18 @@ class Mutant:
     old: str
     new: str
     tests: tuple[str, ...]
+    at: str | None = None
+    """Attribute of a Python file inside which ``old`` is found by syntax; None: ``old`` is found as text."""
+    nth: int = 0
+    """Which of several places, from 1; 0: there is only one."""
 
     def applied(self, text: str) -> str:
-        """The file with the fault. Raises ValueError unless ``old`` is there exactly once."""
+        """The file with the fault. Raises ValueError unless ``old`` is there exactly once, or ``nth`` says which."""
+        if self.at is not None:
+            try:
+                return replaced(text, Anchor(self.at, self.old, self.new, self.nth))
+            except ValueError as e:
+                raise ValueError(f"{self.name}: in {self.file}, {e}") from e
         if text.count(self.old) != 1:
             raise ValueError(f"{self.name}: {self.old!r} is {text.count(self.old)} times in {self.file}")
         return text.replace(self.old, self.new)
@@ -70,7 +81,8 @@ class Mutant:
         """Of all that decides the outcome as far as files say: the fault, its file, the tests' files and the twin."""
         files = {tree / self.file, *(tree / t.split("::")[0] for t in self.tests), *(tree / "tests/twin").glob("*.py")}
         h = hashlib.blake2b(digest_size=8)
-        for part in (self.old, self.new, *self.tests, *(f.read_text() for f in sorted(files))):
+        place = () if self.at is None else (self.at, str(self.nth))
+        for part in (*place, self.old, self.new, *self.tests, *(f.read_text() for f in sorted(files))):
             h.update(part.encode() + b"\0")
         return h.hexdigest()
 
@@ -79,9 +91,33 @@ def load(path: Path = LIST) -> list[Mutant]:
     """The list. Raises KeyError for a test that has no name in it."""
     raw: dict[str, Any] = tomllib.loads(path.read_text())
     return [
-        Mutant(m["name"], m["file"], m["old"], m["new"], tuple(raw["tests"][t] for t in m["tests"]))
-        for m in raw["mutant"]
+        Mutant(**{**m, "tests": tuple(raw["tests"][t] for t in m["tests"])}) for m in raw["mutant"]
     ]
+
+
+def quoted(text: str) -> str:
+    """TOML that reads as ``text``."""
+    if "\n" in text and "'''" not in text:
+        return f"'''\n{text}'''"
+    return f"'{text}'" if '"' in text and "'" not in text and "\n" not in text else json.dumps(text, ensure_ascii=False)
+
+
+def anchored(listed: str, tree: Path = ROOT) -> str:
+    """The list with ``at`` for each fault of a Python file that quotes its text."""
+    head, *entries = re.split(r"(?m)^(?=\[\[mutant\]\]$)", listed)
+    out = [head]
+    for entry in entries:
+        (raw,) = tomllib.loads(entry)["mutant"]
+        if raw["file"].endswith(".py") and "at" not in raw:
+            before = (tree / raw["file"]).read_text()
+            place = anchor(before, Mutant(**raw).applied(before))
+            fields = {"at": place.at, "old": place.old, "new": place.new}
+            lines = [f"{key} = {quoted(value)}" for key, value in fields.items()]
+            lines += [f"nth = {place.nth}"] if place.nth else []
+            start, end = entry.index("\nold = ") + 1, entry.index("\ntests = ")
+            entry = entry[:start] + "\n".join(lines) + entry[end:]
+        out.append(entry)
+    return "".join(out)
 
 
 @contextlib.contextmanager
@@ -307,8 +343,12 @@ def main() -> int:
     parser.add_argument("--part", choices=["today", *map(str, range(PARTS))], help="a tenth; today: the commit's day")
     parser.add_argument("--jobs", type=int, default=1, help="faults tried at a time")
     parser.add_argument("--report", action="store_true", help="print the record and stop")
+    parser.add_argument("--anchor", action="store_true", help="rewrite the list: find faults by syntax, not by text")
     parser.add_argument("--record", type=Path, default=RECORD)
     args = parser.parse_args()
+    if args.anchor:
+        LIST.write_text(anchored(LIST.read_text()))
+        return 0
     mutants, done = load(), recorded(args.record)
     if args.report:
         print(table(mutants, done))
