@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, _sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from megatron_port.backend.cpu_upcast import product
@@ -116,19 +115,29 @@ def fold_batch(x: torch.Tensor) -> torch.Tensor:
     return x.flatten(1, 2).unsqueeze(0)
 
 
-_preferred: list[tuple[Sequence[SDPBackend], AbstractContextManager[None]]] = []
+class KernelOrder:
+    """Kernels that torch's attention tries, in this order.
+
+    torch keeps one order for the whole process, which another model may have changed since. So :meth:`prefer` does not
+    remember it but asks torch, in half a microsecond; torch's own context would cost each call three launches.
+    """
+
+    def __init__(self, kernels: Sequence[SDPBackend]) -> None:
+        self._kernels = list(kernels)
+        self._ours: tuple[object, ...] | None = None
+
+    def prefer(self) -> None:
+        """Let torch try these kernels until another order is preferred. No kernels: torch's order stays as it is."""
+        if self._kernels and _kernel_order() != self._ours:
+            _sdpa_kernel(self._kernels, set_priority=True)
+            self._ours = _kernel_order()
 
 
-def _prefer(order: Sequence[SDPBackend]) -> None:
-    """Let torch's attention try these kernels in this order until another order is preferred, in the whole process: a
-    context for each call takes the host as long as three launches."""
-    if _preferred and _preferred[0][0] is order:
-        return
-    for _, context in _preferred:
-        context.__exit__(None, None, None)
-    context = sdpa_kernel(list(order), set_priority=True)
-    context.__enter__()
-    _preferred[:] = [(order, context)]
+def _kernel_order() -> tuple[object, ...]:
+    """What torch's attention now tries: the order of all kernels, and which of them are enabled."""
+    c = torch._C
+    return (c._get_sdp_priority_order(), c._get_flash_sdp_enabled(), c._get_mem_efficient_sdp_enabled(),
+            c._get_math_sdp_enabled(), c._get_cudnn_sdp_enabled())
 
 
 def sdpa_attention(kernels: Sequence[SDPBackend] = ()) -> Attention:
@@ -139,7 +148,7 @@ def sdpa_attention(kernels: Sequence[SDPBackend] = ()) -> Attention:
     memory-efficient one and math's take masks, not flash attention. Queries at other positions are served run by run,
     over the keys up to the last of the run; without window and documents flash attention takes those too.
     """
-    order = list(kernels)
+    order = KernelOrder(kernels)
 
     def attention(
         q: torch.Tensor,
@@ -152,8 +161,7 @@ def sdpa_attention(kernels: Sequence[SDPBackend] = ()) -> Attention:
     ) -> torch.Tensor:
         check_shapes(q, k, v, causal, mask)
         refuse_dropout("sdpa", dropout)
-        if order:
-            _prefer(order)
+        order.prefer()
         if mask is None:
             return _sdpa(q, k, v, None, causal)
         refuse_mask("sdpa", mask)

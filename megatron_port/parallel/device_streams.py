@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +29,7 @@ HOST = "host"
 
 
 class Observer(Protocol):
-    """Told, in the program's order, of what would run beside what."""
+    """Sees stream accesses in program order, to detect races."""
 
     def access(
         self, stream: str, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
@@ -42,30 +43,30 @@ class Observer(Protocol):
         """Make what is queued on ``stream`` from here on run after a mark."""
 
 
-_observers: list[Observer] = []
+_OBSERVERS: ContextVar[tuple[Observer, ...]] = ContextVar("observers of streams", default=())
 
 
 @contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
-    """Tell ``observer`` of all accesses of this process while the context lasts."""
-    _observers.append(observer)
+    """Tell ``observer`` of all accesses that this thread states while the context lasts."""
+    before = _OBSERVERS.set((*_OBSERVERS.get(), observer))
     try:
         yield
     finally:
-        _observers.remove(observer)
+        _OBSERVERS.reset(before)
 
 
 def access(
     stream: str, what: str, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()
 ) -> None:
-    """State what work on a stream touches. Costs the look at an empty list where nobody observes."""
-    for observer in _observers:
+    """State what work on a stream touches. Costs the look at an empty tuple where nobody observes."""
+    for observer in _OBSERVERS.get():
         observer.access(stream, what, reads, writes)
 
 
 def is_observed() -> bool:
     """Return whether an observer is attached, for callers to whom collecting the tensors costs something."""
-    return bool(_observers)
+    return bool(_OBSERVERS.get())
 
 
 class Event:
@@ -77,7 +78,7 @@ class Event:
 
     def record(self, stream: str) -> None:
         """Tell the observers that the event now marks a stream's work so far."""
-        self._marks = [(observer, observer.record(stream)) for observer in _observers]
+        self._marks = [(observer, observer.record(stream)) for observer in _OBSERVERS.get()]
 
     def wait(self, stream: str) -> None:
         """Tell the observers that a stream waits for the event."""
@@ -136,7 +137,7 @@ class CudaStreams(Streams):
 
 def host_waits_for(stream: str) -> None:
     """State that the host has just waited for all of a stream's work."""
-    if _observers:
+    if is_observed():
         event = Event()
         event.record(stream)
         event.wait(HOST)
@@ -172,7 +173,7 @@ def in_flight(
         queue: what runs one after the other: a communicator's stream.
         after: the stream that was current at the start, whose work so far the communicator waits for.
     """
-    if not _observers:
+    if not is_observed():
         return work
     started, ended = Event(), Event()
     started.record(after)

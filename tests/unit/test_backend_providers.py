@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_port.backend import choose_attention, kernels
 from megatron_port.backend.attention import flash_attention, fold_batch, gpu_kernels, math_attention, sdpa_attention
@@ -124,6 +125,20 @@ def test_a_packed_projection_reaches_attention_as_views() -> None:
         folded = fold_batch(x)
         assert folded.shape == (1, 5, 6, 4) and torch.equal(folded[0].view(5, 3, 2, 4), y)
         assert folded.data_ptr() == y.data_ptr()
+
+
+def test_two_models_in_a_process_each_get_their_order_of_kernels() -> None:
+    """torch keeps one order, and with it which kernels may run at all."""
+    x = torch.randn(4, 1, 2, 8)
+    first, second = (sdpa_attention([kernel]) for kernel in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION))
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):  # restores what was before
+        for attention, math_runs in ((first, True), (second, False), (second, False), (first, True)):
+            attention(x, x, x)
+            assert torch.backends.cuda.math_sdp_enabled() == math_runs
+            assert torch.backends.cuda.flash_sdp_enabled() != math_runs
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # someone else's choice
+            first(x, x, x)
+            assert torch.backends.cuda.math_sdp_enabled()
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

