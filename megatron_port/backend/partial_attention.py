@@ -162,8 +162,8 @@ class MathPartial:
 
     @staticmethod
     def _scores(query: Tensor, k: Tensor, seq: int, mask: AttentionMask) -> tuple[Tensor, Tensor | None]:
-        """Scores [b, heads, queries, keys], -inf where the query does not see the key; under a soft-cap also their
-        slope by what they were before it."""
+        """Scores [b, heads, queries, keys], -inf where the query does not see the key; with a soft-cap also
+        d(score)/d(uncapped score)."""
         scores = (query @ k.to(query.dtype).permute(1, 2, 3, 0)).view(query.shape[0], -1, seq, k.shape[0])
         slope = None
         if mask.softcap:

@@ -80,7 +80,7 @@ class Measured:
 
 
 def shapes_of(kind: str, model: ModelConfig | None, tensor: Sequence[int]) -> list[Shape]:
-    """LinearKernels to measure: a row with a growing inner dimension, squares, and those of the model's layers and head
+    """Matmul shapes to measure: a row with a growing inner dimension, squares, and those of the model's layers and head
     at one sample and, on a CPU, at four."""
     unit = 4096 if kind != "cpu" else 256
     out = [(unit, unit, inner) for inner in (64, 128, 256, 512, 1024, 2048, 4096, 8192) if inner <= 8 * unit]

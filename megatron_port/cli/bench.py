@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
 
     calibrate = actions.add_parser(
         "calibrate", help="measure one node and write what the planner needs of it",
-        description="LinearKernels by shape, memory bandwidth and collectives, on all ranks of one node at once. For a "
+        description="Matmuls by shape, memory bandwidth and collectives, on all ranks of one node at once. For a "
         "cluster with a [hardware] section: a [calibration], three factors. For one without (CPUs): a [hardware]. "
         "Start it like `train`: --nproc N, torchrun, or srun on one node.",
     )

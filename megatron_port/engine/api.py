@@ -101,7 +101,7 @@ class Engine(Protocol):
         """
 
     def record_state(self) -> None:
-        """Take the state as it is for the reference of the next check, after weights were set from outside."""
+        """Hash the current state as the baseline of the next check, after weights were set from outside."""
 
     def state_damage(self, *, now: bool = False) -> Damage | None:
         """What changed in this rank's weights, masters or moments between the last two updates, though no update did

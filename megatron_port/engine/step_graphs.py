@@ -42,7 +42,7 @@ class Recorder(Protocol):
         """Run a function as it will be recorded: once to warm up."""
 
     def record(self, function: Callable[[], Result]) -> Recording[Result]:
-        """Call a function and record its work, which may not be done before the first replay."""
+        """Call a function and capture its kernels; they need not run before the first replay."""
 
 
 class CudaRecorder:

@@ -39,7 +39,7 @@ class KeyValueCache:
         self.capacity = capacity
         """Positions that there is room for."""
         self.positions: torch.Tensor | None = None
-        """int64 [batch]: where the token at hand stands; None while prompts are read."""
+        """int64 [batch]: position of the current token; None during prefill."""
         self._seen: torch.Tensor | None = None
         self._layers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 

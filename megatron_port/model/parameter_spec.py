@@ -51,7 +51,7 @@ class Split:
     groups: Groups | None = None
     """Divided by key/value group, which ranks share where there are more ranks than groups."""
     kv_heads: int = 0
-    """The same of rows that are all of so many key/value heads; 0: others."""
+    """Number of key/value heads if all rows belong to them; else 0."""
     experts: bool = False
     """Divided over expert-parallel ranks in place of tensor-parallel ones."""
 

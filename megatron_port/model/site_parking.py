@@ -91,7 +91,7 @@ class Lot:
         return parked
 
     def park(self, places: ParkingPlaces, decision: Decision, layer: int) -> None:
-        """Move all of it; the tensors themselves are the caller's to let go."""
+        """Offload all tensors; the caller must drop its references."""
         if self._found:
             parked = places.park(decision, layer, [flat for flat, _ in self._found.values()])
             for place, (_, tensors) in zip(parked, self._found.values()):

@@ -37,11 +37,11 @@ OWN = Casts(tensor=(5.0, 2), both=(6.0, 2), again=(3.0, 1), rows=(3.0, 1), colum
 WIDE_SUM = 16.0
 """Bytes an element of a weight gradient: an fp32 product is written, read and added to the sum in a pass of its own."""
 
-LinearKernels = Sequence[tuple[float, float, float]]
+MatmulShapes = Sequence[tuple[float, float, float]]
 """[rows, columns, inner] of each linear's forward product."""
 
 
-def cast_seconds(case: Case, rates: Rates, products: LinearKernels) -> tuple[float, float]:
+def cast_seconds(case: Case, rates: Rates, products: MatmulShapes) -> tuple[float, float]:
     """Seconds of a layer's casts in a forward and in a backward of one micro-batch.
 
     The weights', made once per step, are shared among its micro-batches. Without the sum of ``WIDE_SUM``.
@@ -71,7 +71,7 @@ def foreign_bytes(case: Case) -> float:
     return {"delayed": 4.0, "current": 6.0, "mx": 4.0 + 2 / 32}[case.engine.casts]
 
 
-def foreign_cast_seconds(case: Case, rates: Rates, products: LinearKernels) -> tuple[float, float]:
+def foreign_cast_seconds(case: Case, rates: Rates, products: MatmulShapes) -> tuple[float, float]:
     """Seconds of another program's casts in a layer's forward and backward (Transformer Engine's, read in its modules).
 
     An operand is read (2 bytes) and written with its transpose (1 + 1); with ``current`` scaling it is read for its

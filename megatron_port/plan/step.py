@@ -30,7 +30,7 @@ class Split:
     """Seconds of a step by cause, on the stage that is busiest; they add up to the step."""
 
     compute: float
-    """LinearKernels, attention, memory-bound operations, recompute."""
+    """Matmuls, attention, memory-bound kernels, recompute."""
     tensor: float
     """Tensor-parallel collectives that nothing hides."""
     experts: float

@@ -13,7 +13,7 @@ from megatron_port.preflight.core import SIZE, CoreRate, measure_core
 
 GPU_SIZE = 8192
 GROUP = 4
-"""LinearKernels between two events."""
+"""Matmuls between two timing events."""
 TOGETHER_S = 2.0
 
 

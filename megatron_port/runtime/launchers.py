@@ -34,7 +34,7 @@ class Launcher:
     node_rank: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
     job: tuple[str, ...] = ()
-    """What is alike on all ranks of a job and differs between jobs; the port is derived from it."""
+    """Variables of a string that is unique to the job and equal on all its ranks; the port is derived from it."""
     give_address: str = "set MASTER_ADDR for every rank"
     """How its user gives all ranks the address of rank 0's host."""
 

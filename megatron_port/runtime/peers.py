@@ -57,7 +57,7 @@ def explain_peer_failure(error: BaseException, info: ProcessInfo | None = None) 
 
     Args:
         info: this process; its rank and host open the message, and only the first rank of each node prints it
-            (None: asked of torch and the system; the run's is_rank_zero prints it).
+            (None: asked of torch and the system; the run's rank 0 prints it).
     """
     seen: BaseException | None = error
     while seen is not None:

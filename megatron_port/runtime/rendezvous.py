@@ -2,7 +2,7 @@
 
 What is wrong is found here, within a deadline, and said once: a master that does not answer, a port that is taken,
 two processes of one rank, ranks that are missing (with their hosts), ranks that run other versions or another
-configuration. Rank 0 writes the verdict into the store, all ranks raise it, and the is_rank_zero prints it.
+configuration. Rank 0 writes the verdict into the store, all ranks raise it, and rank 0 prints it.
 
 Cost: one connection, and five store operations per rank: an ``add`` and a ``compare_set`` of about 60 bytes, an
 ``add``, a ``wait`` (on rank 0 a few checks), a ``check``. The first rank of each distinct fingerprint leaves 5 KB more.

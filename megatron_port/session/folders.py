@@ -21,7 +21,7 @@ def run_folder(config: RunConfig) -> Path:
 
 
 _PROBE = 1 << 16
-"""Bytes written and taken away again: more than a full file system finds room for in what it has allocated."""
+"""Size of the write probe; it exceeds the slack of blocks that a full file system has already allocated."""
 
 
 def checkpoint_bytes(config: RunConfig) -> int:

@@ -130,13 +130,14 @@ def _check_world(config: RunConfig, info: ProcessInfo) -> None:
     )
 
 
-Around = Callable[[RunConfig, ProcessInfo, ProgressTracker, Store], AbstractContextManager[None]]
-"""What runs around a session from the ranks' meeting on (``session.watching``), given what is known by then."""
+SessionHook = Callable[[RunConfig, ProcessInfo, ProgressTracker, Store], AbstractContextManager[None]]
+"""Context that is entered after rendezvous (``session.watching``), given what is known by then."""
 
 
 @contextmanager
 def open_session(
-    config: RunConfig, info: ProcessInfo, *, quiet: bool = False, around: Around | None = None, writes: bool = False
+    config: RunConfig, info: ProcessInfo, *, quiet: bool = False, around: SessionHook | None = None,
+    writes: bool = False,
 ) -> Iterator[Session]:
     """Check the configuration, meet the other ranks, yield the session, take the groups down.
 

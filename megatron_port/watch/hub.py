@@ -46,9 +46,9 @@ from megatron_port.watch.watch_report import add_event, add_spread, write_hang
 
 TICK_S = 0.25
 ALIVE_S = 1.0
-"""Between the words by which ranks know that the hub lives."""
+"""Between two messages by which ranks see that the hub is alive."""
 ROSTER_AT_ONCE = 256
-"""RoundingEmulation told to rank 0 in a tick."""
+"""Ranks announced to rank 0 per tick."""
 HELLO_S = 20.0
 """A connection that has not shown the secret within this time is closed."""
 MISSING_S = 60.0
@@ -94,7 +94,7 @@ class Hub:
         self.met: set[int] = set()
         """Ranks that have been connected to this hub."""
         self.untold: deque[RankIdentity] = deque()
-        """RoundingEmulation that rank 0 has not been told yet."""
+        """Ranks not yet announced to rank 0."""
         self.alive_at = now
         self.stragglers = Stragglers(config, now)
         self.now_file = NowFile(self.folder)

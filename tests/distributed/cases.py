@@ -43,7 +43,7 @@ from megatron_port.session.assemble import DTYPES, build_engine, with_shared_lay
 
 LR = 1e-2
 Order = Reordering | RoundingEmulation | RoundingNoise | None
-"""Of the sums of one process: another, a layout's, with random errors, its own."""
+"""Reduction order of the reference process: another, that of a layout, with random errors, its own."""
 __all__ = [
     "LR",
     "REORDERINGS",

@@ -1,4 +1,4 @@
-"""The command line: exit codes, one is_rank_zero, and 200 damaged run files."""
+"""The command line: exit codes, one rank that prints, and 200 damaged run files."""
 
 from __future__ import annotations
 

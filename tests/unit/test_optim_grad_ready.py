@@ -1,4 +1,4 @@
-"""When buckets are full, and the grad_buffer_pool that ZeRO-2 lends them."""
+"""When buckets are full, and the pool of gradient buffers that ZeRO-2 lends them."""
 
 from __future__ import annotations
 
