@@ -1,7 +1,8 @@
 """Claims of the sources, judged: `python benchmarks/claims.py` prints each with what the planner finds.
 
 docs/claims.toml has the claims: item, source, number, the source's tolerance and the function here that gives the
-project's own number. `--write` puts the table into docs/coverage.md; a test holds both to what is computed.
+project's own number. `--write` puts the table into benchmarks/evidence/coverage.md; a test holds both to what is
+computed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from megatron_port.runtime.atomic import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 CLAIMS = ROOT / "docs" / "claims.toml"
-PAGE = ROOT / "docs" / "coverage.md"
+PAGE = ROOT / "benchmarks" / "evidence" / "coverage.md"
 BEGIN, END = "<!-- claims: begin -->", "<!-- claims: end -->"
 
 
@@ -338,7 +339,7 @@ def claims() -> list[Claim]:
 
 
 def table(found: list[Claim]) -> str:
-    """The part of docs/coverage.md."""
+    """The part of benchmarks/evidence/coverage.md."""
     lines = [BEGIN, "", "| what | shown by | result |", "|---|---|---|"]
     for c in found:
         verdict = "holds" if c.found else f"**does not hold**: {c.why}"
@@ -350,7 +351,7 @@ def table(found: list[Claim]) -> str:
 
 
 def page(found: list[Claim]) -> str:
-    """The whole of docs/coverage.md with the table in its place."""
+    """The whole of benchmarks/evidence/coverage.md with the table in its place."""
     text = PAGE.read_text()
     before, rest = text.split(BEGIN, 1)
     return before + table(found) + rest.split(END, 1)[1]
@@ -359,7 +360,7 @@ def page(found: list[Claim]) -> str:
 def main() -> None:
     """Print or write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="put the table into docs/coverage.md")
+    parser.add_argument("--write", action="store_true", help="put the table into benchmarks/evidence/coverage.md")
     args = parser.parse_args()
     found = claims()
     if args.write:

@@ -1,7 +1,7 @@
 """Time to list and to create the communicators of a large layout on one rank: torch's fake process group, no network.
 
-``python benchmarks/communicators.py`` prints a line for 3,072 and one for 24,576 ranks (docs/performance.md). The real
-backends are lazy: a rank connects only in groups of its own, so for all others creation is this local cost.
+``python benchmarks/communicators.py`` prints a line for 3,072 and one for 24,576 ranks (evidence/performance.md). The
+real backends are lazy: a rank connects only in groups of its own, so for all others creation is this local cost.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Check what the pages say of other systems against their files, and write the tables.
 
     python scripts/comparison.py --check FOLDER    # clones of the systems, bare or not, anywhere in the folder
-    python scripts/comparison.py --write           # the tables of docs/comparison.md and README.md
+    python scripts/comparison.py --write           # the tables of benchmarks/evidence/comparison.md and README.md
 
 ``docs/comparison.toml`` has each cell with its evidence: a path, a line, and a text that must be on that line at the
 named commit. A cell that claims an absence has words instead, and the paths where they must not occur. ``--check``
@@ -199,8 +199,8 @@ def places(project: Project, cell: Cell) -> str:
 
 
 def ours_of(cell: Cell) -> str:
-    """This project's cell for a page in docs/."""
-    return cell.text.replace("](docs/", "](")
+    """This project's cell for a page in benchmarks/evidence/."""
+    return cell.text.replace("](docs/", "](../../docs/").replace("](benchmarks/evidence/", "](")
 
 
 def projects_table(projects: list[Project]) -> str:
@@ -231,7 +231,7 @@ def readme_table(projects: list[Project], rows: list[Row]) -> str:
 def pages(projects: list[Project], rows: list[Row], root: Path = ROOT) -> Iterator[tuple[Path, str, str]]:
     """``(path, text, wanted text)`` of each page that has tables of the file."""
     blocks = {
-        "docs/comparison.md": {"systems": projects_table(projects), "rows": rows_tables(projects, rows)},
+        "benchmarks/evidence/comparison.md": {"systems": projects_table(projects), "rows": rows_tables(projects, rows)},
         "README.md": {"comparison": readme_table(projects, rows)},
     }
     for name, tables in blocks.items():
@@ -248,7 +248,7 @@ def pages(projects: list[Project], rows: list[Row], root: Path = ROOT) -> Iterat
 def main() -> int:
     parser = argparse.ArgumentParser(description="check the comparison with other systems, and write its tables")
     parser.add_argument("--check", type=Path, metavar="FOLDER", help="look every cell up in clones of the systems")
-    parser.add_argument("--write", action="store_true", help="write the tables of docs/comparison.md and README.md")
+    parser.add_argument("--write", action="store_true", help="write the tables of evidence/comparison.md and README.md")
     asked = parser.parse_args()
     try:
         projects, rows = load()

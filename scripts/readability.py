@@ -24,6 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md", "docs/**/*.md",
+         "benchmarks/evidence/*.md",
          "examples/**/*.md", "tests/**/*.md", ".github/**/*.md")
 LONGEST_SENTENCE = 36
 MEAN_SENTENCE = 18.0

@@ -5,8 +5,8 @@
     python -m benchmarks.compare --sizes tiny --peers ours torch --repetitions 1 --steps 1
 
 Every peer runs in a process of its own, starts from the same weights and must give the losses and gradient norms of
-plain torch (docs/performance.md has the tolerances); one that does not is refused. Repetitions alternate. A peer that
-cannot run at its documented best is shown as handicapped and not counted.
+plain torch (../evidence/performance.md has the tolerances); one that does not is refused. Repetitions alternate. A peer
+that cannot run at its documented best is shown as handicapped and not counted.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class RoutesConfig:
     """Steps in a row after which a starving expert is named in a warning; 0: never."""
     imbalance: Ratio = 1.8
     """Only for plans: rows of the busiest expert-parallel rank in a layer, over the mean. 1: balance is forced. Four
-    published pairs, with and without forced balance, give the default (docs/planner-accuracy.md)."""
+    published pairs, with and without forced balance, give the default (benchmarks/evidence/planner-accuracy.md)."""
 
 
 def moe_problems(config: RunConfig) -> list[str]:

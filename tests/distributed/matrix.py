@@ -1,4 +1,4 @@
-"""The whole layout matrix, resumable, and the table of measured differences in docs/parity.md.
+"""The whole layout matrix, resumable, and the table of measured differences in benchmarks/evidence/parity.md.
 
 ``python tests/distributed/matrix.py --out FILE`` runs what FILE lacks; ``--report FILE`` prints the table.
 """

@@ -24,7 +24,7 @@ def adapted(draw: DistilledDraw) -> DistilledDraw:
 
 
 def draws(ranks: int) -> list[DistilledDraw]:
-    """Pairs of what may interact; the whole matrix is a record (docs/compression.md)."""
+    """Pairs of what may interact; the whole matrix is a record (benchmarks/evidence/compression.md)."""
     if ranks == 2:
         return [
             distilled(0, "gpt from llama", Topology(tp=2), sequence_parallel=True, vocab_padding_multiple=8,

@@ -17,7 +17,7 @@ SEEDS = (3, 4, 6, 15, 16, 18, 21, 22, 26, 27, 28, 29, 37, 40, 67, 81, 336, 374, 
 """Of the first 30 those that cover what the last test asks. Beyond them: key/value heads that tp ranks
 share under ZeRO in fp64, and two heads on tp 4 in bf16 (37, 336); sequences divided by documents in bf16 (40);
 DeepSpeed in bf16 on 3 and 5 replicas, with one stage and two (67, 81, 374); chunked products whose inputs are not
-contiguous, partitioned (1937). 1,000 draws are a record (docs/parity.md)."""
+contiguous, partitioned (1937). 1,000 draws are a record (benchmarks/evidence/parity.md)."""
 
 
 @pytest.mark.parametrize("part", range(2))

@@ -1,4 +1,4 @@
-"""The layout matrix: every split trains as one process does, in either engine (measured table: docs/parity.md)."""
+"""The layout matrix: every split trains as one process does, in either engine (benchmarks/evidence/parity.md)."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_layout_equals_one_process(ranks: RankPool, engine: str, dtype: str, wor
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_every_schedule_equals_one_process(ranks: RankPool, world: int) -> None:
-    """In fp64, where nothing hides behind rounding; fp32 and bf16 were run once (docs/parity.md)."""
+    """In fp64, where nothing hides behind rounding; fp32 and bf16 were run once (benchmarks/evidence/parity.md)."""
     draws = [d for d in schedule_matrix(("fp64",)) if d.topology.world_size == world]
     # Of several layouts of a size, every other draw: a schedule still meets tied and untied tables, and each layout.
     layouts = sorted({dataclasses.astuple(d.topology) for d in draws})

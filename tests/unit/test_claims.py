@@ -1,4 +1,4 @@
-"""Claims of the sources judge themselves: each is computed, and docs/coverage.md has what came out."""
+"""Claims of the sources judge themselves: each is computed, and benchmarks/evidence/coverage.md has what came out."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_pages_are_what_the_file_gives_and_own_cells_hold() -> None:
     for row in rows:  # "none found" without the words that were searched would be a claim without a check
         for key, cell in row.cells.items():
             assert key == "ours" or "found" not in cell.text or cell.words, (row.title, key)
-    page = (ROOT / "docs" / "comparison.md").read_text()
+    page = (ROOT / "benchmarks" / "evidence" / "comparison.md").read_text()
     assert all(f"{p.url}/blob/{p.commit}/" in page for p in projects)
 
 

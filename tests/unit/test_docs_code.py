@@ -17,7 +17,8 @@ from megatron_port.cli.main import COMMANDS, _top_parser
 from megatron_port.config.loader import load
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")),
+         *sorted((ROOT / "benchmarks" / "evidence").glob("*.md"))]
 LANGUAGES = {"sh", "toml", "python", "text"}
 OTHERS = {
     ".", "apt-get", "bash", "bsub", "cat", "cd", "debootstrap", "docker", "done", "echo", "export", "flux", "for",

@@ -456,7 +456,7 @@ def test_the_plan_is_faster_and_counts_the_copies() -> None:
 
 
 def test_own_casts_are_planned_faster() -> None:
-    """The 6.7B shape on one H200, by bytes: what docs/performance.md says."""
+    """The 6.7B shape on one H200, by bytes: what benchmarks/evidence/performance.md says."""
     bf16, _ = planned("none")
     gains = [bf16 / planned(recipe, f"backend.quantise={q}")[0] for recipe in RECIPES for q in ("torch", "own")]
     assert [round(gain, 2) for gain in gains] == [1.14, 1.24, 1.15, 1.24]
