@@ -20,7 +20,7 @@ from megatron_port.plan.search import Candidate, fullest, options_of, settings_o
 from megatron_port.plan.step import plan_step
 from megatron_port.plan.studies import Planned, Point, Study, planned, studies
 from megatron_port.runtime.atomic import write_output
-from megatron_port.tune.lease import held
+from megatron_port.tune.lease import hold_folder
 from megatron_port.tune.results import Results, Trial, key_of
 from megatron_port.tune.space import Space, make_space
 from megatron_port.tune.trial import Launcher, run_trial
@@ -57,7 +57,7 @@ def sweep(
     lines: dict[str, list[Planned]] = {}
     done, total = 0, sum(len(study.points) for study in found)
     advance(done, total)
-    with held(folder, say) as note:
+    with hold_folder(folder, say) as note:
         for study in found:
             lines[study.name] = planned(study, space.machine)
             say(f"{study.title} ({study.says})")

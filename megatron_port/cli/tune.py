@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace, loaded: Any, space: Any) -> int:
-    from megatron_port.tune.lease import held
+    from megatron_port.tune.lease import hold_folder
     from megatron_port.tune.results import Results
     from megatron_port.tune.strategies import make_strategy
     from megatron_port.tune.trial import choose_launcher, run_trial
@@ -120,7 +120,7 @@ def _measure(args: argparse.Namespace, loaded: Any, space: Any) -> int:
 
     with ProgressBar("tune", "trial") as bar:
         say = partial(print, file=sys.stderr, flush=True) if args.json else bar.print
-        with held(folder, say) as note:
+        with hold_folder(folder, say) as note:
             measure = partial(
                 run_trial, run_file, args.overrides, config, launcher=launcher, steps=args.steps, warm_up=args.warm_up,
                 timeout_s=args.timeout, folder=folder / "trials", note=note,

@@ -13,7 +13,7 @@ RULES = ("tokens", "documents", "equal")
 
 
 @dataclass(frozen=True)
-class Share:
+class CorpusWeight:
     """One corpus of a blend."""
 
     prefix: str
@@ -28,7 +28,7 @@ class Share:
 
 
 def blend(corpora: Sequence[IndexedDataset], given: Mapping[str, float], *, by: str = "tokens",
-          temperature: float = 1.0) -> list[Share]:
+          temperature: float = 1.0) -> list[CorpusWeight]:
     """Return the weights of a blend.
 
     Args:
@@ -61,7 +61,7 @@ def blend(corpora: Sequence[IndexedDataset], given: Mapping[str, float], *, by: 
     if min(raw) <= 0:
         raise DataError(f"weights {raw}: each must be above 0; leave a corpus out instead")
     total = sum(raw)
-    return [Share(n, c.num_tokens, c.num_documents, w / total) for n, c, w in zip(names, corpora, raw)]
+    return [CorpusWeight(n, c.num_tokens, c.num_documents, w / total) for n, c, w in zip(names, corpora, raw)]
 
 
 def _same_tokenizer(corpora: Sequence[IndexedDataset]) -> None:
@@ -74,7 +74,7 @@ def _same_tokenizer(corpora: Sequence[IndexedDataset]) -> None:
         raise DataError(f"corpora of different tokenizers cannot be blended: {', '.join(kinds.values())}")
 
 
-def as_toml(shares: Sequence[Share]) -> str:
+def as_toml(shares: Sequence[CorpusWeight]) -> str:
     """Return the ``[data]`` section of a run file, which another file can extend."""
     return ("[data]\n" + f"train = {toml_value([s.prefix for s in shares])}\n"
             + f"weights = {toml_value([round(s.weight, 9) for s in shares])}\n")

@@ -60,7 +60,7 @@ class HFFolder:
         self.notes: list[str] = self._shards.notes
         """Sentences on what is left out of the folder, or read otherwise than it is written."""
         self.model: ModelConfig = model_from_hf(self._without_ahead(), where, self.notes)
-        self._settle_head()
+        self._untie_head()
         if (self.path / ADAPTERS).is_file():
             self.notes.append(
                 f"{self.path}: {ADAPTERS} is beside the model, and its adapters are not read; where PEFT is installed, "
@@ -85,7 +85,7 @@ class HFFolder:
         )
         return self.config | dict.fromkeys(asked, 0)
 
-    def _settle_head(self) -> None:
+    def _untie_head(self) -> None:
         """Untie the model where the files have a head that is not the token table, as transformers 5 does. A head
         without a token table is both."""
         table = f"{self._names.prefix}{self._names.outside['embedding.word']}.weight"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_port.model.activation_sites import Decision
 from megatron_port.model.site_clock import SiteClock
-from megatron_port.parallel.shares import Share
+from megatron_port.parallel.shares import PartitionedBytes
 from megatron_port.parallel.swap import SwappedLayer, SwapSpace
 
 SMALL = 256
@@ -125,7 +125,7 @@ class ParkingPlaces:
             swapped = self.swap.swap(layer, flats)
             return [_Swapped(swapped, number) for number in range(len(flats))]
         assert self.group is not None
-        return [Share(flat, self.group) for flat in flats]
+        return [PartitionedBytes(flat, self.group) for flat in flats]
 
 
 def is_of_all_layers(tensor: torch.Tensor) -> bool:

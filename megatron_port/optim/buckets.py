@@ -62,12 +62,12 @@ class BucketPlan:
     """Nothing of it is trained: it has weights alone."""
 
 
-Listed = tuple[int, ParameterRecord, int]
+BucketParameter = tuple[int, ParameterRecord, int]
 """A parameter: its index, its record, the elements of its local tensor."""
 
 
 def plan_buckets(
-    units: Sequence[Sequence[Listed]], mesh: Mesh, *, first: Factors, split: bool, capacity: int,
+    units: Sequence[Sequence[BucketParameter]], mesh: Mesh, *, first: Factors, split: bool, capacity: int,
     shared: Collection[int] = (), align: int = ALIGN,
 ) -> list[BucketPlan]:
     """Return buckets of at most ``capacity`` elements; a larger parameter has its own.
@@ -82,21 +82,21 @@ def plan_buckets(
     """
     plans: list[BucketPlan] = []
     for number in reversed(range(len(units))):
-        together: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[list[int], Listed]]] = {}
-        apart: list[tuple[list[int], Listed]] = []
+        together: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[list[int], BucketParameter]]] = {}
+        alone: list[tuple[list[int], BucketParameter]] = []
         for entry in reversed(units[number]):
             index, record, _ = entry
             summed = record.reduces_over(mesh)
             mine, beyond = summed & first, summed - first
             copies = beyond & mesh.factors("dp_replicate")
             if record.tied_key is not None or index in shared:
-                apart.append((sorted(beyond), entry))
+                alone.append((sorted(beyond), entry))
             else:
                 key = tuple(sorted(copies)), tuple(sorted(mine))
                 together.setdefault(key, []).append((sorted(beyond), entry))
         # What is partial lies together: at the end, in one range of each bucket for each set of factors.
         groups = [sorted(entries, key=lambda pair: pair[0]) for _, entries in sorted(together.items())]
-        for entries in (*groups, *([one] for one in apart)):
+        for entries in (*groups, *([one] for one in alone)):
             factors = {entry[0]: frozenset(beyond) for beyond, entry in entries}
             for slots, end in _filled([entry for _, entry in entries], capacity, align):
                 _, record, _ = entries[0][1]
@@ -130,7 +130,7 @@ def _plan(
 
 
 def _filled(
-    parameters: Sequence[Listed], capacity: int, align: int
+    parameters: Sequence[BucketParameter], capacity: int, align: int
 ) -> Iterator[tuple[tuple[BucketEntry, ...], int]]:
     """The entries of one bucket after another, and the elements that they take."""
     slots: list[BucketEntry] = []

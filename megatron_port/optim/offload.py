@@ -145,7 +145,7 @@ class Offload:
     def _stage(self, number: int) -> None:
         """Start to copy a bucket's gradient to the host, and to read its state from the disk."""
         bucket, numel = self.buckets[number], self._sizes[number]
-        buffer = self.ring.take()
+        buffer = self.ring.acquire()
         gradient = buffer.view(torch.float32, numel)
         masters, state, weights = bucket.masters, dict(bucket.state), bucket.shard
         if not self.weights_on_host:

@@ -16,7 +16,6 @@ from abc import abstractmethod
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,6 @@ from megatron_port.parallel.record import ParameterRecord
 
 LARGEST = 1 << 22
 """Elements of a rectangle: what temporaries are made for at a time."""
-Of = Literal["row", "column", "matrix"]
 
 
 def is_matrix(record: ParameterRecord) -> bool:

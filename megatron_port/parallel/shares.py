@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_port.parallel.compat import all_gather_single
 
 
-class Share:
+class PartitionedBytes:
     """This rank's part of ``whole``, flat bytes that are the same on every rank of the group."""
 
     def __init__(self, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -38,7 +38,7 @@ def measured_gather(device: torch.device, nbytes: int, group: dist.ProcessGroup,
     """Return the seconds per byte of what the ranks of a group gather, at its fastest. Collective."""
     best = math.inf
     for _ in range(times):
-        share = Share(torch.zeros(nbytes, dtype=torch.uint8, device=device), group)
+        share = PartitionedBytes(torch.zeros(nbytes, dtype=torch.uint8, device=device), group)
         started = time.perf_counter()
         share.take()
         if device.type == "cuda":

@@ -9,7 +9,7 @@ of one stream for another, without which a copy would race with a kernel, with t
 3. the host wrote the buffer, or a copy out did, and compute has used the target for the last time → the copy in may
    write the target (:meth:`StagingRing.copy_in`);
 4. the copy in has ended → compute may use the target (:meth:`StagingRing.wait_target`);
-5. the last copy from or to a buffer has ended → the buffer may have a new user (:meth:`StagingRing.take`);
+5. the last copy from or to a buffer has ended → the buffer may have a new user (:meth:`StagingRing.acquire`);
 6. a thread has read a file into the buffer → the host may read it; it has written the buffer to a file → the buffer
    may have a new user (:meth:`StagingRing.start_io`, :meth:`StagingRing.wait_io`).
 
@@ -85,10 +85,10 @@ class StagingRing:
 
     @property
     def free(self) -> int:
-        """Buffers that :meth:`take` can give out now."""
+        """Buffers that :meth:`acquire` can give out now."""
         return len(self._free)
 
-    def take(self, *, for_host: bool = True) -> StagingBuffer:
+    def acquire(self, *, for_host: bool = True) -> StagingBuffer:
         """Return a buffer that the host may write and copies may use; the host waits for its last copies and job.
 
         ``for_host`` False: only copies out of the device write it, so they wait for its last copy in, and not the host.
@@ -204,7 +204,7 @@ class StagingRing:
             raise ValueError(f"a staged tensor is contiguous; this one has strides {tensor.stride()}")
         if tensor.nbytes > self.nbytes:
             raise ValueError(f"a tensor of {tensor.nbytes} bytes for staging buffers of {self.nbytes}")
-        buffer = self.take()
+        buffer = self.acquire()
         host = buffer.view(tensor.dtype, tensor.numel()).view(tensor.shape)
         self.copy_out(tensor.detach(), host, buffer)
         return StagedTensor(self, buffer, host)

@@ -33,7 +33,7 @@ class SwappedLayer:
         self._buffer: StagingBuffer | None = None  # for __del__, where there is none to take
         self._sources: list[torch.Tensor] = sources
         """On the device, until compute has waited for the copies."""
-        self._buffer = ring.take(for_host=False)
+        self._buffer = ring.acquire(for_host=False)
         self._waits_for: StagingBuffer | None = None
         self._hosts, offset = [], 0
         for source in sources:

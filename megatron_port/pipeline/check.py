@@ -73,7 +73,7 @@ def check_messages(schedule: Schedule) -> int:
                     posted[s], most = True, max(most, unused[s])
                 if turn.receive is not None and turn.receive not in done[s]:
                     break
-                under_way = [m for m in turn.settled if m not in done[m.target]]
+                under_way = [m for m in turn.completed_sends if m not in done[m.target]]
                 if under_way and schedule.forward_only:  # it waits for them
                     break
                 if under_way:

@@ -55,7 +55,7 @@ class Turn:
     """To start after the pass."""
     keep: Action | None
     """The pass on this same stage that needs the result instead."""
-    settled: tuple[Message, ...]
+    completed_sends: tuple[Message, ...]
     """Earlier sends of this stage that were taken before ``receive`` was made; their payloads can be freed. Forward
     passes only: the sends before the last ``UNTAKEN``, which the stage waits for."""
 
@@ -83,8 +83,8 @@ def _places(schedule: Schedule) -> list[dict[Action, int]]:
     return [{action: place for place, action in enumerate(plan)} for plan in schedule.plans]
 
 
-def _settled(schedule: Schedule, stage: int) -> list[tuple[Message, ...]]:
-    """``Turn.settled`` of each pass."""
+def _completed_sends(schedule: Schedule, stage: int) -> list[tuple[Message, ...]]:
+    """``Turn.completed_sends`` of each pass."""
     places, forward_only = _places(schedule), schedule.forward_only
     sent: dict[int, deque[Message]] = {}
     out = []
@@ -125,7 +125,7 @@ def turns(schedule: Schedule, stage: int) -> tuple[Turn, ...]:
         return [m for m in passed if m.target == stage]
 
     out = []
-    for action, settled in zip(schedule.plans[stage], _settled(schedule, stage), strict=True):
+    for action, completed_sends in zip(schedule.plans[stage], _completed_sends(schedule, stage), strict=True):
         post: list[Message] = []
         receive = send = keep = None
         before, after = schedule.before(stage, action), schedule.after(stage, action)
@@ -150,5 +150,5 @@ def turns(schedule: Schedule, stage: int) -> tuple[Turn, ...]:
                 post.append(queue[at[down]])
                 at[down] += 1
                 waiting[down] += 1
-        out.append(Turn(action, tuple(post), receive, send, keep, settled))
+        out.append(Turn(action, tuple(post), receive, send, keep, completed_sends))
     return tuple(out)

@@ -63,7 +63,7 @@ class Runner:
                 received = arriving.pop(turn.receive).take()
             elif turn.action.kind is not Kind.WEIGHT:
                 received = kept.pop(turn.action, None)
-            for message in turn.settled:
+            for message in turn.completed_sends:
                 leaving.pop(message).finish()
             result = self._timed(worker, turn.action, received)
             if result is None and (turn.keep is not None or turn.send is not None):

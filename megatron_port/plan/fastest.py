@@ -179,7 +179,7 @@ class _Search:
                 self.looked_at += 1
                 self.push(pass_seconds(case, self.machine), "ranks", kind, case)
 
-    def take(self) -> Candidate | None:
+    def next_fitting(self) -> Candidate | None:
         """The next layout that fits, in the order of planned seconds; None: there is none left."""
         while self.queue:
             _, _, what, values = heapq.heappop(self.queue)
@@ -297,7 +297,7 @@ def fastest(
     search.fill(kinds_of(config, case, world or case.world))
     chosen: list[Candidate] = []
     while len(chosen) < finalists:
-        candidate = search.take()
+        candidate = search.next_fitting()
         if candidate is None:
             break
         if chosen and candidate.step.seconds > 1.1 * chosen[0].step.seconds:  # the closed form is within 5 %

@@ -134,9 +134,9 @@ def _usual_turns(schedule: Schedule, stage: int, plan: Sequence[Action]) -> Iter
         for down, messages in arrives.items():
             post += messages[posted[down] : taken[down] + AHEAD]
             posted[down] = min(len(messages), taken[down] + AHEAD)
-        settled = sent if send is not None and not send.downstream else ()
-        sent = (send,) if send is not None and not send.downstream else () if settled else sent
-        yield Turn(action, tuple(post), receive, send, keep, settled)
+        completed = sent if send is not None and not send.downstream else ()
+        sent = (send,) if send is not None and not send.downstream else () if completed else sent
+        yield Turn(action, tuple(post), receive, send, keep, completed)
 
 
 def _undominated(moments: Iterable[Moment]) -> tuple[Moment, ...]:
@@ -165,7 +165,7 @@ def _moments(plan: Iterable[Turn], chunks: int) -> Iterator[Moment]:
     handed: set[Action] = set()
     for turn in plan:
         action, place = turn.action, (turn.action.chunk, turn.action.micro_batch)
-        messages += len(turn.post) - sum(not message.downstream for message in turn.settled)
+        messages += len(turn.post) - sum(not message.downstream for message in turn.completed_sends)
         if action.kind is Kind.FORWARD and turn.receive is not None:  # the message is the chunk's input from now on
             inputs.add(place)
             messages -= 1

@@ -37,7 +37,7 @@ class RunningTuning:
 
 
 @contextlib.contextmanager
-def held(folder: Path, say: Callable[[str], None]) -> Iterator[Callable[[int], None]]:
+def hold_folder(folder: Path, say: Callable[[str], None]) -> Iterator[Callable[[int], None]]:
     """Hold the folder while trials are measured; gives what is told a trial's session. Raises as :func:`claim`."""
     folder.mkdir(parents=True, exist_ok=True)
     if left := claim(folder):

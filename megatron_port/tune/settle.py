@@ -82,7 +82,7 @@ def near_best(results: Results) -> list[Trial]:
     return [ranked[0], *(t for t in ranked[1:] if rates(t)[1] >= least)]
 
 
-def settle(
+def repeat_near_best(
     results: Results, measure: Callable[[Trial], Trial | None], *, repeats: int, say: Callable[[str], None],
 ) -> Decision:
     """Start the best and those near it again, in turn, up to ``repeats`` times each, until they are apart.

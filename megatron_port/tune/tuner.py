@@ -18,7 +18,7 @@ from megatron_port.runtime.atomic import write_output
 from megatron_port.runtime.work import Advance, silent
 from megatron_port.tune.importance import importance_line
 from megatron_port.tune.results import Results, Trial, key_of
-from megatron_port.tune.settle import Decision, interval, settle
+from megatron_port.tune.settle import Decision, interval, repeat_near_best
 from megatron_port.tune.space import Space
 from megatron_port.tune.strategies import Strategy
 
@@ -71,7 +71,7 @@ def tune(
         candidate = by_key.get(trial.key)
         return None if candidate is None else measure(candidate, space.settings(candidate))
 
-    decision = settle(results, again, repeats=repeats, say=say)
+    decision = repeat_near_best(results, again, repeats=repeats, say=say)
     return Found(best=decision.best, measured=measured, decision=decision)
 
 

@@ -63,7 +63,7 @@ def test_an_import_is_compared_with_transformers(tmp_path: Path, monkeypatch: py
     assert "is kept and the model is untied" in said[0]
     assert "logits against transformers" in said[1] and "max|Δ|" in said[1], said
     with monkeypatch.context() as patch:
-        patch.setattr(HFFolder, "_settle_head", lambda self: None)
+        patch.setattr(HFFolder, "_untie_head", lambda self: None)
         with pytest.raises(CheckpointError, match=r"computes other logits from it .* = \d.*Nothing was imported"):
             import_checkpoint(tmp_path / "it", tmp_path / "wrong", note=said.append)
         assert not list((tmp_path / "wrong").glob("step*"))

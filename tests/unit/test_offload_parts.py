@@ -348,7 +348,7 @@ def test_a_bit_that_flips_on_the_disk_is_found(tmp_path: Path) -> None:
 def test_files_have_no_name_and_keep_what_is_written(tmp_path: Path) -> None:
     file = StateFile(tmp_path / "new", 2 * ALIGN, "master")
     assert not list((tmp_path / "new").iterdir())
-    memory = StagingRing(torch.device("cpu"), count=1, nbytes=ALIGN).take().memory
+    memory = StagingRing(torch.device("cpu"), count=1, nbytes=ALIGN).acquire().memory
     memory.view(torch.float32).copy_(torch.arange(ALIGN // 4))
     file.write(ALIGN, memory)
     view = file.mapped(ALIGN, ALIGN // 4)

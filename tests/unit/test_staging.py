@@ -41,7 +41,7 @@ def update_pass(ring: StagingRing) -> torch.Tensor:
     for _ in range(2):
         access(COMPUTE, "backward pass", reads=[weights], writes=[gradients])
         for i in range(3):
-            buffer = ring.take()
+            buffer = ring.acquire()
             host, updated = buffer.view(torch.float32, 4), buffer.view(torch.float32, 4, offset=ALIGN)
             ring.copy_out(gradients[i], host, buffer)
             ring.wait_host(buffer)
@@ -85,7 +85,7 @@ def upload_pass(ring: StagingRing) -> torch.Tensor:
     """The host fills one buffer after another, and each goes to the device."""
     weights = torch.zeros(3)
     for i in range(3):
-        buffer = ring.take()
+        buffer = ring.acquire()
         host = buffer.view(torch.float32, 1)
         access(HOST, "the host's next values", writes=[host])
         host.fill_(i)
@@ -182,18 +182,18 @@ def test_a_full_ring_and_a_large_tensor_are_refused() -> None:
     staged = ring.stage_out(torch.zeros(16))
     assert ring.free == 0
     with pytest.raises(RuntimeError, match="all 1 staging buffers of 64 bytes are in use"):
-        ring.take()
+        ring.acquire()
     ring.stage_in(staged)
     assert ring.free == 1
 
 
 def test_buffers_are_aligned_and_kept() -> None:
     ring = StagingRing(CPU, count=2, nbytes=ALIGN)
-    first = [ring.take(), ring.take()]
+    first = [ring.acquire(), ring.acquire()]
     assert all(b.memory.data_ptr() % ALIGN == 0 for b in first)
     for buffer in first:
         ring.release(buffer)
-    assert [ring.take(), ring.take()] == first
+    assert [ring.acquire(), ring.acquire()] == first
 
 
 def test_accesses_that_do_not_meet_are_no_race() -> None:

@@ -25,9 +25,9 @@ from megatron_port.errors import ConfigError, EnvironmentFault
 from megatron_port.plan.search import Candidate
 from megatron_port.runtime.processes import born
 from megatron_port.tune.importance import importance, importance_line
-from megatron_port.tune.lease import claim, held
+from megatron_port.tune.lease import claim, hold_folder
 from megatron_port.tune.results import FAILED, OK, OUT_OF_MEMORY, TIMEOUT, Results, Trial, key_of
-from megatron_port.tune.settle import merged, settle
+from megatron_port.tune.settle import merged, repeat_near_best
 from megatron_port.tune.space import PARAMETERS, Space, best_legal, make_space, parameters
 from megatron_port.tune.strategies import AtRandom, ByModel, make_strategy
 from megatron_port.tune.trial import Launcher, choose_launcher, run_trial, trial_overrides
@@ -356,7 +356,7 @@ def test_what_its_spread_does_not_tell_apart_is_not_called_decided(space: Space,
     first, second = (replace(trial(space, c, seconds=2.0), spread=0.1) for c in space.fitting[:2])
     for one in (first, second):
         results.add(one)
-    decision = settle(results, lambda t: replace(t, seconds=2.01), repeats=2, say=lambda line: None)
+    decision = repeat_near_best(results, lambda t: replace(t, seconds=2.01), repeats=2, say=lambda line: None)
     assert len(decision.near) == 1 and decision.words.startswith("not decided: 1 other layout within")
     failed = merged(first, replace(first, status=FAILED, seconds=None, model_tflops=None, error="exit 1"))
     assert failed.status == FAILED and "worked 1 times, then: exit 1" in failed.error
@@ -368,7 +368,7 @@ def test_a_killed_tunings_trial_is_ended_and_not_run_beside(tmp_path: Path) -> N
                               start_new_session=True)
     assert orphan.stdout is not None
     rank = int(orphan.stdout.readline())
-    with held(tmp_path, print) as note:
+    with hold_folder(tmp_path, print) as note:
         note(orphan.pid)
         known = json.loads((tmp_path / "running.json").read_text())
         with pytest.raises(EnvironmentFault, match="tunes in"):
@@ -380,7 +380,7 @@ def test_a_killed_tunings_trial_is_ended_and_not_run_beside(tmp_path: Path) -> N
     orphan.kill()
     orphan.wait()
     said: list[str] = []
-    with held(tmp_path, said.append):
+    with hold_folder(tmp_path, said.append):
         assert not born(rank) and said == ["ended the trial that a killed tuning had left running (2 processes)"]
     (tmp_path / "running.json").write_text(json.dumps({**known, "space": "elsewhere"}))
     with pytest.raises(EnvironmentFault, match="another machine"):
