@@ -58,7 +58,7 @@ check_tools() {
   say "$(command -v hipcc), HIP $hip; torch from $index"
 }
 
-make_python() {  # an interpreter of 3.10 to 3.13 with venv: PYTHON, else one of conda's own in .python
+make_python() {  # an interpreter of 3.10 to 3.14 with venv: PYTHON, else one of conda's own in .python
   base_python=${PYTHON:-$root/.python/bin/python}
   [[ -z ${PYTHON:-} && ! -x $base_python ]] || return 0
   command -v conda > /dev/null || die "no conda here to make a Python with; set PYTHON=/path/to/python3.12"

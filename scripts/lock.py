@@ -1,7 +1,7 @@
 """Write constraints/ anew: resolve pyproject.toml for every supported Python at once.
 
 Needs ``uv`` in the environment that runs it (``make lock`` installs it). The result is for
-Linux and Python 3.10 to 3.13; markers say which line is for which. torch is kept in a file of
+Linux and Python 3.10 to 3.14; markers say which line is for which. torch is kept in a file of
 its own for each version that the tests run on, so that one can be exchanged for another.
 """
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TORCH_VERSIONS = ("2.11.0", "2.12.0", "2.13.0")
 TORCH_ONLY = re.compile(r"(torch(?!ao)|triton|nvidia-|cuda-)")
 # Clauses that say only what [tool.uv] environments already says.
-GIVEN = {"python_full_version < '3.14'", "platform_machine == 'x86_64'", "sys_platform == 'linux'",
+GIVEN = {"python_full_version < '3.15'", "platform_machine == 'x86_64'", "sys_platform == 'linux'",
          "platform_python_implementation != 'PyPy'"}
 NOTE = "# Made by `make lock`; do not edit.\n"
 
@@ -76,7 +76,7 @@ def main() -> int:
         work = Path(folder)
         sources = ["pyproject.toml", "constraints/build.in", "--extra", "test", "--extra", "dev"]
         everything = resolve(sources, work, pin=f"torch=={TORCH_VERSIONS[-1]}")
-        write("common.txt", "# All but torch and what only torch brings (torch-*.txt); Linux, Python 3.10 to 3.13.\n",
+        write("common.txt", "# All but torch and what only torch brings (torch-*.txt); Linux, Python 3.10 to 3.14.\n",
               [line for line in everything if not TORCH_ONLY.match(line)])
         for version in TORCH_VERSIONS:
             request = work / "torch.in"

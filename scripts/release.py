@@ -4,7 +4,7 @@ Everything is made from a commit, in two clones in folders of different names; t
 What ``dist/`` holds afterwards:
 
     megatron_port-VERSION.tar.gz                       sources
-    megatron_port-VERSION-py3-none-linux_x86_64.whl    Python 3.10 to 3.13: no library in it knows Python's own ABI
+    megatron_port-VERSION-py3-none-linux_x86_64.whl    Python 3.10 to 3.14: no library in it knows Python's own ABI
     megatron_port-VERSION.cdx.json                     CycloneDX: what it requires, pinned, with the index's hashes
     SHA256SUMS                                         of these; `sha256sum --check SHA256SUMS`
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
-PYTHONS = ((3, 10), (3, 13))
+PYTHONS = ((3, 10), (3, 14))
 APT_LINE = "sudo apt-get install -y git make g++ python3-dev python3-venv"
 EXIT_ENVIRONMENT = 3
 # Free disk in GB: for the CPU build of torch, and for the default one with CUDA. One compiler process, bytes.

@@ -16,7 +16,7 @@ from megatron_port.cli.doctor_report import CheckResult
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import PortError
 
-PYTHONS = ((3, 10), (3, 13))
+PYTHONS = ((3, 10), (3, 14))
 OLDEST_TORCH = (2, 11)
 OPTIONAL = {
     "transformers": "parity tests and Hugging Face import",

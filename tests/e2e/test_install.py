@@ -72,10 +72,10 @@ def test_one_message_with_the_apt_line(
 def test_wrong_python_is_refused(
     machine: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(machine.sys, "version_info", (3, 14, 0))
+    monkeypatch.setattr(machine.sys, "version_info", (3, 15, 0))
     with pytest.raises(SystemExit) as stopped:
         machine.check_machine("cpu", True)
-    assert stopped.value.code == errors.EXIT_ENVIRONMENT and "3.10 to 3.13" in capsys.readouterr().err
+    assert stopped.value.code == errors.EXIT_ENVIRONMENT and "3.10 to 3.14" in capsys.readouterr().err
 
 
 def make_setup(script: ModuleType, root: Path, ran: list[str], device: str = "cpu", broken: str = "") -> Any:
