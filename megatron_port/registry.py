@@ -132,6 +132,14 @@ OPTIMIZERS = Registry("optimizer rule", "optimizer.name", {
 OWN_UPDATES = ("adamw", "adamw-bf16", "adamw-8bit", "lion")
 """Optimizer rules that own kernels update."""
 
+FALLING = ("cosine", "linear", "wsd")
+"""The package's learning-rate schedules that reach ``min_lr`` at ``decay_steps``, which must be after the warm-up."""
+LR_SCHEDULES = Registry("learning-rate schedule", "optimizer.decay", {
+    name: f"megatron_port.optim.schedules:{'falling' if name in FALLING else name}"
+    for name in ("cosine", "linear", "constant", "wsd", "inverse_sqrt")
+})
+"""Pure functions ``(settings, step, total_steps) -> rate`` of the updates after the warm-up."""
+
 LOSSES = Registry(
     "loss", "training.loss",
     dict.fromkeys(("cross_entropy", "dpo"), "megatron_port.parallel.cross_entropy:vocab_parallel_cross_entropy"),
@@ -160,7 +168,7 @@ PROVIDERS = {
 }
 """By op. ``auto`` never takes a plugin's: it is used where a configuration asks for it."""
 
-REGISTRIES = (OPTIMIZERS, LOSSES, SCHEDULES, SOURCES, FAMILIES, *PROVIDERS.values())
+REGISTRIES = (OPTIMIZERS, LR_SCHEDULES, LOSSES, SCHEDULES, SOURCES, FAMILIES, *PROVIDERS.values())
 """Every registry of the package."""
 
 

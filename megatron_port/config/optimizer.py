@@ -85,9 +85,10 @@ class OptimizerConfig:
     """With clip_zscore: decay of the running mean and variance."""
     clip_warmup: Annotated[int, at_least(2)] = 25
     """With clip_zscore: updates that mean and variance are first taken from; until then clip_grad alone clips."""
-    decay: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = "cosine"
+    decay: str = "cosine"
     """Shape of the learning rate's decay after the warmup: cosine | linear | constant | wsd (stay at lr, then fall to
-    min_lr in the last wsd_steps) | inverse_sqrt (lr times the root of warmup_steps / step)"""
+    min_lr in the last wsd_steps) | inverse_sqrt (lr times the root of warmup_steps / step) | one that a plugin
+    registers"""
     wsd_shape: Literal["linear", "sqrt", "cosine"] = "sqrt"
     """With decay = "wsd", how it falls: linear | sqrt (1 - √x, arXiv 2405.18392) | cosine"""
     wsd_steps: CountOrZero = 0

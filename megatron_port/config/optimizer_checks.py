@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_port.config.optimizer import CLASSES, INHERITED, ParameterGroup
 from megatron_port.config.schema import RunConfig
+from megatron_port.registry import FALLING
 
 STATE_BLOCK = 128
 """Elements of a row that share a scale under adamw-8bit."""
@@ -24,7 +25,7 @@ def _schedule_problems(config: RunConfig) -> list[str]:
         out.append(f"optimizer.min_lr {o.min_lr} is above lr {o.lr}; use a value from 0 to {o.lr}")
     end = o.decay_steps or config.training.steps
     name = "optimizer.decay_steps" if o.decay_steps else "training.steps"
-    if o.decay not in ("constant", "inverse_sqrt") and o.warmup_steps >= end > 0:
+    if o.decay in FALLING and o.warmup_steps >= end > 0:
         out.append(f"optimizer.warmup_steps {o.warmup_steps} is not below {name} {end}; use e.g. {end // 10}")
     elif o.decay == "wsd" and o.warmup_steps + o.wsd_steps > end:
         out.append(

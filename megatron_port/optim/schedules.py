@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from megatron_port.config.schema import BatchConfig, OptimizerConfig
 from megatron_port.errors import ConfigError
+from megatron_port.registry import FALLING, LR_SCHEDULES
 
-DECAYS = ("cosine", "linear", "constant", "wsd", "inverse_sqrt")
 SHAPES: dict[str, Callable[[float], float]] = {
     "cosine": lambda x: 0.5 * (1.0 + math.cos(math.pi * x)), "linear": lambda x: 1.0 - x,
     "sqrt": lambda x: 1.0 - math.sqrt(x),
@@ -32,6 +32,27 @@ def fall_of(optimizer: OptimizerConfig, total_steps: int) -> tuple[int, int]:
     return end - (optimizer.wsd_steps or max(1, (end - optimizer.warmup_steps) // 5)), end
 
 
+def falling(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Return the rate of ``cosine``, ``linear`` and ``wsd``: lr until the fall begins, then a curve to min_lr."""
+    first, end = fall_of(optimizer, total_steps)
+    if step < first:
+        return optimizer.lr
+    if step >= end:
+        return optimizer.min_lr
+    shape = SHAPES[optimizer.wsd_shape if optimizer.decay == "wsd" else optimizer.decay]
+    return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * shape((step - first) / (end - first))
+
+
+def constant(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Return lr."""
+    return optimizer.lr
+
+
+def inverse_sqrt(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Return lr times the root of warmup_steps / step, at least min_lr."""
+    return max(optimizer.min_lr, optimizer.lr * math.sqrt(max(optimizer.warmup_steps, 1) / max(step, 1)))
+
+
 def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:
     """Return the learning rate of update ``step`` (from 0) of a run of ``total_steps``.
 
@@ -46,32 +67,28 @@ def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> fl
     of ``wsd_shape`` (warm-up, stable, decay: Hu et al., arXiv 2404.06395; 1 - sqrt: Haegele et al., arXiv 2405.18392).
     ``constant`` stays at lr after the warm-up. ``inverse_sqrt`` is the larger of min_lr and lr * sqrt(W / step), with
     W at least 1 (Vaswani et al., arXiv 1706.03762). The line of the warm-up would be 0 one step before the first (an
-    update with rate 0 would be lost) and meets lr at step W: W updates lie below the peak.
+    update with rate 0 would be lost) and meets lr at step W: W updates lie below the peak. A plugin's schedule
+    (``registry.LR_SCHEDULES``) is asked from step W on.
 
     Raises:
-        ConfigError: unknown ``decay``, or the decay does not begin after the warm-up and before its end.
+        ConfigError: unknown ``decay``, or the decay does not begin after the warm-up and before its end; a plugin's
+            schedule cannot be imported, or gives a rate that is none.
     """
     if step < 0:
         raise ValueError(f"step {step} is negative")
     warmup = optimizer.warmup_steps
-    if optimizer.decay not in DECAYS:
-        raise ConfigError(f"optimizer.decay is {optimizer.decay!r}; expected {', '.join(DECAYS)}")
-    falls = optimizer.decay not in ("constant", "inverse_sqrt")
-    if falls and 0 < optimizer.decay_steps <= warmup:
+    if optimizer.decay not in LR_SCHEDULES.names:
+        raise ConfigError(f"optimizer.decay is {optimizer.decay!r}; expected {', '.join(LR_SCHEDULES.names)}")
+    if optimizer.decay in FALLING and 0 < optimizer.decay_steps <= warmup:
         raise ConfigError(
             f"optimizer.decay_steps {optimizer.decay_steps} must be larger than optimizer.warmup_steps {warmup}"
         )
     if step < warmup:
         return optimizer.lr * (step + 1) / (warmup + 1)
-    if optimizer.decay == "inverse_sqrt":
-        return max(optimizer.min_lr, optimizer.lr * math.sqrt(max(warmup, 1) / max(step, 1)))
-    first, end = fall_of(optimizer, total_steps)
-    if not falls or step < first:
-        return optimizer.lr
-    if step >= end:
-        return optimizer.min_lr
-    shape = SHAPES[optimizer.wsd_shape if optimizer.decay == "wsd" else optimizer.decay]
-    return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * shape((step - first) / (end - first))
+    rate = float(LR_SCHEDULES.function(optimizer.decay)(optimizer, step, total_steps))
+    if not 0.0 <= rate < math.inf:
+        raise ConfigError(f"optimizer.decay {optimizer.decay!r} gives {rate} at step {step}; a rate is 0 or more")
+    return rate
 
 
 class BatchSchedule:

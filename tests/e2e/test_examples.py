@@ -26,6 +26,7 @@ def of_example(folder: str) -> dict[str, str]:
     ("source/copying", ("tp1pp1dp1", "tp1pp1dp4")),
     ("kernel/lean_swiglu", ("tp1pp1dp1", "tp2pp1dp1sp")),
     ("schedule/eager", ("tp1pp1dp1", "tp1pp4dp1")),
+    ("lr_schedule/one_minus_square", ("tp1pp1dp1", "tp2pp2dp2")),
     ("family/bigcode", ("tp1pp1dp1", "tp2pp2dp1sp")),
 ])
 def test_layouts_agree(commands: Commands, run: str, layouts: tuple[str, ...]) -> None:

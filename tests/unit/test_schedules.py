@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -11,9 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
-from megatron_port.config.schema import BatchConfig, OptimizerConfig
+from megatron_port.config.checks import problems
+from megatron_port.config.schema import BatchConfig, OptimizerConfig, RunConfig
 from megatron_port.errors import ConfigError
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
+from megatron_port.registry import LR_SCHEDULES
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def torch_rates(decay: str, lr: float, min_lr: float, warmup: int, end: int, steps: int) -> list[float]:
@@ -61,7 +67,29 @@ def test_rate_faults() -> None:
     with pytest.raises(ConfigError, match=r"decay_steps 5.*warmup_steps 5"):
         learning_rate(OptimizerConfig(warmup_steps=5, decay_steps=5), 0, 100)
     with pytest.raises(ConfigError, match="'cosin'"):
-        learning_rate(OptimizerConfig(decay="cosin"), 0, 100)  # type: ignore[arg-type]
+        learning_rate(OptimizerConfig(decay="cosin"), 0, 100)
+
+
+def test_a_plugins_schedule_begins_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES / "lr_schedule")
+    monkeypatch.setattr(LR_SCHEDULES, "_added", {})
+    import one_minus_square  # noqa: F401 - registers it
+
+    config = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=2, decay="one-minus-square")
+    want = [1 / 3, 2 / 3, *(0.1 + 0.9 * (1 - (k / 4) ** 2) for k in range(5)), 0.1]
+    assert [learning_rate(config, step, 6) for step in range(8)] == pytest.approx(want, rel=1e-15)
+    with pytest.raises(ConfigError, match="expected cosine, linear, constant, wsd, inverse_sqrt, one-minus-square"):
+        learning_rate(OptimizerConfig(decay="square"), 0, 100)
+    run = replace(RunConfig(), optimizer=OptimizerConfig(decay="square"))
+    assert any("optimizer.decay 'square' is unknown; use cosine, " in text and "one-minus-square" in text
+               for text in problems(run))
+
+
+@pytest.mark.parametrize("rate", [math.nan, math.inf, -1e-9])
+def test_a_rate_of_a_plugin_that_is_none_is_refused(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LR_SCHEDULES._added, "wrong", lambda settings, step, total: rate)
+    with pytest.raises(ConfigError, match=r"optimizer\.decay 'wrong' gives .* at step 3; a rate is 0 or more"):
+        learning_rate(OptimizerConfig(decay="wrong"), 3, 10)
 
 
 @pytest.mark.parametrize("shape", ["linear", "cosine"])
