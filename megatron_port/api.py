@@ -119,6 +119,8 @@ def check_memory(config: RunConfig, world_size: int | None) -> str:
     Raises:
         ConfigError: it cannot fit, and ``launch.memory_check`` is "stop".
     """
+    if config.launch.memory_check == "off" or config.cluster.memory_gb <= 0:  # the planner is large
+        return ""
     from megatron_port.errors import ConfigError
     from megatron_port.plan.guard import memory_problem
 
@@ -126,6 +128,18 @@ def check_memory(config: RunConfig, world_size: int | None) -> str:
     if found and config.launch.memory_check == "stop":
         raise ConfigError(found)
     return found
+
+
+def _warnings(config: RunConfig, world_size: int) -> list[str]:
+    """Return what a run should be warned of before it starts. Raises ConfigError as :func:`check_memory` does."""
+    from megatron_port.plan.starved import starved_stages
+
+    found = [check_memory(config, world_size), starved_stages(config, world_size)]
+    if config.model.family != "auto":
+        from megatron_port.interop.hf_config import another_family
+
+        found.append(another_family(config.model))
+    return [warning for warning in found if warning]
 
 
 def run_training(config: RunConfig, info: ProcessInfo | None = None) -> TrainingResult:
@@ -141,9 +155,7 @@ def run_training(config: RunConfig, info: ProcessInfo | None = None) -> Training
 
     block_signals()
     from megatron_port.errors import PeerLost
-    from megatron_port.interop.hf_config import another_family
     from megatron_port.launch.outcome import record_failure
-    from megatron_port.plan.guard import starved_stages
     from megatron_port.runtime.discovery import discover
     from megatron_port.runtime.job import attempt_name
     from megatron_port.session.folders import run_folder
@@ -155,8 +167,7 @@ def run_training(config: RunConfig, info: ProcessInfo | None = None) -> Training
 
     info = info or discover()
     try:
-        size, model = info.world_size, config.model
-        for warning in filter(None, (check_memory(config, size), starved_stages(config, size), another_family(model))):
+        for warning in _warnings(config, info.world_size):
             if info.rank == 0:
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
         opening = open_session(config, info, around=watch_ranks, writes=True)

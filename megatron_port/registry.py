@@ -28,7 +28,7 @@ class Registry:
 
     Args:
         what: the kind of thing, for messages.
-        field: dotted name of the field that chooses.
+        field: dotted name of the field that chooses one, or lists several.
         builtin: name → ``"module:attribute"`` of the package's own choices; None: the package handles that name itself,
             and it is only reserved here.
     """
@@ -52,6 +52,11 @@ class Registry:
     def added(self) -> tuple[str, ...]:
         """The choices that plugins have added."""
         return tuple(self._added)
+
+    def unknown(self, value: Any) -> list[Any]:
+        """Return which names of a setting, one or a list, are none of the choices."""
+        names = value if isinstance(value, (tuple, list)) else (value,)
+        return [name for name in names if name not in self.names]
 
     def add(self, name: str, target: Any) -> None:
         """Add a choice.
@@ -168,7 +173,10 @@ PROVIDERS = {
 }
 """By op. ``auto`` never takes a plugin's: it is used where a configuration asks for it."""
 
-REGISTRIES = (OPTIMIZERS, LR_SCHEDULES, LOSSES, SCHEDULES, SOURCES, FAMILIES, *PROVIDERS.values())
+LOOP_HOOKS = Registry("loop hook", "training.hooks", {})
+"""Of a run's training loop: what makes a ``train.hooks.LoopHook`` from the loop's state, its class as a rule."""
+
+REGISTRIES = (OPTIMIZERS, LR_SCHEDULES, LOSSES, SCHEDULES, SOURCES, FAMILIES, LOOP_HOOKS, *PROVIDERS.values())
 """Every registry of the package."""
 
 

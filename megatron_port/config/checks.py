@@ -37,7 +37,7 @@ from megatron_port.config.sparsity import sparsity_problems
 from megatron_port.config.unsupported import VALUES, not_supported
 from megatron_port.config.urls import is_remote, url_fault
 from megatron_port.errors import ConfigError
-from megatron_port.registry import OWN_UPDATES, SCHEDULES, SOURCES, choices_added
+from megatron_port.registry import LOOP_HOOKS, OWN_UPDATES, SCHEDULES, SOURCES, choices_added
 
 __all__ = ["Neighbour", "check", "legal_neighbour", "problems", "resolve", "topology_sizes"]
 
@@ -107,7 +107,14 @@ def _unknown_choices(config: RunConfig) -> list[str]:
             alike = [c for c in choices if c[:1] == str(value).lower()[:1]]
             near = did_you_mean(value, alike) if isinstance(value, str) and not refused else ""
             out.append(f"{name} {_quoted(value)}{refused or ' is unknown'}; use {', '.join(choices)}{near}")
-    return out
+    return out + _hook_problems(config.training.hooks)
+
+
+def _hook_problems(hooks: tuple[str, ...]) -> list[str]:
+    known = ", ".join(LOOP_HOOKS.names) or "none: no plugin registers one"
+    unknown = [f"training.hooks has {name!r}, which is unknown; use {known}" for name in LOOP_HOOKS.unknown(hooks)]
+    return unknown + [f"training.hooks has {name!r} twice; leave one out" for name in dict.fromkeys(hooks)
+                      if hooks.count(name) > 1]
 
 
 def _out_of_range(config: RunConfig, ranges: Mapping[str, Range]) -> list[str]:

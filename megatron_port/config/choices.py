@@ -34,7 +34,7 @@ def plain_type(kind: Any) -> Any:
 
 
 CHOICES: dict[str, tuple[str | int, ...]] = {
-    **literal_choices(RunConfig), **{registry.field: registry.builtin for registry in REGISTRIES}
+    **literal_choices(RunConfig), **{registry.field: registry.builtin for registry in REGISTRIES if registry.builtin}
 }
 """The package's own values of each field that has a list, by dotted name; plugins add to those of the registries
 (``registry.choices_added``)."""

@@ -30,7 +30,7 @@ def plugin_problems(values: Mapping[str, Any], origin: str) -> list[str]:
         origin: where ``plugins`` is set, for messages.
     """
     found = import_problems(values.get("plugins", ()), origin)
-    if not found and any(values.get(r.field, r.names[0]) not in r.names for r in REGISTRIES):
+    if not found and any(r.unknown(values.get(r.field, ())) for r in REGISTRIES):
         found = installed_problems()
     return found
 

@@ -221,6 +221,8 @@ class TrainingConfig:
     """Global batches in one evaluation, at most the whole split; each sample counts once. 0: no evaluation."""
     log_interval: Count = 1
     """Steps between lines on the console (metrics.jsonl has every step)."""
+    hooks: tuple[str, ...] = ()
+    """Hooks of the loop that plugins register (CONTRIBUTING.md), in the order in which they are asked."""
 
     @property
     def on_pairs(self) -> bool:

@@ -6,20 +6,15 @@ section); anything else that is wrong with a run is found elsewhere, so nothing 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from megatron_port.config.checks import problems, resolve
-from megatron_port.config.elastic import elastic_layout
-from megatron_port.config.schema import DataConfig, RunConfig
-from megatron_port.errors import ConfigError
+from megatron_port.config.schema import RunConfig
 from megatron_port.plan.activation_plan import with_activation_plan
 from megatron_port.plan.advice import ways_to_fit
-from megatron_port.plan.arithmetic import starved_pipeline
 from megatron_port.plan.case import Case, Machine, case_of, machine_problems
 from megatron_port.plan.fastest import fastest
 from megatron_port.plan.memory import StageMemory, plan_memory
 from megatron_port.plan.offload import host_problem
 from megatron_port.plan.search import Candidate, flags_of
+from megatron_port.plan.starved import as_started
 from megatron_port.plan.step import plan_step
 
 MORE_NODES = (2, 4, 8, 16)
@@ -34,34 +29,13 @@ def planned_memory(config: RunConfig, world_size: int | None = None) -> tuple[Ca
     described = config.hardware.device or config.hardware.matmul_tflops
     if config.cluster.memory_gb <= 0 or not described:
         return None
-    legal = _as_started(config, world_size)
+    legal = as_started(config, world_size)
     if legal is None:
         return None
     config = legal
     case, _ = case_of(with_activation_plan(config, world_size), world_size)
     machine = Machine(cluster=config.cluster, hardware=config.hardware, calibration=config.calibration)
     return case, machine, plan_memory(case, machine)
-
-
-def _as_started(config: RunConfig, world_size: int | None) -> RunConfig | None:
-    """The run with the layout that its ranks will take, without its corpus; None where it is not legal."""
-    config = replace(config, data=DataConfig(synthetic=True))
-    try:
-        if config.layout.elastic and world_size and problems(config, world_size=world_size):
-            config = elastic_layout(config, world_size).config
-    except ConfigError:
-        return None
-    return None if problems(config, world_size=world_size) else config
-
-
-def starved_stages(config: RunConfig, world_size: int | None = None) -> str:
-    """Return ``arithmetic.starved_pipeline`` of the run on its ranks; a batch that ramps up is judged at its end."""
-    legal = _as_started(config, world_size)
-    if legal is None or legal.layout.pipeline_parallel_size == 1:
-        return ""
-    dp, batch = resolve(legal, world_size).layout.data_parallel_size, legal.batch
-    micro_batches = batch.global_batch_size // (batch.micro_batch_size * max(dp, 1))
-    return starved_pipeline(legal.layout.pipeline_parallel_size, micro_batches)
 
 
 def memory_problem(config: RunConfig, world_size: int | None = None) -> str:

@@ -23,7 +23,6 @@ from megatron_port.config.elastic import elastic_layout
 from megatron_port.config.schema import RunConfig
 from megatron_port.errors import ConfigError, EnvironmentFault
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.plan.activation_plan import with_activation_plan
 from megatron_port.registry import OWN_UPDATES
 from megatron_port.runtime import process_group
 from megatron_port.runtime.agreement import agreed, attempt
@@ -35,7 +34,6 @@ from megatron_port.runtime.peers import explain_peer_failure
 from megatron_port.runtime.progress import COMMUNICATOR, START, ProgressTracker
 from megatron_port.session.assemble import DTYPES, topology_of
 from megatron_port.session.folders import check_output
-from megatron_port.session.teacher import open_teacher
 
 
 @dataclass(frozen=True)
@@ -156,8 +154,12 @@ def open_session(
     """
     config, fitted = _fit_world(config, info)
     _check_world(config, info)
+    config = resolve(config, info.world_size)
     plans = config.activations.policy == "plan" and not config.activations.layers
-    config = with_activation_plan(resolve(config, info.world_size), info.world_size)
+    if plans:
+        from megatron_port.plan.activation_plan import with_activation_plan  # other runs need no planner
+
+        config = with_activation_plan(config, info.world_size)
     logger = Logger(info.rank)
     if fitted:
         logger.log(fitted)
@@ -237,6 +239,8 @@ def _assemble(
     progress.at(START)
     providers = agreed(lambda: _providers(config, device), where=str(ctx.coords))
     if config.distillation.online:
+        from megatron_port.session.teacher import open_teacher  # reads weights of any system
+
         model = agreed(lambda: open_teacher(config), where=str(ctx.coords)).model
         of_teacher = agreed(lambda: _providers(teacher_run(config, model), device), where=str(ctx.coords))
         providers = replace(providers, teacher=of_teacher)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +18,9 @@ from megatron_port.errors import CheckpointError, ConfigError
 from megatron_port.model.distilled import PREFIX
 from megatron_port.parallel.state import StateReader
 from megatron_port.session.base_weights import fingerprint
-from megatron_port.session.weights import Weights, open_weights
+
+if TYPE_CHECKING:
+    from megatron_port.session.weights import Weights
 
 
 def open_teacher(config: RunConfig) -> Weights:
@@ -28,6 +30,8 @@ def open_teacher(config: RunConfig) -> Weights:
         CheckpointError: nothing usable is there.
         ConfigError: it has another vocabulary, reads shorter sequences, or cannot be split as the run is.
     """
+    from megatron_port.session.weights import open_weights  # reads every format; most runs have no teacher
+
     asked = config.distillation.teacher
     try:
         weights = open_weights(asked)

@@ -8,10 +8,9 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from megatron_port.engine.api import Engine
 from megatron_port.engine.native import NativeEngine
 from megatron_port.errors import ConfigError
-from megatron_port.model.activation_sites import RECOMPUTED, SITES, decided, layer_choices
+from megatron_port.model.activation_sites import RECOMPUTED, SITES, decided
 from megatron_port.model.layers import TransformerLayer
 from megatron_port.model.site_clock import SiteClock
 from megatron_port.model.site_parking import ParkingPlaces
@@ -26,32 +25,31 @@ from megatron_port.runtime.agreement import broadcast_text
 from megatron_port.runtime.lease import LeaseLost
 from megatron_port.session.folders import run_folder
 from megatron_port.session.provenance import record_event
-from megatron_port.session.session import Session
+from megatron_port.train.hooks import LoopHook, LoopState, TakenStep
 
 PROBE = 1 << 23
 """Bytes with which links are measured; the same on all ranks, which gather them together."""
 
 
-class ActivationPlanner:
-    """Plan of the activations of one rank's layers. ``choices``: of all layers, as they are now."""
+class ActivationPlanner(LoopHook):
+    """Plan of the activations of one rank's layers; ``state.choices`` are those of all layers, as they are now.
 
-    def __init__(self, session: Session, engine: Engine) -> None:
-        self.session, self.config, self.ctx = session, session.config, session.ctx
-        self.choices = layer_choices(self.config.activations, self.config.model.num_layers)
-        modules = engine.chunks if isinstance(engine, NativeEngine) else [getattr(engine, "stage", None)]
-        self._layers = [
-            layer for module in modules if isinstance(module, torch.nn.Module)
-            for layer in module.modules()
-            if isinstance(layer, TransformerLayer) and layer.index < self.config.model.num_layers
-        ]
+    Attributes:
+        measured: steps that this start has measured.
+    """
+
+    def __init__(self, state: LoopState) -> None:
+        super().__init__(state)
+        self.session, self.config, self.ctx = state.session, state.config, state.ctx
+        self._layers: list[TransformerLayer] = []
         self._clock: SiteClock | None = None
-        self._left = 0
+        self.measured = 0
 
-    def begin(self, step: int) -> None:
+    def begin(self, *, again: bool = False) -> None:
         """Take the plan of the run's folder, begin to measure, or write what was planned. Collective."""
-        policy = self.config.activations.policy
-        if policy not in ("plan", "profile"):
+        if again:
             return
+        self._layers, policy, step = self._layers_of(), self.config.activations.policy, self.state.progress.step
         text = activation_file.text_in(run_folder(self.config)) if self.session.is_rank_zero else None
         text = broadcast_text(text, group=self.session.cpu_group)
         record, why = self._usable(text)
@@ -67,19 +65,20 @@ class ActivationPlanner:
             self._apply(record.layers)
             self._tell(record, step, f", measured in the run's first {record.step} steps")
             return
-        self._left = self.config.activations.measure
+        steps = self.config.activations.measure
         self.session.logger.log(
-            f"activations: every site is recomputed while {self._left} steps are measured{f' ({why})' if why else ''}"
+            f"activations: every site is recomputed while {steps} steps are measured{f' ({why})' if why else ''}"
         )
         self._clock = self._places.clock = SiteClock(self.session.device.torch_device)
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, taken: TakenStep) -> None:
         """Measure on, and after the last measured step solve, apply and write the plan. Collective then."""
         if self._clock is None:
             return
+        step = taken.step
         self._clock.end_step()
-        self._left -= 1
-        if self._left:
+        self.measured += 1
+        if self.measured < self.config.activations.measure:
             return
         rows = self._agreed(self._measures(self._clock))
         self._clock = self._places.clock = None
@@ -93,6 +92,16 @@ class ActivationPlanner:
         self._keep(self._record("measured", step, rows), step)
 
     # ------------------------------------------------------------------------------------------------------ parts
+
+    def _layers_of(self) -> list[TransformerLayer]:
+        """Return this rank's layers, without those that predict further tokens."""
+        engine = self.state.engine
+        modules = engine.chunks if isinstance(engine, NativeEngine) else [getattr(engine, "stage", None)]
+        return [
+            layer for module in modules if isinstance(module, torch.nn.Module)
+            for layer in module.modules()
+            if isinstance(layer, TransformerLayer) and layer.index < self.config.model.num_layers
+        ]
 
     @property
     def _places(self) -> ParkingPlaces:
@@ -113,9 +122,9 @@ class ActivationPlanner:
 
     def _apply(self, layers: tuple[str, ...]) -> None:
         """Let each layer do from now on what the plan says."""
-        self.choices = tuple(tuple(filter(None, sites.split("+"))) for sites in layers)
+        self.state.choices = tuple(tuple(filter(None, sites.split("+"))) for sites in layers)
         for layer in self._layers:
-            layer.activations = decided(self.choices[layer.index])
+            layer.activations = decided(self.state.choices[layer.index])
 
     def _measures(self, clock: SiteClock) -> StageMeasures:
         """Return what this rank measured, and the links' rates. Collective over tensor-parallel ranks."""
@@ -144,8 +153,8 @@ class ActivationPlanner:
         case, _ = case_of(self.config, self.session.info.world_size)
         return PlanRecord(
             key=key_of(self.config), source="measured" if source == "measured" else "planned", step=step,
-            layers=tuple("+".join(sites) for sites in self.choices),
-            stages=tuple(describe(replace(case, dropped=self.choices))),
+            layers=tuple("+".join(sites) for sites in self.state.choices),
+            stages=tuple(describe(replace(case, dropped=self.state.choices))),
             measures=tuple(map(tuple, rows or ())),
         )
 

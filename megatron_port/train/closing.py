@@ -1,13 +1,58 @@
-"""What is printed when a run has ended: that it is finished, and how fast it was."""
+"""End of a run: its outcome, committed for the job script, and lines that say how far and how fast it went."""
 
 from __future__ import annotations
 
 import statistics
+import time
 
 from megatron_port.config.schema import RunConfig
+from megatron_port.launch.outcome import FINISHED, SAVED, AttemptOutcome, write_outcome
 from megatron_port.model.flops import attention_counted
 from megatron_port.optim.schedules import learning_rate
+from megatron_port.runtime.job import attempt_name
+from megatron_port.runtime.signals import block_signals
 from megatron_port.session.folders import run_folder
+from megatron_port.session.provenance import record_event
+from megatron_port.train.agreement import check_lease
+from megatron_port.train.hooks import Ending, LoopHook, LoopState
+from megatron_port.train.reporting import Reporting
+
+
+class Closing(LoopHook):
+    """Commit how the run ended, and print how far it came."""
+
+    def __init__(self, state: LoopState, reporting: Reporting) -> None:
+        super().__init__(state)
+        self._reporting = reporting
+        self._begun_at = 0
+
+    def begin(self, *, again: bool = False) -> None:
+        """Note the step at which this start begins."""
+        if not again:
+            self._begun_at = self.state.progress.step
+
+    def finish(self, ending: Ending) -> None:
+        """Commit the outcome, on rank 0. Raises LeaseLost on every rank if the folder is another attempt's."""
+        block_signals()  # what comes now comes too late to matter, and must not kill a rank that has saved
+        check_lease(self.state)
+        if not self.state.session.is_rank_zero:
+            return
+        status, step, name = SAVED if ending.stopped else FINISHED, self.state.progress.step, ending.signal_name
+        record_event(self.state.session, status, step, **({"signal": name} if name else {}))
+        outcome = AttemptOutcome(attempt_name(), status, step, name, time.time())
+        write_outcome(run_folder(self.state.config), outcome)
+
+    def close(self, ending: Ending | None) -> None:
+        """Print how far the run came and how fast it was; after an error nothing."""
+        if ending is None:
+            return
+        c, step, log = self.state.config, self.state.progress.step, self.state.session.logger.log
+        if ending.stopped:
+            log(f"stopped by {ending.own_signal or 'another rank'} after step {step}")
+        else:
+            log(finished_line(c, step, self._begun_at))
+        if self._reporting.rates:
+            log(closing_lines(c, list(self._reporting.rates), self._reporting.document))
 
 
 def closing_lines(config: RunConfig, rates: list[tuple[float, float]], document: float = 0.0) -> str:

@@ -26,6 +26,7 @@ from megatron_port.runtime.progress import IDLE, SAVE, ProgressTracker, describe
 from megatron_port.session.folders import run_folder
 from megatron_port.session.session import Session
 from megatron_port.telemetry.trace import FOLDER, MERGED, trace_name
+from megatron_port.train.hooks import Ending, LoopHook, LoopState
 
 NEXT = (2, 4)
 """Steps of this start that ``next`` stands for, counted from 0: the first two load kernels and fill pools."""
@@ -84,11 +85,6 @@ class StepProfiler:
         self._from = 0
         self._merging: list[tuple[Path, subprocess.Popen[bytes]]] = []
         self._to_merge: Path | None = None
-
-    @staticmethod
-    def of(session: Session, first_step: int) -> StepProfiler | None:
-        """Return a profiler, if any step of this start is to be traced."""
-        return StepProfiler(session, first_step) if session.config.telemetry.profile else None
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -199,3 +195,25 @@ class StepProfiler:
                 if code == 0 else f"profile: the traces in {folder} were not merged; each can be opened alone"
             )
         self._merging = []
+
+
+class Profiler(LoopHook):
+    """Trace the steps that ``telemetry.profile`` names."""
+
+    def __init__(self, state: LoopState) -> None:
+        super().__init__(state)
+        self._profiler: StepProfiler | None = None
+
+    def begin(self, *, again: bool = False) -> None:
+        """Count the steps from this start."""
+        if not again:
+            self._profiler = StepProfiler(self.state.session, self.state.progress.step)
+
+    def around_step(self, step: int) -> contextlib.AbstractContextManager[None]:
+        """Trace the step, if it is chosen."""
+        return contextlib.nullcontext() if self._profiler is None else self._profiler.step(step)
+
+    def close(self, ending: Ending | None) -> None:
+        """End what is under way and log where the traces are."""
+        if self._profiler is not None:
+            self._profiler.close()

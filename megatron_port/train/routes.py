@@ -37,6 +37,7 @@ from megatron_port.telemetry.route_file import (
     write_identity,
 )
 from megatron_port.telemetry.route_writer import RouteWriter
+from megatron_port.train.hooks import Ending, LoopHook, LoopState
 
 _LAYER = re.compile(r"(?:layers\.(\d+)|mtp\.(\d+)\.layer)\.mlp\.router\.weight")
 """A layer, or that of a module that predicts a further token: these are numbered after the last."""
@@ -197,6 +198,34 @@ class RunRoutes:
         place = self._log[self.share.layers.index(layer), first:first + batch]
         place.copy_(by_sample.contiguous(), non_blocking=True)
         self._noted += 1
+
+
+class Routes(LoopHook):
+    """Write or replay the routes of each step of a run."""
+
+    def __init__(self, state: LoopState) -> None:
+        super().__init__(state)
+        self.routes = RunRoutes(state.session, state.loaders.data_fingerprint)
+
+    def begin(self, *, again: bool = False) -> None:
+        """Attach them to the engine; those of later steps are removed."""
+        self.routes.attach(self.state.engine, self.state.progress.step)
+
+    def before_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
+        """Make room for a step's routes, or read them."""
+        self.routes.begin_step(step, micro_batches)
+
+    def after_passes(self) -> None:
+        """Give the step's routes to the writer."""
+        self.routes.end_step()
+
+    def before_save(self) -> None:
+        """Wait until the routes of all steps so far are on disk."""
+        self.routes.flush()
+
+    def close(self, ending: Ending | None) -> None:
+        """Write what is left."""
+        self.routes.close()
 
 
 def _routes(

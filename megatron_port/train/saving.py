@@ -21,6 +21,8 @@ from megatron_port.runtime.progress import SAVE
 from megatron_port.session.folders import FOLDER, run_folder
 from megatron_port.session.identity import read_identity
 from megatron_port.session.session import Session
+from megatron_port.train.agreement import check_lease
+from megatron_port.train.hooks import Ending, LoopHook, LoopState, every
 from megatron_port.train.state import Position, save_state, saved_records, shapes_of, state_of
 
 _NOTICEABLE = 0.5
@@ -162,6 +164,94 @@ class Saving:
             f"step {step} was not saved (failure {self._failures}{allowed} in a row): {why}\n"
             f"training continues, and the next save is tried in {checkpoint.save_interval} steps; the last checkpoint "
             f"is {safe}"
+        )
+
+
+class SaveInFlight(LoopHook):
+    """Take note of saves that end in the background.
+
+    Attributes:
+        saving: of the run, once it has begun.
+    """
+
+    def __init__(self, state: LoopState) -> None:
+        super().__init__(state)
+        self.saving: Saving | None = None
+
+    def begin(self, *, again: bool = False) -> None:
+        """Start from the step that is safe already."""
+        state, step = self.state, self.state.progress.step
+        if self.saving is None:
+            self.saving = Saving(state.engine, state.session, saved_step=step, committer=state.committer)
+        self.saving.saved_step = step
+
+    def due(self, step: int) -> bool:
+        """Return whether a save may have ended: after each step."""
+        return step > 0
+
+    def act(self) -> None:
+        """Take note of a save that has ended. Raises CheckpointError as :meth:`Saving.save` does."""
+        if self.saving is not None:
+            self.saving.poll()
+
+    def before_rewind(self) -> None:
+        """Wait for the save in flight: it may be the newest checkpoint."""
+        if self.saving is not None:
+            self.saving.finish()
+
+    def close(self, ending: Ending | None) -> None:
+        """After an error, give a save that is nearly done a moment to end."""
+        if ending is None and self.saving is not None:
+            self.saving.leave()
+
+
+class PeriodicSave(LoopHook):
+    """Save every ``checkpoint.save_interval`` steps, and at the end."""
+
+    def __init__(self, state: LoopState, in_flight: SaveInFlight) -> None:
+        super().__init__(state)
+        self._in_flight = in_flight
+
+    @property
+    def saving(self) -> Saving:
+        """Saves of the run, which has begun."""
+        assert self._in_flight.saving is not None
+        return self._in_flight.saving
+
+    def due(self, step: int) -> bool:
+        """Return whether an interval ends."""
+        return every(self.state.config.checkpoint.save_interval, step)
+
+    def act(self) -> None:
+        """Begin a save. Raises CheckpointError as :meth:`Saving.save` does."""
+        with self.state.session.progress.enter(SAVE, "checkpoint"):
+            self._ask_hooks()
+            self.saving.save(self._position())
+
+    def finish(self, ending: Ending) -> None:
+        """Wait for the save in flight, and make the last one."""
+        with self.state.session.progress.enter(SAVE, "checkpoint"):
+            self.saving.finish()
+            check_lease(self.state)
+            if self.state.config.checkpoint.save_final or ending.stopped:
+                self._ask_hooks()
+                self.saving.final(self._position())
+
+    def close(self, ending: Ending | None) -> None:
+        """Wait for copies in a store, unless an error or a signal ends the run."""
+        if ending is not None and not ending.stopped:
+            self.saving.await_copies()
+
+    def _ask_hooks(self) -> None:
+        for hook in self.state.hooks:
+            hook.before_save()
+
+    def _position(self) -> Position:
+        state, p = self.state, self.state.progress
+        return Position(
+            step=p.step, samples=p.samples, skipped=p.skipped, tokenizer=state.loaders.tokenizer_name,
+            numerics=state.numerics.state(), tokenizer_identity=state.loaders.tokenizer,
+            corpora=state.loaders.data_fingerprint, base=state.base, teacher=state.teacher,
         )
 
 

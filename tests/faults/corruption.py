@@ -37,7 +37,7 @@ from megatron_port.errors import DamagedCheckpoint
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
 from megatron_port.session.assemble import build_engine
-from megatron_port.train import state
+from megatron_port.train import loading, state
 
 RANKS = 4
 GOOD, BAD = 10, 20
@@ -294,7 +294,7 @@ def one_case(place: CheckpointCase, seed: int) -> dict[str, Any]:
     served: list[str] = []
     began = time.perf_counter()
     with watched(place, served):
-        loaded = state.load_first_whole(place.engine, state.find_checkpoints(place.session), place.session)
+        loaded = loading.load_first_whole(place.engine, state.find_checkpoints(place.session), place.session)
     seconds = time.perf_counter() - began
     said = " ".join(place.lines)
     faults = []

@@ -60,7 +60,7 @@ def act(kind, want):
         held = []
         while True: held.append(b"x" * (4 << 20))
     elif kind == "flip":
-        zero = want["trainer"].engine.engine.optimizer
+        zero = want["engine"].engine.optimizer
         flat = zero.single_partition_of_fp32_groups[0]
         zero.optimizer.state[flat]["exp_avg"].view(-1).view(torch.int32)[5] ^= 1 << 12
     elif kind == "error":
@@ -72,19 +72,20 @@ def install(here):
     want = {**json.loads((pathlib.Path(here) / "fault.json").read_text()), "here": here}
     if want["kind"] == "connect": return connect(want, here)
     step = loop.Trainer._step
-    def with_fault(self, telemetry):
-        if self.progress.step == want["step"] and self.session.info.rank == want["rank"] and want["kind"]:
-            real = self.loaders.train.step
+    def with_fault(self):
+        state = self.state
+        if state.progress.step == want["step"] and state.session.info.rank == want["rank"] and want["kind"]:
+            real = state.loaders.train.step
             def broken(*args):
                 time.sleep(want["dwell"])
                 fire(here)
-                act(want["kind"], {**want, "trainer": self})
+                act(want["kind"], {**want, "engine": state.engine})
                 return real(*args)
-            self.loaders.train.step = broken
-        if want["slow"] and self.session.info.rank == want["rank"] and self.progress.step == 2:
-            stage, forward = self.engine.stage, self.engine.stage.forward
+            state.loaders.train.step = broken
+        if want["slow"] and state.session.info.rank == want["rank"] and state.progress.step == 2:
+            stage, forward = state.engine.stage, state.engine.stage.forward
             stage.forward = lambda *args: (time.sleep(want["slow"]), forward(*args))[1]
-        step(self, telemetry)
+        step(self)
     loop.Trainer._step = with_fault
 install(str(pathlib.Path(__file__).parent))
 '''

@@ -20,6 +20,7 @@ from megatron_port.parallel.topology import Topology
 from megatron_port.plan.activation_file import NAME, parsed
 from megatron_port.plan.case import Machine, case_of
 from megatron_port.plan.memory import stage_memory
+from megatron_port.train.activations import ActivationPlanner
 from megatron_port.train.loop import Trainer
 
 TWO_STAGES = Topology(1, 2, 1)
@@ -37,11 +38,11 @@ def train(config: RunConfig, steps: int, found: bool = False) -> tuple[Any, ...]
     ctx = ParallelContext.create(TWO_STAGES, "cpu")
     try:
         trainer = Trainer(dataclasses.replace(session_of(config, ctx), plans_activations=found))
-        trainer.config = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=steps))
-        measured = trainer.activations._left
+        trainer.state.config = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=steps))
         trainer.run()
-        weights = {r.name: p.tolist() for r, p in trainer.engine.named_parameters()}
-        return trainer.activations.choices, measured, weights
+        measured = sum(hook.measured for hook in trainer.hooks if isinstance(hook, ActivationPlanner))
+        weights = {r.name: p.tolist() for r, p in trainer.state.engine.named_parameters()}
+        return trainer.state.choices, measured, weights
     finally:
         ctx.close()
 

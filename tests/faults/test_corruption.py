@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from corruption import KINDS, CheckpointCase, campaign
 
 from megatron_port.errors import DamagedCheckpoint
-from megatron_port.train import state
+from megatron_port.train import loading, state
 
 
 def check(folder: Path, count: int) -> None:
@@ -35,7 +35,7 @@ def test_300_corruptions_are_found(tmp_path: Path) -> None:
 def test_without_damage_the_newest_is_taken(tmp_path: Path) -> None:
     """What the campaign calls found is not found when nothing is damaged."""
     place = CheckpointCase(tmp_path)
-    loaded = state.load_first_whole(place.engine, state.find_checkpoints(place.session), place.session)
+    loaded = loading.load_first_whole(place.engine, state.find_checkpoints(place.session), place.session)
     assert loaded.path == place.bad and place.lines == []
 
 
@@ -48,7 +48,7 @@ def test_nothing_to_fall_back_on(tmp_path: Path) -> None:
         data[-1] ^= 1
         shard.write_bytes(data)
     with pytest.raises(DamagedCheckpoint, match=r"1 newer ones were passed over.*rank-00002.*resume = \"never\""):
-        state.load_first_whole(place.engine, state.find_checkpoints(place.session), place.session)
+        loading.load_first_whole(place.engine, state.find_checkpoints(place.session), place.session)
     assert sum("falling back" in line for line in place.lines) == 1
     for path in (place.good, place.bad):
         (path / "rank-00002.safetensors").unlink()

@@ -21,7 +21,7 @@ from forgeries import CASES, Change, forge, put
 from megatron_port.checkpoint.reader import open_checkpoint
 from megatron_port.cli.main import main
 from megatron_port.errors import CheckpointError
-from megatron_port.train import state
+from megatron_port.train import loading, state
 
 SECONDS = 20
 """For what takes a tenth of one: waiting for a pipe, a terabyte or a quadratic sweep takes longer."""
@@ -52,7 +52,7 @@ def resume(place: CheckpointCase) -> Any:
     """The start of a run that finds both checkpoints."""
     place.lines.clear()
     place._randomise(1)
-    loaded = state.load_first_whole(place.engine, state.find_checkpoints(place.session), place.session)
+    loaded = loading.load_first_whole(place.engine, state.find_checkpoints(place.session), place.session)
     loaded.close()
     return loaded
 
@@ -75,8 +75,8 @@ def test_the_step_before_is_taken(place: CheckpointCase, change: Change, capsys:
         with pytest.raises(CheckpointError):  # by the manifest alone, or by what lies in the files, or by the model
             opened = open_checkpoint(place.bad)
             opened.verify()
-            state.check_same_model(opened.manifest, place.config, place.bad)
-            state.check_resumable(opened, place.config)
+            loading.check_same_model(opened.manifest, place.config, place.bad)
+            loading.check_resumable(opened, place.config)
 
 
 def test_there_are_enough_of_them() -> None:

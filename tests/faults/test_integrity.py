@@ -93,13 +93,13 @@ def flip_in_run(config: RunConfig, topology: Topology, flip: Flip | None) -> tup
     """The real loop with a flip: (its NumericsError, its exit code), or empty and 0."""
     ctx = ParallelContext.create(topology, "cpu")
     trainer = Trainer(session_of(config, ctx))
-    real = trainer.engine.train_step
+    real = trainer.state.engine.train_step
 
     def act(after: bool) -> None:
         if flip is None or flip.kind == GRADIENT or ctx.rank != flip.rank or flip.after is not after:
             return
-        if trainer.progress.step == flip.step - after:
-            memory = tensor_of(trainer.engine, flip)
+        if trainer.state.progress.step == flip.step - after:
+            memory = tensor_of(trainer.state.engine, flip)
             memory.view(WORD[memory.element_size()])[flip.element] ^= 1 << flip.bit
 
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -108,7 +108,7 @@ def flip_in_run(config: RunConfig, topology: Topology, flip: Flip | None) -> tup
         act(True)
         return result
 
-    trainer.engine.train_step = step  # type: ignore[method-assign]
+    trainer.state.engine.train_step = step  # type: ignore[method-assign]
     if flip is not None and flip.kind == GRADIENT:
         flip_when_reduced(trainer, flip)
     try:
@@ -122,12 +122,12 @@ def flip_in_run(config: RunConfig, topology: Topology, flip: Flip | None) -> tup
 
 def flip_when_reduced(trainer: Any, flip: Flip) -> None:
     """Make the flip once the gradients of its step are complete."""
-    sharded = trainer.engine.sharded
+    sharded = trainer.state.engine.sharded
     finish, piece = sharded.finish, next((p for p in sharded.pieces if p.record.name == flip.name), None)
 
     def finished() -> None:
         finish()
-        if trainer.ctx.rank == flip.rank and trainer.progress.step == flip.step and piece is not None:
+        if trainer.state.ctx.rank == flip.rank and trainer.state.progress.step == flip.step and piece is not None:
             piece.gradient.view(torch.int32)[flip.element] ^= 1 << flip.bit
 
     sharded.finish = finished
@@ -240,7 +240,7 @@ def run_with(config: RunConfig, topology: Topology, fault: Faulty | None) -> tup
     ctx = ParallelContext.create(topology, "cpu")
     losses: list[float] = []
     trainer = Trainer(session_of(config, ctx))
-    engine: Any = trainer.engine
+    engine: Any = trainer.state.engine
     real = engine.train_step
 
     def step(*args: Any, **kwargs: Any) -> Any:

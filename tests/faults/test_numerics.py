@@ -106,10 +106,10 @@ def session_of(config: RunConfig, ctx: ParallelContext) -> Session:
 
 def inject(trainer: Trainer, fault: Fault) -> None:
     """Hang the fault on this rank's module, if it is the rank."""
-    at = trainer.ctx.coords
+    at = trainer.state.ctx.coords
     if (at.pp, at.dp, at.tp) != (fault.pp, fault.dp, fault.tp):
         return
-    engine: Any = trainer.engine
+    engine: Any = trainer.state.engine
     left = [fault.times]
 
     def hook(module: Any, inputs: Any, outputs: Any) -> Any:
@@ -135,7 +135,7 @@ def train(config: RunConfig, topology: Topology, fault: Fault | None, left_out: 
     ctx = ParallelContext.create(topology, "cpu")
     seen = Seen()
     trainer = Trainer(session_of(config, ctx))
-    trainer.numerics.left_out = [LeftOut(first, BATCH) for first in left_out]
+    trainer.state.numerics.left_out = [LeftOut(first, BATCH) for first in left_out]
     if fault is not None:
         inject(trainer, fault)
     try:
@@ -148,7 +148,7 @@ def train(config: RunConfig, topology: Topology, fault: Fault | None, left_out: 
         seen.metrics = [json.loads(line) for line in lines]
         seen.losses = [float(r["loss"]) for r in seen.metrics if "loss" in r]
         seen.anomalies = {p.name: json.loads(p.read_text()) for p in sorted(folder.glob("anomaly-*.json"))}
-    seen.weights = {r.name: p.detach().clone() for r, p in trainer.engine.named_parameters()}
+    seen.weights = {r.name: p.detach().clone() for r, p in trainer.state.engine.named_parameters()}
     seen.finite = all(bool(torch.isfinite(w).all()) for w in seen.weights.values())
     ctx.close()
     return seen
@@ -357,23 +357,23 @@ def flip_and_check(config: RunConfig, topology: Topology, victims: list[tuple[in
     ctx = ParallelContext.create(topology, "cpu")
     trainer = Trainer(session_of(config, ctx))
     out = []
-    check_replicas(trainer.engine, ctx, step=0)
+    check_replicas(trainer.state.engine, ctx, step=0)
     for rank, name in victims:
         # Where a rank has two slices of a name, the second is the one that it shares.
-        p = next((p for r, p in reversed(list(trainer.engine.named_parameters())) if r.name == name), None)
+        p = next((p for r, p in reversed(list(trainer.state.engine.named_parameters())) if r.name == name), None)
         word = None if p is None else p.detach().view(-1).view(torch.int32 if p.element_size() == 4 else torch.int16)
         if ctx.rank == rank:
             assert word is not None
             word[7] ^= 1
         try:
-            check_replicas(trainer.engine, ctx, step=12)
+            check_replicas(trainer.state.engine, ctx, step=12)
             out.append("")
         except NumericsError as error:
             out.append(str(error))
         if ctx.rank == rank:
             assert word is not None
             word[7] ^= 1
-    check_replicas(trainer.engine, ctx, step=13)
+    check_replicas(trainer.state.engine, ctx, step=13)
     ctx.close()
     return out
 
@@ -423,7 +423,7 @@ def train_with_drift(config: RunConfig, topology: Topology) -> None:
     ctx = ParallelContext.create(topology, "cpu")
     trainer = Trainer(session_of(config, ctx))
     if ctx.rank == 1:
-        p = next(p for r, p in trainer.engine.named_parameters() if r.name == "layers.0.norm1.weight")
+        p = next(p for r, p in trainer.state.engine.named_parameters() if r.name == "layers.0.norm1.weight")
         with torch.no_grad():
             p[3] = p[3] * (1 + 2.0**-20)
     trainer.run()

@@ -49,7 +49,8 @@ from megatron_port.parallel.topology import Topology
 from megatron_port.registry import OPTIMIZERS
 from megatron_port.session.assemble import build_engine
 from megatron_port.session.changes import check_rule, starts_fresh
-from megatron_port.train.state import Position, check_resumable, shapes_of, state_of
+from megatron_port.train.loading import check_resumable
+from megatron_port.train.state import Position, shapes_of, state_of
 
 MODEL = ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=19, seq_length=8)
 

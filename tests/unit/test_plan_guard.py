@@ -19,10 +19,11 @@ from megatron_port.config.schema import OptimizerConfig, RunConfig
 from megatron_port.plan.advice import ways_to_fit
 from megatron_port.plan.case import case_of, machine_of
 from megatron_port.plan.elements import stage_elements
-from megatron_port.plan.guard import memory_problem, planned_memory, starved_stages
+from megatron_port.plan.guard import memory_problem, planned_memory
 from megatron_port.plan.memory import stage_memory
 from megatron_port.plan.offload import offloaded
 from megatron_port.plan.rule_cost import rule_cost
+from megatron_port.plan.starved import starved_stages
 from megatron_port.plan.verdict import make_plan
 from megatron_port.runtime.discovery import ProcessInfo
 

@@ -35,10 +35,9 @@ def session(tmp_path: Path, rank: int = 0, **telemetry: Any) -> Any:
 
 def train(found: Any, first: int = 0, last: int = 6) -> None:
     """Steps as the loop takes them, around a matrix product in each of two phases."""
-    profiler = StepProfiler.of(found, first)
+    profiler = StepProfiler(found, first)
     a, progress = torch.ones(64, 64), found.progress
     for step in range(first + 1, last + 1):
-        assert profiler is not None
         with profiler.step(step):
             progress.begin_step(step - 1)
             progress.at(FORWARD, "micro-batch", 0)
@@ -48,7 +47,6 @@ def train(found: Any, first: int = 0, last: int = 6) -> None:
             torch.mm(a, a)
             time.sleep(0.02)
             progress.end_step()
-    assert profiler is not None
     profiler.close()
 
 
@@ -61,10 +59,6 @@ def test_sets_of_numbers() -> None:
     for profile, ranks, bad in (("next", "all", 0), ("3-4,9", "0,8-15", 0), ("soon", "0", 1), ("3", "some", 1)):
         found = problems(replace(run, telemetry=replace(run.telemetry, profile=profile, profile_ranks=ranks)))
         assert len([x for x in found if "telemetry.profile" in x]) == bad
-
-
-def test_nothing_is_made_where_nothing_is_traced(tmp_path: Path) -> None:
-    assert StepProfiler.of(session(tmp_path), 0) is None
 
 
 def test_the_chosen_steps_are_traced_and_only_those(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
