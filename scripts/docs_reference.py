@@ -1,7 +1,7 @@
 """Write the generated pages of docs/: the commands, from their parsers, and the Python API, from its docstrings.
 
-``python scripts/docs_reference.py`` writes docs/commands.md and docs/python-api.md, and the tables of docs/config.md;
-with ``--check`` it only names the pages that are out of date (tests/unit/test_docs.py).
+``python scripts/docs_reference.py`` writes docs/commands.md and docs/python-api.md, and the tables of docs/config.md
+and docs/metrics.md; with ``--check`` it only names the pages that are out of date (tests/unit/test_docs.py).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ line, and `megatron-port config show RUN --origin` prints where each value came 
 """
 
 
+METRICS_HEAD = "| field | type | definition |\n|---|---|---|\n"
 LONGEST_SIGNATURE = 600
 
 
@@ -132,7 +133,18 @@ def config_page() -> str:
     return CONFIG_HEAD + reference()
 
 
-PAGES = {"commands.md": commands_page, "python-api.md": api_page, "config.md": config_page}
+def metrics_page() -> str:
+    """docs/metrics.md, written by hand but for the table of the metrics."""
+    from megatron_port.runtime.step_metrics import OWN
+
+    rows = [f"| `{m.name}` | {m.type.__name__} | {m.help} |\n" for m in OWN]
+    head, rest = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").split(METRICS_HEAD)
+    return head + METRICS_HEAD + "".join(rows) + rest[rest.index("\n\n") + 1:]
+
+
+PAGES = {
+    "commands.md": commands_page, "python-api.md": api_page, "config.md": config_page, "metrics.md": metrics_page,
+}
 
 
 def stale() -> list[str]:

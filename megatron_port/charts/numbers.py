@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_port.runtime.metric import Metric
 
 
 def quantity(value: float) -> str:
@@ -20,6 +24,20 @@ def number(value: float) -> str:
     if 0.001 <= abs(value) < 10_000:
         return f"{value:.4g}"
     return quantity(float(value)) if abs(value) >= 10_000 else f"{value:.1e}"
+
+
+def formatted(value: float, form: str, factor: float = 1.0) -> str:
+    """A value times ``factor`` in a form of ``runtime.metric``: ``quantity``, ``bytes``, or a format."""
+    if form in ("quantity", "bytes"):
+        return f"{quantity(value)}{'B' if form == 'bytes' else ''}"
+    return form.format(value if factor == 1.0 else factor * value)
+
+
+def shown(metric: Metric, record: Mapping[str, Any]) -> str:
+    """The value of a metric in a step's record."""
+    if callable(metric.form):
+        return metric.form(record)
+    return formatted(metric.type(record[metric.name]), metric.form, metric.factor)
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:

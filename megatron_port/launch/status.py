@@ -26,6 +26,7 @@ from megatron_port.runtime.regular import open_regular
 from megatron_port.runtime.slurm import expand_hosts
 from megatron_port.runtime.typed_json import Rows
 from megatron_port.telemetry.console import duration
+from megatron_port.telemetry.declared import known_metrics
 from megatron_port.telemetry.metrics import FILE_NAME, decode
 
 TAIL_BYTES = 6000
@@ -109,8 +110,9 @@ def last_steps(folder: Path) -> list[Mapping[str, Any]]:
     except OSError:
         return []
     found: list[Mapping[str, Any]] = []
+    known = known_metrics(folder)
     for line in reversed(lines):
-        step = decode(line)
+        step = decode(line, known)
         if step is not None and "loss" in step:
             found.append(step)
         if len(found) == RECENT:

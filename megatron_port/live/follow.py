@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_port.live.ranks import read_now
+from megatron_port.runtime.metric import Metric
 from megatron_port.runtime.regular import open_regular
+from megatron_port.telemetry.declared import known_metrics
 from megatron_port.telemetry.expert_file import FILE_NAME as EXPERTS
 from megatron_port.telemetry.expert_report import expert_part, read_history
 from megatron_port.telemetry.metrics import FILE_NAME, LINE_CHARACTERS, decode
@@ -32,6 +34,8 @@ class MetricsFollower:
         self._path = path
         self._file: tuple[int, int] | None = None
         """Device and inode of what was read."""
+        self.known: dict[str, Metric] = {}
+        """Metrics that its lines may have."""
         self._offset, self._rest = 0, b""
 
     def poll(self) -> tuple[bool, list[dict[str, Any]], int]:
@@ -42,6 +46,7 @@ class MetricsFollower:
                 identity = status.st_dev, status.st_ino
                 anew = identity != self._file or status.st_size < self._offset
                 if anew:
+                    self.known = known_metrics(self._path.parent)
                     self._file, self._offset, self._rest = identity, 0, b""
                 stream.seek(self._offset)
                 data = stream.read()
@@ -51,7 +56,7 @@ class MetricsFollower:
         self._offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         self._rest = self._rest[:LINE_CHARACTERS]
-        records = [decode(line.decode("utf-8", "replace")) for line in lines if line.strip()]
+        records = [decode(line.decode("utf-8", "replace"), self.known) for line in lines if line.strip()]
         return anew, [r for r in records if r is not None], sum(r is None for r in records)
 
 
@@ -75,6 +80,7 @@ class FollowedRun:
         """Read what has changed since the last call."""
         anew, records, _ = self._metrics.poll()
         if anew:
+            self.data.metrics = self._metrics.known
             self._sums = MetricsSums(self.data)
         for record in records:
             self._sums.add(record)

@@ -25,10 +25,11 @@ from megatron_port.errors import CheckpointError
 from megatron_port.runtime.atomic import write_bytes
 from megatron_port.runtime.lease import Fence
 from megatron_port.runtime.typed_json import Seconds, read_optional
+from megatron_port.telemetry.declared import FILE_NAME as DECLARED
 from megatron_port.telemetry.run_data import IDENTITY, PREVIOUS
 
 RECORDS = ("metrics.jsonl", "experts.jsonl", "events.jsonl", "ranks.jsonl", "outcome.json", "environment.json",
-           "config.toml", "routes", IDENTITY)
+           "config.toml", "routes", DECLARED, IDENTITY)
 """What a run leaves beside its checkpoints and is put aside when another begins in its folder."""
 
 

@@ -7,8 +7,9 @@ from collections import deque
 from math import isfinite, isnan
 from typing import TYPE_CHECKING, Any, TextIO
 
-from megatron_port.charts.numbers import quantity
+from megatron_port.charts.numbers import shown
 from megatron_port.runtime.printable import trusted
+from megatron_port.runtime.step_metrics import step_metrics
 from megatron_port.telemetry.metrics import Record
 
 if TYPE_CHECKING:
@@ -28,46 +29,17 @@ def duration(seconds: float) -> str:
 
 
 def cells(record: Record) -> dict[str, str]:
-    """Label → text of what a record knows, in the order of a console line. Unknown values have no entry."""
-    known = {name: value for name, value in record.items() if value is not None}
-    out: dict[str, str] = {}
-    for field, label, form in (
-        ("loss", "loss", "{:.4f}"),
-        ("mtp_loss", "further tokens", "{:.4f}"),
-        ("cross_entropy", "CE", "{:.4f}"),
-        ("teacher_kl", "KL", "{:.4f}"),
-        ("reward_margin", "reward margin", "{:.4f}"),
-        ("reward_accuracy", "accuracy", "{:.3f}"),
-        ("validation_loss", "validation loss", "{:.4f}"),
-        ("learning_rate", "lr", "{:.3e}"),
-        ("grad_norm", "grad norm", "{:.3f}"),
-    ):
-        if field in known:
-            out[label] = form.format(known[field])
-    if "loss_scale" in known and known["loss_scale"] != 1:
-        out["loss scale"] = f"{known['loss_scale']:g}"
-    if known.get("skipped"):
-        out["skipped"] = "this step"
-    if known.get("skipped_total"):
-        out["skipped in total"] = str(known["skipped_total"])
-    if "tokens" in known:
-        out["tokens"] = quantity(int(known["tokens"]))
-    if "tokens_per_second" in known:
-        out["tokens/s"] = quantity(float(known["tokens_per_second"]))
-    if "seconds" in known:
-        out["s/step"] = f"{known['seconds']:.3f}"
-    if "model_tflops_per_device" in known:
-        out["model TFLOP/s"] = f"{known['model_tflops_per_device']:.4g}"
-    if "mfu" in known:
-        out["MFU"] = f"{100 * known['mfu']:.1f} %"
-    if "hfu" in known:
-        out["HFU"] = f"{100 * known['hfu']:.1f} %"
-    if "memory_bytes" in known:
-        out["memory"] = f"{quantity(int(known['memory_bytes']))}B"
-    if "expert_load_max" in known and "expert_load_min" in known:
-        lost = f", {100 * known['dropped_share']:.1f} % dropped" if known.get("dropped_share") else ""
-        out["expert load"] = f"{known['expert_load_min']:.2f} to {known['expert_load_max']:.2f}{lost}"
-    return out
+    """Label → text of what a record knows, in the order of a console line. Unknown values have no entry.
+
+    The validation loss comes first: it is what the line of an evaluation is about.
+    """
+    out = {
+        metric.label: shown(metric, record) for name, metric in step_metrics().items()
+        if metric.label and record.get(name) is not None
+        and (metric.hidden is None or record[name] != metric.hidden)
+    }
+    first = "validation loss"
+    return {first: out.pop(first), **out} if first in out else out
 
 
 def make_console(

@@ -1,4 +1,4 @@
-"""metrics.jsonl, the source of truth of a run: one JSON object per line. docs/metrics.md defines each field.
+"""metrics.jsonl, the source of truth of a run: one JSON object per line. ``runtime.step_metrics`` has the fields.
 
 A value that is not known is absent: never 0, never null. A value that is known
 but not finite is the string ``NaN``, ``Infinity`` or ``-Infinity`` (JSON has no
@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_port.runtime.atomic import atomic_file
+from megatron_port.runtime.metric import Metric
 from megatron_port.runtime.regular import open_regular
+from megatron_port.runtime.step_metrics import step_metrics
 from megatron_port.runtime.typed_json import WrongContent, parse_json
+from megatron_port.telemetry.declared import known_metrics
 
 FILE_NAME = "metrics.jsonl"
 LINE_CHARACTERS = 1 << 20
@@ -28,42 +31,6 @@ LAST_SECOND = 1e11
 Value = float | int | bool
 Record = Mapping[str, "Value | None"]
 
-FIELDS: Mapping[str, type] = {
-    "step": int,
-    "loss": float,
-    "mtp_loss": float,
-    "chosen_reward": float,
-    "reward_margin": float,
-    "reward_accuracy": float,
-    "cross_entropy": float,
-    "teacher_kl": float,
-    "learning_rate": float,
-    "grad_norm": float,
-    "loss_scale": float,
-    "skipped": bool,
-    "skipped_total": int,
-    "anomalies_total": int,
-    "samples": int,
-    "tokens": int,
-    "tokens_per_second": float,
-    "seconds": float,
-    "model_tflops_per_device": float,
-    "hardware_tflops_per_device": float,
-    "mfu": float,
-    "hfu": float,
-    "memory_bytes": int,
-    "fragmentation_bytes": int,
-    "expert_load_max": float,
-    "expert_load_min": float,
-    "experts_low": int,
-    "dropped_share": float,
-    "router_margin": float,
-    "balance_loss": float,
-    "z_loss": float,
-    "validation_loss": float,
-    "time": float,
-}
-"""Name → type of every field, in the order in which lines hold them."""
 _TIMES = ("time", "seconds")
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -74,15 +41,16 @@ def encode(record: Record) -> str:
     Raises:
         ValueError: an unknown field, a wrong type, or no ``step``.
     """
-    unknown = [name for name in record if name not in FIELDS]
+    known = step_metrics()
+    unknown = [name for name in record if name not in known]
     if unknown or record.get("step") is None:
         raise ValueError(f"not a metrics record: unknown fields {unknown}, step {record.get('step')!r}")
-    line = {name: _json_value(name, record[name]) for name in FIELDS if record.get(name) is not None}
+    line = {name: _json_value(metric, record[name]) for name, metric in known.items() if record.get(name) is not None}
     return json.dumps(line, allow_nan=False)
 
 
-def _json_value(name: str, value: Any) -> Value | str:
-    want = FIELDS[name]
+def _json_value(metric: Metric, value: Any) -> Value | str:
+    name, want = metric.name, metric.type
     if want is bool:
         if not isinstance(value, bool):
             raise ValueError(f"{name} is {value!r}; expected a bool")
@@ -101,8 +69,10 @@ def finite_or_text(number: float) -> float | str:
     return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
 
 
-def decode(line: str) -> dict[str, Value] | None:
+def decode(line: str, known: Mapping[str, Metric]) -> dict[str, Value] | None:
     """A record of a line; None if the line is torn or not a record. Fields of other versions are kept out.
+
+    ``known``: the metrics of the run (``telemetry.declared``).
 
     A line in which one known field has a value that no run writes (another type, a count below 0 or above 63 bits, a
     time that no clock shows) is not a record: none of it is believed.
@@ -115,17 +85,17 @@ def decode(line: str) -> dict[str, Value] | None:
         return None
     record: dict[str, Value] = {}
     for name, value in raw.items():
-        if name in FIELDS:
-            known = _read_value(name, value)
-            if known is None:
+        if name in known:
+            found = _read_value(known[name], value)
+            if found is None:
                 return None
-            record[name] = known
+            record[name] = found
     return record
 
 
-def _read_value(name: str, value: Any) -> Value | None:
+def _read_value(metric: Metric, value: Any) -> Value | None:
     """A field's value, or None if it cannot be one."""
-    want = FIELDS[name]
+    name, want = metric.name, metric.type
     if want is bool:
         return value if isinstance(value, bool) else None
     if want is int:
@@ -145,12 +115,13 @@ def read_metrics(path: Path, on_bad: Callable[[int], None] | None = None) -> Ite
 
     ``on_bad`` is called with the number of each line that is passed over.
     """
+    known = known_metrics(path.parent)
     with open(open_regular(path, follow=True), encoding="utf-8", errors="replace", newline="\n") as stream:
         number, within = 0, False
         while line := stream.readline(LINE_CHARACTERS):
             first, within = not within, not line.endswith("\n")
             number += first
-            record = decode(line) if first and len(line) < LINE_CHARACTERS else None
+            record = decode(line, known) if first and len(line) < LINE_CHARACTERS else None
             if record is not None:
                 yield record
             elif first and line.strip() and on_bad is not None:
@@ -205,10 +176,11 @@ class MetricsWriter:
 def _truncate(path: Path, resumed_step: int, guard: Callable[[], None]) -> None:
     """Keep whole lines of steps up to ``resumed_step``, one step line and one evaluation each."""
     seen: set[tuple[int, bool]] = set()
+    known = known_metrics(path.parent)
     source = open_regular(path, follow=True)
     with open(source, encoding="utf-8", errors="replace") as old, atomic_file(path, guard=guard) as new:
         for line in old:
-            record = decode(line)
+            record = decode(line, known)
             if record is None or record["step"] > resumed_step or resumed_step == 0:
                 continue
             key = (int(record["step"]), "validation_loss" in record)

@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_port.errors import ConfigError
+from megatron_port.runtime.metric import Metric
 from megatron_port.runtime.regular import open_regular, read_regular
+from megatron_port.runtime.step_metrics import step_metrics
 from megatron_port.runtime.typed_json import Natural, Seconds, WrongContent, parse_json, read_optional, typed
+from megatron_port.telemetry.declared import known_metrics
 from megatron_port.telemetry.metrics import FILE_NAME, read_metrics
+from megatron_port.telemetry.run_facts import Fact, facts_of
 from megatron_port.telemetry.run_state import CONFIG_BYTES, OUTCOME, AttemptOutcome, RunEvent
 
 try:
@@ -23,8 +27,6 @@ except ImportError:  # Python 3.10
     import tomli as tomllib  # type: ignore[no-redef]
 
 T = TypeVar("T")
-FIELDS = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "seconds", "model_tflops_per_device",
-          "hardware_tflops_per_device", "mfu", "hfu", "memory_bytes", "fragmentation_bytes", "loss_scale")
 IDENTITY = "run.json"
 """Which run the folder is of."""
 PREVIOUS = "previous"
@@ -165,7 +167,9 @@ class RunData:
     reasons: dict[str, str] = field(default_factory=dict)
     """File → what is wrong with the first of them, where that is known."""
     facts: dict[str, float] = field(default_factory=dict)
-    """Numbers of the whole run; ``LABELS`` of the report says which."""
+    """Numbers of the whole run, by the name of their :class:`Fact`."""
+    metrics: Mapping[str, Metric] = field(default_factory=step_metrics)
+    """Metrics that its lines may have, by name."""
 
     def leave_out(self, file: str, reason: str = "") -> None:
         """Count a line of ``file`` that is not believed."""
@@ -187,7 +191,7 @@ def read_run(folder: str | Path) -> RunData:
     path = folder / FILE_NAME
     if not path.is_file():
         raise ConfigError(f"{folder}: no {FILE_NAME} there; give the folder of a run, e.g. runs/quickstart")
-    run = RunData(folder, folder.resolve().name)
+    run = RunData(folder, folder.resolve().name, metrics=known_metrics(folder))
     read_around(run)
     _read_metrics(run, path)
     return run
@@ -233,7 +237,8 @@ class MetricsSums:
 
     def __init__(self, run: RunData) -> None:
         self.run = run
-        run.series = {name: Series() for name in FIELDS}
+        summed = {fact.name for fact in facts_of(run.metrics) if fact.of in ("mean", "max")}
+        run.series = {name: Series() for name, metric in run.metrics.items() if metric.drawn or name in summed}
         run.validation = []
         self._times: list[float] = []
         self._recent: list[tuple[int, float]] = []
@@ -252,9 +257,9 @@ class MetricsSums:
             self._evaluating += seconds
             return
         self._last = dict(record)
-        for name in FIELDS:
+        for name, series in self.run.series.items():
             if name in record:
-                self.run.series[name].add(step, float(record[name]))
+                series.add(step, float(record[name]))
         if not record.get("skipped"):
             self._applied += seconds
         heapq.heappush(self._recent, (step, seconds))
@@ -278,26 +283,16 @@ def _read_metrics(run: RunData, path: Path) -> None:
 def _facts(run: RunData, last: Mapping[str, Any], times: list[float], recent: list[tuple[int, float]], *,
            applied: float, evaluating: float) -> dict[str, float]:
     facts: dict[str, float] = {}
-    for name in ("step", "samples", "tokens", "skipped_total", "anomalies_total"):
-        if name in last:
-            facts[name] = float(last[name])
-    for name in ("loss", "grad_norm"):
-        value = run.series[name].last
+    for fact in facts_of(run.metrics):
+        value = _summary(fact, run.series.get(fact.name), last)
         if value is not None:
-            facts[name] = value
+            facts[fact.name] = value
     if run.validation:
         facts["validation_loss"] = run.validation[-1][1]
         facts["best_validation_loss"] = min(v for _, v in run.validation)
     later = [seconds for _, seconds in sorted(recent)][1:] or [seconds for _, seconds in recent]
     if later:
         facts["seconds_per_step"] = statistics.median(later)
-    for name in ("tokens_per_second", "model_tflops_per_device", "hardware_tflops_per_device", "mfu", "hfu"):
-        mean = run.series[name].mean
-        if mean is not None:
-            facts[name] = mean
-    for name in ("memory_bytes", "fragmentation_bytes"):
-        if run.series[name].buckets:
-            facts[name] = max(b.most for b in run.series[name].buckets)
     starts = [float(e["time"]) for e in run.events if e.get("event") == "start" and isinstance(e.get("time"), float)]
     ends = [float(e["time"]) for e in run.events if isinstance(e.get("time"), float)]
     if times:
@@ -308,6 +303,17 @@ def _facts(run: RunData, last: Mapping[str, Any], times: list[float], recent: li
             facts["goodput"] = min(applied / (end - begin), 1.0)
             facts["evaluation_share"] = evaluating / (end - begin)
     return facts
+
+
+def _summary(fact: Fact, series: Series | None, last: Mapping[str, Any]) -> float | None:
+    """Return what a fact says of the values of its metric; None: it is of the whole run, or nothing is known."""
+    if fact.of == "last":
+        return float(last[fact.name]) if fact.name in last else None
+    if series is None or not fact.of:
+        return None
+    if fact.of == "max":
+        return max((b.most for b in series.buckets), default=None)
+    return series.mean if fact.of == "mean" else series.last
 
 
 def _object(run: RunData, name: str, cls: type[T]) -> T | None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from megatron_port.charts.lines import Axis, Mark, line_chart
 from megatron_port.charts.lines import Series as Curve
-from megatron_port.charts.numbers import number, quantity
+from megatron_port.charts.numbers import formatted, number
 from megatron_port.charts.page import Cell, card, columns, fold, page, table
-from megatron_port.telemetry.console import duration
+from megatron_port.runtime.metric import Metric
+from megatron_port.runtime.step_metrics import CHARTS, LOSS
 from megatron_port.telemetry.expert_report import expert_part, read_history
 from megatron_port.telemetry.run_data import RunData, Series
+from megatron_port.telemetry.run_facts import FACTS, TILES, facts_of
 
 MOST_EVENT_ROWS = 200
 BAD_EVENTS = ("failed", "anomaly", "rewind", "straggler")
@@ -28,45 +30,6 @@ class Comparison:
     predicted: float | None
     measured: float | None
     unit: str = ""
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.4g} %"
-
-
-def _whole(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-def _bytes(value: float) -> str:
-    return f"{quantity(float(value))}B"
-
-
-FACTS: Mapping[str, tuple[str, Callable[[float], str]]] = {
-    "step": ("steps", _whole),
-    "tokens": ("tokens", lambda v: quantity(float(v))),
-    "loss": ("last training loss (nats per token)", lambda v: f"{v:.4f}"),
-    "validation_loss": ("last validation loss", lambda v: f"{v:.4f}"),
-    "best_validation_loss": ("best validation loss", lambda v: f"{v:.4f}"),
-    "grad_norm": ("last gradient norm", lambda v: f"{v:.4g}"),
-    "seconds_per_step": ("seconds per step, median", lambda v: f"{v:.4g}"),
-    "tokens_per_second": ("tokens/s, mean", lambda v: quantity(float(v))),
-    "model_tflops_per_device": ("model TFLOP/s per device, mean", lambda v: f"{v:.4g}"),
-    "hardware_tflops_per_device": ("hardware TFLOP/s per device, mean", lambda v: f"{v:.4g}"),
-    "mfu": ("share of peak, model (MFU), attention counted in full", _percent),
-    "hfu": ("share of peak, hardware (HFU), the same", _percent),
-    "memory_bytes": ("largest memory of the reporting rank", _bytes),
-    "fragmentation_bytes": ("reserved by its allocator beyond that", _bytes),
-    "wall_seconds": ("wall time, first start to last line", duration),
-    "attempts": ("attempts", _whole),
-    "goodput": ("goodput", _percent),
-    "evaluation_share": ("time in evaluations", _percent),
-    "skipped_total": ("updates not applied", _whole),
-    "anomalies_total": ("anomalies", _whole),
-}
-"""Name → (label, form) of the numbers of a whole run; docs/report.md defines them."""
-TILES = ("validation_loss", "loss", "tokens", "tokens_per_second", "model_tflops_per_device", "mfu", "goodput",
-         "wall_seconds")
 
 
 def render(runs: Sequence[RunData], *, comparisons: Mapping[str, Sequence[Comparison]] | None = None) -> str:
@@ -124,7 +87,8 @@ def _head(title: str, runs: Sequence[RunData]) -> str:
 
 def tiles(run: RunData) -> str:
     """The few numbers of a run that are read first."""
-    found = [(FACTS[name][0], FACTS[name][1](run.facts[name])) for name in TILES if name in run.facts]
+    known = {fact.name: fact for fact in FACTS}
+    found = [(known[name].label, known[name].text(run.facts[name])) for name in TILES if name in run.facts]
     cards = "".join(f'<div class="card tile"><b>{escape(value)}</b><span>{escape(label)}</span></div>'
                     for label, value in found)
     return f'<div class="tiles">{cards}</div>'
@@ -137,44 +101,56 @@ def _line(series: Series, name: str, colour: int, *, factor: float = 1.0, dashed
 
 
 def charts(runs: Sequence[RunData]) -> str:
-    """Curves over the steps, of all runs in one chart each."""
+    """Curves over the steps, of all runs in one chart each: the package's own, then those that plugins declared."""
+    drawn: dict[str, list[Metric]] = {chart.title: [] for chart in CHARTS}
+    for metric in {name: metric for run in runs for name, metric in run.metrics.items()}.values():
+        if metric.drawn is not None:
+            drawn.setdefault(metric.drawn.title, []).append(metric)
+    return columns([_chart(runs, metrics) for metrics in drawn.values()])
+
+
+def _chart(runs: Sequence[RunData], metrics: Sequence[Metric]) -> str:
+    """Return one chart; empty where its values would say nothing."""
+    chart, lines = metrics[0].drawn, _curves(runs, metrics)
+    assert chart is not None
+    values = [{b.mean for b in run.series[m.name].buckets} for run in runs for m in metrics if m.name in run.series]
+    if chart.varies and all(len(found) <= 1 for found in values):
+        return ""
+    marks, note = (), ""
+    if chart == LOSS:
+        lines, marks, note = lines + _validation(runs), _marks(runs), _note(runs)
+    form = (lambda value: formatted(float(value), chart.form)) if chart.form else number
+    axis = Axis(form=form, least=0.0 if chart.zero else None)
+    return card(chart.title, line_chart(lines, label=chart.title, y=axis, marks=marks), note)
+
+
+def _curves(runs: Sequence[RunData], metrics: Sequence[Metric]) -> list[Curve]:
+    """Return the lines of a chart; of several metrics of a run those that differ from the first."""
+    out, several = [], len(runs) > 1
+    for i, run in enumerate(runs):
+        first = run.series.get(metrics[0].name, Series())
+        for k, metric in enumerate(metrics):
+            series = run.series.get(metric.name, Series())
+            if k and series.mean == first.mean:
+                continue
+            name = f"{run.name} {metric.curve}".strip() if several else metric.curve or metric.name.replace("_", " ")
+            colour = i if several else k + 1 if k else i
+            out.append(_line(series, name, colour, factor=metric.factor, dashed=several and k > 0))
+    return out
+
+
+def _validation(runs: Sequence[RunData]) -> list[Curve]:
     several = len(runs) > 1
+    return [Curve(f"{r.name} validation" if several else "validation", [(float(s), v) for s, v in r.validation],
+                  i if several else 1, joined=False) for i, r in enumerate(runs)]
 
-    def of(field: str, **more: Any) -> list[Curve]:
-        return [_line(r.series[field], r.name if several else field.replace("_", " "), i, **more)
-                for i, r in enumerate(runs)]
 
-    def chart(title: str, lines: list[Curve], *, note: str = "", form: Callable[[float], str] = number,
-              zero: bool = False, marks: Sequence[Mark] = ()) -> str:
-        return card(title, line_chart(lines, label=title, y=Axis(form=form, least=0.0 if zero else None),
-                                      marks=marks), note)
-
-    validation = [Curve(f"{r.name} validation" if several else "validation", [(float(s), v) for s, v in r.validation],
-                        i if several else 1, joined=False) for i, r in enumerate(runs)]
+def _note(runs: Sequence[RunData]) -> str:
+    """Return what the chart of the loss has to explain."""
     bad = sum(r.series["grad_norm"].lost + r.series["loss"].lost for r in runs)
     wide = max(r.series["loss"].width for r in runs)
     smooth = f"Mean of {wide} steps; the band is their least and most. " if wide > 1 else ""
-    rates: list[Curve] = []
-    for i, r in enumerate(runs):
-        rates.append(_line(r.series["model_tflops_per_device"], f"{r.name} model" if several else "model", i))
-        hardware, model = (r.series[f"{kind}_tflops_per_device"].mean for kind in ("hardware", "model"))
-        if hardware != model:  # with recomputation only
-            name = f"{r.name} hardware" if several else "hardware"
-            rates.append(_line(r.series["hardware_tflops_per_device"], name, i if several else 2, dashed=several))
-    made = [
-        chart("Loss (nats per token)", of("loss") + validation, marks=_marks(runs),
-              note=smooth + (f"{bad} values were not finite." if bad else "")),
-        chart("Learning rate", of("learning_rate"), zero=True),
-        chart("Gradient norm", of("grad_norm")),
-        chart("Tokens/s", of("tokens_per_second"), zero=True),
-        chart("TFLOP/s per device", rates, zero=True),
-        chart("Share of peak, model (MFU, %)", of("mfu", factor=100.0), zero=True),
-        chart("Seconds per step", of("seconds"), zero=True),
-        chart("Memory of the reporting rank", of("memory_bytes"), form=_bytes, zero=True),
-        chart("Loss scale", of("loss_scale")) if any(len({b.mean for b in r.series["loss_scale"].buckets}) > 1
-                                                     for r in runs) else "",
-    ]
-    return columns(made)
+    return smooth + (f"{bad} values were not finite." if bad else "")
 
 
 def _marks(runs: Sequence[RunData]) -> list[Mark]:
@@ -207,9 +183,10 @@ def rank_spread(run: RunData) -> str:
 
 def _facts(runs: Sequence[RunData]) -> str:
     rows: list[list[Cell]] = []
-    for name, (label, form) in FACTS.items():
-        if any(name in r.facts for r in runs):
-            rows.append([label, *[(form(r.facts[name]) if name in r.facts else "", "n") for r in runs]])
+    for fact in facts_of({name: metric for run in runs for name, metric in run.metrics.items()}):
+        if any(fact.name in r.facts for r in runs):
+            shown = [fact.text(r.facts[fact.name]) if fact.name in r.facts else "" for r in runs]
+            rows.append([fact.label, *[(text, "n") for text in shown]])
     return table(["", *[(r.name, "n") for r in runs]], rows)
 
 

@@ -13,6 +13,7 @@ from megatron_port.runtime.holder import Life
 from megatron_port.runtime.lease import life_of
 from megatron_port.runtime.regular import open_regular, read_regular
 from megatron_port.runtime.typed_json import REQUIRED, Natural, Seconds, WrongContent, parse_json, read_optional, typed
+from megatron_port.telemetry.declared import known_metrics
 from megatron_port.telemetry.metrics import FILE_NAME, decode
 
 try:
@@ -127,8 +128,9 @@ def _last_records(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the last line of a training step and the last of an evaluation, empty where there is none."""
     train: dict[str, Any] = {}
     validation: dict[str, Any] = {}
+    known = known_metrics(path.parent)
     for line in _tail_lines(path):
-        record = decode(line)
+        record = decode(line, known)
         if record is None:
             continue
         if "validation_loss" in record:

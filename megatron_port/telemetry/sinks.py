@@ -12,6 +12,7 @@ from typing import Any, Protocol, TextIO
 from megatron_port.config.schema import RunConfig
 from megatron_port.runtime.lease import LeaseLost
 from megatron_port.telemetry.console import make_console
+from megatron_port.telemetry.declared import write_declared
 from megatron_port.telemetry.expert_file import ExpertSink
 from megatron_port.telemetry.expert_load import LayerCounts
 from megatron_port.telemetry.metrics import FILE_NAME, MetricsWriter, Record, encode
@@ -100,6 +101,7 @@ class Telemetry:
         if not is_rank_zero:
             return
         chosen = config.telemetry
+        self._declare(run_dir, guard)
         self._add("metrics", lambda: MetricsSink(run_dir / FILE_NAME, resumed_step, warn, guard))
         self._add("console", lambda: make_console(
             total_steps=config.training.steps, log_interval=config.training.log_interval, stream=stream,
@@ -142,6 +144,15 @@ class Telemetry:
         encode(full)
         for sink in list(self._sinks):
             self._guard(sink, partial(sink.write, full))
+
+    def _declare(self, run_dir: Path, guard: Callable[[], None]) -> None:
+        """Tell readers of the folder which metrics plugins have declared."""
+        try:
+            write_declared(run_dir, guard)
+        except LeaseLost:
+            return  # the loop says why, and ends
+        except OSError as error:
+            self._warn(f"{run_dir}: {error}; reports will not show what plugins measure")
 
     def _expert_sink(self, run_dir: Path, config: RunConfig, resumed_step: int, guard: Callable[[], None]) -> Sink:
         self._experts = ExpertSink(run_dir, config, resumed_step, self._warn, guard)

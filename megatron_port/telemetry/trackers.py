@@ -16,50 +16,25 @@ from typing import Any
 
 from megatron_port.config.dump import leaves
 from megatron_port.config.schema import RunConfig
+from megatron_port.runtime.step_metrics import step_metrics
 from megatron_port.telemetry.background import BackgroundSink
 from megatron_port.telemetry.metrics import Record
 
-TAGS = {
-    "loss": "loss/train",
-    "mtp_loss": "loss/mtp",
-    "chosen_reward": "rewards/chosen",
-    "reward_margin": "rewards/margin",
-    "reward_accuracy": "rewards/accuracy",
-    "cross_entropy": "loss/cross_entropy",
-    "teacher_kl": "loss/teacher_kl",
-    "validation_loss": "loss/validation",
-    "learning_rate": "optimizer/learning_rate",
-    "grad_norm": "optimizer/grad_norm",
-    "loss_scale": "optimizer/loss_scale",
-    "skipped_total": "optimizer/skipped_total",
-    "samples": "progress/samples",
-    "tokens": "progress/tokens",
-    "tokens_per_second": "speed/tokens_per_second",
-    "seconds": "speed/seconds_per_step",
-    "model_tflops_per_device": "speed/model_tflops_per_device",
-    "hardware_tflops_per_device": "speed/hardware_tflops_per_device",
-    "mfu": "speed/mfu",
-    "hfu": "speed/hfu",
-    "memory_bytes": "memory/bytes",
-    "fragmentation_bytes": "memory/fragmentation_bytes",
-    "expert_load_max": "experts/load_max",
-    "expert_load_min": "experts/load_min",
-    "experts_low": "experts/low",
-    "dropped_share": "experts/dropped_share",
-    "router_margin": "experts/router_margin",
-    "balance_loss": "experts/balance_loss",
-    "z_loss": "experts/z_loss",
-}
 MLFLOW_BATCH = 100
 """Steps that are sent to MLflow in one call: its file store opens a file for each number."""
 PARAMETER_CHARACTERS = 500
 """MLflow's limit for the value of a parameter."""
 
 
+def tagged(record: Record) -> dict[str, float]:
+    """Tag → number of what a record knows."""
+    tags = {name: metric.tag or name for name, metric in step_metrics().items() if metric.tag is not None}
+    return {tag: float(v) for name, tag in tags.items() if (v := record.get(name)) is not None}
+
+
 def finite(record: Record) -> dict[str, float]:
-    """Tag → number of what a record knows; what is not finite is left out, as neither tracker can draw it."""
-    values = {tag: record.get(name) for name, tag in TAGS.items()}
-    return {tag: float(v) for tag, v in values.items() if v is not None and math.isfinite(v)}
+    """Tag → number; what is not finite is left out, as neither tracker can draw it."""
+    return {tag: value for tag, value in tagged(record).items() if math.isfinite(value)}
 
 
 class TensorBoardSink:
@@ -74,10 +49,8 @@ class TensorBoardSink:
 
     def write(self, record: Record) -> None:
         """A training step; an evaluation is shown at once."""
-        for name, tag in TAGS.items():
-            value = record.get(name)
-            if value is not None:
-                self._writer.add_scalar(tag, float(value), int(record["step"] or 0), walltime=record.get("time"))
+        for tag, value in tagged(record).items():
+            self._writer.add_scalar(tag, value, int(record["step"] or 0), walltime=record.get("time"))
         if "validation_loss" in record:
             self._writer.flush()
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from megatron_port.runtime.step_metrics import step_metrics
 from megatron_port.telemetry.metrics import decode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,7 +83,7 @@ def environment() -> dict[str, str]:
 
 def losses(folder: Path) -> dict[int, float]:
     """By step; a line that the disk cut off is there once more, whole."""
-    rows = [decode(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [decode(line, step_metrics()) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {int(row["step"]): float(row["loss"]) for row in rows if row is not None}
 
 
