@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from commands import Commands
+
+from megatron_port.live.follow import FollowedRun
+from megatron_port.live.sections import sections
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -37,6 +42,59 @@ def test_layouts_agree(commands: Commands, run: str, layouts: tuple[str, ...]) -
     )
     assert code == 0, said
     assert said.count("EQUAL within tolerance") == len(layouts) - 1
+
+
+def train(commands: Commands, run: str, folder: Path, *more: str) -> str:
+    """Train an example as its run file says, into another folder; what was printed."""
+    path = EXAMPLES / f"{run}.toml"
+    assert f"train examples/{run}.toml" in path.read_text().splitlines()[0]
+    code, said = commands.run("train", str(path), "--set", f"output_dir={folder}", *more,
+                              env=of_example(run.partition("/")[0]))
+    assert code == 0, said
+    return said
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "example" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_metric_from_outside_is_shown_everywhere(commands: Commands, tmp_path: Path) -> None:
+    """Also by commands that do not import the plugin, and alike on four ranks."""
+    said = train(commands, "metric/weight_norm", tmp_path, "--set", "training.steps=4")
+    lines = records(tmp_path)
+    norms = [line["weight_norm"] for line in lines]
+    assert len(norms) == 4 and norms[0] != norms[-1] and list(lines[0])[-1] == "weight_norm"
+    assert all(f"| weight norm {norm:.4f}" in said for norm in norms)
+    sizes = ("layout.tensor_parallel_size=2", "training.steps=4")
+    train(commands, "metric/weight_norm", tmp_path / "four", "--nproc", "4", *(x for s in sizes for x in ("--set", s)))
+    assert [line["weight_norm"] for line in records(tmp_path / "four")] == pytest.approx(norms, rel=1e-12)
+    train(commands, "metric/weight_norm", tmp_path, "--set", "training.steps=5")
+    assert [line["weight_norm"] for line in records(tmp_path)][:4] == norms  # as the resumed run leaves them
+
+    code, said = commands.run("report", str(tmp_path / "example"))
+    page = (tmp_path / "example" / "report.html").read_text()
+    assert code == 0 and "Weight norm" in page and "weight norm, last value" in page, said
+    assert f"{records(tmp_path)[-1]['weight_norm']:.4f}" in page
+    run = FollowedRun(tmp_path / "example")
+    run.poll()
+    assert "Weight norm" in sections(run)["charts"]
+
+
+def test_a_hook_from_outside_acts_and_resumes(commands: Commands, tmp_path: Path) -> None:
+    train(commands, "loop_hook/best_step", tmp_path, "--nproc", "2")
+
+    def best() -> tuple[int, float]:
+        found = json.loads((tmp_path / "example" / "best.json").read_text())
+        return found["step"], found["validation_loss"]
+
+    def least() -> tuple[int, float]:
+        losses = [(line["validation_loss"], line["step"]) for line in records(tmp_path) if "validation_loss" in line]
+        assert len(losses) >= 5 and losses[0][1] == 0
+        return min(losses)[::-1]
+
+    assert best() == least()
+    train(commands, "loop_hook/best_step", tmp_path, "--nproc", "2", "--set", "training.steps=12")
+    assert best() == least()
 
 
 def test_a_family_from_outside_is_imported_and_exported(commands: Commands, tmp_path: Path) -> None:
