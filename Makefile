@@ -1,7 +1,9 @@
 # make quickstart: install and train.  make test: install and test.  make help: the rest.
 PYTHON ?= python3
-# cpu, cuda or rocm: what DeepSpeed's ops are built for.
+# cpu, cuda or rocm: what kernels and DeepSpeed's ops are built for.
 DEVICE ?= cpu
+# native or deepspeed: what the quick start trains with. It installs no more than that takes.
+ENGINE ?= native
 TORCH_VERSION ?= 2.13.0
 # An index URL or a folder that has the wanted build of torch; empty: where pip is pointed anyway.
 TORCH_INDEX ?=
@@ -21,14 +23,14 @@ NO_SETUP ?=
 
 VENV := $(if $(NO_SETUP),PYTHONPATH=$(CURDIR) $(PYTHON),.venv/bin/python)
 APT := sudo apt-get install -y git make g++ python3-dev python3-venv
-export SMALL SHARE_GPU SHARD MOE LONG DEVICE
+export SMALL SHARE_GPU SHARD MOE LONG DEVICE ENGINE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test docs mutations soak kernels budgets lint gpu-check gpu-session ghost-check compare site-report release lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
-	@echo "variables: PYTHON=$(PYTHON) DEVICE=cpu|cuda|rocm TORCH_VERSION=$(TORCH_VERSION) TORCH_INDEX=URL SMALL=1 ARGS='pytest arguments'"
+	@echo "variables: PYTHON=$(PYTHON) DEVICE=cpu|cuda|rocm ENGINE=native|deepspeed TORCH_VERSION=$(TORCH_VERSION) TORCH_INDEX=URL SMALL=1 ARGS='pytest arguments'"
 
 setup:  ## make or update the environment in .venv; does nothing when it is up to date
 	@command -v $(PYTHON) >/dev/null || { echo "setup: no $(PYTHON) here. Once, as root:"; echo "  $(APT)"; exit 3; }
@@ -36,8 +38,10 @@ setup:  ## make or update the environment in .venv; does nothing when it is up t
 
 # These use the device: without one they stop before anything is downloaded. An environment alone may be made anywhere.
 quickstart gpu-check: NEEDS := --needs-device
+# Neither DeepSpeed, unless ENGINE=deepspeed, nor what only tests need.
+quickstart: NEEDS += --to-train '$(ENGINE)'
 
-quickstart: setup  ## fetch a corpus and train a GPT with tp 2 x pp 2 x dp 2 (SMALL=1: 4 ranks; SHARD=1: ZeRO-3; MOE=1: experts; LONG=1: context parallelism; DEVICE=cuda: on GPUs)
+quickstart: setup  ## fetch a corpus and train a GPT with tp 2 x pp 2 x dp 2 (SMALL=1: 4 ranks; SHARD=1: ZeRO-3; MOE=1: experts; LONG=1: context parallelism; DEVICE=cuda: on GPUs; ENGINE=deepspeed: the other engine)
 	@$(VENV) scripts/quickstart.py
 
 test: setup  ## every test that this machine can run

@@ -26,5 +26,6 @@ COPY . .
 # The image is not made if a run would build something, or fall back to something slower.
 RUN make setup DEVICE=cpu \
  && make kernels DEVICE=cpu KERNELS=cpu \
+ && megatron-port doctor --strict --device cpu --set engine=deepspeed \
  && megatron-port doctor --strict --device cpu
 CMD ["megatron-port", "doctor", "--strict"]

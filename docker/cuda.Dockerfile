@@ -45,5 +45,6 @@ COPY . .
 # The image is not made if a run would build something, or fall back to something slower. No GPU is needed for it.
 RUN make setup DEVICE=cuda \
  && make kernels DEVICE=cuda KERNELS="cpu cuda" ARCHS="${KERNEL_ARCHS}" \
+ && megatron-port doctor --strict --device cuda --set engine=deepspeed \
  && megatron-port doctor --strict --device cuda
 CMD ["megatron-port", "doctor", "--strict"]

@@ -47,5 +47,6 @@ COPY . .
 # The image is not made if a run would build something, or fall back to something slower. No GPU is needed for it.
 RUN make setup DEVICE=rocm \
  && make kernels DEVICE=rocm KERNELS="cpu rocm" ARCHS="${GPU_ARCHS}" \
+ && megatron-port doctor --strict --device rocm --set engine=deepspeed \
  && megatron-port doctor --strict --device rocm
 CMD ["megatron-port", "doctor", "--strict"]

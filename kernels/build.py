@@ -2,6 +2,7 @@
 
     python kernels/build.py                 what this machine has a compiler for; says what is left out and why
     python kernels/build.py cpu binding     these, or stop
+    python kernels/build.py cpu --best      of the CPU's libraries only the one that this processor would load
     python kernels/build.py rocm --archs gfx90a
 
 | target | compiler | from | gives |
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -107,12 +109,24 @@ def _version(compiler: str, environment: dict[str, str] | None = None) -> str:
 # ------------------------------------------------------------------------------------------------ the targets
 
 
-def cpu_libraries() -> list[Library]:
-    """libmp_cpu-LEVEL.so."""
+def levels_here() -> list[str]:
+    """Levels that this processor can run, best first; the rule by which a run chooses its library."""
+    spec = importlib.util.spec_from_file_location("cpu_levels", OUT.parent / "backend" / "cpu_levels.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: list[str] = module.cpu_levels(module.processor_flags(), platform.machine())
+    return found
+
+
+def cpu_libraries(best: bool = False) -> list[Library]:
+    """libmp_cpu-LEVEL.so; ``best``: that of this processor alone."""
     cxx = _cxx()
     sources = sorted((HERE / "cpu").glob("*.cpp"))
     headers = headers_in("include", "cpu")
     levels = CPU_LEVELS.get(platform.machine(), (("base", ""),))
+    if best:
+        levels = tuple(entry for entry in levels if entry[0] in levels_here()[:1])
     out = []
     for level, flag in levels:
         # No -ffast-math: NaN, infinity and the order of sums must be kept. These two only drop errno and traps.
@@ -342,10 +356,10 @@ def _record(library: Library, out: Path, digest: str) -> None:
     os.replace(temporary, out / "manifest.json")
 
 
-def plan(target: str, archs: Sequence[str]) -> list[Library]:
+def plan(target: str, archs: Sequence[str], best: bool = False) -> list[Library]:
     """The libraries of a target; Missing where it cannot be built here."""
     makers: dict[str, Callable[[], list[Library]]] = {
-        "cpu": cpu_libraries, "binding": binding_library, "cuda": lambda: cuda_library(archs),
+        "cpu": lambda: cpu_libraries(best), "binding": binding_library, "cuda": lambda: cuda_library(archs),
         "rocm": lambda: rocm_library(archs), "emulated": emulated_libraries,
     }
     return makers[target]()
@@ -356,6 +370,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("targets", nargs="*", choices=[*TARGETS, "emulated", []], help="default: all that can be built")
     parser.add_argument("--archs", default="", help="comma-separated: sm_90,sm_100 for cuda, gfx90a for rocm")
+    parser.add_argument("--best", action="store_true", help="cpu: only the library that this processor would load")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the libraries")
     parser.add_argument("--jobs", type=int, default=0, help="compilers at once (default: one a core)")
     args = parser.parse_args(arguments)
@@ -364,7 +379,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for target in args.targets or TARGETS:
         started = time.monotonic()
         try:
-            made = build(plan(target, archs), args.out, args.jobs)
+            made = build(plan(target, archs, args.best), args.out, args.jobs)
         except Missing as error:
             print(f"{target}: left out: {error}", flush=True)
             wrong = wrong or (3 if args.targets else 0)

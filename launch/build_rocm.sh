@@ -40,7 +40,7 @@ build_main() {  # ARCHITECTURES
   say "4/5 own kernels for $build_archs"
   make kernels "${made[@]}" KERNELS="cpu rocm" ARCHS="$build_archs"
   say "5/5 doctor --strict"
-  "$python" -m megatron_port doctor --strict --device rocm \
+  "$python" -m megatron_port doctor --strict --device rocm --set engine=deepspeed \
     || die "something would be slow, or be built at run time: see the lines with ! above"
   say "ready: $venv. For many nodes: tar -C .venv -cf env.tar . (docs/frontier.md)"
 }

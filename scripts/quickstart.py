@@ -5,8 +5,9 @@ whose result is there already is not done again, and a run that was interrupted
 resumes from its last checkpoint. Start afresh with `rm -r runs/quickstart`.
 
 DEVICE=cuda (or rocm) trains on GPUs, and on nothing else; `quickstart_plan` says
-on how many. docs/troubleshooting.md lists the exit codes; 6: the loss rose above its start,
-is not finite, or is no better than a model without context.
+on how many. ENGINE=deepspeed trains with the other engine. docs/troubleshooting.md lists the
+exit codes; 6: the loss rose above its start, is not finite, or is no better than a model
+without context.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def table(rows: list[tuple[str, str]]) -> str:
 
 
 def chosen() -> Choice:
-    """The run for DEVICE, SMALL, SHARE_GPU, SHARD, MOE and LONG of the environment, and for the GPUs of this machine.
+    """The run for DEVICE, ENGINE, SMALL, SHARE_GPU, SHARD, MOE and LONG of the environment, and the GPUs here.
 
     Raises:
         EnvironmentFault: a GPU was asked for, and torch cannot use one; the message says why.
@@ -78,7 +79,8 @@ def chosen() -> Choice:
     try:
         if device in ("cuda", "rocm"):
             choose_device(device, gpus=gpus)
-        return choose(device, gpus.count, small=small, share=share, shard=shard, moe=moe, long=long)
+        engine = os.environ.get("ENGINE", "") or "native"
+        return choose(device, gpus.count, small=small, share=share, shard=shard, moe=moe, long=long, engine=engine)
     except (EnvironmentFault, ValueError) as error:
         raise EnvironmentFault(f"DEVICE={device}: {error}. Nothing was trained; `DEVICE=cpu make quickstart` trains on "
                                "the CPU") from None
@@ -179,7 +181,8 @@ def second_layout(choice: Choice, changes: Sequence[str], folder: Path) -> tuple
 
 def next_commands(choice: Choice, folder: Path, steps: int) -> str:
     """What to try next."""
-    sets = "".join(f" --set {c}" for c in choice.overrides) if choice.run != "runs/quickstart" else ""
+    usual = choice.run == "runs/quickstart"
+    sets = "".join(f" --set {c}" for c in choice.overrides if not usual or c.startswith("engine="))
     small = " --set layout.data_parallel_size=1" if not sets and choice.ranks == 4 else ""
     layouts = "tp2pp2dp2 tp1pp1dp8" if choice.ranks == 8 else "tp2pp2dp1 tp1pp1dp4"
     return f"""

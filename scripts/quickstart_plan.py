@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 
 DEVICES = ("cpu", "cuda", "rocm")
+ENGINES = ("native", "deepspeed")
 LAYOUTS = {1: (1, 1, 1), 2: (2, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2)}
 """Ranks → (tp, pp, dp)."""
 
@@ -31,17 +32,26 @@ def on_or_off(value: str) -> bool:
 
 def choose(
     device: str, gpus: int, *, small: bool = False, share: bool = False, shard: bool = False, moe: bool = False,
-    long: bool = False,
+    long: bool = False, engine: str = "native",
 ) -> Choice:
     """The run for ``DEVICE=device`` on a machine where torch can use ``gpus`` GPUs of that kind.
 
     One rank per GPU, on as many GPUs as there is a layout for. ``small``: at most 4 ranks. ``share``: all ranks even
-    on fewer GPUs than that. ``shard``, ``moe``, ``long``: another run, of :func:`_another_run`.
+    on fewer GPUs than that. ``shard``, ``moe``, ``long``: another run, of :func:`_another_run`. ``engine``: deepspeed
+    takes the usual run alone.
 
     Raises:
-        ValueError: no such device, another run on a GPU, two of them, or ``device`` is a GPU and there is none.
-            Training on the CPU instead would not be what was asked for.
+        ValueError: no such device or engine, another run on a GPU, two of them, one that the engine cannot do, or
+            ``device`` is a GPU and there is none. Training on the CPU instead would not be what was asked for.
     """
+    if engine not in ENGINES:
+        raise ValueError(f"ENGINE={engine} is not one of {', '.join(ENGINES)}")
+    if engine != "native":
+        native = [n for n, on in (("SHARD", shard), ("MOE", moe), ("LONG", long), ("SHARE_GPU", share)) if on]
+        if native:
+            raise ValueError(f"{native[0]}=1 is for the native engine; leave it out, or ENGINE={engine}")
+        choice = choose(device, gpus, small=small)
+        return replace(choice, overrides=(*choice.overrides, f"engine={engine}"))
     if device not in DEVICES:
         raise ValueError(f"{device!r} is not one of {', '.join(DEVICES)}")
     most = 4 if small else 8
@@ -60,8 +70,8 @@ def choose(
         raise ValueError("torch sees no GPU")
     changed = [f"backend.device={device}"]
     if share and gpus < most:
-        # NCCL refuses two ranks on one GPU; over gloo the native engine without ZeRO needs the fewest collectives.
-        changed += ["engine=native", "layout.zero_stage=0"]
+        # NCCL refuses two ranks on one GPU; over gloo a run without ZeRO needs the fewest collectives.
+        changed += ["layout.zero_stage=0"]
         says = f"{gpus} {name} GPU{'s' * (gpus > 1)} that {most} ranks share (SHARE_GPU=1): over gloo, slow"
         return Choice("runs/quickstart-gpu", most, (*overrides(most), *changed), says)
     ranks = max(n for n in LAYOUTS if n <= min(gpus, most))
@@ -123,7 +133,7 @@ def faults(losses: Mapping[int, float], validation: Sequence[float], entropy: fl
     return found
 
 
-COMPARED = 20
+COMPARED = 10
 """Steps of the run that another layout takes again."""
 BOUND = 1e-5
 """Of the loss, relative: what docs/parity.md allows a step that begins at equal weights. Here each begins at those that

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Make the environment in .venv: torch, DeepSpeed with its ops built ahead of time, and this project.
+"""Make the environment in .venv: torch, this project with its kernels, DeepSpeed with its ops, and what tests need.
 
 Runs with the system's Python and nothing but its standard library. The work is done in phases; each
 leaves a stamp keyed by everything that it depends on, so a second run does only what is missing and
-an interrupted one resumes where it stopped. The DeepSpeed wheel, the slow part, is kept in
-.cache/wheels and survives the removal of .venv. Output of pip and of the compilers goes to
-.cache/setup/PHASE.log.
+an interrupted one resumes where it stopped. DeepSpeed is the second engine: `make quickstart` leaves it out
+unless asked for it. Its wheel, the slow part, is kept in .cache/wheels and survives the removal of .venv.
+Output of pip and of the compilers goes to .cache/setup/PHASE.log.
 
 Exit codes: 0 ready, 3 the machine lacks something (one message says what), 130 interrupted.
 """
@@ -39,6 +39,7 @@ from setup_ops import DEVICE_OPS, PROBE_OPS, found_binaries, op_problems, ops_fo
 
 ROOT = Path(__file__).resolve().parent.parent
 DEEPSPEED = "0.19.8"
+LEVELS = ("v2", "v3", "v4") if platform.machine() == "x86_64" else ("base",)
 # DeepSpeed is installed with --no-deps (its wheel is ours), so what it imports is named here.
 DEEPSPEED_NEEDS = ("einops", "hjson", "msgpack", "ninja", "packaging", "psutil", "py-cpuinfo", "pydantic", "tqdm")
 # Oracles and vocabulary whose own requirements are heavy or do not build on every Python: files only.
@@ -83,6 +84,8 @@ class Phase:
     about: str
     inputs: dict[str, object]
     run: Callable[[], None]
+    after: str = ""
+    """The phase whose result it stands on: where that is made again, so is this."""
     made: tuple[Path, ...] = ()
     """What it leaves outside .venv: gone after a ``git clean`` that keeps .venv."""
     key: str = field(default="")
@@ -91,11 +94,16 @@ class Phase:
 class Setup:
     """The phases and what they share."""
 
-    def __init__(self, *, device: str, torch_version: str, torch_index: str, hashes: bool = False) -> None:
+    def __init__(
+        self, *, device: str, torch_version: str, torch_index: str, hashes: bool = False, to_train: str = ""
+    ) -> None:
+        """``to_train``: an engine; no more is installed than a run of it takes. Empty: everything."""
         self.device = device
+        self.left_out = {"native": ("deepspeed", "tests", "levels"), "deepspeed": ("tests", "levels")}.get(to_train, ())
         self.torch_version = torch_version
         self.torch_index = torch_index
         self.hashes = ROOT / "constraints" / "hashes" / "packages.txt" if hashes else None
+        self.targets = tuple(dict.fromkeys(("cpu", device)))
         self.ops = ops_for(device)
         self.venv = ROOT / ".venv"
         self.cache = ROOT / ".cache"
@@ -170,38 +178,42 @@ class Setup:
     # ---- the phases
 
     def phases(self) -> list[Phase]:
-        """In order; a phase's key covers those before it."""
+        """What is wanted, in order; a phase's key covers those that it stands on."""
         pins = {path.name: digest(path.read_text()) for path in sorted((ROOT / "constraints").glob("*.txt"))}
+        sources = [digest(text_of(path)) for path in sorted((ROOT / "kernels").rglob("*.*"))
+                   if path.suffix in (".h", ".cuh", ".cu", ".cpp", ".py")]
         default = "" if self.torch_index else " (pip's own choice of build)"
         chain = [
             Phase("venv", "environment in .venv", "10 to 60 s",
                   {"python": sys.version, "at": os.path.realpath(sys.executable), "root": str(ROOT),
                    **({"hashes": digest(text_of(self.hashes))} if self.hashes else {})}, self.make_venv),
             Phase("torch", f"torch {self.torch_version}{default}", "1 min; with CUDA 3 GB to download, 3 to 10 min",
-                  {"version": self.torch_version, "index": self.torch_index, "pins": pins}, self.install_torch),
+                  {"version": self.torch_version, "index": self.torch_index, "pins": pins}, self.install_torch, "venv"),
             Phase("deepspeed", f"DeepSpeed {DEEPSPEED}, ops {' '.join(self.ops)} for {self.device}",
                   "1 to 2 min of compiling on 2 cores, beside downloads; 30 s with the wheel in .cache/wheels",
                   {"version": DEEPSPEED, "ops": self.ops, "device": self.device, "cpu": processor_flags(),
                    "binaries": sorted(wanted_binaries(self.device, dict(os.environ))), "verify": PROBE_OPS},
-                  self.install_deepspeed),
-            Phase("project", "this project and its tests' packages", "1 min",
-                  {"pyproject": digest(text_of(ROOT / "pyproject.toml")), "files": FILES_ONLY},
-                  self.install_project),
-            Phase("kernels", f"our own kernels for {' and '.join(dict.fromkeys(('cpu', self.device)))}",
-                  "20 s to 1 min; with nvcc or hipcc on the PATH, which is used too, 1 to 3 min",
-                  {"sources": [digest(text_of(path)) for path in sorted((ROOT / "kernels").rglob("*.*"))
-                               if path.suffix in (".h", ".cuh", ".cu", ".cpp", ".py")],
+                  self.install_deepspeed, "torch"),
+            Phase("project", "this project", "20 s", {"pyproject": digest(text_of(ROOT / "pyproject.toml"))},
+                  self.install_project, "torch"),
+            Phase("tests", "packages of the tests and linters", "1 min", {"files": FILES_ONLY}, self.install_tests,
+                  "project"),
+            Phase("kernels", f"our own kernels for {' and '.join(self.targets)}",
+                  "20 s, beside torch's installation" if self.device == "cpu" else "1 to 3 min",
+                  {"sources": sources,
                    "archs": os.environ.get("TORCH_CUDA_ARCH_LIST", "") if self.device == "cuda" else "",
-                   "cpu": platform.machine()},
-                  self.build_kernels,
+                   "cpu": platform.machine(), "processor": processor_flags()},
+                  self.build_kernels, "torch",
                   tuple(ROOT / "megatron_port" / "_kernels" / name
                         for name in ("manifest.json", "libmp_binding.so",
                                      *(f"libmp_{d}.so" for d in ("cuda", "rocm") if d == self.device)))),
+            Phase("levels", "our own kernels for other processors", "30 s", {}, self.build_levels, "kernels",
+                  tuple(ROOT / "megatron_port" / "_kernels" / f"libmp_cpu-{level}.so" for level in LEVELS)),
         ]
-        before = ""
+        keys = {"": ""}
         for phase in chain:
-            phase.key = before = digest([before, phase.inputs])
-        return chain
+            phase.key = keys[phase.name] = digest([keys[phase.after], phase.inputs])
+        return [phase for phase in chain if phase.name not in self.left_out]
 
     def make_venv(self) -> None:
         """A new .venv; one that was left half made, or is of another Python, goes first."""
@@ -221,8 +233,12 @@ class Setup:
         where: list[str] = []
         if self.torch_index:
             where = ["--find-links" if os.path.isdir(self.torch_index) else "--extra-index-url", self.torch_index]
-        self.pip("setuptools", "wheel", "ninja", "py-cpuinfo", "numpy")
-        self.pip(*where, f"torch=={self.torch_version}")
+        # pip unpacks on one core; kernels for the CPU need no torch. Modules are compiled when they are first imported.
+        build = ROOT / "kernels" / "build.py"
+        beside = self.beside([sys.executable, str(build), "cpu", "--best"])
+        with beside if build.is_file() else contextlib.nullcontext():  # an image's first layer has no kernels/
+            self.pip("setuptools", "wheel", "ninja", "py-cpuinfo", "numpy")
+            self.pip("--no-compile", *where, f"torch=={self.torch_version}")
         build = self.torch_build()
         print(f"      torch {build['version']}: {'CUDA ' + build['cuda'] if build['cuda'] else build['hip'] or 'CPU'}")
         self.check_build(build)
@@ -286,14 +302,20 @@ class Setup:
             command = [self.python, "-m", "pip", "download", "--quiet", "--no-input", "--progress-bar", "off",
                        "--prefer-binary", "--no-build-isolation", "-c", str(ROOT / "constraints" / "common.txt"),
                        "-c", str(self.torch_pins()), "--dest", folder, *names]
-            child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                                     stdin=subprocess.DEVNULL, cwd=self.cache, start_new_session=True)
-            try:
+            with self.beside(command):
                 yield
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGTERM)  # what is left is downloaded by the phase itself
-                child.wait()
+
+    @contextmanager
+    def beside(self, command: list[str]) -> Iterator[None]:
+        """Begin a later phase's work while the body runs. What is left when it ends is done by that phase itself."""
+        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                                 stdin=subprocess.DEVNULL, cwd=self.cache, start_new_session=True)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGTERM)
+            child.wait()
 
     def verify_ops(self, folder: Path, environment: dict[str, str]) -> None:
         """pip succeeds without an op that DeepSpeed skipped, so look. A wheel that lacks one is not kept."""
@@ -335,20 +357,27 @@ class Setup:
         os.replace(temporary, folder)
 
     def install_project(self) -> None:
-        """The project, editable, with what its tests and linters need."""
+        """The project, editable."""
+        self.pip("--no-build-isolation", "-e", str(ROOT))
+
+    def install_tests(self) -> None:
+        """What tests and linters need beside the project."""
         self.pip("--no-build-isolation", "-e", f"{ROOT}[test,dev]")
         self.pip("--no-deps", *FILES_ONLY)
 
     def build_kernels(self) -> None:
         """Our kernels for the CPU and the device, and their binding; later runs compile only what has changed."""
-        targets = ["binding", *dict.fromkeys(("cpu", self.device))]
         archs: list[str] = []
         extra: dict[str, str] = {}
         if self.device == "cuda":
             extra["CUDA_HOME"] = str(self.toolkit(self.torch_build()).home)
             archs = ["--archs", ",".join("sm_" + a.replace(".", "").removesuffix("+PTX")
                                          for a in re.split(r"[;, ]+", gpu_architectures()) if a)]
-        self.call([self.python, str(ROOT / "kernels" / "build.py"), *targets, *archs], extra)
+        self.call([self.python, str(ROOT / "kernels" / "build.py"), "binding", *self.targets, "--best", *archs], extra)
+
+    def build_levels(self) -> None:
+        """The CPU's kernels for all processors: a node of another kind may share this folder."""
+        self.call([self.python, str(ROOT / "kernels" / "build.py"), "cpu"])
 
     # ---- driving them
 
@@ -405,8 +434,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--torch-index", default="", help="index URL or folder with the wanted build of torch")
     parser.add_argument("--hashes", default="", help="not empty: hold every download to constraints/hashes")
     parser.add_argument("--check", action="store_true", help="only look for what the machine lacks")
-    parser.add_argument("--until", choices=("venv", "torch", "deepspeed", "project"), default="",
+    parser.add_argument("--until", choices=("venv", "torch", "deepspeed"), default="",
                         help="stop after this phase; those up to deepspeed need only constraints/ and this file")
+    parser.add_argument("--to-train", choices=("", "native", "deepspeed"), default="",
+                        help="install no more than a run of this engine takes; native: no DeepSpeed")
     parser.add_argument("--needs-device", action="store_true",
                         help="stop where this machine has no GPU for --device: what follows will train on it")
     chosen = parser.parse_args(arguments)
@@ -417,7 +448,7 @@ def main(arguments: list[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
     setup = Setup(device=chosen.device, torch_version=chosen.torch_version, torch_index=chosen.torch_index,
-                  hashes=bool(chosen.hashes))
+                  hashes=bool(chosen.hashes), to_train=chosen.to_train)
     missing = gpu_missing(chosen.device) if chosen.needs_device else ""
     if missing:
         fail(f"{missing}. Nothing was downloaded, and nothing was trained: DEVICE=cpu trains on the CPU; `make setup "

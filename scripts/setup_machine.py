@@ -62,7 +62,7 @@ def check_machine(device: str, pointed: bool) -> None:
             "or say PYTHON=/usr/bin/python3)")
         fail(f"missing: {', '.join(missing)}. Once, as root:\n  {APT_LINE}{own}")
     if device == "rocm" and not (shutil.which("hipcc") or Path("/opt/rocm/bin/hipcc").exists()):
-        fail("DEVICE=rocm compiles DeepSpeed's op and finds no hipcc in PATH or /opt/rocm: load the site's ROCm module")
+        fail("DEVICE=rocm compiles for AMD GPUs and finds no hipcc in PATH or /opt/rocm: load the site's ROCm module")
     if (ROOT / ".venv" / "stamps" / "project.json").exists():
         return  # an update: the big files are there
     free = shutil.disk_usage(ROOT).free / 1e9

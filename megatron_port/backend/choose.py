@@ -344,7 +344,7 @@ def choose_providers(
     device: DeviceInfo,
     dtype: torch.dtype,
     *,
-    engine: str = "deepspeed",
+    engine: str = "native",
     attention_dropout: float = 0.0,
     heads: tuple[int, int, int] | None = None,
     fp8: str = "none",

@@ -49,10 +49,12 @@ def prepare_deepspeed() -> None:
         import megatron_port.runtime.deepspeed_import  # noqa: F401, I001
         import deepspeed.ops
         from deepspeed.git_version_info import installed_ops
+    except EnvironmentFault:  # not installed
+        raise
     except Exception as error:  # deepspeed raises many kinds when its installation does not fit torch
         raise EnvironmentFault(
             f"engine deepspeed cannot be used: import deepspeed failed with {type(error).__name__}: {error}; "
-            f"install it (`make setup`) or set engine = \"native\""
+            f"install it again (`make setup`) or set engine = \"native\""
         ) from error
     deepspeed.ops.__compatible_ops__ = {op: bool(built) for op, built in installed_ops.items()}
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from megatron_port import package
+from megatron_port.backend.cpu_levels import cpu_levels, processor_flags
 from megatron_port.errors import EnvironmentFault
 from megatron_port.runtime.regular import read_regular
 from megatron_port.runtime.typed_json import LARGEST, WrongContent, parse_json, typed
@@ -27,42 +28,12 @@ FOLDER = package.FOLDER / "_kernels"
 BINDING = "libmp_binding.so"
 BUILD_COMMAND = "make kernels (or: python kernels/build.py)"
 
-# What a processor must have for the levels of x86-64 (the System V ABI's names v2, v3, v4), best first.
-_X86_LEVELS = (
-    ("v4", {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
-    ("v3", {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"}),
-    ("v2", {"ssse3", "sse4_1", "sse4_2", "popcnt", "cx16"}),
-)
-
-
-def _processor_flags() -> set[str]:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                return set(line.partition(":")[2].split())
-    except OSError:
-        pass
-    return set()
-
-
-def cpu_levels(flags: set[str], machine: str) -> list[str]:
-    """Return the levels of the CPU library that a processor with these flags can run, best first."""
-    if machine != "x86_64":
-        return ["base"]
-    out: list[str] = []
-    needed: set[str] = set()
-    for level, own in reversed(_X86_LEVELS):
-        needed |= own
-        if needed <= flags:
-            out.insert(0, level)
-    return out
-
 
 def library_path(kind: str, folder: Path = FOLDER) -> tuple[Path | None, str]:
     """Return (library for cpu, cuda or rocm, "") or (None, why there is none)."""
     names = [f"libmp_{kind}.so"]
     if kind == "cpu":
-        levels = cpu_levels(_processor_flags(), platform.machine())
+        levels = cpu_levels(processor_flags(), platform.machine())
         wanted = cpu_level()
         if wanted and wanted not in levels:
             return None, f"{CPU_LEVEL} is {wanted!r}; this processor can run {', '.join(levels) or 'none'}"

@@ -101,7 +101,8 @@ def packages(config: RunConfig) -> Iterator[CheckResult]:
         found = version(package)
         needed = package != "deepspeed" or config.engine == "deepspeed"
         if found is None and needed:
-            other = ", or set engine = \"native\"" if package == "deepspeed" else ""
+            extra = ", pip install 'megatron_port[deepspeed]', or set engine = \"native\""
+            other = extra if package == "deepspeed" else ""
             yield CheckResult("versions", package, "not installed", "wrong", f"make setup{other}")
         else:
             yield CheckResult("versions", package, found or "not installed (engine native does not need it)")

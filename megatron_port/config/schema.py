@@ -379,8 +379,8 @@ class RunConfig:
     """Where run folders live."""
     seed: CountOrZero = 1234
     """Seed of weights, data order and dropout."""
-    engine: Literal["deepspeed", "native"] = "deepspeed"
-    """deepspeed | native"""
+    engine: Literal["native", "deepspeed"] = "native"
+    """native | deepspeed (optional dependency: pip install "megatron_port[deepspeed]")"""
     plugins: tuple[str, ...] = ()
     """Python modules that are imported when the configuration is loaded and register further choices: optimizer rules,
     losses, schedules, data sources, kernels (CONTRIBUTING.md). They run as programs, so name only modules that you

@@ -8,6 +8,8 @@ inductor: seconds on every rank, and thousands of files from a shared disk. It i
 imported here instead, not compiled. Likewise torch's optimizers import dynamo when
 they are first used, to keep it out of four of their methods: 1.5 to 2 s, 60 MB and
 900 files per rank, for a compiler that an engine of ours never calls.
+
+Raises EnvironmentFault where DeepSpeed is not installed.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from typing import Any
 
 import torch
 
+from megatron_port.runtime.deepspeed_installed import require_deepspeed
+
+require_deepspeed()
 if torch.version.cuda is None and torch.version.hip is None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 

@@ -26,6 +26,7 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.registry import OWN_UPDATES
 from megatron_port.runtime import process_group
 from megatron_port.runtime.agreement import agreed, attempt
+from megatron_port.runtime.deepspeed_installed import require_deepspeed
 from megatron_port.runtime.discovery import ProcessInfo
 from megatron_port.runtime.fingerprint import Fingerprint
 from megatron_port.runtime.lease import Fence
@@ -69,6 +70,8 @@ class Session:
 
 def _refuse(config: RunConfig, device: DeviceInfo) -> None:
     """Refuse combinations of engine, precision and device that cannot work, before any process meets another."""
+    if config.engine == "deepspeed":
+        require_deepspeed()
     if config.precision.dtype == "fp16" and device.kind == "cpu" and config.engine == "deepspeed":
         raise EnvironmentFault(
             'precision.dtype "fp16" with engine "deepspeed" needs a GPU (DeepSpeed refuses fp16 on a CPU); '

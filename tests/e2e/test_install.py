@@ -6,6 +6,7 @@ what the prerequisite check says, when a phase runs again, what the wheel holds,
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import re
@@ -78,10 +79,12 @@ def test_wrong_python_is_refused(
     assert stopped.value.code == errors.EXIT_ENVIRONMENT and "3.10 to 3.14" in capsys.readouterr().err
 
 
-def make_setup(script: ModuleType, root: Path, ran: list[str], device: str = "cpu", broken: str = "") -> Any:
+def make_setup(
+    script: ModuleType, root: Path, ran: list[str], device: str = "cpu", broken: str = "", to_train: str = ""
+) -> Any:
     """A Setup on an empty folder whose phases only say that they ran; ``broken`` is interrupted."""
     vars(script)["ROOT"] = root
-    setup = script.Setup(device=device, torch_version="2.13.0", torch_index="")
+    setup = script.Setup(device=device, torch_version="2.13.0", torch_index="", to_train=to_train)
     setup.toolkit = lambda build=None: None
     (root / ".cache" / "setup").mkdir(parents=True, exist_ok=True)
     real = setup.phases
@@ -116,20 +119,21 @@ def test_phases_resume_and_follow_their_inputs(
         make_setup(setup_script, tmp_path, ran, broken="deepspeed").all()
     assert ran == ["venv", "torch"]
     make_setup(setup_script, tmp_path, ran).all()
-    assert ran == ["venv", "torch", "deepspeed", "project", "kernels"]
+    assert ran == ["venv", "torch", "deepspeed", "project", "tests", "kernels", "levels"]
     ran.clear()
     make_setup(setup_script, tmp_path, ran).all()
+    make_setup(setup_script, tmp_path, ran, to_train="native").all()
     assert ran == []
     (tmp_path / "pyproject.toml").write_text("a = 2\n")
     make_setup(setup_script, tmp_path, ran).all()
-    assert ran == ["project", "kernels"]
+    assert ran == ["project", "tests"]
     ran.clear()
     make_setup(setup_script, tmp_path, ran, device="cuda").all()
-    assert ran == ["deepspeed", "project", "kernels"]
+    assert ran == ["deepspeed", "kernels"]
     ran.clear()
     (tmp_path / "constraints" / "common.txt").write_text("numpy==2\n")
     make_setup(setup_script, tmp_path, ran, device="cuda").all()
-    assert ran == ["torch", "deepspeed", "project", "kernels"]
+    assert ran == ["torch", "deepspeed", "project", "tests", "kernels", "levels"]
     ran.clear()
     (tmp_path / ".venv" / "stamps" / "torch.json").write_text("{")
     make_setup(setup_script, tmp_path, ran, device="cuda").all()
@@ -137,7 +141,36 @@ def test_phases_resume_and_follow_their_inputs(
     ran.clear()
     shutil.rmtree(tmp_path / "megatron_port")  # as git clean does that keeps .venv
     make_setup(setup_script, tmp_path, ran, device="cuda").all()
-    assert ran == ["kernels"]
+    assert ran == ["kernels", "levels"]
+
+
+@pytest.mark.parametrize(("engine", "built"), [("native", []), ("deepspeed", ["deepspeed"])])
+def test_a_quick_start_installs_what_its_engine_takes_and_make_test_the_rest(
+    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: str, built: list[str]
+) -> None:
+    monkeypatch.setattr(setup_script, "check_machine", lambda *_, **__: None)
+    ran: list[str] = []
+    make_setup(setup_script, tmp_path, ran, to_train=engine).all()
+    assert ran == ["venv", "torch", *built, "project", "kernels"]
+    ran.clear()
+    make_setup(setup_script, tmp_path, ran).all()
+    assert ran == [*([] if built else ["deepspeed"]), "tests", "levels"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_kernels_are_compiled_for_no_other_device(
+    setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """Whatever compilers are on PATH."""
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    setup = setup_script.Setup(device=device, torch_version="2.13.0", torch_index="")
+    calls: list[list[str]] = []
+    monkeypatch.setattr(setup, "call", lambda command, extra=None: calls.append(command[2:]))
+    monkeypatch.setattr(setup, "torch_build", lambda: {"cuda": "13.0"})
+    monkeypatch.setattr(setup, "toolkit", lambda build=None: argparse.Namespace(home="/usr/local/cuda"))
+    setup.build_kernels()
+    cuda = ["binding", "cpu", "cuda", "--best", "--archs", "sm_90"]
+    assert calls == [["binding", "cpu", "--best"] if device == "cpu" else cuda]
 
 
 def test_pins_are_exact_and_name_no_build() -> None:

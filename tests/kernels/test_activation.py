@@ -92,7 +92,7 @@ def test_exp_tanh_and_power_of_2_of_the_cpu(build_script: ModuleType, built: Pat
         f'extern "C" void v_{name}(const float* x, float* y, long n) {{\n'
         f"  for (long i = 0; i < n; i++) y[i] = mp::{name}(x[i]);\n}}\n"
         for name in ("exp_float", "tanh_float", "power_of_2")))
-    levels = kernels.cpu_levels(kernels._processor_flags(), platform.machine())
+    levels = kernels.cpu_levels(kernels.processor_flags(), platform.machine())
     for built_for in build_script.plan("cpu", ()):
         if not any(level in built_for.name for level in levels):
             continue

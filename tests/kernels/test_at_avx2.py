@@ -28,7 +28,7 @@ CHOSEN = "test_logits or v3 or cpu and (values or gradient or norm) and not opch
 
 
 def test_numerics_with_avx2_alone(own: Path) -> None:
-    levels = kernels.cpu_levels(kernels._processor_flags(), "x86_64")
+    levels = kernels.cpu_levels(kernels.processor_flags(), "x86_64")
     if "v4" not in levels:
         pytest.skip("this processor has no more than AVX2: the other tests show it")
     command = [sys.executable, "-c", CODE, "-q", "-p", "no:cacheprovider", "-k", CHOSEN,

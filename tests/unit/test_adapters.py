@@ -292,4 +292,4 @@ def test_adapters_begin_as_peft_draws_them() -> None:
 def test_what_contradicts_adapters_is_refused(change: dict[str, object], word: str) -> None:
     run = RunConfig(engine="native", fine_tuning=replace(LORA, **change))  # type: ignore[arg-type]
     assert any(word in problem for problem in problems(run))
-    assert any('engine "deepspeed"' in problem for problem in problems(RunConfig(fine_tuning=LORA)))
+    assert any('engine "deepspeed"' in problem for problem in problems(RunConfig(engine="deepspeed", fine_tuning=LORA)))

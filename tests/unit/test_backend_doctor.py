@@ -20,7 +20,7 @@ from megatron_port.cli.doctor_report import CheckResult, render, strictly
 from megatron_port.cli.main import main
 from megatron_port.config.schema import BackendConfig, PrecisionConfig, RunConfig
 
-NATIVE = RunConfig(engine="native")
+NATIVE, DEEPSPEED = RunConfig(engine="native"), RunConfig(engine="deepspeed")
 
 
 def named(findings: list[CheckResult], section: str, name: str) -> CheckResult:
@@ -49,7 +49,7 @@ def test_what_is_wrong_has_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_missing_engine_is_wrong_only_for_its_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     real = doctor_machine.version
     monkeypatch.setattr(doctor_machine, "version", lambda p: None if p == "deepspeed" else real(p))
-    assert named(list(doctor_machine.packages(RunConfig())), "versions", "deepspeed").status == "wrong"
+    assert named(list(doctor_machine.packages(DEEPSPEED)), "versions", "deepspeed").status == "wrong"
     assert named(list(doctor_machine.packages(NATIVE)), "versions", "deepspeed").status == "ok"
 
 
@@ -83,12 +83,12 @@ def test_strict_calls_what_is_slow_wrong_and_leaves_the_rest() -> None:
 @pytest.mark.parametrize(
     ("config", "device", "op"),
     [
-        (RunConfig(), CPU, "cpu_adam"),
-        (RunConfig(), GPU, "fused_adam"),
+        (DEEPSPEED, CPU, "cpu_adam"),
+        (DEEPSPEED, GPU, "fused_adam"),
         (NATIVE, GPU, ""),
-        (RunConfig(precision=PrecisionConfig(dtype="fp64")), CPU, ""),
-        (RunConfig(backend=BackendConfig(optimizer="torch")), CPU, ""),
-        (RunConfig(backend=BackendConfig(optimizer="deepspeed")), CPU, "cpu_adam"),
+        (replace(DEEPSPEED, precision=PrecisionConfig(dtype="fp64")), CPU, ""),
+        (replace(DEEPSPEED, backend=BackendConfig(optimizer="torch")), CPU, ""),
+        (replace(DEEPSPEED, backend=BackendConfig(optimizer="deepspeed")), CPU, "cpu_adam"),
     ],
 )
 def test_the_op_that_a_run_asks_for(config: RunConfig, device: DeviceInfo, op: str) -> None:
@@ -188,7 +188,7 @@ def test_strict_refuses_a_run_whose_op_is_not_prebuilt(
     import megatron_port.runtime.deepspeed_import  # noqa: F401, I001
     import deepspeed.git_version_info as built
 
-    command = ["doctor", "--device", "cpu", "--set", "precision.dtype=\"fp32\""]
+    command = ["doctor", "--device", "cpu", "--set", "precision.dtype=\"fp32\"", "--set", "engine=deepspeed"]
     monkeypatch.setitem(built.installed_ops, "cpu_adam", False)
     assert main(command) == 0
     assert main([*command, "--strict"]) == 3

@@ -72,7 +72,7 @@ def test_ls_says_layout_and_age(tmp_path: Path, capsys: pytest.CaptureFixture[st
     save(tmp_path, 5, config=config, w=torch.ones(3))
     assert call("ls", tmp_path) == 0
     out = capsys.readouterr().out
-    assert "whole   tp 2 pp 1 dp 4 zero 1 deepspeed bf16" in out and re.search(r" \d s  20\d\d-", out), out
+    assert "whole   tp 2 pp 1 dp 4 zero 1 native bf16" in out and re.search(r" \d s  20\d\d-", out), out
 
 
 def test_diff_names_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -136,7 +136,8 @@ def contradiction(rng: random.Random, text: str, config: RunConfig) -> Mutation:
         ("precision.dtype", '"fp64"', "fp64"),
         ("layout.pipeline_schedule", '"zb-v"', "folds two chunks onto each stage"),
     ])
-    return edit(text, name, f"{name.rpartition('.')[2]} = {bad}"), [words]
+    of_deepspeed = text.replace('engine = "native"', 'engine = "deepspeed"')
+    return edit(of_deepspeed, name, f"{name.rpartition('.')[2]} = {bad}"), [words]
 
 
 MUTATIONS: list[Callable[[random.Random, str, Any], Mutation]] = [

@@ -230,7 +230,8 @@ def test_pairs_and_references_that_do_not_fit_are_refused(tmp_path: Path) -> Non
 
 def test_what_contradicts_a_loss_of_pairs_is_refused() -> None:
     found = problems(RunConfig(
-        training=TrainingConfig(loss="dpo"), data=DataConfig(synthetic=True, order="megatron", mask_eod_loss=True)
+        engine="deepspeed", training=TrainingConfig(loss="dpo"),
+        data=DataConfig(synthetic=True, order="megatron", mask_eod_loss=True)
     ))
     for word in ('engine "deepspeed"', "see the chosen one", "position_reset = true", "order 'stateless'", "no pairs",
                  "mask_eod_loss"):

@@ -72,6 +72,19 @@ def test_ranks_share_a_gpu_only_where_that_was_asked_for() -> None:
     assert plan.choose("cuda", 2, small=True, share=True).ranks == 4
 
 
+@pytest.mark.parametrize(("device", "gpus"), [("cpu", 0), ("cuda", 8)])
+def test_the_other_engine_trains_the_usual_run(device: str, gpus: int) -> None:
+    usual, other = plan.choose(device, gpus), plan.choose(device, gpus, engine="deepspeed")
+    config = load(other.run, other.overrides).config
+    assert other == replace(usual, overrides=(*usual.overrides, "engine=deepspeed")) and config.engine == "deepspeed"
+    assert not problems(config, world_size=8) and load(usual.run, usual.overrides).config.engine == "native"
+    for asked in ("shard", "moe", "long", "share"):
+        with pytest.raises(ValueError, match=f"{asked.upper()}.*=1 is for the native engine"):
+            plan.choose(device, gpus, engine="deepspeed", **{asked: True})
+    with pytest.raises(ValueError, match="ENGINE=other is not one of native, deepspeed"):
+        plan.choose(device, gpus, engine="other")
+
+
 def test_sharded_it_is_replicas_with_zero_3_and_offload() -> None:
     choice = plan.choose("cpu", 0, shard=True)
     config = load(choice.run, list(choice.overrides)).config

@@ -113,7 +113,7 @@ def test_an_entry_point_is_found_where_a_name_is_not_known(tmp_path: Path) -> No
 
 def test_engines_and_providers_that_have_no_update_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPTIMIZERS._added, "signum", "signum_rule:SIGNUM")
-    deepspeed = problems(load(None, ["optimizer.name=signum", "data.synthetic=true"]).config)
+    deepspeed = problems(load(None, ["optimizer.name=signum", "engine=deepspeed", "data.synthetic=true"]).config)
     assert len(deepspeed) == 1 and "engine deepspeed has no update for optimizer.name 'signum'" in deepspeed[0]
     own = ["optimizer.name=signum", "data.synthetic=true", "engine=native", "backend.optimizer=own"]
     (problem,) = problems(load(None, own).config)

@@ -178,6 +178,9 @@ def test_what_does_not_determine_training_has_a_line_of_its_own() -> None:
         "telemetry.tensorboard False -> True", SAME_RATE,
     ]
     assert lines(saved(BASE, 100), replace(BASE, name="another", output_dir="elsewhere")) == [SAME_RATE]
+    assert lines(saved(replace(BASE, engine="deepspeed"), 100), replace(BASE, engine=RunConfig().engine)) == [
+        "also changed since step-00000100: engine 'deepspeed' -> 'native'", SAME_RATE,
+    ]
     near = replace(BASE, data=replace(BASE.data, train=("/fast/c",)))
     assert lines(saved(near, 100), replace(BASE, data=replace(BASE.data, train=("/slow/disk/c",)))) == [SAME_RATE]
 

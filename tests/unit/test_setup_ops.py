@@ -202,11 +202,11 @@ def test_the_first_phases_need_no_sources(tmp_path: Path, monkeypatch: pytest.Mo
     assert ran == ["venv", "torch", "deepspeed"]
     (tmp_path / "pyproject.toml").write_text("a = 1\n")
     make().all()
-    assert ran == ["venv", "torch", "deepspeed", "project", "kernels"]
+    assert ran == ["venv", "torch", "deepspeed", "project", "tests", "kernels", "levels"]
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "a.cpp").write_text("int a;\n")
     make().all()
-    assert ran[5:] == ["kernels"]
+    assert ran[7:] == ["kernels", "levels"]
 
 
 def test_downloads_beside_the_compilation_name_what_the_project_requires(tmp_path: Path) -> None:
