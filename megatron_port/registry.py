@@ -149,7 +149,7 @@ LOSSES = Registry(
     "loss", "training.loss",
     dict.fromkeys(("cross_entropy", "dpo"), "megatron_port.parallel.cross_entropy:vocab_parallel_cross_entropy"),
 )
-"""Of a token. ``dpo`` (``model.preference``) is made of those of the answers: minus their log-probabilities."""
+"""Losses of one token. ``dpo`` (``model.preference``) uses those of the answers: minus their log-probabilities."""
 
 SCHEDULES = Registry("pipeline schedule", "layout.pipeline_schedule", {
     "gpipe": "megatron_port.pipeline.schedules:gpipe", "1f1b": "megatron_port.pipeline.schedules:one_f_one_b",

@@ -134,7 +134,7 @@ class KernelOrder:
 
 
 def _kernel_order() -> tuple[object, ...]:
-    """What torch's attention now tries: the order of all kernels, and which of them are enabled."""
+    """Return the state of torch's attention: the order of all kernels, and which of them are enabled."""
     c = torch._C
     return (c._get_sdp_priority_order(), c._get_flash_sdp_enabled(), c._get_mem_efficient_sdp_enabled(),
             c._get_math_sdp_enabled(), c._get_cudnn_sdp_enabled())

@@ -19,7 +19,7 @@ _INSTRUCTIONS = {
     torch.bfloat16: ("_is_avx512_bf16_supported", "_is_amx_tile_supported"),
     torch.float16: ("_is_avx512_fp16_supported", "_is_amx_fp16_supported"),
 }
-"""What torch.cpu can be asked; by what torch does not know a processor has none."""
+"""Queries of torch.cpu by dtype; a query that this torch lacks counts as no."""
 
 
 @functools.cache

@@ -25,7 +25,7 @@ class DeviceInfo:
     memory_bytes: int
     """Memory of the device; for the CPU, of the host."""
     why: str
-    """What led to this choice."""
+    """Reason of the choice."""
     identity: str = ""
     """UUID and PCI address of a GPU, unique on its host; ``runtime.process_group.start`` compares them."""
 

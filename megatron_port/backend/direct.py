@@ -16,7 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 Save = Callable[[Any, tuple[Any, ...], Any], None]
-"""What ``register_autograd`` calls ``setup_context``: (ctx, inputs, output)."""
+"""``setup_context`` of ``register_autograd``: (ctx, inputs, output)."""
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -43,7 +43,7 @@ class Providers:
     partial_attention: PartialAttention | None = None
     """Attention over parts of the keys, in fp32, where the provider has it."""
     packed_attention: fused.PackedAttention | None = None
-    """The same attention of a projection that is not split, where the provider has it."""
+    """Attention over the packed q, k and v of one projection, where the provider has it."""
     split_bias: fused.SplitBias | None = None
     """The split that gives the projection's bias its gradient; None: the linear layer does."""
     bias_dropout_add_norm: fused.BiasDropoutAddNorm | None = None

@@ -26,7 +26,7 @@ WIDTH = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 @dataclass(frozen=True)
 class Fit:
-    """What comes out."""
+    """Result of a calibration: the machine with it, and its errors."""
 
     machine: Machine
     """The planner's machine with it."""

@@ -118,7 +118,7 @@ def _times(
 def region_entries(
     model: ModelConfig, providers: Providers, dtype: str, device: torch.device, ranks: int, budget_s: float
 ) -> list[Entry]:
-    """What tensor-parallel regions of ``model`` wait, by the bytes of an activation; all ranks are one group."""
+    """Measure waits in tensor-parallel regions of ``model`` by the bytes of an activation; the ranks are one group."""
     if ranks == 1 or model.ffn_size % ranks or model.seq_length % ranks:
         return []
     return list(_times(model, providers, dtype, device, ranks, budget_s))

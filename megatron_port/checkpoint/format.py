@@ -38,9 +38,9 @@ from megatron_port.runtime.regular import open_regular
 
 SCHEMA = "megatron_port.checkpoint"
 VERSION = 2
-"""Of manifests whose tensors all have their parameters' shapes and are of floating-point numbers."""
+"""Version of a manifest whose tensors are floating-point and have their parameters' shapes."""
 SHAPED_VERSION = 3
-"""Of the others, which ``shapes`` lists; tensors may also be of integers."""
+"""Version of one with other shapes, listed in ``shapes``, or with integer tensors."""
 READABLE = (1, 2, 3)
 MAX_BLOCK = 1 << 26
 MANIFEST = "manifest.json"
@@ -112,7 +112,7 @@ class SavedState:
     scalars: Mapping[str, float | int]
     extra: Mapping[str, Any]
     rng: Mapping[str, Any] = field(default_factory=dict)
-    """What random draws are a function of: seed and the counters that key them. Nothing draws from hidden state."""
+    """Seed and counters that key all random draws; no generator has hidden state."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """Where the next sample comes from: corpora, order, index of the next sample."""
     schedule: Mapping[str, Any] = field(default_factory=dict)

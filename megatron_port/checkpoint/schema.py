@@ -103,7 +103,7 @@ _REQUIRED = {
 
 
 def field_fault(body: Mapping[str, Any], version: int) -> str | None:
-    """What is wrong with a manifest's fields other than ``files`` and ``pieces``, or None."""
+    """Return the fault of a manifest's fields other than ``files`` and ``pieces``, or None."""
     for since, names in _REQUIRED.items():
         for name in names:
             if since <= version and name not in body:

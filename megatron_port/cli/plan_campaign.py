@@ -25,7 +25,7 @@ CAMPAIGN_TERMS = (
 
 
 def add_campaign_options(parser: argparse.ArgumentParser) -> None:
-    """What a whole run is reckoned with beside its steps."""
+    """Add the options that price a whole run: failures, checkpoints, queues, energy."""
     group = parser.add_argument_group("campaign", "failures, checkpoints, queues, energy, cost and loss of a whole run")
     group.add_argument("--campaign", action="store_true", help="also print what becomes of the budget")
     group.add_argument("--loss", type=float, default=0.0, metavar="L",

@@ -25,7 +25,7 @@ HEADER_BYTES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceHeader:
-    """What the sums are of."""
+    """Identity of the reference's log-probabilities: corpus, weights, dtype."""
 
     bin_xxh3: str
     mask_xxh3: str
@@ -35,7 +35,7 @@ class ReferenceHeader:
     fingerprint: str
     """Fingerprint of their values (``session.base_weights``)."""
     dtype: str
-    """That the sums were computed in."""
+    """Dtype in which the sums were computed."""
     xxh3: str = ""
     """xxh3-128 of the sums."""
     format: int = 1

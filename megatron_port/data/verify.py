@@ -62,7 +62,7 @@ class Report:
 
     faults: list[Fault] = field(default_factory=list)
     checked: list[str] = field(default_factory=list)
-    """What was checked and holds, in words."""
+    """Checks that passed, in words."""
 
     def add(self, file: Path, byte: int, what: str, expected: object, found: object) -> None:
         """Note a fault; its arguments are the fields of :class:`Fault`."""

@@ -51,7 +51,7 @@ def dcp_key(name: str, kind: str) -> str:
 
 
 def dcp_path(name: str, kind: str) -> tuple[str, ...]:
-    """The same as a path in the nested state dict."""
+    """Return the path of a tensor in the nested state dict."""
     return ("model", name) if kind in (WEIGHT, BUFFER) else ("optimizer", "state", name, kind)
 
 

@@ -51,7 +51,7 @@ class Agreement:
     tolerance: float
     scale: float
     rounding: float
-    """The same of our model in fp32 against fp64."""
+    """Deviation of our model in fp32 from fp64."""
     version: str
     """Version of transformers."""
 

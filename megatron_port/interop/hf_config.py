@@ -171,7 +171,7 @@ def another_family(model: ModelConfig) -> str:
 
 
 def _lacking(model: ModelConfig, family: Family) -> list[str]:
-    """What a model would have to be for ``family`` to compute it; empty: it does."""
+    """Return the settings that a model would need for ``family`` to compute it; empty: it does."""
     prefix, model = "read back", without_mup(model)
     try:
         there = model_from_hf(_config(model, family), prefix)

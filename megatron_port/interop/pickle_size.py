@@ -43,7 +43,7 @@ def check_size(stream: bytes | IO[bytes], *, values: int = MAX_VALUES) -> None:
 
 
 def check_torch_file(file: Path | str | IO[bytes]) -> None:
-    """The same for every pickle in what ``torch.save`` wrote; an open file is left at its start."""
+    """Run :func:`check_size` on every pickle of a ``torch.save`` file; an open file is left at its start."""
     if isinstance(file, (Path, str)):
         with open(file, "rb") as stream:
             check_torch_file(stream)

@@ -182,4 +182,4 @@ def skypilot(config: RunConfig, order: Order, python: str, gpu: str) -> str:
 KINDS: dict[str, Callable[[RunConfig, Order, str, str], str]] = {
     "flux": flux, "pbs": pbs, "lsf": lsf, "jobset": jobset, "skypilot": skypilot,
 }
-"""What ``launch show --for`` writes beside SLURM's script."""
+"""Writers of ``launch show --for`` for schedulers other than SLURM."""

@@ -41,7 +41,7 @@ class ImageFile:
 
 @dataclass(frozen=True)
 class Image:
-    """What was written."""
+    """Archive that was written, and its size."""
 
     path: Path
     files: int

@@ -15,7 +15,7 @@ from megatron_port.errors import ConfigError
 
 PLACEHOLDER = re.compile(r"\{(\w*)\}")
 PLACEHOLDERS = {"job_id": '"$SLURM_JOB_ID"', "user": '"$port_user"', "local_disk": '"$site_local_disk"'}
-"""What ``{name}`` in an environment value becomes: a quoted variable that the node knows."""
+"""``{name}`` in an environment value → quoted variable that is set on the node."""
 
 LONGEST_NAME = 100
 """Characters of a job's name."""

@@ -55,7 +55,7 @@ class RecordFault(EnvironmentFault):
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """What was expected of the run when it was submitted; 0: not known."""
+    """Forecast of the run at its submission; 0: not known."""
 
     steps: Natural = 0
     save_interval: Natural = 0

@@ -28,7 +28,7 @@ class Refusal:
 
     text: str
     permanent: bool
-    """The same request would be refused again on the same nodes."""
+    """srun would refuse this request again on the same nodes."""
 
 
 def first_srun_failure(text: str) -> str:

@@ -72,9 +72,9 @@ class ParameterSpec:
     split: Split | None = None
     """None: every tensor-parallel rank holds all of it."""
     gradient: Gradient = "whole"
-    """What a rank's backward pass gives of a parameter that tensor-parallel ranks do not divide: ``whole``; the part of
-    its ``tokens`` under sequence parallelism, else the whole; the part of its ``heads``, or of others of the features
-    that ranks divide; the part of the tokens that it ``routed``, its own share under any layout."""
+    """Part of an undivided parameter's gradient that a tensor-parallel rank's backward pass computes: ``whole``; the
+    part of its ``tokens`` under sequence parallelism, else the whole; the part of its ``heads``, or of others of the
+    features that ranks divide; the part of the tokens that it ``routed``, its own share under any layout."""
     tied: bool = False
     """The token table where embedding and head, or what follows that, both have it: one parameter in several units."""
 

@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 Rotation = Literal["none", "usual", "window"]
-"""Of queries and keys by their positions: not at all, or with the model's frequencies, or with those that layers with a
+"""Rotation of queries and keys by position: none, with the model's frequencies, or with those that layers with a
 window have for themselves."""
 
 
@@ -85,7 +85,7 @@ class AttentionSpec:
 
     @property
     def projections(self) -> tuple[LinearSpec, ...]:
-        """What makes queries, keys and values, in the order of the forward pass."""
+        """Linears that make queries, keys and values, in the order of the forward pass."""
         found = () if self.qkv is None else self.qkv.factors
         return found if self.latent is None else self.latent.linears
 
@@ -216,7 +216,7 @@ class MoESpec:
 
     @property
     def expert_parameters(self) -> tuple[ParameterSpec, ...]:
-        """Those of all experts, [E, ...], in the order of the forward pass."""
+        """Parameters of all experts, [E, ...], in the order of the forward pass."""
         return tuple(map(self._of_all, self.experts.parameters))
 
     def _of_all(self, one: ParameterSpec) -> ParameterSpec:

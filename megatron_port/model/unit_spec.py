@@ -72,7 +72,7 @@ class HeadSpec:
 
     @property
     def shared(self) -> tuple[ParameterSpec, ...]:
-        """What the modules of multi-token prediction read too."""
+        """Parameters that the modules of multi-token prediction read too."""
         own = (self.weight,) if self.bias is None else (self.weight, self.bias)
         return own if self.table is None else (*own, self.table)
 

@@ -16,7 +16,7 @@ from megatron_port.optim.rules import AdamW, UpdateSettings
 from megatron_port.parallel.record import ParameterRecord
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration (Jordan et al., 2024); the largest slope at 0 with which it stays bounded."""
+"""Coefficients of the quintic iteration (Jordan et al., 2024): the largest slope at 0 with which it stays bounded."""
 SMALLEST_NORM = 1e-7
 OF_LAYERS = ("layers.", "mtp.")
 """Beginnings of the names of what is within layers: neither embeddings nor the head."""

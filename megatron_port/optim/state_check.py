@@ -60,7 +60,7 @@ class StateEntry(NamedTuple):
     name: str
     """Canonical name of the parameter."""
     offset: int
-    """That element's position in the parameter's flattened local tensor."""
+    """Position of the element in the parameter's flattened local tensor."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class StateCheck:
         self._recorded: dict[tuple[str, int], tuple[StateTensor, torch.Tensor, torch.Tensor]] = {}
         """By kind and address: the tensor, its rows' hashes after the update, and those found at the last check."""
         self._before: list[tuple[StateTensor, torch.Tensor, torch.Tensor]] = []
-        """The same, of the state before the last update."""
+        """Entries of ``_recorded`` for the state before the last update."""
         self.recording = False
         """The state of the last update is to be recorded."""
         self.differing = torch.zeros((), dtype=torch.int64, device=device)

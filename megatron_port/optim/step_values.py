@@ -22,7 +22,7 @@ class StepNumbers:
     loss_factor: float = 1.0
     """Factor of the loss in the backward pass: loss scale over the tokens of the step."""
     sample_factor: float = 1.0
-    """The same of a term that is a mean over the samples of the step: loss scale over their number."""
+    """Factor of a term that is a mean over the step's samples: loss scale over their number."""
     tokens: float = 0.0
     """Loss tokens of the step over all replicas."""
     replica_tokens: float = 0.0
@@ -39,7 +39,7 @@ class StepNumbers:
 
 
 class StepValues:
-    """Those numbers as float64 scalars at fixed addresses on the device. ``host``: the numbers themselves."""
+    """The step's numbers as float64 scalars at fixed addresses on the device. ``host``: the numbers themselves."""
 
     def __init__(self, device: torch.device) -> None:
         self.host = StepNumbers()

@@ -64,7 +64,7 @@ class WgradAccumulator:
         self.computed = 0
         """Products computed so far."""
         self.beside = 0
-        """Those of them that were computed while rows were on their way."""
+        """Products computed while rows were in transit between experts' ranks."""
         self._filling: list[Callable[[], None]] = []
         self._exchanges = 0
 

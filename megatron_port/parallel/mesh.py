@@ -217,7 +217,7 @@ def communicators(mesh: Mesh, purposes: Iterable[Purpose]) -> list[Communicator]
 REPLICAS = ("dp", "cp")
 """Axes along which ranks see different tokens and hold copies of dense layers."""
 SHARDED = ("dp_shard", "cp")
-"""Of these, the axes over which ZeRO splits optimizer state."""
+"""Axes over which ZeRO splits optimizer state; a part of ``REPLICAS``."""
 SETS = (
     ("tp",), ("dp",), ("pp",), ("cp",), REPLICAS, SHARDED, ("kv_copies",), ("ep",),
     ("dp_replicate",), ("expert_shard",), ("expert_replicate",), ("expert_tp",),

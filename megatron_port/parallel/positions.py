@@ -204,7 +204,7 @@ class SequencePartition:
 
     @property
     def held_chunks(self) -> tuple[int, ...]:
-        """Those of this rank."""
+        """Chunks of the sequence that this rank holds."""
         return self.division.by_rank[self.rank]
 
     def divided(self, division: Division | None) -> SequencePartition:

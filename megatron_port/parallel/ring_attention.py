@@ -40,7 +40,7 @@ class RingBlock(NamedTuple):
 
 
 Plan = Sequence[Sequence[RingBlock]]
-"""What this rank's queries see of the keys of each rank of the group."""
+"""Blocks that this rank's queries see, by the rank of the group that holds the keys."""
 
 
 class RingKeys:

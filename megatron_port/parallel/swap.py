@@ -24,7 +24,7 @@ PART = 64
 
 
 class SwappedLayer:
-    """What one layer swapped in one forward pass: ``sources``, as flat bytes, in one staging buffer."""
+    """Tensors that one layer swapped out in one forward pass: ``sources``, as flat bytes, in one staging buffer."""
 
     def __init__(
         self, space: SwapSpace, ring: StagingRing, sources: list[torch.Tensor], below: SwappedLayer | None

@@ -119,7 +119,7 @@ class Deviation:
     value: float
     bound: float
     rule: str = ""
-    """What is compared, by which bounds."""
+    """Description of the comparison and its bounds."""
 
     @property
     def ok(self) -> bool:

@@ -41,7 +41,7 @@ class SingleRuns:
     fp32: Callable[[], Run]
     """Its first step."""
     noisy: Callable[[], Sequence[Run]]
-    """The same with random errors in the place of rounding (``parity.rounding_noise``)."""
+    """First steps with random errors instead of rounding (``parity.rounding_noise``)."""
 
 
 def within_rounding(config: RunConfig, other: Run, single: SingleRuns) -> list[Deviation]:

@@ -31,7 +31,7 @@ from megatron_port.session.session import open_session
 
 MOST_BYTES = 1 << 30
 Order = Reordering | RoundingEmulation | RoundingNoise | None
-"""Of the sums of one process: another, a layout's, with random errors, its own."""
+"""Reduction order of the reference process: another, that of a layout, with random errors, its own."""
 
 
 def _pack(prefix: str, slices: list[Slice], tensors: dict[str, torch.Tensor], table: list[dict[str, Any]]) -> None:

@@ -26,7 +26,7 @@ from megatron_port.optim.loss_scale import LossScaler
 from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 SEEDS = range(16)
-"""Of as many processes, each with other errors."""
+"""Seeds of the errors, one per process."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -50,7 +50,7 @@ class Turn:
     post: tuple[Message, ...]
     """Receives to start before the pass, in order."""
     receive: Message | None
-    """What the pass waits for; started in this turn or before."""
+    """Receive that the pass waits for; started in this turn or before."""
     send: Message | None
     """To start after the pass."""
     keep: Action | None

@@ -88,6 +88,6 @@ class Runner:
 
 
 def _expected(message: Message, boundary_of: Callable[[int], Boundary]) -> Boundary:
-    """What a message carries: the tensors of a boundary, or their gradients."""
+    """Return the boundary that a message carries: activations, or their gradients."""
     boundary = boundary_of(message.action.micro_batch)
     return boundary if message.downstream else boundary.gradients

@@ -17,7 +17,7 @@ class Span:
     start: float
     end: float
     beside: float = 0.0
-    """What a weight pass took of the time before, beside the exchanges that it fills."""
+    """Seconds of a weight pass that ran before ``start``, beside the exchanges that it fills."""
 
 
 Cost = Callable[[int, Action], float]
@@ -50,7 +50,7 @@ class Flow:
     needs: list[int]
     """Column of the pass whose result comes from another chunk; -1: of none."""
     comes: list[bool]
-    """That pass is on another stage."""
+    """Whether the needed pass is on another stage."""
     leaves: list[bool]
     """The result goes to another stage."""
     host: list[int]

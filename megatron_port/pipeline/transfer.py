@@ -66,7 +66,7 @@ class StageLink:
         self.previous = ctx.topology.stage_peer(rank, stage - 1) if stage > 0 else None
         self.next = ctx.topology.stage_peer(rank, stage + 1) if stage < stages - 1 else None
         self._pending: dict[bool, deque[Departure]] = {True: deque(), False: deque()}
-        """Of each queue, in the order in which they were started and end."""
+        """Sends of each queue in the order in which they start and end."""
         self._downstream = group = ctx.over("pp")
         self._upstream = ctx.reverse_group or group
         self._batched = group is not None and dist.get_backend(group) == "nccl"

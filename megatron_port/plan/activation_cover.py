@@ -43,7 +43,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Swap:
-    """What may be swapped: bytes of each site, in how many layers, and the link."""
+    """Sites that may be swapped: bytes of each, in how many layers, and the link."""
 
     sizes: Mapping[Site, float]
     layers: Mapping[Site, int]

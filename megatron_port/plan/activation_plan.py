@@ -34,7 +34,7 @@ ROUNDS = 8
 
 Ways = tuple[Decision, ...]
 WAYS: Ways = ("recompute", "swap", "partition")
-"""What a plan may choose from."""
+"""Treatments of a site that a plan may choose from."""
 
 
 def stage_plan(

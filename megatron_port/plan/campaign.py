@@ -62,7 +62,7 @@ CURVES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What a campaign is reckoned with."""
+    """Assumptions of a campaign: failures, checkpoints, queues, prices."""
 
     failure_hours: float = FAILURE_HOURS
     """Device hours between failures that end a job."""
@@ -96,7 +96,7 @@ class Terms:
 
 @dataclass(frozen=True, kw_only=True)
 class Campaign:
-    """What becomes of a number of steps."""
+    """Hours, jobs, energy and cost of a number of steps."""
 
     train_hours: float
     """Steps alone."""
@@ -126,7 +126,7 @@ def goodput(interval_s: float, checkpoint_s: float, restart_s: float, between_fa
 
 
 def campaign(seconds: float, devices: int, terms: Terms) -> Campaign:
-    """What ``seconds`` of steps on ``devices`` become.
+    """Return hours, jobs, energy and cost of ``seconds`` of steps on ``devices``.
 
     Raises:
         ConfigError: terms that make no sense, or jobs too short to make progress.

@@ -14,7 +14,7 @@ from megatron_port.plan.search import options_of, search
 from megatron_port.plan.verdict import Plan
 
 SLOW = 1.5
-"""Of the median's time: the slowest outliers among alike devices of clusters (arXiv 2208.11035)."""
+"""Time of the slowest outlier over the median, among alike devices of clusters (arXiv 2208.11035)."""
 
 
 def terms_of(plan: Plan, given: Mapping[str, float]) -> Terms:
@@ -30,7 +30,7 @@ def terms_of(plan: Plan, given: Mapping[str, float]) -> Terms:
 
 
 def campaign_lines(plan: Plan, given: Mapping[str, float], loss: float = 0.0) -> list[str]:
-    """What becomes of the plan's budget, line by line."""
+    """Return the lines that price the plan's budget."""
     terms, devices, step = terms_of(plan, given), plan.case.world, plan.step
     found = campaign(plan.budget.steps * step.seconds, devices, terms)
     slow = straggler(step.seconds, step.split.compute, SLOW)
@@ -82,7 +82,7 @@ def loss_lines(plan: Plan, found: Campaign, loss: float) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """What a budget buys on one cluster."""
+    """Layout, days and cost that a budget buys on one cluster."""
 
     cluster: str
     devices: int

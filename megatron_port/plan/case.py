@@ -249,7 +249,7 @@ class Case:
         return grid_of(self.pp, self.vp, self.schedule == "zb-v")
 
     def of_stage(self, values: Sequence[T], stage: int) -> list[T]:
-        """Those of a stage's chunks, of values given for each chunk of the model."""
+        """Return the values of a stage's chunks out of those of all chunks."""
         if self.vp == 1:
             return [values[stage]]
         return [values[self.grid.virtual_stage(stage, chunk)] for chunk in range(self.vp)]
@@ -290,7 +290,7 @@ def machine_of(config: RunConfig) -> Machine:
 
 
 def machine_problems(machine: Machine) -> list[str]:
-    """What makes a description unusable, a sentence each."""
+    """Return the faults of a machine's description, a sentence each."""
     c, h, k = machine.cluster, machine.hardware, machine.calibration
     out = []
     if not h.device and not h.matmul_tflops:

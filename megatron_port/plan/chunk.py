@@ -38,7 +38,7 @@ class ChunkBytes:
     layers: float
     """Allocated by the backward passes of layers, those of embedding and head left out."""
     layer_left: float
-    """What the backward pass of a layer leaves, less what it found."""
+    """Bytes after a layer's backward pass, less those before."""
     working: dict[Kind, float]
     """Allocated by each kind of pass beyond what it finds, its results included."""
 
@@ -53,7 +53,7 @@ class _Unit:
     forward: float = 0.0
     backward: float = 0.0
     left: float = 0.0
-    """What its backward pass leaves, results included, less what it found."""
+    """Bytes after its backward pass, results included, less those before."""
 
 
 def _alike(case: Case) -> Case:
@@ -174,7 +174,7 @@ def _without(
 
 @dataclass(frozen=True)
 class _Run:
-    """What was measured of units that were run, embedding and head where ``first`` and ``last``; see ``ChunkBytes``."""
+    """Measured bytes of units that were run, embedding and head where ``first`` and ``last``; see ``ChunkBytes``."""
 
     units: tuple[_Unit, ...]
     stream: float

@@ -44,7 +44,7 @@ class Comparison:
     bytes: int | None
     """Measured: the allocator's peak on a GPU, the resident size of the process on a CPU; None: not recorded."""
     predicted_bytes: float
-    """The same by the planner: allocated on a GPU; allocated and reserved on a CPU."""
+    """Planned bytes: allocated on a GPU; allocated and reserved on a CPU."""
 
     @property
     def time_error(self) -> float | None:

@@ -16,10 +16,10 @@ class Cost:
     """The part of tensor-parallel collectives that compute does not hide."""
     backward_tensor: float = 0.0
     forward_exchange: float = 0.0
-    """The same of all-to-all between expert-parallel ranks."""
+    """The part of all-to-all between expert-parallel ranks that compute does not hide."""
     backward_exchange: float = 0.0
     forward_context: float = 0.0
-    """The same of what ranks that share a sequence exchange."""
+    """The part of context-parallel exchanges that compute does not hide."""
     backward_context: float = 0.0
     fillable: float = 0.0
     """The part of ``forward_exchange`` with rows on their way, beside which weight passes may run."""
@@ -27,7 +27,7 @@ class Cost:
     """Seconds in which the host starts the operations of the forward pass."""
     backward_starts: float = 0.0
     forward_host: float = 0.0
-    """What the forward pass waits for the host: see :meth:`with_host`."""
+    """Seconds that the forward pass waits for the host: see :meth:`with_host`."""
     backward_host: float = 0.0
 
     @property
@@ -43,7 +43,7 @@ class Cost:
         return Cost(*(mine + theirs for mine, theirs in zip(self.parts, other.parts)))
 
     def times(self, count: float) -> Cost:
-        """That many of it."""
+        """Return the cost ``count`` times."""
         return Cost(*(seconds * count for seconds in self.parts))
 
     @property

@@ -32,7 +32,7 @@ class _Split:
 
     @classmethod
     def of(cls, case: Case) -> _Split:
-        """That of a case."""
+        """Return the split of a case."""
         return cls(case.tp, case.ep * case.etp, case.sequence_parallel)
 
 
@@ -99,12 +99,12 @@ def stage_elements(case: Case, stage: int) -> int:
 
 
 def trained_elements(case: Case, stage: int) -> int:
-    """Those of a rank's elements that have gradients, masters and state."""
+    """Return how many of a rank's elements have gradients, masters and state."""
     return sum(bucket_elements(case, stage).values())
 
 
 def expert_elements(case: Case, stage: int, *, trained: bool = True) -> int:
-    """Those of a rank's elements that are of experts: trained ones, all or none of them, or those that it holds."""
+    """Return how many of a rank's elements are of experts: trained ones (all or none), or those that it holds."""
     if not case.model.moe.enabled:
         return 0
     return _elements(case, stage, case.fine_tuning if trained else NO_ADAPTERS)["experts"]

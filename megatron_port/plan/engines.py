@@ -24,7 +24,7 @@ class Engine:
     reduce_overlap: float = 0.0
     """Share of a stage's last backward behind which gradient traffic hides (0 or 1)."""
     gather_overlap: float = 0.0
-    """The same for the all-gather of weights, behind the first forward."""
+    """Share of the first forward behind which the all-gather of weights hides (0 or 1)."""
     transfer_overlap: bool = False
     """Sends between stages hide behind compute (interleaved schedules with asynchronous transfers)."""
     duplex_transfers: bool = True
@@ -72,7 +72,7 @@ class Engine:
     linear_calls: float = 1.0
     """Host operations that a linear layer costs: one of torch; Transformer Engine's checks, casts and buffers more."""
     expert_calls: float = 0.0
-    """The same for each expert of a rank in a grouped product, beyond one for all of them."""
+    """Host operations for each expert of a rank in a grouped product, beyond one for all of them."""
     graphed: bool = False
     """A step's launches are replayed from a graph: the host starts none of them."""
     casts: str = "delayed"

@@ -21,7 +21,7 @@ CAUSAL = 0.5
 ROUTER_CALLS = 8
 """Operations of the host for a router: its product, softmax, choice, balance loss (as ``model.router`` has them)."""
 MOVE_CALLS = 10
-"""The same for rows sorted by expert, two exchanges with their counts, and a token's sum."""
+"""Operations of the host for rows sorted by expert, two exchanges with their counts, and a token's sum."""
 LANE_INSTRUCTIONS = 64 * 1.7e9
 """Vector instructions of single lanes that a compute unit carries out in a second: all that a CU of CDNA2 can, half of
 what an NVIDIA multiprocessor can (unverified)."""

@@ -32,7 +32,7 @@ whose list is not periodic, one or two messages; tests/unit/test_plan_ledger.py)
 
 @dataclass(frozen=True)
 class Moment:
-    """What a stage holds while one pass runs, by chunk of the stage where it differs."""
+    """Micro-batches and messages that a stage holds while one pass runs, by chunk where they differ."""
 
     kind: Kind
     chunk: int

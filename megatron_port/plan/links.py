@@ -97,7 +97,7 @@ class Links:
     near: float
     far: float
     table: KernelTable | None = None
-    """What was measured, where it is used beside the formulas."""
+    """Measured collectives, used beside the formulas."""
 
     @classmethod
     def of(cls, machine: Machine) -> Links:

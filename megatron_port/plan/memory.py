@@ -62,7 +62,7 @@ class StageMemory:
 
     @property
     def allocated(self) -> float:
-        """What the framework's allocator counts at the peak (``max_memory_allocated``)."""
+        """Bytes of the framework's allocator at the peak (``max_memory_allocated``)."""
         return self.static + self.activations + self.working + self.logits + self.buffers
 
     @property

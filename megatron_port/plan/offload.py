@@ -20,7 +20,7 @@ PAGE = 4096
 
 @dataclass(frozen=True)
 class Offloaded:
-    """What a rank of the stage that holds most has outside of its device, in bytes, and its seconds in a step."""
+    """Bytes outside the device on a rank of the stage that holds most, and their seconds in a step."""
 
     host: float
     disk: float

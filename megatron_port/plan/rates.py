@@ -55,7 +55,7 @@ class Rates:
     host: float = 0.0
     """Seconds of the host for one operation; 0: not known."""
     table: KernelTable | None = None
-    """What was measured, where it is used instead of or beside the formulas."""
+    """Measured operations, used instead of or beside the formulas."""
 
     @classmethod
     def of(cls, machine: Machine) -> Rates:

@@ -23,7 +23,7 @@ RATES = {
     "kernel launch": ("launch_us",),
     "jitter": ("jitter",),
 }
-"""What a bar of the tornado is called → the fields of the hardware that change together."""
+"""Bar of the tornado → fields of the hardware that change together."""
 CHOICES = {
     "micro-batch": "micro_batch", "tensor parallel size": "tp", "pipeline stages": "pp", "recompute": "recompute",
     "sequence parallel": "sequence_parallel", "expert parallel size": "ep",

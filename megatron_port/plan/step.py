@@ -151,7 +151,7 @@ def unit_seconds(case: Case, machine: Machine) -> list[float]:
 
 @lru_cache(maxsize=1024)
 def _site_costs(case: Case, machine: Machine, layer: LayerSpec) -> dict[str, Cost]:
-    """What recomputing or partitioning each site of a layer costs."""
+    """Return the cost of recomputing or partitioning each site of a layer."""
     known = case, layer, Rates.of(machine), Links.of(machine), span(machine, case.tp, 1)
     return {str(site): cost for site, cost in site_costs(*known).items()} | partition_costs(*known)
 
@@ -312,7 +312,7 @@ def _with_free_links(case: Case, links: Links, cost: Cost) -> Cost:
 def _exposed_once(
     case: Case, stage: int, moved: list[float], chunks: Sequence[Cost], gathers: float, share: tuple[float, float]
 ) -> float:
-    """What a step's one reduction (one for each micro-batch where sums are sharded) and its gathers do not hide.
+    """Return the exposed seconds of a step's reduction (one per micro-batch where sums are sharded) and its gathers.
 
     ``share``: ``Links.overlap_share`` of each.
     """
@@ -328,8 +328,11 @@ def _exposed_once(
 def _exposed_by_pass(
     case: Case, stage: int, moved: list[float], chunks: Sequence[Cost], gathers: float, share: tuple[float, float]
 ) -> float:
-    """The same where every pass gathers the weights anew (ZeRO-3): a backward pass gathers and reduces through the same
-    links, one after the other, and neither runs beside the exchanges of the pass itself."""
+    """Return the exposed seconds where every pass gathers the weights anew (ZeRO-3).
+
+    A backward pass gathers and reduces through the same links, one after the other, and neither runs beside the
+    exchanges of the pass itself.
+    """
     e, m, (reduce_, gather, beyond) = case.engine, case.micro_batches, moved
     shown, late_share, again = 1 / max(case.vp, case.chunks[stage]), *_late_gathers(case)
     each = gather * gathers / (2 * m)
@@ -386,7 +389,7 @@ def _replica_seconds(case: Case, links: Links, n: int, pieces: int = 1) -> list[
 
 
 def _expert_replica_seconds(case: Case, links: Links, n: int, pieces: int = 1) -> list[float]:
-    """The same of experts, over the ranks that hold the same ones; those of tensor parallelism sum last."""
+    """Return the seconds for experts, over the ranks that hold the same ones; those of tensor parallelism sum last."""
     e, apart = case.engine, max(case.ep * case.etp, case.tp)
     shards = case.expert_shards
     group = span(links.machine, shards if case.shards > 1 else case.expert_replicas, apart)

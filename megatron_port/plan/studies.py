@@ -25,7 +25,7 @@ class Point:
     x: float
     case: Case
     settings: tuple[tuple[str, Any], ...] = ()
-    """What it sets beside the layout, by dotted name."""
+    """Settings beside the layout, by dotted name."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Study:
     name: str
     title: str
     says: str
-    """What the paper observed."""
+    """Observation of the paper."""
     x_label: str
     points: tuple[Point, ...]
 

@@ -238,7 +238,7 @@ def _state_line(plan: Plan) -> str:
 
 
 def _rule_line(plan: Plan) -> str:
-    """What the optimizer keeps and moves."""
+    """Return the line of the optimizer's state and traffic."""
     case = plan.case
     state, master = 4 * case.rule.state, 4 * (case.width != case.wide)
     fullest = max(stage.optimizer for stage in plan.memory)

@@ -34,7 +34,7 @@ class Exchanges:
     """Seconds of each chunk's passes for one micro-batch in which rows are on their way between experts' ranks."""
 
     forward: Sequence[float]
-    """What weight passes can fill; 0 of an engine that lets them not."""
+    """Seconds that weight passes can fill; 0 for an engine without that."""
     backward: Sequence[float]
 
     @property

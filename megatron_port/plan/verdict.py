@@ -50,7 +50,7 @@ class Plan:
     best: Candidate | None = None
     """The fastest of all layouts on these ranks that training takes, on any engine; None: the run's own."""
     gains: tuple[Gain, ...] = ()
-    """What each change from the run's layout to the best one buys."""
+    """Seconds saved by each change from the run's layout to the best one."""
     searched: bool = True
     """Other layouts were looked for."""
     flags: str = ""

@@ -24,7 +24,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "optimizer on {offload}": ("offload", "offload_weights", "offload_fraction"),
     "products in {tensor_chunks} parts": ("tensor_chunks",),
 }
-"""What changes together, by how it is called."""
+"""Name of a change → fields that change together."""
 
 
 @dataclass(frozen=True)

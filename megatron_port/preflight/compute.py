@@ -30,7 +30,7 @@ class GpuRate:
     tflops: float = 0.0
     """Median sample while all devices work, as they do in training."""
     fault: str = ""
-    """What failed; the numbers that came before it stand."""
+    """Failure; numbers measured before it are valid."""
 
 
 def core_rate() -> CoreRate:

@@ -41,7 +41,7 @@ from megatron_port.preflight.verdict import upper_median
 ATTEMPTS = 4
 """Second looks at what is slow, before it is blamed."""
 CLEAR = 0.1
-"""What reaches less than this share of what is expected the second time gets no third look."""
+"""Share of the expected rate below which a second measurement is final."""
 MOST_SUSPECT_NODES = 16
 """Nodes whose inner bandwidth is measured a second time."""
 
@@ -120,7 +120,7 @@ class NetworkResult:
     bad: dict[str, str] = field(default_factory=dict)
     """Host to leave out → why."""
     faults: list[str] = field(default_factory=list)
-    """What is wrong with the job as a whole; leaving nodes out does not help."""
+    """Faults of the whole job; leaving nodes out does not help."""
 
     @property
     def totals(self) -> dict[Pair, float]:

@@ -18,7 +18,7 @@ from megatron_port.runtime.typed_json import WrongContent, typed
 
 NODE_KEYS = ("cpus", "core", "gpus", "device_counts", "expected_devices", "missing_devices", "unmeasured", "vendor",
              "memory", "disk", "shm", "versions", "environment")
-"""What a node's file must have to be judged."""
+"""Keys that a node's file must have to be judged."""
 SHOWN_GOOD = 16
 """Good nodes that get a row of their own."""
 

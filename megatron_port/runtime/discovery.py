@@ -47,9 +47,9 @@ class ProcessInfo:
     sources: dict[str, str] = field(default_factory=dict)
     """Field → what it was read from."""
     conflicts: list[str] = field(default_factory=list)
-    """What disagreed with the values above and was not used."""
+    """Sources that disagreed with the values above and were not used."""
     secret: str = field(default="", repr=False)
-    """What only the ranks of this attempt know: never printed, never sent; keys are derived from it. Empty: none."""
+    """Secret of this attempt's ranks: never printed, never sent; keys are derived from it. Empty: none."""
     nodes: tuple[tuple[str, int], ...] = ()
     """Host and number of ranks of each node in rank order, where the launcher tells (a SLURM step in blocks)."""
 

@@ -19,7 +19,7 @@ SERIES = "MEGATRON_PORT_SERIES"
 
 
 Fate = Literal["running", "limit", "cancelled", "requeued"]
-"""What SLURM does with the job of a script that is still there: nothing yet; ends it at its time limit; ends it for
+"""State of the job by SLURM while its script runs: untouched; ended at its time limit; ended for
 good, for a person (``scancel``) or an administrator; has queued it again by itself, after the loss of a node."""
 ENDING = ("COMPLETING", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "DEADLINE", "FAILED")
 

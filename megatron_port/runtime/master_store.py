@@ -157,7 +157,7 @@ def _await_master(host: str, port: int, deadline: float) -> str:
 
 
 def _reason(error: OSError, host: str) -> str:
-    """What a failed connection means for a user."""
+    """Return the meaning of a failed connection for a user."""
     if isinstance(error, socket.gaierror):
         return f"{host} cannot be resolved ({error.strerror})"
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:

@@ -24,7 +24,7 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The same, tabs and newlines too: a name cannot begin a line that looks like one of ours."""
+    """Escape tabs and newlines as well, so that a name cannot begin a line that looks like one of ours."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 

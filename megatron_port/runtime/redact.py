@@ -26,7 +26,7 @@ def redact(text: str, environ: Mapping[str, str] | None = None) -> str:
 
 
 def redacted(value: Any, environ: Mapping[str, str] | None = None) -> Any:
-    """The same for what becomes JSON: every text in it, and whatever stands under a name that looks like a secret's."""
+    """Redact a value that becomes JSON: every text in it, and all under a name that looks like a secret's."""
     if isinstance(value, str):
         return redact(value, environ)
     if isinstance(value, Mapping):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 COMMUNICATION = ("FI_", "NCCL_", "RCCL_", "HSA_", "GLOO_", "UCX_", "MIOPEN_")
 """Prefixes of the variables that decide how ranks talk to each other."""
 VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-"""What a launcher sets to show a task some devices only."""
+"""Variables by which a launcher restricts a task to some devices."""
 CPU_LEVEL = "MEGATRON_PORT_CPU_LEVEL"
 """The level of the own CPU library to load, v2, v3 or v4; without it, the best that the processor has."""
 

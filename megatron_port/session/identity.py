@@ -30,7 +30,7 @@ from megatron_port.telemetry.run_data import IDENTITY, PREVIOUS
 
 RECORDS = ("metrics.jsonl", "experts.jsonl", "events.jsonl", "ranks.jsonl", "outcome.json", "environment.json",
            "config.toml", "routes", DECLARED, IDENTITY)
-"""What a run leaves beside its checkpoints and is put aside when another begins in its folder."""
+"""Files that a run leaves beside its checkpoints; put aside when another run begins in its folder."""
 
 
 @dataclass(frozen=True, kw_only=True)

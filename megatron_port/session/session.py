@@ -49,7 +49,7 @@ class Session:
     providers: Providers
     logger: Logger
     progress: ProgressTracker = field(default_factory=ProgressTracker)
-    """What this rank is doing; engines, loop and checkpoints write it."""
+    """Current phase and operation of this rank; engines, loop and checkpoints write it."""
     store: Store | None = None
     """In which the ranks met."""
     fence: Fence = field(default_factory=Fence)

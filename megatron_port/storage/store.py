@@ -36,7 +36,7 @@ class ObjectInfo:
     size: int
     """Bytes."""
     version: str
-    """What changes with its content (ETag, or the time of the last change); empty where the store does not say."""
+    """Changes with the content (ETag, or the time of the last change); empty if the store has none."""
 
 
 class Store:

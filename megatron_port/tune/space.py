@@ -66,7 +66,7 @@ PARAMETERS = (
     "world", "tp", "pp", "vp", "ep", "sequence_parallel", "micro_batch", "recompute", "zero_stage", "schedule",
     "cp", "cp_method", "cp_order",
 )
-"""What of a layout is free; dp and accumulation follow."""
+"""Free parameters of a layout; dp and accumulation follow."""
 
 
 def parameters(case: Case) -> dict[str, Any]:

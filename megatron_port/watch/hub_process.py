@@ -27,7 +27,7 @@ from megatron_port.runtime.sockets import is_own_address, own_addresses
 HUB_STARTS_S = 30.0
 HUB_ENDS_S = 5.0
 MOST_RESTARTS = 10
-"""What kills the hub so often would kill the next one too."""
+"""Restarts of the hub; a cause that kills it so often would kill the next one too."""
 
 
 def hub_address(info: ProcessInfo) -> str:

@@ -159,11 +159,11 @@ def changed_globals(source: str) -> list[int]:
             nodes = list(ast.walk(function))
             local = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
             local |= {n.arg for n in nodes if isinstance(n, ast.arg)}
-            out |= {n.lineno for n in nodes if changed_name(n) in names - local}
+            out |= {n.lineno for n in nodes if isinstance(n, ast.expr) and changed_name(n) in names - local}
     return sorted(out)
 
 
-def changed_name(node: ast.AST) -> str | None:
+def changed_name(node: ast.expr) -> str | None:
     """Name of the variable whose items an expression changes."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
         changed = node.func.value

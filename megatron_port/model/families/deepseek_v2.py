@@ -13,7 +13,7 @@ from megatron_port.model.families.fields import Fields
 from megatron_port.model.families.latent_like import experts_there, read_latent, read_shared, write_latent
 
 HARMLESS = moe_like.HARMLESS | {"ep_size", "aux_loss_alpha", "seq_aux", "pretraining_tp", "rope_interleave"}
-"""Of training, and of layouts; pairs that rotate are neighbours there whatever the last says."""
+"""Fields of training and layouts; rotated pairs are neighbours whatever ``rope_interleave`` says."""
 
 
 def read(f: Fields) -> dict[str, Any]:

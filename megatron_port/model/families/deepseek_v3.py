@@ -15,7 +15,7 @@ from megatron_port.model.families.llama import NAMES as LLAMA
 from megatron_port.model.families.moe_like import USUAL
 
 HARMLESS = moe_like.HARMLESS | {"ep_size", "aux_loss_alpha", "seq_aux", "pretraining_tp"}
-"""Of training, and of layouts."""
+"""Fields of training and layouts."""
 
 
 def read(f: Fields) -> dict[str, Any]:

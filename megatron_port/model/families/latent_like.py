@@ -12,7 +12,7 @@ from megatron_port.model.families.llama_like import read_llama_like, write_llama
 from megatron_port.model.families.rope_fields import TABLES, yarn_growth
 
 LATENT_EPSILON = 1e-6
-"""Of the latents' norms, whatever ``rms_norm_eps`` says."""
+"""Epsilon of the latents' norms, whatever ``rms_norm_eps`` says."""
 _SCALES = ("mscale", "mscale_all_dim")
 
 
