@@ -31,11 +31,14 @@ class Registry:
         field: dotted name of the field that chooses one, or lists several.
         builtin: name → ``"module:attribute"`` of the package's own choices; None: the package handles that name itself,
             and it is only reserved here.
+        derived: the same of names that follow from other settings, and that ``field`` does not take.
     """
 
-    def __init__(self, what: str, field: str, builtin: Mapping[str, str | None]) -> None:
+    def __init__(
+        self, what: str, field: str, builtin: Mapping[str, str | None], derived: Mapping[str, str] | None = None
+    ) -> None:
         self.what, self.field = what, field
-        self._builtin = dict(builtin)
+        self._builtin, self._derived = dict(builtin), dict(derived or {})
         self._added: dict[str, Any] = {}
 
     @property
@@ -53,11 +56,6 @@ class Registry:
         """The choices that plugins have added."""
         return tuple(self._added)
 
-    def unknown(self, value: Any) -> list[Any]:
-        """Return which names of a setting, one or a list, are none of the choices."""
-        names = value if isinstance(value, (tuple, list)) else (value,)
-        return [name for name in names if name not in self.names]
-
     def add(self, name: str, target: Any) -> None:
         """Add a choice.
 
@@ -72,7 +70,7 @@ class Registry:
             raise ConfigError(
                 f"{self.what} {name!r}: a name has letters, digits, '_', '-' and '.' and starts with a letter"
             )
-        if name in self._builtin:
+        if name in self._builtin or name in self._derived:
             raise ConfigError(f"{self.what} {name!r} is megatron_port's own; register the plugin's under another name")
         if name in self._added:
             raise ConfigError(
@@ -94,7 +92,7 @@ class Registry:
         Raises:
             ConfigError: there is none of that name, its module cannot be imported, or it is something else.
         """
-        target = {**self._builtin, **self._added}.get(name)
+        target = {**self._builtin, **self._derived, **self._added}.get(name)
         if target is None:
             known = ", ".join(self.names)
             raise ConfigError(f"{self.field} {name!r} is unknown here; use {known}, or name its module in `plugins`")
@@ -146,10 +144,20 @@ LR_SCHEDULES = Registry("learning-rate schedule", "optimizer.decay", {
 """Pure functions ``(settings, step, total_steps) -> rate`` of the updates after the warm-up."""
 
 LOSSES = Registry(
-    "loss", "training.loss",
-    dict.fromkeys(("cross_entropy", "dpo"), "megatron_port.parallel.cross_entropy:vocab_parallel_cross_entropy"),
+    "loss", "training.loss", {"cross_entropy": "megatron_port.parallel.cross_entropy:vocab_parallel_cross_entropy"}
 )
-"""Losses of one token. ``dpo`` (``model.preference``) uses those of the answers: minus their log-probabilities."""
+"""Losses of one token."""
+
+OBJECTIVES = Registry(
+    "objective", "training.loss", {"dpo": "megatron_port.objectives.dpo:PairObjective"},
+    derived={
+        "next_token": "megatron_port.data.objective:Objective",
+        "multi_token": "megatron_port.objectives.multi_token:MultiTokenObjective",
+        "distillation": "megatron_port.objectives.distillation:DistillationObjective",
+    },
+)
+"""Made from a run's configuration (``data.objective.Objective``). A loss of ``LOSSES`` is a token's, of which
+``next_token`` is the mean; an objective has its own count, and tensors beside tokens and labels."""
 
 SCHEDULES = Registry("pipeline schedule", "layout.pipeline_schedule", {
     "gpipe": "megatron_port.pipeline.schedules:gpipe", "1f1b": "megatron_port.pipeline.schedules:one_f_one_b",
@@ -176,10 +184,23 @@ PROVIDERS = {
 LOOP_HOOKS = Registry("loop hook", "training.hooks", {})
 """Of a run's training loop: what makes a ``train.hooks.LoopHook`` from the loop's state, its class as a rule."""
 
-REGISTRIES = (OPTIMIZERS, LR_SCHEDULES, LOSSES, SCHEDULES, SOURCES, FAMILIES, LOOP_HOOKS, *PROVIDERS.values())
+REGISTRIES = (
+    OPTIMIZERS, LR_SCHEDULES, LOSSES, OBJECTIVES, SCHEDULES, SOURCES, FAMILIES, LOOP_HOOKS, *PROVIDERS.values(),
+)
 """Every registry of the package."""
+
+
+def own_choices(field: str) -> tuple[str, ...]:
+    """Return the package's own choices of a configuration field, of all registries."""
+    return tuple(name for registry in REGISTRIES if registry.field == field for name in registry.builtin)
 
 
 def choices_added(field: str) -> tuple[str, ...]:
     """Return what plugins have added to the choices of a configuration field."""
     return tuple(name for registry in REGISTRIES if registry.field == field for name in registry.added)
+
+
+def unknown_choices(field: str, value: Any) -> list[Any]:
+    """Return which names of a configuration field, one or a list, are none of its choices."""
+    names = value if isinstance(value, (tuple, list)) else (value,)
+    return [name for name in names if name not in (*own_choices(field), *choices_added(field))]

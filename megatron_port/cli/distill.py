@@ -62,8 +62,8 @@ def verify(folder: Path) -> int:
 def logits(args: argparse.Namespace, info: ProcessInfo) -> int:
     """Compute on one rank; return the exit code."""
     from megatron_port.inference.teacher_logits import compute_logits, logits_run
+    from megatron_port.objectives.distillation import open_teacher
     from megatron_port.session.session import open_session
-    from megatron_port.session.teacher import open_teacher
 
     config = load_run(args).config
     d = config.distillation

@@ -25,6 +25,7 @@ from megatron_port.config.memory import activation_problems
 from megatron_port.config.moe import moe_problems
 from megatron_port.config.multi_token import mtp_problems
 from megatron_port.config.neighbour import Neighbour, legal_neighbour
+from megatron_port.config.objective import objective_problems
 from megatron_port.config.offload import offload_problems
 from megatron_port.config.optimizer_checks import optimizer_problems
 from megatron_port.config.preference import preference_problems
@@ -37,7 +38,7 @@ from megatron_port.config.sparsity import sparsity_problems
 from megatron_port.config.unsupported import VALUES, not_supported
 from megatron_port.config.urls import is_remote, url_fault
 from megatron_port.errors import ConfigError
-from megatron_port.registry import LOOP_HOOKS, OWN_UPDATES, SCHEDULES, SOURCES, choices_added
+from megatron_port.registry import LOOP_HOOKS, OWN_UPDATES, SCHEDULES, SOURCES, choices_added, unknown_choices
 
 __all__ = ["Neighbour", "check", "legal_neighbour", "problems", "resolve", "topology_sizes"]
 
@@ -67,6 +68,7 @@ def problems(config: RunConfig, *, world_size: int | None = None) -> list[str]:
     found += [*_data_problems(config), *optimizer_problems(config), *_precision_problems(config)]
     found += [*_engine_problems(config), *offload_problems(config), *graph_problems(config)]
     found += [*fine_tuning_problems(config), *preference_problems(config), *distillation_problems(config)]
+    found += objective_problems(config)
     found += [] if sizes else [*sparsity_problems(config), *quantisation_problems(config)]
     found += activation_problems(
         config.activations, num_layers=config.model.num_layers,
@@ -112,8 +114,8 @@ def _unknown_choices(config: RunConfig) -> list[str]:
 
 def _hook_problems(hooks: tuple[str, ...]) -> list[str]:
     known = ", ".join(LOOP_HOOKS.names) or "none: no plugin registers one"
-    unknown = [f"training.hooks has {name!r}, which is unknown; use {known}" for name in LOOP_HOOKS.unknown(hooks)]
-    return unknown + [f"training.hooks has {name!r} twice; leave one out" for name in dict.fromkeys(hooks)
+    unknown = unknown_choices(LOOP_HOOKS.field, hooks)
+    return [f"training.hooks has {name!r}, which is unknown; use {known}" for name in unknown] + [f"training.hooks has {name!r} twice; leave one out" for name in dict.fromkeys(hooks)
                       if hooks.count(name) > 1]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_port.config.ranges import Range
 from megatron_port.config.schema import RunConfig
-from megatron_port.registry import REGISTRIES
+from megatron_port.registry import REGISTRIES, own_choices
 
 
 def leaf_types(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -34,7 +34,8 @@ def plain_type(kind: Any) -> Any:
 
 
 CHOICES: dict[str, tuple[str | int, ...]] = {
-    **literal_choices(RunConfig), **{registry.field: registry.builtin for registry in REGISTRIES if registry.builtin}
+    **literal_choices(RunConfig),
+    **{field: own for field in {r.field: r for r in REGISTRIES} if (own := own_choices(field))},
 }
 """The package's own values of each field that has a list, by dotted name; plugins add to those of the registries
 (``registry.choices_added``)."""

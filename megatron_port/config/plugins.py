@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron_port.errors import ConfigError
-from megatron_port.registry import REGISTRIES
+from megatron_port.registry import REGISTRIES, unknown_choices
 
 GROUP = "megatron_port.plugins"
 """Group of the entry points."""
@@ -30,7 +30,7 @@ def plugin_problems(values: Mapping[str, Any], origin: str) -> list[str]:
         origin: where ``plugins`` is set, for messages.
     """
     found = import_problems(values.get("plugins", ()), origin)
-    if not found and any(r.unknown(values.get(r.field, ())) for r in REGISTRIES):
+    if not found and any(unknown_choices(r.field, values.get(r.field, ())) for r in REGISTRIES):
         found = installed_problems()
     return found
 

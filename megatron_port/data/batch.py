@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
-from megatron_port.parallel.ahead import LookAhead
 from megatron_port.parallel.positions import Division
-from megatron_port.parallel.stored_teacher import Stored
 
 
 @dataclass(frozen=True)
@@ -36,15 +35,9 @@ class MicroBatch:
     starts; None: every sample is one document"""
     division: Division | None = None
     """How these sequences are divided between context-parallel ranks; None: as the layout says"""
-    reference: torch.Tensor | None = None
-    """float64 [batch, 2], on the last stage, of samples that are pairs: the reference's log-probability of the chosen
-    and the rejected answer"""
-    ahead: LookAhead | None = None
-    """What each depth of multi-token prediction reads and predicts, on the last stage; None: the model predicts no
-    further tokens, or the rank holds whole samples, whose labels say it"""
-
-    stored: Stored | None = None
-    """For each label [batch, seq], on the last stage: the teacher's distribution as a file keeps it (fp32 or fp64)"""
+    side: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """What the loss needs beside labels and mask, by the names that the run's objective gives (``data.objective``):
+    [batch, …], this rank's part, on the last stage only"""
 
     @property
     def masked(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,10 +28,8 @@ from megatron_port.data.run_datasets import (
     within_documents,
 )
 from megatron_port.data.sample import Sample
-from megatron_port.data.teacher_file import StoredLogits
 from megatron_port.errors import DataError
 from megatron_port.parallel.positions import WHOLE_SEQUENCE, SequencePartition
-from megatron_port.parallel.stored_teacher import Stored
 from megatron_port.registry import SOURCES
 
 
@@ -43,22 +41,19 @@ class StepLoader:
         eod_id: end-of-document id; with ``mask_eod_loss`` the prediction made from it
             (the first token of an unrelated document) is left out of the loss, as in Megatron-LM.
         documents: the dataset's samples say where their documents start, which every stage is told.
-        pairs: samples are pairs of answers, and have the reference's log-probabilities.
         view: this rank's part of each micro-batch; no token is read where it has none.
-        stored: what a teacher predicts of the samples of training, which the last stage is given.
         remote: a corpus is in a store; the samples of the step that follows are read beside training.
     """
 
     def __init__(self, dataset: TokenDataset, *, seq_length: int, micro_batch_size: int, dp_rank: int, dp_size: int,
                  seed: int, eod_id: int, mask_eod_loss: bool, view: RankView, documents: bool = False,
-                 pairs: bool = False, remote: bool = False, stored: StoredLogits | None = None) -> None:
+                 remote: bool = False) -> None:
         if not 0 <= dp_rank < dp_size or micro_batch_size < 1:
             raise ValueError(f"replica {dp_rank} of {dp_size}, micro-batch {micro_batch_size}")
         self.dataset, self.seq_length, self.seed = dataset, seq_length, seed
         self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
         self.eod_id, self.mask_eod_loss = eod_id, mask_eod_loss
-        self.view, self.documents, self.pairs = view, documents, pairs
-        self.stored = stored
+        self.view, self.documents = view, documents
         self.ahead = ReadAhead(lambda k: dataset.draw(seed, k)) if remote else None
 
     def sample_ids(self, first_sample: int, global_batch: int) -> list[tuple[int, ...]]:
@@ -77,7 +72,7 @@ class StepLoader:
             DataError: a token that the model has no embedding for; a batch that does not divide.
         """
         read, starts = partial(self.dataset.draw, self.seed), partial(self.dataset.drawn_starts, self.seed)
-        step = [self._pack(ids, read, starts, judged=True) for ids in self.sample_ids(first_sample, global_batch)]
+        step = [self._pack(ids, read, starts, training=True) for ids in self.sample_ids(first_sample, global_batch)]
         if self.ahead and self.view.reads:
             self.ahead.read(k for ids in self.sample_ids(first_sample + global_batch, global_batch) for k in ids)
         return step
@@ -108,22 +103,9 @@ class StepLoader:
             return self.dataset.starts(index)
         return np.zeros(self.seq_length, dtype=np.int32) if self.documents else None
 
-    def _reference(self, rows: Sequence[Sample]) -> torch.Tensor | None:
-        """Return float64 [batch, 2], zeros for samples that fill up a batch; None: not for this stage."""
-        if not (self.pairs and self.view.need_labels):
-            return None
-        return torch.from_numpy(np.stack([np.zeros(2) if row.reference is None else row.reference for row in rows]))
-
-    def _stored_teacher(self, ids: Sequence[int], rows: Sequence[Sample]) -> Stored | None:
-        """Return what is kept of the teacher at each position [batch, seq]; None: nothing, or not for this stage."""
-        if self.stored is None or not self.view.need_labels:
-            return None
-        found = [self.stored.read(number, row) for number, row in zip(ids, rows)]
-        return Stored(*(torch.stack([getattr(one, f.name) for one in found]) for f in fields(Stored)))
-
     def _pack(
         self, ids: tuple[int, ...], read: Callable[[int], Sample], starts: Callable[[int], np.ndarray | None], *,
-        counted: int | None = None, masked: bool = False, judged: bool = False,
+        counted: int | None = None, masked: bool = False, training: bool = False,
     ) -> MicroBatch:
         """Make a micro-batch of the samples ``ids``.
 
@@ -131,7 +113,7 @@ class StepLoader:
             read, starts: give a sample by its number, and where its documents start without reading its tokens.
             counted: of the samples, so many count (None: all).
             masked: with a mask even where all do.
-            judged: with what the teacher predicts, where it is stored.
+            training: they are trained on, not evaluated.
         """
         masked = masked or self.mask_eod_loss or self.dataset.masked
         if not self.view.reads:
@@ -140,9 +122,7 @@ class StepLoader:
         rows = [read(k) for k in ids]
         tokens = np.stack([row.tokens for row in rows])
         mask = self._mask(rows, tokens, counted) if self.view.need_labels and masked else None
-        stored = self._stored_teacher(ids, rows) if judged else None
-        return self.view.micro_batch(ids, tokens, mask=mask, labels_masked=masked, reference=self._reference(rows),
-                                     stored=stored,
+        return self.view.micro_batch(ids, tokens, mask=mask, labels_masked=masked, rows=rows, training=training,
                                      starts=(row.starts for row in rows) if self.documents else ())
 
     def _mask(self, rows: Sequence[Sample], tokens: np.ndarray, counted: int | None) -> torch.Tensor:
@@ -225,15 +205,6 @@ def _check_bos(metas: Sequence[tuple[IndexedDataset, CorpusMeta]]) -> None:
                         + "; prepare them again alike, all with --no-bos or all without it")
 
 
-def _stored_logits(run: RunConfig, samples: int | None, *, whole: bool) -> StoredLogits:
-    """Return the folder of ``distillation.logits``; ``whole``: see that all blocks are there. Raises DataError."""
-    stored = StoredLogits(run.distillation.logits)
-    needed = run.training.steps * run.batch.global_batch_size if samples is None else samples
-    stored.check(vocab_size=run.model.vocab_size, seq_length=run.model.seq_length,
-                 temperature=run.distillation.temperature, samples=needed if whole else 1)
-    return stored
-
-
 def _check_asked(asked: str, corpus: IndexedDataset, meta: CorpusMeta) -> None:
     """``data.tokenizer`` is not the sidecar's name; only a hash can say that it is the same. Raises DataError."""
     from megatron_port.data.tokenizer import NAMES, identity
@@ -287,9 +258,9 @@ def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tok
     loaders = [None if d is None else StepLoader(
         d, seq_length=run.model.seq_length, micro_batch_size=run.batch.micro_batch_size, dp_rank=dp_rank,
         dp_size=dp_size, seed=run.seed, eod_id=eod, mask_eod_loss=data.mask_eod_loss,
-        view=view, documents=within_documents(run), pairs=run.training.on_pairs, remote=remote) for d in sets]
+        view=view, documents=within_documents(run), remote=remote) for d in sets]
     assert loaders[0] is not None, "the training split was checked above"
-    if run.distillation.logits:
-        loaders[0].stored = _stored_logits(run, train_samples, whole=dp_rank == 0 and need_labels)
+    consumed = run.training.steps * run.batch.global_batch_size if train_samples is None else train_samples
+    view.objective.open_side(consumed, whole=dp_rank == 0 and need_labels)
     return Loaders(train=loaders[0], valid=loaders[1], test=loaders[2], tokenizer_name=name, eod_id=eod,
                    tokenizer=tokenizer, data_fingerprint=fingerprint)

@@ -1,24 +1,24 @@
 """What a rank is given of each micro-batch: by its pipeline stage, and by its place among the context-parallel ranks.
 
-Labels, masks and what multi-token prediction reads are shifted on whole samples, and the positions that the rank holds
-are taken afterwards: the label of a position at the edge of a chunk is another rank's token.
+Labels, masks and the objective's side tensors are made of whole samples, and the positions that the rank holds are
+taken afterwards: the label of a position at the edge of a chunk is another rank's token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from megatron_port.config.schema import RunConfig
 from megatron_port.data.batch import MicroBatch
-from megatron_port.parallel.ahead import look_ahead
+from megatron_port.data.objective import Objective, WholeSamples, objective_of
+from megatron_port.data.sample import Sample
 from megatron_port.parallel.balance import attention_work, balanced_chunks, block_size
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.positions import WHOLE_SEQUENCE, Division, SequencePartition, sequence_partition
-from megatron_port.parallel.stored_teacher import Stored
 
 
 def balanced_windows(config: RunConfig) -> tuple[int, ...]:
@@ -39,23 +39,22 @@ class RankView:
         partition: which positions of a sequence it holds.
         windows: of the layers, where each micro-batch is divided by the work that its documents leave (empty: all are
             divided as ``partition`` says).
-        depths: of multi-token prediction, where the rank lacks the tokens after its own.
+        objective: makes what the last stage's loss needs beside labels.
     """
 
     need_tokens: bool
     need_labels: bool
     partition: SequencePartition = WHOLE_SEQUENCE
     windows: tuple[int, ...] = ()
-    depths: int = 0
+    objective: Objective = field(default_factory=Objective)
 
     @classmethod
     def of(
         cls, config: RunConfig, *, need_tokens: bool, need_labels: bool, partition: SequencePartition = WHOLE_SEQUENCE
     ) -> RankView:
         """Return the view of a rank that a run's stage and division give these."""
-        if partition.division.ranks == 1:  # the engine derives from whole samples what further depths read
-            return cls(need_tokens, need_labels, partition)
-        return cls(need_tokens, need_labels, partition, balanced_windows(config), config.model.mtp_layers)
+        windows = balanced_windows(config) if partition.division.ranks > 1 else ()
+        return cls(need_tokens, need_labels, partition, windows, objective_of(config))
 
     @classmethod
     def on(cls, config: RunConfig, ctx: ParallelContext) -> RankView:
@@ -81,8 +80,8 @@ class RankView:
 
     def micro_batch(
         self, ids: tuple[int, ...], tokens: np.ndarray | None, *, mask: torch.Tensor | None = None,
-        starts: Iterable[np.ndarray | None] = (), labels_masked: bool = False, reference: torch.Tensor | None = None,
-        stored: Stored | None = None,
+        starts: Iterable[np.ndarray | None] = (), labels_masked: bool = False, rows: Sequence[Sample] = (),
+        training: bool = False,
     ) -> MicroBatch:
         """Return the rank's part of some samples.
 
@@ -90,11 +89,11 @@ class RankView:
             tokens: int64 [batch, seq + 1]; None on stages that read none.
             mask: float32 [batch, seq]: which labels count; None: all, or another stage knows.
             starts: of each sample, int32 [seq]; none where a sample is one document.
-            reference: as the micro-batch has it.
-            stored: of whole sequences [batch, seq], on the last stage.
+            rows: the samples as a dataset has them, for the objective; empty: they come from none.
+            training: they are trained on, not evaluated.
         """
-        rows = [row for row in starts if row is not None]
-        documents = np.stack(rows) if rows else None
+        found = [row for row in starts if row is not None]
+        documents = np.stack(found) if found else None
         division = self.division(documents)
         partition = self.partition.divided(division)
         whole = None if documents is None else torch.from_numpy(documents)
@@ -102,15 +101,18 @@ class RankView:
             return MicroBatch(ids, labels_masked=labels_masked, document_starts=whole, division=division)
 
         def held(x: torch.Tensor) -> torch.Tensor:
-            return partition.held(x.shape[-1]).take(x, dim=x.dim() - 1).contiguous()
+            """Take the rank's positions of [batch, seq, …]."""
+            return partition.held(x.shape[1]).take(x, dim=1).contiguous()
 
         read, labels = torch.from_numpy(tokens[:, :-1]), torch.from_numpy(tokens[:, 1:])
         mask = mask if self.need_labels else None
-        ahead = look_ahead(labels, mask, whole, self.depths) if self.depths and self.need_labels else None
+        side = self.objective.side(WholeSamples(
+            ids, labels, mask, whole, rows=rows, training=training, divided=partition.division.ranks > 1
+        )) if self.need_labels else {}
+        layout = self.objective.side_layout
         return MicroBatch(
             ids, tokens=held(read) if self.need_tokens else None, labels=held(labels) if self.need_labels else None,
             loss_mask=None if mask is None else held(mask), labels_masked=labels_masked, document_starts=whole,
-            division=division, reference=reference, ahead=None if ahead is None else ahead.map(held),
-            stored=None if stored is None else stored.map(
-                lambda x: partition.held(x.shape[1]).take(x, dim=1).contiguous()),
+            division=division,
+            side={name: held(x) if layout[name] == "position" else x for name, x in side.items()},
         )

@@ -16,12 +16,13 @@ from torch import nn
 from megatron_port.backend.jit_guard import prepare_deepspeed
 from megatron_port.config.schema import RunConfig
 from megatron_port.data.batch import MicroBatch
+from megatron_port.data.objective import Objective
 from megatron_port.engine.api import NO_LIMITS, EvalResult, StepLimits, StepResult
 from megatron_port.engine.deepspeed_config import deepspeed_config
 from megatron_port.engine.loss_reduction import (
     device_sums,
+    global_count,
     global_samples,
-    global_tokens,
     loss_weight,
     reduced_auxiliary,
     shared_sums,
@@ -64,6 +65,7 @@ class DeepSpeedEngine:
         stream: DropoutStream,
         *,
         dtype: torch.dtype,
+        objective: Objective,
         optimizer_provider: str = "torch",
         progress: ProgressTracker | None = None,
     ) -> None:
@@ -78,6 +80,7 @@ class DeepSpeedEngine:
 
         self._state = deepspeed_state
         self.stage, self.config, self.ctx, self.stream, self.dtype = stage, config, ctx, stream, dtype
+        self.objective = objective
         self.scaler = LossScaler(config.precision)
         self.on_gradients: GradientHook | None = None
         self.progress = progress or ProgressTracker()
@@ -262,7 +265,9 @@ class DeepSpeedEngine:
             group["lr"] = lr * group["lr_factor"]
         self.stream.enabled = True
         self.progress.at(REDUCE, "tokens of the step")
-        tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
+        tokens = global_count(
+            micro_batches, self.objective, self.ctx, seq_length=self.config.model.seq_length
+        )
         self._loss_factor = loss_weight(tokens)
         self._tokens, self._limits, self._probe, self._refused = tokens, limits, probe, False
         used_scale = self.scaler.scale
@@ -311,7 +316,9 @@ class DeepSpeedEngine:
         """Forward only; see ``engine.api.Engine``."""
         self.stream.enabled = False
         self._loss_factor = 1.0
-        self._tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
+        self._tokens = global_count(
+            micro_batches, self.objective, self.ctx, seq_length=self.config.model.seq_length
+        )
         with self.quantized_weight_cache.active(backward=False):
             self.engine.eval_batch(
                 self._begin(micro_batches, 0), reduce_output=None, bcast_loss=False,

@@ -8,15 +8,17 @@ import torch
 import torch.distributed as dist
 
 from megatron_port.data.batch import MicroBatch
-from megatron_port.parallel.ahead import counted_ahead
+from megatron_port.data.objective import Objective
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.mesh import REPLICAS
 from megatron_port.parallel.step import AuxiliarySums
 
 
-def global_tokens(micro_batches: Sequence[MicroBatch], ctx: ParallelContext, *, seq_length: int) -> float:
-    """Loss tokens of a step over all replicas, on every rank before its first forward pass; of pairs, whose loss has a
-    term each, their number.
+def global_count(
+    micro_batches: Sequence[MicroBatch], objective: Objective, ctx: ParallelContext, *, seq_length: int
+) -> float:
+    """Return what the mean of a step divides by (loss tokens, or pairs), over all replicas, on every rank before its
+    first forward pass.
 
     Where nothing is masked the count is known. Masks are on the last stage only, which sums them over its replicas and
     tells the other stages: 8 bytes, and a host synchronisation, because the loss factor is a number. Collective.
@@ -26,15 +28,12 @@ def global_tokens(micro_batches: Sequence[MicroBatch], ctx: ParallelContext, *, 
             "a micro-batch has a loss_mask and labels_masked is False: the stages without the mask would not take part "
             "in counting tokens, and all would wait for ever; set labels_masked on every stage"
         )
-    if not any(b.masked for b in micro_batches):
-        return float(sum(len(b.sample_ids) for b in micro_batches) * seq_length * ctx.size("dp"))
+    known = [objective.known_count(b, seq_length) for b in micro_batches]
+    if None not in known:
+        return float(sum(n for n in known if n is not None) * ctx.size("dp"))
     total = torch.zeros((), dtype=torch.float64, device=ctx.device)
-    if ctx.is_last_stage:
-        total += sum(  # masks on the device are not waited for one by one
-            len(b.sample_ids) * seq_length / ctx.size("cp") if b.loss_mask is None
-            else (b.loss_mask.sum() if b.reference is None else b.loss_mask.any(dim=1).sum()).double()
-            for b in micro_batches
-        )
+    if ctx.is_last_stage:  # masks on the device are not waited for one by one
+        total += sum(objective.count(b, seq_length / ctx.size("cp")) for b in micro_batches)
         replicas = ctx.over(*REPLICAS)
         if replicas is not None:
             dist.all_reduce(total, group=replicas)
@@ -49,26 +48,18 @@ def global_samples(micro_batches: Sequence[MicroBatch], ctx: ParallelContext) ->
     return sum(len(b.sample_ids) for b in micro_batches) * ctx.size("dp")
 
 
-def ahead_tokens(micro_batches: Sequence[MicroBatch], ctx: ParallelContext, depths: int) -> tuple[float, ...]:
-    """Loss tokens of a step over all replicas at each depth of multi-token prediction, from 1 on; empty on all stages
-    but the last, which alone uses them. Collective over its replicas."""
-    if not (depths and ctx.is_last_stage):
+def term_counts(
+    micro_batches: Sequence[MicroBatch], objective: Objective, ctx: ParallelContext
+) -> tuple[float, ...]:
+    """Return the counts of the objective's further terms over all replicas; empty on all stages but the last, which
+    alone uses them. Collective over its replicas."""
+    if not (objective.terms and ctx.is_last_stage):
         return ()
-    counts = torch.zeros(depths, dtype=torch.float64)
+    counts, divided = torch.zeros(objective.terms, dtype=torch.float64), ctx.size("cp") > 1
     for batch in micro_batches:
-        assert batch.labels is not None  # on the last stage
-        if batch.ahead is not None:
-            counts += batch.ahead.counted.sum(dim=(1, 2)).cpu()
-            continue
-        if ctx.size("cp") > 1:
-            raise ValueError("MicroBatch.ahead is None: context-parallel ranks lack the tokens after their own")
-        for depth in range(depths):
-            counts[depth] += counted_ahead(
-                depth + 1, (batch.labels.shape[0], batch.labels.shape[1]), mask=batch.loss_mask,
-                starts=batch.document_starts, device=batch.labels.device,
-            ).sum()
-    if ctx.size("cp") == 1 and not any(b.masked or b.document_starts is not None for b in micro_batches):
-        return tuple((counts * ctx.size("dp")).tolist())
+        counts += objective.term_counts(batch, divided=divided)
+    if not divided and not any(b.masked or b.document_starts is not None or b.side for b in micro_batches):
+        return tuple((counts * ctx.size("dp")).tolist())  # every replica counts the same
     counts, replicas = counts.to(ctx.device), ctx.over(*REPLICAS)
     if replicas is not None:
         dist.all_reduce(counts, group=replicas)
@@ -76,7 +67,7 @@ def ahead_tokens(micro_batches: Sequence[MicroBatch], ctx: ParallelContext, dept
 
 
 def loss_weight(tokens: float) -> float:
-    """Return what the sum of token losses is multiplied by to give the mean; ``tokens``: of :func:`global_tokens`.
+    """Return what the sum of token losses is multiplied by to give the mean; ``tokens``: of :func:`global_count`.
 
     Where every label is masked it is 1, as in Megatron-LM, which takes at least one token: the sum is 0 and so is
     every gradient.

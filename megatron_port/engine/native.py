@@ -17,17 +17,18 @@ from torch import nn
 
 from megatron_port.config.schema import RunConfig
 from megatron_port.data.batch import MicroBatch
+from megatron_port.data.objective import Objective
 from megatron_port.engine import native_state
 from megatron_port.engine.api import NO_LIMITS, EvalResult, StepLimits, StepResult
 from megatron_port.engine.loss_reduction import (
-    ahead_tokens,
     device_sums,
+    global_count,
     global_samples,
-    global_tokens,
     loss_weight,
     reduced_auxiliary,
     refused_loss,
     shared_sums,
+    term_counts,
 )
 from megatron_port.engine.module import buffer_pieces, load_buffers, recorded_parameters, zero_moments
 from megatron_port.engine.native_gradients import GradientSink
@@ -78,16 +79,16 @@ def _record_weights(check: StateCheck, sharded: weakref.ref[ShardedParameters], 
 class NativeEngine:
     """Engine (``engine.api.Engine``) without DeepSpeed. ``chunks``: this rank's stage modules, one per virtual stage.
 
-    ``beside``: around a reader of the run's state, that of frozen weights which the run's checkpoints do not hold.
+    ``objective``: what the step's mean divides by, and which frozen weights the run's checkpoints do not hold.
     ``on_gradients`` sees every final gradient (summed over dp, unclipped, unscaled); costs a gather of all of them.
     """
 
     def __init__(
         self, chunks: Sequence[Any], config: RunConfig, ctx: ParallelContext, stream: DropoutStream, *,
-        dtype: torch.dtype, optimizer_provider: str = "torch", progress: ProgressTracker | None = None,
-        beside: Callable[[StateReader], AbstractContextManager[StateReader]] = nullcontext,
+        dtype: torch.dtype, objective: Objective, optimizer_provider: str = "torch",
+        progress: ProgressTracker | None = None,
     ) -> None:
-        self.beside = beside
+        self.objective = objective
         self.chunks, self.config, self.ctx, self.stream, self.dtype = list(chunks), config, ctx, stream, dtype
         self.stage: nn.Module = self.chunks[0] if len(self.chunks) == 1 else nn.ModuleList(self.chunks)
         self.progress = progress or ProgressTracker()
@@ -211,7 +212,7 @@ class NativeEngine:
         keys: Sequence[torch.Tensor] = (),
     ) -> Passes:
         """Run the step's schedule, or an evaluation's where no gradients are wanted. ``keys``: of a recorded step."""
-        values, ahead = self.values if keys else self.values.host, tuple[float, ...]()
+        values, terms = self.values if keys else self.values.host, tuple[float, ...]()
         count, layout = len(micro_batches), self.config.layout
         if torch.is_grad_enabled():
             schedule = make_schedule(
@@ -219,13 +220,13 @@ class NativeEngine:
                 exchanges=self.ctx.topology.ep > 1,
             )
             reserve_swap(self.chunks, schedule.plans[self.ctx.coords.pp])
-            ahead = ahead_tokens(micro_batches, self.ctx, self.config.model.mtp_layers)
+            terms = term_counts(micro_batches, self.objective, self.ctx)
         else:
             schedule = forward_only(self.ctx.topology, count)
         passes = Passes(
             self.chunks, self.ctx, self.stream, self.progress, self.wgrad_accumulator, micro_batches=micro_batches,
             step=step, loss_factor=values.loss_factor, loss_gradient=self.values.loss_factor,
-            global_tokens=values.tokens, keys=keys, ahead_tokens=ahead,
+            global_tokens=values.tokens, keys=keys, term_counts=terms,
             auxiliary=self.auxiliary if torch.is_grad_enabled() else None, probe=probe,
             tallies=self.tallies if torch.is_grad_enabled() else None, sample_factor=values.sample_factor,
             sums=lambda: [g for _, g in self.sharded.local_gradients()], after_backward=self.sharded.end_pass,
@@ -250,7 +251,9 @@ class NativeEngine:
             self.stage.train()
         self.stream.enabled = True
         self.progress.at(REDUCE, "tokens of the step")
-        tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
+        tokens = global_count(
+            micro_batches, self.objective, self.ctx, seq_length=self.config.model.seq_length
+        )
         used_scale, (largest_loss, largest_norm) = self.scaler.scale, limits.largest
         mean, deviation = self.norms.now
         self.values.set(StepNumbers(
@@ -390,7 +393,9 @@ class NativeEngine:
         self.stage.eval()
         self.stream.enabled = False
         self.progress.at(REDUCE, "tokens of the batch")
-        tokens = global_tokens(micro_batches, self.ctx, seq_length=self.config.model.seq_length)
+        tokens = global_count(
+            micro_batches, self.objective, self.ctx, seq_length=self.config.model.seq_length
+        )
         self.values.set(StepNumbers(tokens=tokens))
         passes = self._run(micro_batches, 0)
         self._losses = passes.losses
@@ -421,7 +426,7 @@ class NativeEngine:
     @torch.no_grad()
     def load_state(self, read: StateReader, scalars: dict[str, float | int]) -> None:
         """Set masters, weights, optimizer state and counters. Each rank reads its own slices, without communication."""
-        with self.beside(read) as whole:
+        with self.objective.add_frozen(read) as whole:
             native_state.load_state(self.sharded, self.parameters, whole)
             self.masks = GradientMasks(zip(self.sharded.owners, self.sharded.pieces), self.config.sparsity)
             load_buffers(self.buffers, whole)

@@ -77,7 +77,8 @@ class Passes:
         chunks: this rank's, in order; any module that follows ``engine.module.StageModule``.
         loss_gradient: what the loss of the step is multiplied by for its gradient, a scalar on the device: loss scale
             over tokens. The modules are told the number, ``loss_factor``.
-        global_tokens: loss tokens of the step, for the modules; ``ahead_tokens``: those of further depths.
+        global_tokens: loss tokens of the step, for the modules; ``term_counts``: of the objective's further
+            terms.
         keys: of a recorded step: memory with the dropout keys of each micro-batch's samples.
         auxiliary, tallies: what the modules add to; None: nobody reads it.
         sample_factor: as ``loss_factor``, of terms that are means over samples.
@@ -91,7 +92,7 @@ class Passes:
         self, chunks: Sequence[Any], ctx: ParallelContext, stream: DropoutStream, progress: ProgressTracker,
         gradients: WgradAccumulator, *, micro_batches: Sequence[MicroBatch], step: int,
         loss_factor: float | torch.Tensor, loss_gradient: torch.Tensor, global_tokens: float | torch.Tensor = 1.0,
-        ahead_tokens: tuple[float, ...] = (), keys: Sequence[torch.Tensor] = (), auxiliary: AuxiliarySums | None = None,
+        term_counts: tuple[float, ...] = (), keys: Sequence[torch.Tensor] = (), auxiliary: AuxiliarySums | None = None,
         tallies: Tallies | None = None, sample_factor: float | torch.Tensor = 1.0, probe: Probe | None = None,
         sums: Callable[[], list[torch.Tensor]] = list,
         after_backward: Callable[[int], None] = lambda chunk: None, flush_gradients: Callable[[], None] = lambda: None,
@@ -100,7 +101,7 @@ class Passes:
         self.chunks, self.ctx, self.stream, self.progress, self.gradients = chunks, ctx, stream, progress, gradients
         self.micro_batches, self.step, self.loss_factor, self.keys = micro_batches, step, loss_factor, keys
         self.loss_gradient, self.global_tokens, self.auxiliary = loss_gradient, global_tokens, auxiliary
-        self.tallies, self.sample_factor, self.ahead_tokens = tallies, sample_factor, ahead_tokens
+        self.tallies, self.sample_factor, self.term_counts = tallies, sample_factor, term_counts
         self.probe, self.sums, self.after_backward = probe, sums, after_backward
         self.flush_gradients, self.filled_by = flush_gradients, filled_by
         self.total = torch.zeros((), dtype=torch.float64, device=ctx.device)
@@ -166,10 +167,9 @@ class Passes:
         batch, recorded = self.micro_batches[number], bool(self.keys)
         self.stream.set_micro_batch(
             self.step, () if recorded else batch.sample_ids, loss_factor=self.loss_factor,
-            global_tokens=self.global_tokens, ahead_tokens=self.ahead_tokens,
-            ahead=batch.ahead if self.ahead_tokens else None, document_starts=batch.document_starts,
-            division=batch.division, reference=batch.reference, stored=batch.stored, auxiliary=self.auxiliary,
-            tallies=self.tallies, sample_factor=self.sample_factor,
+            global_tokens=self.global_tokens, term_counts=self.term_counts, document_starts=batch.document_starts,
+            division=batch.division, side=batch.side, auxiliary=self.auxiliary, tallies=self.tallies,
+            sample_factor=self.sample_factor,
             keys=self.keys[number] if recorded else None,
         )
 

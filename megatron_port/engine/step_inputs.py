@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 import torch
 
 from megatron_port.data.batch import MicroBatch
 
-FIELDS = ("tokens", "labels", "loss_mask", "document_starts", "reference")
-"""The tensors of a micro-batch."""
-Shapes = tuple[tuple[int, ...] | int | None, ...]
-"""Samples of each micro-batch, and the shape of each of ``FIELDS``."""
+FIELDS = ("tokens", "labels", "loss_mask", "document_starts")
+"""Tensors of a micro-batch beside ``side``."""
+Shapes = tuple[tuple[int, ...] | int | str, ...]
+"""Samples of each micro-batch, then the name and the shape of each of its tensors."""
+
+
+def tensors_of(batch: MicroBatch) -> dict[str, torch.Tensor]:
+    """Return the tensors that a micro-batch has, by name, side tensors last; the names of fields are no side
+    tensor's."""
+    fields = {name: getattr(batch, name) for name in FIELDS}
+    return {name: t for name, t in fields.items() if t is not None} | dict(sorted(batch.side.items()))
+
+
+def with_tensors(batch: MicroBatch, tensors: Mapping[str, torch.Tensor]) -> MicroBatch:
+    """Return a micro-batch with other tensors for those of :func:`tensors_of`."""
+    fields: dict[str, Any] = {name: tensors.get(name) for name in FIELDS}
+    return replace(batch, **fields, side={name: tensors[name] for name in batch.side})
 
 
 def shapes_of(micro_batches: Sequence[MicroBatch]) -> Shapes:
     """Return what must be alike in two steps for the one's recording to serve the other."""
-    out: list[tuple[int, ...] | int | None] = []
+    out: list[tuple[int, ...] | int | str] = []
     for batch in micro_batches:
         out.append(len(batch.sample_ids))
-        out += [None if t is None else tuple(t.shape) for t in (getattr(batch, name) for name in FIELDS)]
+        for name, tensor in tensors_of(batch).items():
+            out += [name, tuple(tensor.shape)]
     return tuple(out)
 
 
@@ -45,10 +60,9 @@ class StepInputs:
             here, free[t.dtype] = free[t.dtype][: t.numel()], free[t.dtype][t.numel() :]
             return here.view(t.shape)
 
-        self.batches: list[MicroBatch] = []
-        for batch in like:
-            held = {name: t if t is None else placed(t) for name, t in ((n, getattr(batch, n)) for n in FIELDS)}
-            self.batches.append(replace(batch, **held))  # type: ignore[arg-type]  # tensors by name
+        self.batches = [
+            with_tensors(batch, {name: placed(t) for name, t in tensors_of(batch).items()}) for batch in like
+        ]
         self.keys = [placed(t) for t in keys]
 
     def load(self, micro_batches: Sequence[MicroBatch], keys: Sequence[Sequence[int]]) -> None:
@@ -61,7 +75,7 @@ class StepInputs:
 
 
 def _tensors(micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-    return [t for b in micro_batches for t in (getattr(b, name) for name in FIELDS) if t is not None]
+    return [t for batch in micro_batches for t in tensors_of(batch).values()]
 
 
 def _copy(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:

@@ -16,6 +16,7 @@ from megatron_port.errors import ConfigError
 from megatron_port.model.activation_sites import LayerActivations
 from megatron_port.model.adapter_spec import adapter_spec
 from megatron_port.model.adapters import make_adapter
+from megatron_port.model.loss import StageLoss
 from megatron_port.model.residual import ResidualStream
 from megatron_port.model.rotary import RotaryTables
 from megatron_port.model.site_parking import ParkingPlaces
@@ -50,7 +51,7 @@ class BuildContext:
         layer_activations: by the index of the layer, where ``recompute`` is none.
         position_reset: learned positions are counted from each document's start.
         fine_tuning: which linears have adapters.
-        dpo_beta: of the loss of pairs (``model.preference``); 0: the loss is of tokens.
+        objective: what the last stage makes of the logits; None: the mean token loss.
         z_loss: factor of log²Z in the loss of the model's own logits while training.
         quantisation: few bits that the weights of the layers' linears are to have.
     """
@@ -60,10 +61,10 @@ class BuildContext:
         stream: DropoutStream, dtype: torch.dtype, loss: TokenLoss = vocab_parallel_cross_entropy,
         partition: SequencePartition | None = None, recompute: str = "none",
         layer_activations: Mapping[int, LayerActivations] | None = None, position_reset: bool = False,
-        fine_tuning: FineTuningConfig = NO_ADAPTERS, dpo_beta: float = 0.0,
+        fine_tuning: FineTuningConfig = NO_ADAPTERS, objective: StageLoss | None = None,
         z_loss: float = 0.0, quantisation: QuantisationConfig = NO_QUANTISATION,
     ) -> None:
-        self.fine_tuning, self.dpo_beta, self.z_loss = fine_tuning, dpo_beta, z_loss
+        self.fine_tuning, self.objective, self.z_loss = fine_tuning, objective or StageLoss(), z_loss
         self.model, self.ctx, self.providers, self.stream = model, ctx, providers, stream
         self.dtype, self.loss, self.position_reset = dtype, loss, position_reset
         self.sequence_parallel = layout.sequence_parallel and ctx.size("tp") > 1

@@ -12,8 +12,7 @@ from megatron_port.model.build import BuildContext
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.layers import Embedding, Head, TransformerLayer
 from megatron_port.model.moe import MoE
-from megatron_port.model.multi_token import Prediction, auxiliary_names, build_predictions, further_losses
-from megatron_port.model.preference import REWARDS, pair_loss_sum
+from megatron_port.model.multi_token import Prediction, build_predictions
 from megatron_port.model.router import tally_specs
 from megatron_port.model.shared_layers import Held, SharedLayers, share_weights, shared_layers
 from megatron_port.parallel.step import StepContext
@@ -58,10 +57,10 @@ class GPTStage(nn.Module):
             self.head = Head(spec.head, build, table if spec.head.weight.tied else None)
             further = build_predictions(spec.head, build, self.head, table)
         self.predictions = nn.ModuleList(further)
-        self.auxiliary_names = (*auxiliary_names(build.model.mtp_layers), *(REWARDS if build.dpo_beta else ()))
+        self.objective, self.stream = build.objective, build.stream
+        self.auxiliary_names = build.objective.sums
         self.on_logits: Callable[[torch.Tensor, StepContext], None] | None = None
         """Looks at the logits of each micro-batch before their loss."""
-        self.mtp_weight, self.dpo_beta, self.stream = build.model.mtp_weight, build.dpo_beta, build.stream
 
     @property
     def units(self) -> list[nn.Module]:
@@ -84,23 +83,13 @@ class GPTStage(nn.Module):
         return x if self.head is None else self.head(x)
 
     def loss_sum(self, logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Sum of the token losses of a micro-batch, or of the losses of its pairs, a scalar (last stage only).
-
-        In training its gradient is also that of the losses of further tokens, which the value leaves out.
-        """
+        """Sum of the losses of a micro-batch by the run's objective, a scalar (last stage only)."""
         if self.head is None:
             raise ValueError("loss_sum on a stage without the head")
-        if self.on_logits is not None and self.stream.current is not None:
-            self.on_logits(logits, self.stream.current)
-        losses = self.head.token_losses(logits, labels, z_loss=self.head.z_loss)
-        if self.dpo_beta:
-            return pair_loss_sum(losses, mask, self.stream.current, self.dpo_beta)
-        total = losses.sum() if mask is None else (losses * mask).sum()
-        if not (self.predictions and self.training and torch.is_grad_enabled()):
-            return total
-        assert self.stream.current is not None  # the engine has said which micro-batch it is
-        further = further_losses(self.predictions, self.head, labels, mask, self.stream.current, self.mtp_weight)
-        return total + (further - further.detach())
+        context = self.stream.current
+        if self.on_logits is not None and context is not None:
+            self.on_logits(logits, context)
+        return self.objective.loss(self, logits, labels, mask, context)
 
     def after_update(self, totals: Mapping[str, torch.Tensor], refused: torch.Tensor) -> None:
         """Let layers of experts change what balances them (``model.router``), after each step's update."""

@@ -2,13 +2,12 @@
 training, one token further ahead each.
 
 Module k takes the hidden state of each position at depth k - 1 and the token k places on, and predicts the one after
-that. A hidden state is what the head's matrix is multiplied with, hence behind the norm, at depth 0 too: so does
-inference with the published weights. The paper puts the hidden state before the embedding, those weights after it.
+that; ``objectives.multi_token`` has the loss. A hidden state is what the head's matrix is multiplied with, hence behind
+the norm, at depth 0 too: so does inference with the published weights. The paper puts the hidden state before the
+embedding, those weights after it.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -18,12 +17,7 @@ from megatron_port.model.factored import UnsplitLinear
 from megatron_port.model.layers import Head, TransformerLayer, embedding_factor
 from megatron_port.model.norm import Norm
 from megatron_port.model.unit_spec import HeadSpec, PredictionSpec
-from megatron_port.parallel.ahead import look_ahead
 from megatron_port.parallel.embedding import VocabParallelEmbedding
-from megatron_port.parallel.step import StepContext
-
-_LOSS = "mtp_loss_"
-"""Before the depth, in the names of auxiliary sums."""
 
 
 class Prediction(nn.Module):
@@ -62,18 +56,6 @@ class Prediction(nn.Module):
         return found, head.logits(head.scaled(found))
 
 
-def auxiliary_names(depths: int) -> tuple[str, ...]:
-    """Return the names of the sums of a step that are the mean loss of each depth, in nats."""
-    return tuple(f"{_LOSS}{depth}" for depth in range(1, depths + 1))
-
-
-def further_loss(auxiliary: Mapping[str, float]) -> float | None:
-    """Return the mean over depths of a step's sums of these names; a depth without any token has added none. None:
-    there is no module, or no token at any depth."""
-    found = [value for name, value in auxiliary.items() if name.startswith(_LOSS) and value != 0.0]
-    return sum(found) / len(found) if found else None
-
-
 def build_predictions(
     spec: HeadSpec, build: BuildContext, head: Head, embedding: nn.Parameter | None
 ) -> list[Prediction]:
@@ -85,25 +67,3 @@ def build_predictions(
     if table is None:
         table = head.weight if spec.table is None else build.table(spec.table, tied_apart=True, primary=False)
     return [Prediction(i, part, build, head, table) for i, part in enumerate(spec.predictions)]
-
-
-def further_losses(
-    predictions: Iterable[nn.Module], head: Head, labels: torch.Tensor, mask: torch.Tensor | None,
-    context: StepContext, weight: float,
-) -> torch.Tensor:
-    """Return what the modules add to a micro-batch's sum of token losses: a scalar.
-
-    Each depth has a mean over its own tokens of the step, fewer than the model's. The step's mean is this sum over the
-    model's tokens, so what is added is ``weight`` / depths of the mean, times these. ``head`` has run before.
-    """
-    hidden, total = head.take_hidden(), None
-    ahead = context.ahead or look_ahead(labels, mask, context.document_starts, len(context.ahead_tokens))
-    for depth, (part, count) in enumerate(zip(predictions, context.ahead_tokens, strict=True), 1):
-        hidden, logits = part(hidden, ahead.tokens[depth - 1], head)
-        losses = (head.token_losses(logits, ahead.labels[depth - 1]) * ahead.counted[depth - 1]).sum()
-        mean = losses / max(count, 1.0)
-        context.add_auxiliary(f"{_LOSS}{depth}", mean)
-        added = mean * (weight / len(context.ahead_tokens) * context.global_tokens)
-        total = added if total is None else total + added
-    assert total is not None
-    return total

@@ -16,7 +16,7 @@ kernels (``backend/ops``: dropout, softmax, attention) compute the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 
@@ -24,7 +24,6 @@ import torch
 
 from megatron_port.backend.fused import ProbabilityDropout
 from megatron_port.backend.ops.dropout import FIELD, drop_threshold
-from megatron_port.parallel.ahead import LookAhead
 from megatron_port.parallel.counter import key_of, random_bits
 from megatron_port.parallel.positions import Division, Positions, Run
 from megatron_port.parallel.step import (
@@ -36,7 +35,6 @@ from megatron_port.parallel.step import (
     earliest_start,
     pack_documents,
 )
-from megatron_port.parallel.stored_teacher import Stored
 from megatron_port.parallel.to_device import to_device_async
 
 
@@ -92,22 +90,20 @@ class DropoutStream:
         global_tokens: float | torch.Tensor = 1.0, document_starts: torch.Tensor | None = None,
         auxiliary: AuxiliarySums | None = None, tallies: Tallies | None = None,
         sample_factor: float | torch.Tensor = 1.0, keys: torch.Tensor | None = None,
-        ahead_tokens: tuple[float, ...] = (), ahead: LookAhead | None = None, division: Division | None = None,
-        reference: torch.Tensor | None = None, stored: Stored | None = None,
+        term_counts: tuple[float, ...] = (), division: Division | None = None,
+        side: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Set the context of the next forward pass; see :class:`~megatron_port.parallel.step.StepContext`.
 
-        ``document_starts``, ``reference``: on the host, or of a recorded step memory on the device; ``keys``: memory
+        ``document_starts``, ``side``: on the host, or of a recorded step memory on the device; ``keys``: memory
         with the samples' keys, of a recorded step.
         """
         samples = SampleKey(self.seed, step, tuple(int(i) for i in sample_ids), self.device, keys)
         self.current = StepContext(
             samples, loss_factor=loss_factor, global_tokens=global_tokens, auxiliary=auxiliary, tallies=tallies,
-            sample_factor=sample_factor, routes=self.routes if self.enabled else None, ahead_tokens=ahead_tokens,
-            division=division, ahead=None if ahead is None else ahead.map(partial(to_device_async, device=self.device)),
+            sample_factor=sample_factor, routes=self.routes if self.enabled else None, term_counts=term_counts,
+            division=division, side={name: to_device_async(x, self.device) for name, x in (side or {}).items()},
             document_starts=None if document_starts is None else to_device_async(document_starts, self.device),
-            reference=None if reference is None else to_device_async(reference, self.device),
-            stored=None if stored is None else stored.map(partial(to_device_async, device=self.device)),
             packed_documents=None if document_starts is None else cache(
                 partial(pack_documents, document_starts, self.device)
             ),

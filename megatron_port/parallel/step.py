@@ -17,10 +17,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_port.backend.mask import PackedDocuments, PackedKeys
-from megatron_port.parallel.ahead import LookAhead
 from megatron_port.parallel.counter import key_of
 from megatron_port.parallel.positions import Division, Positions
-from megatron_port.parallel.stored_teacher import Stored
 from megatron_port.parallel.to_device import to_device_async
 
 
@@ -180,19 +178,15 @@ class StepContext:
     included. Means nothing in evaluation. In a recorded step, here and below, a float64 scalar on the device."""
     global_tokens: float | torch.Tensor = 1.0
     """Loss tokens of the step over all replicas; 0 where every label is masked."""
-    ahead_tokens: tuple[float, ...] = ()
-    """The same of each depth of multi-token prediction, from 1 on; last stage only."""
-    ahead: LookAhead | None = None
-    """What each depth reads and predicts at this rank's positions, on the last stage; None: the labels say it."""
+    term_counts: tuple[float, ...] = ()
+    """The same of each further term of the objective (``data.objective``), in training; last stage only."""
     document_starts: torch.Tensor | None = None
     """int32 [batch, seq], of the whole sequence on every rank: where in its sample the document of each position
     starts; None: a sample is one document."""
     division: Division | None = None
     """How this micro-batch's sequences are divided between context-parallel ranks; None: as the layout says."""
-    reference: torch.Tensor | None = None
-    """float64 [batch, 2], last stage only: of pairs, the reference's log-probability of either answer."""
-    stored: Stored | None = None
-    """For the labels [batch, seq], on the last stage only: what a file keeps of the teacher's distributions."""
+    side: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """What the objective's loss needs beside labels, on the device; last stage only."""
     packed_documents: Callable[..., PackedDocuments] | None = None
     """Gives the same for kernels that take documents as sequences of their own, of all queries or of those given
     (:func:`pack_documents`); made at the first call."""

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_port.config.schema import ModelConfig
-from megatron_port.model.distilled import PREFIX
+from megatron_port.objectives.distillation import PREFIX
 from megatron_port.parity.run_record import RankTrace, assemble, differing_copies
 
 

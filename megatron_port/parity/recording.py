@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 from megatron_port.config.schema import RunConfig
 from megatron_port.data.batch import MicroBatch
 from megatron_port.data.loader import build_loaders
-from megatron_port.engine.step_inputs import FIELDS
+from megatron_port.engine.step_inputs import tensors_of, with_tensors
 from megatron_port.errors import CheckpointError
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.parallel.positions import sequence_partition
@@ -60,20 +61,14 @@ def regroup(batches: list[MicroBatch], reordering: Reordering) -> list[MicroBatc
     ids = [i for b in batches for i in b.sample_ids]
     size, order = reordering.micro_batch_size(len(ids)), reordering.order(len(ids))
 
-    def rows(field: str) -> torch.Tensor | None:
-        parts = [getattr(b, field) for b in batches]
-        return None if any(p is None for p in parts) else torch.cat(parts)
-
-    tokens, labels, mask, starts, reference = map(rows, FIELDS)
+    parts = [tensors_of(batch) for batch in batches]
+    everywhere = [name for name in parts[0] if all(name in part for part in parts)]
+    whole = {name: torch.cat([part[name] for part in parts]) for name in everywhere}
     out = []
     for start in range(0, len(ids), size):
         pick = order[start : start + size]
-        out.append(MicroBatch(
-            tuple(ids[i] for i in pick), tokens=None if tokens is None else tokens[pick],
-            labels=None if labels is None else labels[pick], loss_mask=None if mask is None else mask[pick],
-            document_starts=None if starts is None else starts[pick],
-            reference=None if reference is None else reference[pick],
-        ))
+        like = replace(batches[0], sample_ids=tuple(ids[i] for i in pick), labels_masked=False, division=None)
+        out.append(with_tensors(like, {name: tensor[pick] for name, tensor in whole.items()}))
     return out
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from megatron_port.backend.providers import Providers
-from megatron_port.config.distillation import teacher_run
 from megatron_port.config.schema import RunConfig
+from megatron_port.data.objective import objective_of
 from megatron_port.engine.api import Engine
 from megatron_port.engine.native import NativeEngine
 from megatron_port.model.activation_sites import decided, layer_choices
@@ -17,9 +17,8 @@ from megatron_port.model.adapter_reader import InitialAdapters
 from megatron_port.model.adapter_spec import adapter_parameters
 from megatron_port.model.adapters import freeze_all_but_adapters
 from megatron_port.model.build import BuildContext
-from megatron_port.model.distilled import PREFIX, build_distilled, silent_stream
 from megatron_port.model.flops import unit_costs
-from megatron_port.model.gpt import GPTStage, build_chunks
+from megatron_port.model.gpt import GPTStage
 from megatron_port.model.shapes import parameter_shapes
 from megatron_port.model.shared_layers import shared_layers
 from megatron_port.model.sparse_reader import SparseWeights
@@ -27,7 +26,6 @@ from megatron_port.optim.parameter_groups import check_groups, set_parameter_gro
 from megatron_port.optim.unit_gather import without_memory
 from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.distillation import Objective
 from megatron_port.parallel.init import initial_reader
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import record_of
@@ -36,7 +34,6 @@ from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.partition import balanced_layers
 from megatron_port.registry import LOSSES
 from megatron_port.runtime.progress import ProgressTracker
-from megatron_port.session.teacher import open_teacher, teacher_state
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -75,41 +72,23 @@ def build_model(
     """Return this rank's chunks of the model; their parameters are allocated, not yet initialised.
 
     Raises:
-        CheckpointError, ConfigError: the run's teacher is not there, or does not fit (``session.teacher``).
+        CheckpointError, ConfigError: what the objective reads is not there, or does not fit the run.
     """
+    objective = objective_of(config)
     build = BuildContext(
         model=config.model, layout=config.layout, ctx=ctx, providers=providers, stream=stream,
-        dtype=DTYPES[config.precision.dtype], loss=LOSSES.function(config.training.loss),
+        dtype=DTYPES[config.precision.dtype], loss=LOSSES.function(objective.token_loss),
         recompute=config.activations.recompute,
         layer_activations=dict(enumerate(map(decided, layer_choices(config.activations, config.model.num_layers)))),
         position_reset=config.data.position_reset,
-        fine_tuning=config.fine_tuning, dpo_beta=config.training.dpo_beta if config.training.on_pairs else 0.0,
+        fine_tuning=config.fine_tuning, objective=objective,
         z_loss=config.training.z_loss, quantisation=config.quantisation,
     )
-    if config.distillation.enabled:
-        chunks = _build_distilled(config, build)
-    else:
-        chunks = build_chunks(build, layers_by_chunk(config, ctx.topology))
+    chunks = objective.build(build, layers_by_chunk(config, ctx.topology))
     set_parameter_groups((p for chunk in chunks for p in chunk.parameters()), config)
     if config.fine_tuning.enabled:
         freeze_all_but_adapters(chunks)
     return chunks
-
-
-def _build_distilled(config: RunConfig, build: BuildContext) -> list[GPTStage]:
-    """Return the chunks with those of the teacher, unless a file has what it predicts."""
-    d, topology, teacher = config.distillation, build.ctx.topology, None
-    if d.online:
-        weights = open_teacher(config)
-        weights.close()
-        run, providers = teacher_run(config, weights.model), build.providers.teacher or build.providers
-        context = BuildContext(
-            model=run.model, layout=run.layout, ctx=build.ctx, providers=replace(providers, fp8=None),
-            stream=silent_stream(build.stream), dtype=build.dtype, position_reset=config.data.position_reset,
-        )
-        teacher = context, layers_by_chunk(run, topology)
-    objective = Objective(d.alpha, d.temperature, reverse=d.divergence == "reverse")
-    return build_distilled(build, layers_by_chunk(config, topology), objective, teacher)
 
 
 def check_parameter_groups(config: RunConfig) -> None:
@@ -134,25 +113,26 @@ def build_engine(
     sharded = config.engine == "native" and config.layout.zero_stage == 3
     with without_memory() if sharded else nullcontext():
         chunks = build_model(config, ctx, providers, stream)
-    dtype = DTYPES[config.precision.dtype]
+    dtype, objective = DTYPES[config.precision.dtype], objective_of(config)
     engine: Engine
     if config.engine == "native":
         engine = NativeEngine(
             chunks, config, ctx, stream, dtype=dtype, optimizer_provider=providers.optimizer, progress=progress,
-            beside=teacher_state(config) if config.distillation.online else nullcontext,
+            objective=objective,
         )
     else:
         from megatron_port.engine.deepspeed_engine import DeepSpeedEngine
 
         (stage,) = chunks  # config.checks allows it no more
         engine = DeepSpeedEngine(
-            stage, config, ctx, stream, dtype=dtype, optimizer_provider=providers.optimizer, progress=progress
+            stage, config, ctx, stream, dtype=dtype, objective=objective, optimizer_provider=providers.optimizer,
+            progress=progress,
         )
     if initialise:
         of_parameters = [record_of(p) for chunk in chunks for p in chunk.parameters()]
         of_buffers = [record for chunk in chunks for record, _ in recorded_buffers(chunk)]
         records = {record.name: record for record in of_parameters + of_buffers}
-        records = {name: record for name, record in records.items() if not name.startswith(PREFIX)}
+        records = {name: record for name, record in records.items() if not objective.is_frozen(name)}
         read: StateReader = initial_reader(records, config.seed, ctx.device)
         if config.fine_tuning.enabled:
             read = InitialAdapters(config.model, config.fine_tuning, config.seed, read)

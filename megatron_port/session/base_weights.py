@@ -8,8 +8,7 @@ from typing import Any
 import torch
 import xxhash
 
-from megatron_port.config.schema import ModelConfig, RunConfig
-from megatron_port.data.reference import read_header
+from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError
 from megatron_port.model.shapes import parameter_shapes
 from megatron_port.parallel.state import WEIGHT, StateReader
@@ -57,18 +56,3 @@ def check_base(extra: Mapping[str, Any], model: ModelConfig, read: StateReader, 
             f"{adapters} holds adapters of other weights than those of {base}: they were trained beside {where} "
             f"(fingerprint {wanted[:12]}; here it is {found[:12]}). Name those weights"
         )
-
-
-def other_references(config: RunConfig, read: StateReader, path: str) -> str:
-    """Return a line for each corpus of pairs whose reference is not the model ``path`` with which training begins, or
-    was computed in another precision than training is."""
-    mine, lines = fingerprint(config.model, read) if config.training.on_pairs else "", ""
-    for prefix in config.data.train if config.training.on_pairs else ():
-        header = read_header(prefix)
-        if header is not None and header.fingerprint != mine:
-            lines += f"\nnote: the reference of {prefix} is {header.weights}, and training begins with {path}"
-        elif header is not None and header.dtype != config.precision.dtype:
-            lines += (f"\nnote: the reference of {prefix} was computed in {header.dtype}, and training is in "
-                      f"{config.precision.dtype}: rounding alone makes a margin; evaluate --reference with "
-                      f"--set precision.dtype={config.precision.dtype}")
-    return lines

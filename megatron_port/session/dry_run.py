@@ -18,11 +18,11 @@ from megatron_port.config.checks import check, resolve
 from megatron_port.config.schema import RunConfig
 from megatron_port.data.document_length import with_document_length
 from megatron_port.data.loader import build_loaders
+from megatron_port.data.objective import objective_of
 from megatron_port.errors import ConfigError
 from megatron_port.interop.hf_config import another_family
 from megatron_port.model.activation_sites import layer_choices
 from megatron_port.model.adapter_spec import adapter_parameters
-from megatron_port.model.distilled import PREFIX
 from megatron_port.model.flops import counted, document_of, hardware_flops, model_flops
 from megatron_port.model.shapes import parameter_shapes
 from megatron_port.optim.schedules import BatchSchedule, learning_rate
@@ -36,7 +36,6 @@ from megatron_port.plan.case import case_of
 from megatron_port.plan.guard import memory_problem, planned_memory
 from megatron_port.plan.memory import held_bytes
 from megatron_port.session.assemble import build_model, check_parameter_groups, layers_by_chunk, topology_of
-from megatron_port.session.teacher import open_teacher
 from megatron_port.session.weights import open_initial
 
 AXES = (
@@ -76,6 +75,7 @@ def build_every_rank(config: RunConfig, topology: Topology) -> list[StageSummary
     split = layers_by_chunk(config, topology)
     config = replace(config, layout=replace(config.layout, pipeline_split=split))  # balanced once, not once per rank
     case, _ = case_of(config)
+    objective = objective_of(config)
     covered: Counter[str] = Counter()
     out = []
     for stage in range(topology.pp):
@@ -89,12 +89,12 @@ def build_every_rank(config: RunConfig, topology: Topology) -> list[StageSummary
             largest = max(largest, sum(prod(record.local_shape) for record in records))
             trained = max(trained, sum(prod(record.local_shape) for record in records if record.trainable))
             experts = max(experts, sum(prod(record.local_shape) for record in records
-                                       if is_of_experts(record) and not record.name.startswith(PREFIX)))
+                                       if is_of_experts(record) and not objective.is_frozen(record.name)))
         layers = sum(split[topology.virtual_stage(stage, chunk)] for chunk in range(topology.vp))
         out.append(StageSummary(stage, layers, largest, int(sum(held_bytes(case, largest, trained, experts)))))
     adapters = {name: spec.shape for name, spec in adapter_parameters(config.model, config.fine_tuning).items()}
     of_teacher = {} if case.teacher is None else {
-        PREFIX + name: shape for name, shape in parameter_shapes(case.teacher).items()
+        objective.frozen_prefix + name: shape for name, shape in parameter_shapes(case.teacher).items()
     }
     for name, shape in (parameter_shapes(config.model) | adapters | of_teacher).items():
         if covered[name] != prod(shape):
@@ -143,8 +143,7 @@ def dry_run(config: RunConfig, world_size: int | None = None, *, all_stages: boo
     check(config, world_size=world_size)
     if config.checkpoint.initial_weights:
         open_initial(config).close()
-    if config.distillation.teacher:
-        open_teacher(config).close()
+    objective_of(config).check_files()
     config = with_activation_plan(resolve(config, world_size), world_size)
     topology = topology_of(config)
     tp, pp, dp = topology.tp, topology.pp, topology.dp

@@ -18,9 +18,9 @@ from megatron_port.backend.kernels import kernels_status
 from megatron_port.backend.providers import Providers
 from megatron_port.config.attention import MaskNeeds
 from megatron_port.config.checks import problems, resolve
-from megatron_port.config.distillation import teacher_run
 from megatron_port.config.elastic import elastic_layout
 from megatron_port.config.schema import RunConfig
+from megatron_port.data.objective import objective_of
 from megatron_port.errors import ConfigError, EnvironmentFault
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.registry import OWN_UPDATES
@@ -241,12 +241,11 @@ def _assemble(
     )
     progress.at(START)
     providers = agreed(lambda: _providers(config, device), where=str(ctx.coords))
-    if config.distillation.online:
-        from megatron_port.session.teacher import open_teacher  # reads weights of any system
-
-        model = agreed(lambda: open_teacher(config), where=str(ctx.coords)).model
-        of_teacher = agreed(lambda: _providers(teacher_run(config, model), device), where=str(ctx.coords))
-        providers = replace(providers, teacher=of_teacher)
+    objective = objective_of(config)
+    if objective.frozen_prefix:
+        frozen = agreed(objective.frozen_run, where=str(ctx.coords))
+        of_frozen = agreed(lambda: _providers(frozen, device), where=str(ctx.coords))
+        providers = replace(providers, teacher=of_frozen)
     agreed(lambda: install_guard(config.backend.allow_jit), where=str(ctx.coords))
     if config.backend.allow_jit:
         logger.log("backend.allow_jit = true: ops may be compiled while this run trains")

@@ -17,6 +17,7 @@ from megatron_port.config.loader import load
 from megatron_port.config.same_model import model_differences, upcycling_differences
 from megatron_port.config.schema import ModelConfig, RunConfig
 from megatron_port.config.sparsity import NO_SPARSITY
+from megatron_port.data.objective import objective_of
 from megatron_port.data.tokenizer import get_tokenizer
 from megatron_port.data.tokenizer_base import Tokenizer
 from megatron_port.data.tokenizer_files import load as load_tokenizer
@@ -39,7 +40,7 @@ from megatron_port.model.upcycled_reader import UpcycledWeights
 from megatron_port.parallel.state import StateReader
 from megatron_port.runtime.agreement import agreed
 from megatron_port.session.averaged import AveragedCheckpoint
-from megatron_port.session.base_weights import check_base, fingerprint, other_references
+from megatron_port.session.base_weights import check_base, fingerprint
 from megatron_port.session.document_starts import check_document_starts
 from megatron_port.session.folders import FOLDER, run_folder
 
@@ -256,7 +257,7 @@ def load_initial(engine: Engine, session: Session) -> str:
         if session.is_rank_zero:
             check_document_starts(config.data.train, weights.tokenizer_folder, weights.trained)
         engine.load_weights(_with_adapters(config, weights.read))
-        notes.append(other_references(config, weights.read, str(weights.path)) if session.is_rank_zero else "")
+        notes.append(objective_of(config).notes(weights.read, str(weights.path)) if session.is_rank_zero else "")
         weights.close()
         return weights
 

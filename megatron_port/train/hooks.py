@@ -64,8 +64,8 @@ class LoopState:
     """State of this rank that something other than an update has changed."""
     base: dict[str, Any] | None = None
     """Which weights are frozen (``session.base_weights``)."""
-    teacher: dict[str, Any] | None = None
-    """Which model the run learns from (``session.teacher``)."""
+    learns_from: Mapping[str, Any] = field(default_factory=dict)
+    """What the run learns from beside the corpora (``data.objective.Objective.identity``)."""
     validation_loss: float | None = None
     """Mean loss of the last evaluation."""
 

@@ -15,6 +15,7 @@ from megatron_port.config.dump import as_dict
 from megatron_port.config.same_model import model_differences, tuning_differences
 from megatron_port.config.schema import RunConfig
 from megatron_port.config.sparsity import NO_SPARSITY
+from megatron_port.data.objective import objective_of
 from megatron_port.engine.api import Engine
 from megatron_port.engine.module import zero_moments
 from megatron_port.errors import CheckpointError, ConfigError, DamagedCheckpoint, PortError
@@ -28,7 +29,6 @@ from megatron_port.parallel.state import BUFFER, WEIGHT
 from megatron_port.runtime.agreement import agree, agreed
 from megatron_port.session.changes import changes_since, check_batch, check_data_fingerprint, starts_fresh
 from megatron_port.session.session import Session
-from megatron_port.session.teacher import check_teacher, teacher_identity
 from megatron_port.session.weights import base_identity, carry_companions, load_initial, resumed_reader
 from megatron_port.train.hooks import LoopState
 
@@ -197,7 +197,7 @@ def load_into(engine: Engine, path: Path, session: Session) -> Checkpoint:
         fresh = starts_fresh(checkpoint.manifest, session.config)
         check_resumable(checkpoint, session.config, fresh=fresh)
         if session.is_rank_zero:
-            check_teacher(checkpoint.extra, session.config, str(checkpoint.path))
+            objective_of(session.config).check_resumed(checkpoint.extra, str(checkpoint.path))
         if not _has_optimizer_state(checkpoint.kinds()):  # an import of weights alone
             engine.load_weights(checkpoint.read)
         else:
@@ -260,7 +260,7 @@ def load_weights(state: LoopState) -> Checkpoint | None:
     ``checkpoint.initial_weights``. Collective; raises PortError alike on all ranks."""
     session, c = state.session, state.config
     state.base = agreed(lambda: base_identity(session))
-    state.teacher = agreed(lambda: teacher_identity(c) if session.is_rank_zero else None)
+    state.learns_from = agreed(lambda: objective_of(c).identity() if session.is_rank_zero else {})
     if not state.checkpoints:
         if c.checkpoint.initial_weights:
             session.logger.log(load_initial(state.engine, session))

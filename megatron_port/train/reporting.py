@@ -7,10 +7,8 @@ from collections import deque
 import torch
 
 from megatron_port.data.document_length import document_length
-from megatron_port.model.distilled import distillation_means
+from megatron_port.data.objective import objective_of
 from megatron_port.model.flops import hardware_flops, model_flops
-from megatron_port.model.multi_token import further_loss
-from megatron_port.model.preference import reward_means
 from megatron_port.runtime.memory import peak_resident_bytes
 from megatron_port.session.folders import run_folder
 from megatron_port.telemetry.sinks import Telemetry
@@ -30,6 +28,7 @@ class Reporting(LoopHook):
         self.rates: deque[tuple[float, float]] = deque(maxlen=1000)
         rank_zero = state.session.is_rank_zero
         self.document = document_length(state.config, state.loaders.train.dataset) if rank_zero else 0.0
+        self.objective = objective_of(state.config)
         self._telemetry: Telemetry | None = None
 
     def begin(self, *, again: bool = False) -> None:
@@ -44,8 +43,7 @@ class Reporting(LoopHook):
         """Report a step, whether it can be trusted or not."""
         r, c, p = taken.result, self.state.config, self.state.progress
         record = {
-            "step": p.step, "loss": r.loss if r.tokens else None, "mtp_loss": further_loss(r.auxiliary),
-            **reward_means(r.auxiliary, r.tokens), **distillation_means(r.auxiliary, r.tokens),
+            "step": p.step, "loss": r.loss if r.tokens else None, **self.objective.metrics(r.auxiliary, r.tokens),
             "learning_rate": taken.lr, "loss_scale": r.loss_scale, "skipped": r.skipped, "grad_norm": r.grad_norm,
             "skipped_total": p.skipped, "anomalies_total": self.state.numerics.anomalies_total,
             "samples": p.samples, "tokens": p.samples * c.model.seq_length,

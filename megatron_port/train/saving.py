@@ -251,7 +251,7 @@ class PeriodicSave(LoopHook):
         return Position(
             step=p.step, samples=p.samples, skipped=p.skipped, tokenizer=state.loaders.tokenizer_name,
             numerics=state.numerics.state(), tokenizer_identity=state.loaders.tokenizer,
-            corpora=state.loaders.data_fingerprint, base=state.base, teacher=state.teacher,
+            corpora=state.loaders.data_fingerprint, base=state.base, objective=state.learns_from,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +121,8 @@ class Position:
     """What the corpora are (``data.fingerprint``)."""
     base: dict[str, Any] | None = None
     """Which weights are frozen (``session.base_weights``); None: none are."""
-    teacher: dict[str, Any] | None = None
-    """Which model it learns from (``session.teacher``); None: from none."""
+    objective: Mapping[str, Any] = field(default_factory=dict)
+    """What it learns from beside the corpora (``data.objective.Objective.identity``)."""
 
 
 def state_of(
@@ -151,7 +151,7 @@ def state_of(
         config=as_dict(config), scalars=engine.scalar_state(),
         extra={
             "skipped_total": at.skipped, "tokenizer": at.tokenizer, "numerics": at.numerics or {},
-            **({"base": at.base} if at.base else {}), **({"teacher": at.teacher} if at.teacher else {}),
+            **({"base": at.base} if at.base else {}), **at.objective,
         },
         rng=rng, data=data, schedule=schedule, config_hash=config_hash(config),
         tokenizer=at.tokenizer_identity or (identity(at.tokenizer) if at.tokenizer in NAMES else {}),

@@ -75,7 +75,7 @@ def paired(batch: MicroBatch) -> MicroBatch:
     last = batch.labels is not None
     return dataclasses.replace(
         batch, document_starts=torch.stack(rows), loss_mask=torch.stack(masks) if last else None, labels_masked=True,
-        reference=torch.stack(references) if last else None,
+        side={"reference": torch.stack(references)} if last else {},
     )
 
 

@@ -13,6 +13,7 @@ from pool import RankPool
 
 from megatron_port.config.schema import RunConfig
 from megatron_port.model.layers import TransformerLayer
+from megatron_port.model.loss import StageLoss
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Topology
 from megatron_port.session.assemble import build_engine
@@ -58,7 +59,7 @@ class _TermModel:
         return hook
 
 
-@mock.patch("megatron_port.model.gpt.auxiliary_names", new=lambda depths: ("square", "samples"))
+@mock.patch.object(StageLoss, "sums", ("square", "samples"))
 def _steps(config: RunConfig, topology: Topology) -> list[dict[str, Any]]:
     """Two steps and an evaluation with the term; the function that ranks are sent."""
     if config.engine == "deepspeed":

@@ -30,6 +30,7 @@ from megatron_port.config.schema import (
 from megatron_port.data.batch import MicroBatch
 from megatron_port.errors import CheckpointError, ConfigError
 from megatron_port.interop.hf_files import HFFolder
+from megatron_port.objectives.distillation import open_teacher
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.distillation import Objective, vocab_parallel_distillation
 from megatron_port.parallel.random import DropoutStream
@@ -41,7 +42,6 @@ from megatron_port.plan.memory import teacher_bytes
 from megatron_port.plan.step import chunk_costs
 from megatron_port.session.assemble import build_engine, build_model, topology_of
 from megatron_port.session.dry_run import build_every_rank
-from megatron_port.session.teacher import open_teacher
 
 OBJECTIVES = (
     Objective(0.3, 2.5), Objective(0.3, 2.5, reverse=True), Objective(0.0, 1.0), Objective(0.9, 0.7, reverse=True),

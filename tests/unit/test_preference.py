@@ -29,7 +29,7 @@ from megatron_port.data.verify import verify
 from megatron_port.engine.native import NativeEngine
 from megatron_port.errors import DataError
 from megatron_port.interop.hf_files import HFFolder
-from megatron_port.model.preference import pair_loss_sum, reward_means
+from megatron_port.objectives.dpo import PairObjective, pair_loss_sum
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parity.comparison import gradient_deviation
 from megatron_port.session.assemble import build_engine
@@ -170,7 +170,7 @@ def test_loss_gradient_and_rewards_are_plain_torchs(tmp_path: Path) -> None:
     mean = torch.stack([terms[k] for k in train]).mean()
     mean.backward()
     assert result.loss == pytest.approx(mean.item(), rel=1e-12) and result.tokens == 2
-    means = reward_means(result.auxiliary, result.tokens)
+    means = PairObjective(config).metrics(result.auxiliary, result.tokens)
     assert list(means.values()) == pytest.approx(np.mean([rewards[k] for k in train], axis=0).tolist(), rel=1e-6)
     exact = hf.in_our_names(folder.model, "gpt2", {n: p.grad for n, p in models[0].named_parameters()})
     assert gradient_deviation(exact, found, folder.model)[0][0] <= 1e-11
@@ -188,7 +188,7 @@ def test_rewards_of_pairs_are_the_papers() -> None:
     sums: dict[str, float] = {}
     context: Any = SimpleNamespace(
         document_starts=torch.tensor([[0, 0, 2, 2]] * 3),
-        reference=torch.tensor([[-4.0, -6.0], [-2.0, -2.0], [0.0, 0.0]]),
+        side={"reference": torch.tensor([[-4.0, -6.0], [-2.0, -2.0], [0.0, 0.0]])},
         add_auxiliary=lambda name, value: sums.__setitem__(name, float(value)),
     )
     found = pair_loss_sum(losses, mask, context, 0.5)

@@ -31,7 +31,7 @@ from megatron_port.config.schema import (
 from megatron_port.data.batch import MicroBatch
 from megatron_port.engine.native import NativeEngine
 from megatron_port.engine.step_graphs import WARM_UP
-from megatron_port.engine.step_inputs import FIELDS, StepInputs
+from megatron_port.engine.step_inputs import FIELDS, StepInputs, tensors_of
 from megatron_port.errors import ConfigError
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.session.assemble import DTYPES, build_engine
@@ -113,21 +113,24 @@ def test_state_that_changed_between_replays_is_found() -> None:
 def test_inputs_lie_where_they_lay() -> None:
     def pairs_of(step: int) -> list[MicroBatch]:
         drawn = torch.Generator().manual_seed(step)
-        return [dataclasses.replace(b, reference=torch.rand(len(b.sample_ids), 2, generator=drawn, dtype=torch.float64))
-                for b in batches_of(step)]
+        return [dataclasses.replace(b, side={
+            "reference": torch.rand(len(b.sample_ids), 2, generator=drawn, dtype=torch.float64)
+        }) for b in batches_of(step)]
 
     inputs = StepInputs(pairs_of(0), torch.device("cpu"))
 
     def places() -> list[int]:
-        return [getattr(b, name).data_ptr() for b in inputs.batches for name in FIELDS]
+        return [tensor.data_ptr() for b in inputs.batches for tensor in tensors_of(b).values()]
 
     where = places()
     for step in (1, 2):
         batches = pairs_of(step)
         inputs.load(batches, [(step, -1), (-step, 1 << 62)])
         for mine, given in zip(inputs.batches, batches):
-            for name in FIELDS:
-                assert torch.equal(getattr(mine, name), getattr(given, name)), name
+            wanted = tensors_of(given)
+            assert list(wanted) == ["tokens", "labels", "loss_mask", "document_starts", "reference"]
+            for name, tensor in tensors_of(mine).items():
+                assert torch.equal(tensor, wanted[name]), name
         assert [k.tolist() for k in inputs.keys] == [[step, -1], [-step, 1 << 62]]
     assert where == places()
 
@@ -153,10 +156,10 @@ class Writes(TorchDispatchMode):
 def test_inputs_come_from_the_host_or_from_the_device() -> None:
     """A caller's micro-batches may be on the device, while the keys of their samples never are."""
     device = torch.device("meta")  # has no values; what is written where is seen
-    there = [dataclasses.replace(b, **{n: getattr(b, n).to(device) for n in FIELDS[:4]}) for b in batches_of(0)]
+    there = [dataclasses.replace(b, **{n: getattr(b, n).to(device) for n in FIELDS}) for b in batches_of(0)]
     inputs = StepInputs(batches_of(0), device)
     memory = {tensor.dtype: tensor.untyped_storage().nbytes() // tensor.element_size()
-              for b in inputs.batches for tensor in (getattr(b, name) for name in FIELDS[:4])}
+              for b in inputs.batches for tensor in (getattr(b, name) for name in FIELDS)}
     for given, calls in ((batches_of(1), 3), (there, 4)):
         with Writes() as writes:
             inputs.load(given, [(1, 2), (3, 4)])
