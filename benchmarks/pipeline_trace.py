@@ -31,10 +31,11 @@ from megatron_port.charts.gantt import Bar, gantt
 from megatron_port.charts.page import standalone
 from megatron_port.charts.shapes import colour, drawing, legend, text
 from megatron_port.data.batch import MicroBatch
-from megatron_port.engine.native_passes import Passes
+from megatron_port.engine.native_passes import BackwardTarget, Passes, StepWork
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear import WgradAccumulator
 from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.step import StepSlot
 from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.actions import Action
 from megatron_port.pipeline.boundary import Boundary
@@ -143,8 +144,8 @@ def steps_of(rank: int, args: argparse.Namespace, name: str, chunks: int) -> lis
     schedule, out = make_schedule(name, args.stages, args.micro_batches, chunks), []
     for step in range(args.repeats + 1):
         passes = Passes(
-            mine, ctx, DropoutStream(0, ctx.device), ProgressTracker(), gradients, micro_batches=batches, step=step,
-            loss_factor=1.0,
+            mine, ctx, StepSlot(DropoutStream(0, ctx.device)), ProgressTracker(),
+            StepWork(micro_batches=batches, step=step), BackwardTarget(gradients, torch.ones(())),
         )
         dist.barrier()
         runner.run(schedule, passes, lambda m: boundary)

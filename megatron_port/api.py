@@ -73,10 +73,11 @@ def build_model(session: Session) -> list[GPTStage]:
     :func:`build_engine` makes its own.
     """
     from megatron_port.parallel.random import DropoutStream
+    from megatron_port.parallel.step import StepSlot
     from megatron_port.session import assemble
 
     stream = DropoutStream(session.config.seed, session.ctx.device)
-    return assemble.build_model(session.config, session.ctx, session.providers, stream)
+    return assemble.build_model(session.config, session.ctx, session.providers, StepSlot(stream))
 
 
 def build_engine(session: Session, *, initialise: bool = True) -> Engine:

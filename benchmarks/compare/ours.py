@@ -26,6 +26,7 @@ from megatron_port.parallel.linear import WgradAccumulator
 from megatron_port.parallel.linear_kernels import QuantizedWeightCache
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import record_of
+from megatron_port.parallel.step import StepSlot
 from megatron_port.session.assemble import DTYPES, build_engine
 
 
@@ -71,7 +72,7 @@ class Layers:
         run = size.run_config()
         build = BuildContext(
             model=size.model, layout=run.layout, ctx=ctx, providers=providers, dtype=DTYPES[size.dtype],
-            stream=DropoutStream(run.seed, ctx.device),
+            step=StepSlot(DropoutStream(run.seed, ctx.device)),
         )
         build.stream.enabled = True
         layers = model_spec(size.model).layers

@@ -93,7 +93,7 @@ class _Watch:
     def __init__(
         self, layer: TransformerLayer, chunk: GPTStage, ctx: ParallelContext, sums: Tallies, count: int
     ) -> None:
-        self.layer, self.stream, self.sums, self.count = layer, chunk.stream, sums, count
+        self.layer, self.step, self.sums, self.count = layer, chunk.step, sums, count
         # Without sequence parallelism tensor-parallel ranks hold the residual stream alike: one of them adds it.
         self.adds_residual = layer.attention.output.sequence_parallel or ctx.index("tp") == 0
         self.tensor_rank = ctx.index("tp")
@@ -113,7 +113,7 @@ class _Watch:
 
     def _counted(self, values: torch.Tensor) -> torch.Tensor:
         """Return ``values`` [rows, batch, ...] as float64, zero in samples that only fill up."""
-        context = self.stream.current
+        context = self.step.current
         assert context is not None  # the engine has said which micro-batch it is
         wide = values.detach().double()
         kept = [i < self.count for i in context.sample_ids]

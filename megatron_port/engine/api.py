@@ -20,6 +20,7 @@ from megatron_port.optim.state_check import Damage, StateCheck
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord
 from megatron_port.parallel.state import StatePiece, StateReader
+from megatron_port.parallel.step import StepSlot
 
 if TYPE_CHECKING:
     from megatron_port.engine.probe import Probe
@@ -84,7 +85,9 @@ class Engine(Protocol):
     def buffers(self) -> Sequence[tuple[ParameterRecord, torch.Tensor]]:
         """This rank's state that no gradient changes (``parallel.buffers``)."""
     stream: DropoutStream
-    """Random streams, and the context of the micro-batch in flight."""
+    """Masks of dropout."""
+    step_slot: StepSlot
+    """Where the modules find the micro-batch in flight."""
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float, limits: StepLimits = NO_LIMITS,

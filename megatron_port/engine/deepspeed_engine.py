@@ -38,10 +38,9 @@ from megatron_port.parallel.buffers import Buffered, recorded_buffers
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear_kernels import QuantizedWeightCache
 from megatron_port.parallel.mesh import REPLICAS
-from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord
 from megatron_port.parallel.state import StatePiece, StateReader
-from megatron_port.parallel.step import AuxiliarySums, Tallies
+from megatron_port.parallel.step import AuxiliarySums, StepShared, StepSlot, Tallies
 from megatron_port.parallel.to_device import to_device_async
 from megatron_port.runtime.progress import REDUCE, ProgressTracker
 
@@ -62,7 +61,7 @@ class DeepSpeedEngine:
         stage: Any,
         config: RunConfig,
         ctx: ParallelContext,
-        stream: DropoutStream,
+        step_slot: StepSlot,
         *,
         dtype: torch.dtype,
         objective: Objective,
@@ -79,7 +78,8 @@ class DeepSpeedEngine:
         from megatron_port.engine import deepspeed_pipeline, deepspeed_state
 
         self._state = deepspeed_state
-        self.stage, self.config, self.ctx, self.stream, self.dtype = stage, config, ctx, stream, dtype
+        self.stage, self.config, self.ctx, self.dtype = stage, config, ctx, dtype
+        self.step_slot, self.stream = step_slot, step_slot.stream
         self.objective = objective
         self.scaler = LossScaler(config.precision)
         self.on_gradients: GradientHook | None = None
@@ -193,11 +193,14 @@ class DeepSpeedEngine:
     @contextlib.contextmanager
     def _around_forward(self, index: int) -> Iterator[None]:
         batch = self._batches[index]
-        self.stream.set_micro_batch(
-            self._step, batch.sample_ids, loss_factor=self._loss_factor * self._divisor, global_tokens=self._tokens,
-            document_starts=batch.document_starts, division=batch.division,
-            auxiliary=self.auxiliary if self.stream.enabled else None,
-            tallies=self.tallies if self.stream.enabled else None, sample_factor=self._divisor / self._samples,
+        training = self.stream.enabled
+        shared = StepShared(
+            loss_factor=self._loss_factor * self._divisor, sample_factor=self._divisor / self._samples,
+            global_tokens=self._tokens, auxiliary=self.auxiliary if training else None,
+            tallies=self.tallies if training else None,
+        )
+        self.step_slot.announce(
+            self._step, batch.sample_ids, shared, document_starts=batch.document_starts, division=batch.division
         )
         with contextlib.nullcontext() if self._probe is None else self._probe.forward(index):
             yield

@@ -10,6 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,8 +32,8 @@ from megatron_port.engine.loss_reduction import (
     term_counts,
 )
 from megatron_port.engine.module import buffer_pieces, load_buffers, recorded_parameters, zero_moments
-from megatron_port.engine.native_gradients import GradientSink
-from megatron_port.engine.native_passes import Passes, reserve_swap, unit_uses
+from megatron_port.engine.native_gradients import GradientSink, ShardTarget
+from megatron_port.engine.native_passes import Passes, StepWork, reserve_swap, unit_uses
 from megatron_port.engine.native_update import make_update
 from megatron_port.engine.probe import Probe
 from megatron_port.engine.step_graphs import Recorder, Reduced, StepGraphs, cuda_recorder
@@ -53,10 +54,10 @@ from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear_kernels import QuantizedWeightCache
 from megatron_port.parallel.mesh import REPLICAS, SHARDED
-from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.random import sample_keys
 from megatron_port.parallel.record import ParameterRecord
 from megatron_port.parallel.state import StatePiece, StateReader
-from megatron_port.parallel.step import AuxiliarySums, Tallies, sample_keys
+from megatron_port.parallel.step import AuxiliarySums, StepShared, StepSlot, Tallies
 from megatron_port.pipeline.boundary import Boundary
 from megatron_port.pipeline.filling import fillers
 from megatron_port.pipeline.runner import Runner
@@ -84,12 +85,13 @@ class NativeEngine:
     """
 
     def __init__(
-        self, chunks: Sequence[Any], config: RunConfig, ctx: ParallelContext, stream: DropoutStream, *,
+        self, chunks: Sequence[Any], config: RunConfig, ctx: ParallelContext, step_slot: StepSlot, *,
         dtype: torch.dtype, objective: Objective, optimizer_provider: str = "torch",
         progress: ProgressTracker | None = None,
     ) -> None:
         self.objective = objective
-        self.chunks, self.config, self.ctx, self.stream, self.dtype = list(chunks), config, ctx, stream, dtype
+        self.chunks, self.config, self.ctx, self.dtype = list(chunks), config, ctx, dtype
+        self.step_slot, self.stream = step_slot, step_slot.stream
         self.stage: nn.Module = self.chunks[0] if len(self.chunks) == 1 else nn.ModuleList(self.chunks)
         self.progress = progress or ProgressTracker()
         self.runner = Runner(StageLink(ctx), self.progress)
@@ -102,11 +104,12 @@ class NativeEngine:
             shard_gradients=self._shards_gradients(), rule=rule_of(config.optimizer), shared=self._shared(),
             sharding=self._weight_sharding(), offload=config.offload,
         )
-        self.gradients = gradients = GradientSink(self.sharded, together=optimizer_provider == "own")
-        self.wgrad_accumulator = gradients.accumulator()
+        self.values = StepValues(ctx.device)
+        gradients = GradientSink(self.sharded, together=optimizer_provider == "own")
+        self.target = ShardTarget(gradients, self.sharded, self.values.loss_factor)
         self.quantized_weight_cache = QuantizedWeightCache()
         for _, p in self.parameters:
-            p.wgrad_accumulator = self.wgrad_accumulator  # type: ignore[attr-defined]  # see parallel.linear
+            p.wgrad_accumulator = self.target.accumulator  # type: ignore[attr-defined]  # see parallel.linear
             p.quantized_weight_cache = self.quantized_weight_cache  # type: ignore[attr-defined]  # see parallel.linear_kernels
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(gradients.hook(p))
@@ -121,7 +124,6 @@ class NativeEngine:
         self.norms = NormStatistics(config.optimizer)
         self.average = WeightAverage(self.sharded, config.optimizer.ema_decay) if config.optimizer.ema_decay else None
         self.scaler = LossScaler(config.precision)
-        self.values = StepValues(ctx.device)
         self.on_gradients: GradientHook | None = None
         self.auxiliary = AuxiliarySums(self.chunks[0].auxiliary_names, ctx.device)
         self.tallies = Tallies(self.chunks[0].tally_specs, ctx.device)
@@ -212,7 +214,9 @@ class NativeEngine:
         keys: Sequence[torch.Tensor] = (),
     ) -> Passes:
         """Run the step's schedule, or an evaluation's where no gradients are wanted. ``keys``: of a recorded step."""
-        values, terms = self.values if keys else self.values.host, tuple[float, ...]()
+        values = self.values if keys else self.values.host
+        shared = StepShared(
+            loss_factor=values.loss_factor, sample_factor=values.sample_factor, global_tokens=values.tokens)
         count, layout = len(micro_batches), self.config.layout
         if torch.is_grad_enabled():
             schedule = make_schedule(
@@ -220,17 +224,16 @@ class NativeEngine:
                 exchanges=self.ctx.topology.ep > 1,
             )
             reserve_swap(self.chunks, schedule.plans[self.ctx.coords.pp])
-            terms = term_counts(micro_batches, self.objective, self.ctx)
+            shared = replace(
+                shared, term_counts=term_counts(micro_batches, self.objective, self.ctx), auxiliary=self.auxiliary,
+                tallies=self.tallies,
+            )
         else:
             schedule = forward_only(self.ctx.topology, count)
         passes = Passes(
-            self.chunks, self.ctx, self.stream, self.progress, self.wgrad_accumulator, micro_batches=micro_batches,
-            step=step, loss_factor=values.loss_factor, loss_gradient=self.values.loss_factor,
-            global_tokens=values.tokens, keys=keys, term_counts=terms,
-            auxiliary=self.auxiliary if torch.is_grad_enabled() else None, probe=probe,
-            tallies=self.tallies if torch.is_grad_enabled() else None, sample_factor=values.sample_factor,
-            sums=lambda: [g for _, g in self.sharded.local_gradients()], after_backward=self.sharded.end_pass,
-            flush_gradients=self.gradients.flush, filled_by=fillers(schedule.plans[self.ctx.coords.pp]),
+            self.chunks, self.ctx, self.step_slot, self.progress,
+            StepWork(micro_batches=micro_batches, step=step, shared=shared, keys=keys), self.target, probe=probe,
+            filled_by=fillers(schedule.plans[self.ctx.coords.pp]),
         )
         sizes, length = [len(b.sample_ids) for b in micro_batches], self.config.model.seq_length
         if self.sharded.unit_gather is not None:

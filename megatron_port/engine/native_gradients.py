@@ -10,6 +10,7 @@ import torch
 from megatron_port.backend.ops.optimizer import add_gradients_
 from megatron_port.backend.ops.table_rows import add_rows_
 from megatron_port.backend.table_rows import torch_add_rows
+from megatron_port.engine.native_passes import BackwardTarget
 from megatron_port.optim.sharded import ShardedParameters
 from megatron_port.parallel.linear import WgradAccumulator
 
@@ -99,3 +100,23 @@ class GradientSink:
         for parameter in waiting:
             parameter.grad = None
             sharded.added(parameter)
+
+
+class ShardTarget(BackwardTarget):
+    """Passes' target that adds gradients to the engine's sums, which are reduced as they fill up."""
+
+    def __init__(self, sink: GradientSink, sharded: ShardedParameters, loss_gradient: torch.Tensor) -> None:
+        super().__init__(sink.accumulator(), loss_gradient)
+        self.sink, self.sharded = sink, sharded
+
+    def flush(self) -> None:
+        """Add what waits in the sink to the sums."""
+        self.sink.flush()
+
+    def end_pass(self, chunk: int) -> None:
+        """Note that a backward pass has ended: under ZeRO stage 2 the chunk's gradients are reduced."""
+        self.sharded.end_pass(chunk)
+
+    def sums(self) -> list[torch.Tensor]:
+        """Return this rank's own sums."""
+        return [gradient for _, gradient in self.sharded.local_gradients()]

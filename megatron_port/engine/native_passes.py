@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -14,8 +15,7 @@ from megatron_port.engine.probe import Probe
 from megatron_port.model.site_clock import SiteClock
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear import WgradAccumulator
-from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.step import AuxiliarySums, Tallies
+from megatron_port.parallel.step import StepShared, StepSlot
 from megatron_port.parallel.to_device import to_device_async
 from megatron_port.pipeline.actions import Action, Kind, most_held
 from megatron_port.pipeline.boundary import Payload
@@ -70,40 +70,66 @@ def _clock_of(chunk: Any) -> SiteClock | None:
     return None if parking is None else parking.clock
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """Micro-batches of a step or an evaluation, and what their modules are told."""
+
+    micro_batches: Sequence[MicroBatch]
+    step: int
+    shared: StepShared = field(default_factory=StepShared)
+    keys: Sequence[torch.Tensor] = ()
+    """Memory with the dropout keys of each micro-batch's samples, in a recorded step."""
+
+    def announce(self, number: int, slot: StepSlot) -> None:
+        """Tell the modules which micro-batch comes; in a recorded step not its samples, which differ in each replay."""
+        batch, recorded = self.micro_batches[number], bool(self.keys)
+        slot.announce(
+            self.step, () if recorded else batch.sample_ids, self.shared, document_starts=batch.document_starts,
+            division=batch.division, side=batch.side, keys=self.keys[number] if recorded else None,
+        )
+
+
+class BackwardTarget:
+    """Target of the gradients of backward passes. This one leaves them with autograd.
+
+    Args:
+        accumulator: adds the gradients of matrices, at once or deferred.
+        loss_gradient: what the loss of the step is multiplied by for its gradient, a scalar on the device: loss scale
+            over tokens. The modules are told the number, ``StepShared.loss_factor``.
+    """
+
+    def __init__(self, accumulator: WgradAccumulator, loss_gradient: torch.Tensor) -> None:
+        self.accumulator, self.loss_gradient = accumulator, loss_gradient
+
+    def flush(self) -> None:
+        """Add what autograd returned in a backward pass to the sums."""
+
+    def end_pass(self, chunk: int) -> None:
+        """Note that a backward pass of a chunk has ended."""
+
+    def sums(self) -> list[torch.Tensor]:
+        """Return the gradients summed so far, for a probe."""
+        return []
+
+
 class Passes:
     """Forward and backward passes of one step; a ``pipeline.runner.Worker``.
 
     Args:
         chunks: this rank's, in order; any module that follows ``engine.module.StageModule``.
-        loss_gradient: what the loss of the step is multiplied by for its gradient, a scalar on the device: loss scale
-            over tokens. The modules are told the number, ``loss_factor``.
-        global_tokens: loss tokens of the step, for the modules; ``term_counts``: of the objective's further
-            terms.
-        keys: of a recorded step: memory with the dropout keys of each micro-batch's samples.
-        auxiliary, tallies: what the modules add to; None: nobody reads it.
-        sample_factor: as ``loss_factor``, of terms that are means over samples.
-        probe: looks on, in a replay; ``sums`` gives it the gradients summed so far.
-        after_backward: told the chunk whose backward pass has ended.
-        flush_gradients: adds what autograd returned in a backward pass to the sums.
+        slot: where the modules find the micro-batch in flight.
+        target: where gradients go.
+        probe: looks on, in a replay.
         filled_by: by forward pass, the weight pass that fills its exchanges of rows (``pipeline.filling``).
     """
 
     def __init__(
-        self, chunks: Sequence[Any], ctx: ParallelContext, stream: DropoutStream, progress: ProgressTracker,
-        gradients: WgradAccumulator, *, micro_batches: Sequence[MicroBatch], step: int,
-        loss_factor: float | torch.Tensor, loss_gradient: torch.Tensor, global_tokens: float | torch.Tensor = 1.0,
-        term_counts: tuple[float, ...] = (), keys: Sequence[torch.Tensor] = (), auxiliary: AuxiliarySums | None = None,
-        tallies: Tallies | None = None, sample_factor: float | torch.Tensor = 1.0, probe: Probe | None = None,
-        sums: Callable[[], list[torch.Tensor]] = list,
-        after_backward: Callable[[int], None] = lambda chunk: None, flush_gradients: Callable[[], None] = lambda: None,
+        self, chunks: Sequence[Any], ctx: ParallelContext, slot: StepSlot, progress: ProgressTracker, work: StepWork,
+        target: BackwardTarget, *, probe: Probe | None = None,
         filled_by: Mapping[Action, Action] = MappingProxyType({}),
     ) -> None:
-        self.chunks, self.ctx, self.stream, self.progress, self.gradients = chunks, ctx, stream, progress, gradients
-        self.micro_batches, self.step, self.loss_factor, self.keys = micro_batches, step, loss_factor, keys
-        self.loss_gradient, self.global_tokens, self.auxiliary = loss_gradient, global_tokens, auxiliary
-        self.tallies, self.sample_factor, self.term_counts = tallies, sample_factor, term_counts
-        self.probe, self.sums, self.after_backward = probe, sums, after_backward
-        self.flush_gradients, self.filled_by = flush_gradients, filled_by
+        self.chunks, self.ctx, self.slot, self.progress = chunks, ctx, slot, progress
+        self.work, self.target, self.probe, self.filled_by = work, target, probe, filled_by
         self.total = torch.zeros((), dtype=torch.float64, device=ctx.device)
         """Sum of this replica's token losses (0 except where the head is)."""
         self.losses: list[torch.Tensor] = []
@@ -118,7 +144,7 @@ class Passes:
                 return self._forward(action, received)
         self.progress.at(BACKWARD, "micro-batch", action.micro_batch)
         if action.kind is Kind.WEIGHT:
-            self.gradients.flush(self._weights.pop((action.chunk, action.micro_batch)))
+            self.target.accumulator.flush(self._weights.pop((action.chunk, action.micro_batch)))
             return None
         return self._backward(action, received)
 
@@ -131,13 +157,13 @@ class Passes:
         products = self._weights[weight.chunk, weight.micro_batch]
         exchanges = getattr(self.chunks[action.chunk], "row_exchanges", 0)
         if not exchanges:
-            self.gradients.flush(products)
-        return self.gradients.filling(products, exchanges)
+            self.target.accumulator.flush(products)
+        return self.target.accumulator.filling(products, exchanges)
 
     def _forward(self, action: Action, received: Payload | None) -> Payload:
         number, chunk = action.micro_batch, self.chunks[action.chunk]
-        batch = self.micro_batches[number]
-        self._announce(number)
+        batch = self.work.micro_batches[number]
+        self.work.announce(number, self.slot)
         self.progress.at(FORWARD, "micro-batch", number)
         clock = _clock_of(chunk)
         probe, virtual = self.probe, self.ctx.topology.virtual_stage(self.ctx.coords.pp, action.chunk)
@@ -162,17 +188,6 @@ class Passes:
             self._held[action.chunk, number] = (received, outputs)
         return outputs
 
-    def _announce(self, number: int) -> None:
-        """Tell the modules which micro-batch comes; in a recorded step not its samples, which differ in each replay."""
-        batch, recorded = self.micro_batches[number], bool(self.keys)
-        self.stream.set_micro_batch(
-            self.step, () if recorded else batch.sample_ids, loss_factor=self.loss_factor,
-            global_tokens=self.global_tokens, term_counts=self.term_counts, document_starts=batch.document_starts,
-            division=batch.division, side=batch.side, auxiliary=self.auxiliary, tallies=self.tallies,
-            sample_factor=self.sample_factor,
-            keys=self.keys[number] if recorded else None,
-        )
-
     def _loss_sum(self, chunk: Any, logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         if batch.labels is None:
             raise ValueError("the last stage got a micro-batch without labels")
@@ -184,18 +199,18 @@ class Passes:
         place = (action.chunk, action.micro_batch)
         inputs, outputs = self._held.pop(place)
         if action.kind is Kind.INPUT:
-            self.gradients.deferred = self._weights[place] = []
+            self.target.accumulator.deferred = self._weights[place] = []
         try:
             if received is None:
-                torch.autograd.backward(outputs, (self.loss_gradient.to(outputs[0].dtype),))
+                torch.autograd.backward(outputs, (self.target.loss_gradient.to(outputs[0].dtype),))
             else:
                 torch.autograd.backward(_floating(outputs), received)
         finally:
-            self.gradients.deferred = None
-            self.flush_gradients()
+            self.target.accumulator.deferred = None
+            self.target.flush()
         gradients = () if inputs is None else _gradients_of(inputs)
         if self.probe is not None:
             virtual = self.ctx.topology.virtual_stage(self.ctx.coords.pp, action.chunk)
-            self.probe.after_backward(action.micro_batch, [*self.sums(), *gradients], virtual)
-        self.after_backward(action.chunk)
+            self.probe.after_backward(action.micro_batch, [*self.target.sums(), *gradients], virtual)
+        self.target.end_pass(action.chunk)
         return gradients or None

@@ -25,6 +25,7 @@ from megatron_port.parallel.positions import Positions
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import record_of
 from megatron_port.parallel.state import BUFFER, StateReader
+from megatron_port.parallel.step import StepSlot
 from megatron_port.pipeline.boundary import Boundary
 from megatron_port.pipeline.transfer import StageLink
 from megatron_port.runtime.agreement import agree
@@ -54,7 +55,7 @@ class InferenceModel:
         stream = DropoutStream(0, self.ctx.device)
         stream.enabled = False
         self.stage: GPTStage
-        (self.stage,) = build_model(self.config, self.ctx, session.providers, stream)
+        (self.stage,) = build_model(self.config, self.ctx, session.providers, StepSlot(stream))
         self.stage.eval()
         self.cache = CacheSlot()
         self.cache.install(self.stage, self.ctx.over("cp"))

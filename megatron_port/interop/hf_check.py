@@ -35,6 +35,7 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import record_of
 from megatron_port.parallel.state import BUFFER, StateReader
+from megatron_port.parallel.step import StepSlot
 
 TOLERANCE = 1e-6
 SCALES = (5.0, 2.0, 1.0)
@@ -200,8 +201,8 @@ def our_logits(
     stream = DropoutStream(0, ctx.device)
     stream.enabled = False
     build = BuildContext(
-        model=model, layout=LayoutConfig(vocab_padding_multiple=1), ctx=ctx, providers=torch_providers(), stream=stream,
-        dtype=dtype,
+        model=model, layout=LayoutConfig(vocab_padding_multiple=1), ctx=ctx, providers=torch_providers(),
+        step=StepSlot(stream), dtype=dtype,
     )
 
     spec, norms = model_spec(model), norm_weights(model)

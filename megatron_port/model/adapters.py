@@ -13,8 +13,8 @@ from megatron_port.model.adapter_spec import AdapterSpec, Part, parts_of
 from megatron_port.parallel.adapter import Adapter, AdapterPart, Drop
 from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.positions import SequencePartition
-from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import record_of
+from megatron_port.parallel.step import StepSlot
 
 if TYPE_CHECKING:
     from megatron_port.model.build import BuildContext
@@ -28,24 +28,24 @@ def make_adapter(layer: str, spec: AdapterSpec, build: BuildContext) -> Adapter:
     row = linear.parallel == "row"
     return Adapter(
         parts, groups=groups, scale=build.fine_tuning.scale, norm_group=build.ctx.over("tp") if row else None,
-        drop_for=partial(_drop_for, build.stream, build.partition, build.fine_tuning.dropout,
+        drop_for=partial(_drop_for, build.step, build.partition, build.fine_tuning.dropout,
                          f"{layer}.{linear.name}.lora", linear.inputs,
                          build.ctx.index("tp") * (linear.inputs // tp) if row else 0, linear.parallel == "none"),
     )
 
 
 def _drop_for(
-    stream: DropoutStream, partition: SequencePartition, p: float, op: str, width: int, offset: int, own: bool,
+    step: StepSlot, partition: SequencePartition, p: float, op: str, width: int, offset: int, own: bool,
     rows: int,
 ) -> Drop | None:
     """Return the dropout of the rows that this rank holds, or of its ``own`` of the residual stream: of their ``width``
     features, those from ``offset`` on."""
-    partition = partition.divided(stream.division)
+    partition = partition.divided(step.division)
     if own:
         positions = partition.residual(partition.seq_length(rows * partition.pieces))
     else:
         positions = partition.held(partition.seq_length(rows))
-    return stream.repeatable(p, op=op, positions=positions, width=width, offset=offset)
+    return step.stream.repeatable(p, op=op, positions=positions, width=width, offset=offset)
 
 
 def _part(layer: str, spec: AdapterSpec, part: Part, build: BuildContext, groups: int) -> AdapterPart:

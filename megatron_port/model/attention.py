@@ -60,7 +60,7 @@ class SelfAttention(nn.Module):
     def __init__(self, layer: str, spec: AttentionSpec, build: BuildContext) -> None:
         super().__init__()
         tp = build.ctx.size("tp")
-        self.spec, self.providers, self.stream = spec, build.providers, build.stream
+        self.spec, self.providers, self.step, self.stream = spec, build.providers, build.step, build.stream
         self.dropout, self.recompute = build.model.attention_dropout, build.recompute == "selective"
         self.rotary, self.partition = build.rotary(spec.rotation), build.partition
         self.context = build.context_attention()
@@ -89,17 +89,17 @@ class SelfAttention(nn.Module):
 
     def _positions(self, rows: int) -> Positions:
         """Positions of the ``rows`` rows of this rank's queries, keys and values."""
-        partition = self.partition.divided(self.stream.division)
+        partition = self.partition.divided(self.step.division)
         return partition.held(partition.seq_length(rows))
 
     def _recomputed(self, attend: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
         """Return ``attend(*inputs)``, computed again in the backward pass under selective recompute."""
         if self.recompute and self.training and torch.is_grad_enabled():
-            return recompute(attend, *inputs, stream=self.stream)
+            return recompute(attend, *inputs, step=self.step)
         return attend(*inputs)
 
     def _attend_with_dropout(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        rows, partition = q.shape[0], self.partition.divided(self.stream.division)
+        rows, partition = q.shape[0], self.partition.divided(self.step.division)
         mask = self._mask(partition.seq_length(rows))
         if self.context is None:
             return self.providers.attention(q, k, v, dropout=self._probability_dropout(rows), mask=mask)
@@ -107,7 +107,7 @@ class SelfAttention(nn.Module):
 
     def _mask(self, rows: int) -> AttentionMask | None:
         """Return what attention of all ``rows`` positions does beyond the causal softmax in this pass, or None."""
-        spec, context = self.spec, self.stream.current
+        spec, context = self.spec, self.step.current
         window = spec.window if spec.window < rows else 0
         first = None if context is None else context.document_starts
         if not window and not spec.softcap and self.sinks is None and first is None:

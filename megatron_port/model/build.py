@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -32,10 +33,32 @@ from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinea
 from megatron_port.parallel.linear_kernels import make_linear_kernels
 from megatron_port.parallel.mesh import REPLICAS
 from megatron_port.parallel.positions import SequencePartition, sequence_partition
-from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import SEQUENCE, InitSpec, Shard, attach, make_record
 from megatron_port.parallel.ring_attention import RingKeys
+from megatron_port.parallel.step import StepSlot
 from megatron_port.parallel.swap import SwapSpace
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """Settings of training that the modules of a stage need beside the model's sizes."""
+
+    loss: TokenLoss = vocab_parallel_cross_entropy
+    """Loss of the head while training; evaluations take the cross-entropy."""
+    objective: StageLoss = field(default_factory=StageLoss)
+    """Loss of the last stage from its logits."""
+    z_loss: float = 0.0
+    """Factor of log²Z in the loss of the model's own logits while training."""
+    recompute: str = "none"
+    """none | selective | full, for all layers."""
+    layer_activations: Mapping[int, LayerActivations] = field(default_factory=dict)
+    """Decisions by the index of the layer, where ``recompute`` is none."""
+    position_reset: bool = False
+    """Learned positions are counted from each document's start."""
+    fine_tuning: FineTuningConfig = NO_ADAPTERS
+    """Which linears have adapters."""
+    quantisation: QuantisationConfig = NO_QUANTISATION
+    """Few bits that the weights of the layers' linears are to have."""
 
 
 class BuildContext:
@@ -44,37 +67,29 @@ class BuildContext:
     No module keeps the context itself.
 
     Args:
+        step: where the modules find the micro-batch in flight.
         dtype: of parameters and activations.
-        loss: of the head while training; evaluations take the cross-entropy.
+        options: settings of training; None: the defaults.
         partition: positions that this rank holds; None: those of the layout.
-        recompute: none | selective | full, for all layers.
-        layer_activations: by the index of the layer, where ``recompute`` is none.
-        position_reset: learned positions are counted from each document's start.
-        fine_tuning: which linears have adapters.
-        objective: what the last stage makes of the logits; None: the mean token loss.
-        z_loss: factor of log²Z in the loss of the model's own logits while training.
-        quantisation: few bits that the weights of the layers' linears are to have.
     """
 
     def __init__(
         self, *, model: ModelConfig, layout: LayoutConfig, ctx: ParallelContext, providers: Providers,
-        stream: DropoutStream, dtype: torch.dtype, loss: TokenLoss = vocab_parallel_cross_entropy,
-        partition: SequencePartition | None = None, recompute: str = "none",
-        layer_activations: Mapping[int, LayerActivations] | None = None, position_reset: bool = False,
-        fine_tuning: FineTuningConfig = NO_ADAPTERS, objective: StageLoss | None = None,
-        z_loss: float = 0.0, quantisation: QuantisationConfig = NO_QUANTISATION,
+        step: StepSlot, dtype: torch.dtype, options: BuildOptions | None = None,
+        partition: SequencePartition | None = None,
     ) -> None:
-        self.fine_tuning, self.objective, self.z_loss = fine_tuning, objective or StageLoss(), z_loss
-        self.model, self.ctx, self.providers, self.stream = model, ctx, providers, stream
-        self.dtype, self.loss, self.position_reset = dtype, loss, position_reset
+        options = options or BuildOptions()
+        self.fine_tuning, self.objective, self.z_loss = options.fine_tuning, options.objective, options.z_loss
+        self.model, self.ctx, self.providers, self.step, self.stream = model, ctx, providers, step, step.stream
+        self.dtype, self.loss, self.position_reset = dtype, options.loss, options.position_reset
         self.sequence_parallel = layout.sequence_parallel and ctx.size("tp") > 1
-        self.recompute, self.cp_method = recompute, layout.cp_method
-        self.layer_activations = layer_activations or {}
+        self.recompute, self.cp_method = options.recompute, layout.cp_method
+        self.layer_activations = options.layer_activations
         # Under sequence parallelism tensor-parallel ranks hold nothing alike.
         self.parking = ParkingPlaces(SwapSpace(ctx.device), None if self.sequence_parallel else ctx.over("tp"))
         self.padding_multiple = layout.vocab_padding_multiple
         # Of the layers' linears; embedding, head and attention stay in the compute dtype.
-        self.kernels = make_linear_kernels(providers.fp8, quantisation)
+        self.kernels = make_linear_kernels(providers.fp8, options.quantisation)
         self.chunks = layout.tp_overlap_chunks if ctx.size("tp") > 1 else 1
         if partition is None:
             partition = sequence_partition(
@@ -82,7 +97,7 @@ class BuildContext:
             )
         self.partition = partition
         self.residual = ResidualStream(
-            partition, stream, model.hidden_dropout, model.hidden_size, providers.bias_dropout_add,
+            partition, step, model.hidden_dropout, model.hidden_size, providers.bias_dropout_add,
             providers.bias_dropout_add_norm, model.residual_multiplier,
         )
         self._rotary: dict[Rotation, RotaryTables | None] = {}

@@ -57,8 +57,8 @@ class GPTStage(nn.Module):
             self.head = Head(spec.head, build, table if spec.head.weight.tied else None)
             further = build_predictions(spec.head, build, self.head, table)
         self.predictions = nn.ModuleList(further)
-        self.objective, self.stream = build.objective, build.stream
-        self.auxiliary_names = build.objective.sums
+        self.objective, self.step = build.objective, build.step
+        self.auxiliary_names = self.objective.sums
         self.on_logits: Callable[[torch.Tensor, StepContext], None] | None = None
         """Looks at the logits of each micro-batch before their loss."""
 
@@ -86,7 +86,7 @@ class GPTStage(nn.Module):
         """Sum of the losses of a micro-batch by the run's objective, a scalar (last stage only)."""
         if self.head is None:
             raise ValueError("loss_sum on a stage without the head")
-        context = self.stream.current
+        context = self.step.current
         if self.on_logits is not None and context is not None:
             self.on_logits(logits, context)
         return self.objective.loss(self, logits, labels, mask, context)

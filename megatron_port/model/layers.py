@@ -89,7 +89,7 @@ class TransformerLayer(nn.Module):
         super().__init__()
         name = name or f"layers.{index}"
         self.name, self.index, self.parallel_residual = name, index, spec.parallel_residual
-        self.residual, self.stream, self.recompute = build.residual, build.stream, build.recompute == "full"
+        self.residual, self.step, self.recompute = build.residual, build.step, build.recompute == "full"
         self.activations = build.layer_activations.get(index, LayerActivations())
         self.parking = build.parking
 
@@ -192,9 +192,9 @@ class TransformerLayer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training and torch.is_grad_enabled():
             if self.recompute:
-                return recompute(self._forward, x, stream=self.stream)
+                return recompute(self._forward, x, step=self.step)
             if self.activations:
-                tape = SiteTape(self.activations, self.stream, x, self.parking)
+                tape = SiteTape(self.activations, self.step, x, self.parking)
                 try:
                     out = self._forward_by_site(x, tape)
                     tape.park(self.index)

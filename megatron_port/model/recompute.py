@@ -8,27 +8,23 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.step import StepSlot
 
 
-def recompute(function: Callable[..., torch.Tensor], *inputs: torch.Tensor, stream: DropoutStream) -> torch.Tensor:
+def recompute(function: Callable[..., torch.Tensor], *inputs: torch.Tensor, step: StepSlot) -> torch.Tensor:
     """Run ``function(*inputs)`` keeping only its inputs; its modules see the same micro-batch both times.
 
     Non-reentrant: the reentrant form drops the gradient of parameters when no
     input requires one (the first stage's). torch's RNG state is not saved
     because nothing here draws from it.
     """
-    context, enabled = stream.current, stream.enabled
+    state = step.state()
 
     def run(*args: Any) -> torch.Tensor:
-        nonlocal context
-        now, context = context, None if context is None else context.again()
-        was, stream.enabled = stream.enabled, enabled
-        try:
-            with stream.use(now):
-                return function(*args)
-        finally:
-            stream.enabled = was
+        nonlocal state
+        now, state = state, state.again()
+        with step.use(now):
+            return function(*args)
 
     out: torch.Tensor = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
     return out

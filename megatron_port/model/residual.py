@@ -9,7 +9,7 @@ import torch
 
 from megatron_port.backend.fused import BiasDropoutAdd, BiasDropoutAddNorm
 from megatron_port.parallel.positions import Positions, SequencePartition
-from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.step import StepSlot
 
 if TYPE_CHECKING:
     from megatron_port.model.norm import Norm  # which is built with this stream
@@ -21,7 +21,7 @@ class ResidualStream:
 
     partition: SequencePartition
     """Which positions of a sequence this rank holds."""
-    stream: DropoutStream
+    step: StepSlot
     dropout: float
     """Probability while training."""
     width: int
@@ -35,11 +35,11 @@ class ResidualStream:
     @property
     def dropout_now(self) -> float:
         """Probability in the pass at hand: 0 during evaluation."""
-        return self.dropout if self.stream.enabled else 0.0
+        return self.dropout if self.step.stream.enabled else 0.0
 
     def positions(self, rows: int) -> Positions:
         """Return the positions of this rank's ``rows`` rows."""
-        partition = self.partition.divided(self.stream.division)
+        partition = self.partition.divided(self.step.division)
         return partition.residual(partition.seq_length(rows * partition.pieces))
 
     def _mask_positions(self, rows: int) -> Positions:
@@ -49,15 +49,15 @@ class ResidualStream:
 
     def document_starts(self) -> torch.Tensor | None:
         """Return where the document of each of this rank's rows starts, int32 [rows, batch]; None: a sample is one."""
-        starts = None if self.stream.current is None else self.stream.current.document_starts
+        starts = None if self.step.current is None else self.step.current.document_starts
         if starts is None:
             return None
-        partition = self.partition.divided(self.stream.division)
+        partition = self.partition.divided(self.step.division)
         return partition.residual(starts.shape[1]).take(starts.t())
 
     def drop(self, x: torch.Tensor, *, op: str) -> torch.Tensor:
         """Return ``x`` after dropout; ``op`` names the place in the model and keys the mask."""
-        return self.stream.dropout(
+        return self.step.stream.dropout(
             x, self.dropout_now, op=op, positions=self._mask_positions(x.shape[0]), width=self.width
         )
 
@@ -81,8 +81,8 @@ class ResidualStream:
             return residual + x
         if fused is None:
             return residual + self.drop(x if bias is None else x + bias, op=op)
-        positions, keys = self._mask_positions(x.shape[0]), self.stream.sample_keys(p)
-        key, runs = self.stream.op_key(op), positions.runs
+        positions, keys = self._mask_positions(x.shape[0]), self.step.stream.sample_keys(p)
+        key, runs = self.step.stream.op_key(op), positions.runs
         rows = [run.length for run in runs]
         split = ((x,), (residual,)) if len(runs) == 1 else (x.split(rows), residual.split(rows))
         parts = [  # a call for each run: the kernel knows one start
@@ -105,7 +105,7 @@ class ResidualStream:
             return norm.add(x, residual)
         branch_bias, fused = bias, self.fused_norm
         assert fused is not None
-        keys, key = self.stream.sample_keys(p), self.stream.op_key(op)
+        keys, key = self.step.stream.sample_keys(p), self.step.stream.op_key(op)
         start, rms = positions.runs[0].start, norm.kind == "rmsnorm"
 
         def one_kernel(

@@ -117,7 +117,7 @@ class Router(Buffered):
     def __init__(self, index: int, spec: MoESpec, build: BuildContext, share: SequencePartition) -> None:
         super().__init__()
         self.index, self.name, self.moe = index, f"layers.{index}.mlp.router", build.model.moe
-        self.stream, self._share = build.stream, share
+        self.step, self.stream, self._share = build.step, build.stream, share
         self.tensor_group, self.context_group = build.ctx.over("tp"), build.ctx.over("cp")
         self.routing, self.ops = routing_of(self.moe), build.providers.experts
         self.capacity = self.moe.capacity(build.model.seq_length)
@@ -137,10 +137,10 @@ class Router(Buffered):
     @property
     def share(self) -> SequencePartition:
         """Return which positions the rows are of in this pass."""
-        return self._share.divided(self.stream.division)
+        return self._share.divided(self.step.division)
 
     def forward(self, x: torch.Tensor) -> Route:
-        context = self.stream.current
+        context = self.step.current
         rows, batch, _ = x.shape
         logits = linear(self._jittered(x), self.weight, self.bias, kernels=WIDE).flatten(0, 1)
         fixed = None if context is None else context.fixed_route(self.index)
@@ -160,7 +160,7 @@ class Router(Buffered):
     def _routed(self, logits: torch.Tensor, fixed: torch.Tensor | None) -> Routed:
         """The route of each token, to ``fixed`` experts if there are any; in a recomputed pass to those of the
         first."""
-        context, place = self.stream.current, f"{self.name}.experts"
+        context, place = self.step.current, f"{self.name}.experts"
         given = fixed if fixed is not None or context is None else context.recalled(place)
         out = routed(logits, self.balance_bias, given, self.routing, self.ops)
         if context is not None:
@@ -190,7 +190,7 @@ class Router(Buffered):
         self, experts: torch.Tensor, scores: torch.Tensor, weights: torch.Tensor, rows: int, batch: int
     ) -> torch.Tensor | None:
         """Which copies are not dropped: by lot, or because an expert is full; in a recomputed pass the same."""
-        context, training = self.stream.current, self.training and self.stream.enabled
+        context, training = self.step.current, self.training and self.stream.enabled
         by_lot = self.moe.second_expert == "random" and training
         if context is None or not (by_lot or self.capacity):
             return None
@@ -229,7 +229,7 @@ class Router(Buffered):
         batch: int,
     ) -> torch.Tensor:
         """Return ``weights``, which carry the gradient of this layer's terms of the loss."""
-        moe, context, terms = self.moe, self.stream.current, []
+        moe, context, terms = self.moe, self.step.current, []
         assert context is not None
         positions = self.share.seq_length(rows * self.share.pieces)
         if moe.balance_loss != "none":
@@ -251,7 +251,7 @@ class Router(Buffered):
     def _counted(self, scores: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """The choices that a balance loss counts: the token's own, or where a bias balances too those that its scores
         alone would make (DeepSeek-V3, arXiv 2412.19437, equation 18)."""
-        context = self.stream.current
+        context = self.step.current
         if not self.moe.balance_bias or context is None:
             return experts
         return context.keep(
@@ -273,7 +273,7 @@ class Router(Buffered):
         return counts.view(batch, number).to(wide) * (number / (self.moe.top_k * positions))
 
     def _count(self, experts: torch.Tensor, kept: torch.Tensor | None) -> None:
-        context = self.stream.current
+        context = self.step.current
         assert context is not None
         if context.tallies is not None and not context.recomputing:
             counts = torch.bincount(experts.flatten(), minlength=self.moe.num_experts)

@@ -8,12 +8,13 @@ from megatron_port.backend.providers import torch_providers
 from megatron_port.config.fine_tuning import NO_ADAPTERS, FineTuningConfig
 from megatron_port.config.schema import LayoutConfig, ModelConfig
 from megatron_port.model.adapters import freeze_all_but_adapters
-from megatron_port.model.build import BuildContext
+from megatron_port.model.build import BuildContext, BuildOptions
 from megatron_port.model.gpt import GPTStage
 from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord, record_of
+from megatron_port.parallel.step import StepSlot
 
 
 def state_records(model: ModelConfig, tuning: FineTuningConfig = NO_ADAPTERS) -> dict[str, ParameterRecord]:
@@ -21,8 +22,8 @@ def state_records(model: ModelConfig, tuning: FineTuningConfig = NO_ADAPTERS) ->
     all of it, or the adapters of ``tuning``. Built on meta tensors."""
     build = BuildContext(
         model=model, layout=LayoutConfig(vocab_padding_multiple=1), ctx=ParallelContext.single("meta"),
-        providers=torch_providers(), stream=DropoutStream(0, torch.device("meta")), dtype=torch.float32,
-        fine_tuning=tuning,
+        providers=torch_providers(), step=StepSlot(DropoutStream(0, torch.device("meta"))), dtype=torch.float32,
+        options=BuildOptions(fine_tuning=tuning),
     )
     stage = GPTStage(build, start=0, stop=model.num_layers)
     if tuning.enabled:

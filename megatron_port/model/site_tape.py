@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_port.model.activation_sites import Decision, LayerActivations, Site
 from megatron_port.model.site_clock import SiteClock
 from megatron_port.model.site_parking import Lot, ParkedTensor, ParkingPlaces, is_of_all_layers
-from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.step import StepSlot
 
 Function = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
 Tensors = tuple[torch.Tensor, ...]
@@ -76,11 +76,11 @@ class _Operation:
 
     def __init__(
         self, function: Function, arguments: tuple[tuple[_Operation, int], ...], needs_grad: tuple[bool, ...],
-        stream: DropoutStream, decision: Decision, site: Site, clock: SiteClock | None,
+        step: StepSlot, decision: Decision, site: Site, clock: SiteClock | None,
     ) -> None:
         self.site, self.clock = site, clock
         self.function, self.arguments, self.needs_grad = function, arguments, needs_grad
-        self.stream, self.context, self.enabled = stream, stream.current, stream.enabled
+        self.step, self.state = step, step.state()
         self.decision, self.dropped = decision, decision != "keep"
         self.results: dict[int, torch.Tensor] = {}
         """Results that are here, detached: those that are kept, and dropped ones that the backward pass waits for."""
@@ -144,15 +144,10 @@ class _Operation:
                 self.again[count] = tensor.detach()
             count += 1
 
-        enabled, self.stream.enabled = self.stream.enabled, self.enabled
-        try:
-            context = None if self.context is None else self.context.again()
-            with self.stream.use(context), torch.set_grad_enabled(bool(self.internal)), \
-                    saved_tensors_hooks(collect, _never), \
-                    nullcontext() if self.clock is None else self.clock.timed(self.site):
-                results = tuple(tensor.detach() for tensor in _as_tuple(self.function(*arguments)))
-        finally:
-            self.stream.enabled = enabled
+        with self.step.use(self.state.again()), torch.set_grad_enabled(bool(self.internal)), \
+                saved_tensors_hooks(collect, _never), \
+                nullcontext() if self.clock is None else self.clock.timed(self.site):
+            results = tuple(tensor.detach() for tensor in _as_tuple(self.function(*arguments)))
         self.results |= {i: tensor for i, tensor in enumerate(results) if self.waiting[i]}
         return results
 
@@ -162,16 +157,16 @@ class SiteTape:
 
     Args:
         activations: decisions for the layer's sites.
-        stream: of dropout; an operation that runs again sees the micro-batch of its forward pass.
+        step: the model's slot; an operation that runs again sees the micro-batch of its forward pass.
         source: the layer's input.
         places: where activations are parked; what has no place is kept.
     """
 
     def __init__(
-        self, activations: LayerActivations, stream: DropoutStream, source: torch.Tensor,
+        self, activations: LayerActivations, step: StepSlot, source: torch.Tensor,
         places: ParkingPlaces | None = None,
     ) -> None:
-        self._stream, self._places = stream, places or ParkingPlaces()
+        self._step, self._places = step, places or ParkingPlaces()
         self._decisions = {
             site: decision for site, decision in activations.decisions.items()
             if decision == "recompute" or self._places.has(decision)
@@ -236,7 +231,7 @@ class SiteTape:
     def _operation(self, site: Site, function: Function, inputs: Tensors) -> _Operation:
         decision = self._decisions.get(site, "keep")
         if decision != "recompute":  # never runs again, so it does not hold its arguments
-            operation = _Operation(_never, (), (), self._stream, decision, site, self._places.clock)
+            operation = _Operation(_never, (), (), self._step, decision, site, self._places.clock)
             if operation.dropped:
                 self._to_park[decision].append(operation)
             return operation
@@ -246,7 +241,7 @@ class SiteTape:
                 argument.wanted.add(index)
         needs_grad = tuple(tensor.requires_grad for tensor in inputs)
         return _Operation(
-            function, arguments, needs_grad, self._stream, decision, site, self._places.clock
+            function, arguments, needs_grad, self._step, decision, site, self._places.clock
         )
 
     def _record(self, function: Function, inputs: Tensors) -> tuple[Any, list[_Saved]]:

@@ -32,7 +32,7 @@ from megatron_port.config.schema import RunConfig
 from megatron_port.data.objective import Objective, WholeSamples
 from megatron_port.data.teacher_file import StoredLogits
 from megatron_port.errors import CheckpointError, ConfigError
-from megatron_port.model.build import BuildContext
+from megatron_port.model.build import BuildContext, BuildOptions
 from megatron_port.model.gpt import GPTStage
 from megatron_port.model.shared_layers import Held, SharedLayers, shared_layers
 from megatron_port.parallel.buffers import recorded_buffers
@@ -41,7 +41,7 @@ from megatron_port.parallel.distillation import vocab_parallel_distillation
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord, record_of
 from megatron_port.parallel.state import StateReader
-from megatron_port.parallel.step import StepContext
+from megatron_port.parallel.step import StepContext, StepSlot
 from megatron_port.parallel.stored_teacher import Stored
 from megatron_port.session.assemble import layers_by_chunk
 from megatron_port.session.base_weights import fingerprint
@@ -203,7 +203,7 @@ class DistillationObjective(Objective):
 
 
 class DistilledStage(GPTStage):
-    """A stage with the teacher's stage of the same number, which has a stream of its own (``GPTStage``)."""
+    """A stage with the teacher's stage of the same number, which has a step slot of its own (``GPTStage``)."""
 
     def __init__(
         self, build: BuildContext, *, start: int, stop: int, virtual: int | None = None,
@@ -243,9 +243,9 @@ class DistilledStage(GPTStage):
 
     def _teach(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the teacher's stage makes of what it reads."""
-        context, stream = self.stream.current, self.teacher.stream
+        context, slot = self.step.current, self.teacher.step
         if context is not None:
-            stream.current = replace(context, auxiliary=None, tallies=None, routes=None, kept={})
+            slot.current = replace(context, auxiliary=None, tallies=None, routes=None, kept={})
         with torch.no_grad():
             out: torch.Tensor = self.teacher(x)
         return out
@@ -278,7 +278,8 @@ def _build_with_teacher(
     providers = build.providers.teacher or build.providers
     context = BuildContext(
         model=run.model, layout=run.layout, ctx=build.ctx, providers=replace(providers, fp8=None),
-        stream=silent_stream(build.stream), dtype=build.dtype, position_reset=objective.run.data.position_reset,
+        step=silent_slot(build.stream), dtype=build.dtype,
+        options=BuildOptions(position_reset=objective.run.data.position_reset),
     )
     teacher_layers = layers_by_chunk(run, topology)
     tables: dict[BuildContext, nn.Parameter] = {}
@@ -317,10 +318,10 @@ def _frozen(record: ParameterRecord) -> ParameterRecord:
     return replace(record, name=PREFIX + record.name, tied_key=tied, trainable=False)
 
 
-def silent_stream(stream: DropoutStream) -> DropoutStream:
-    """Return a stream for a teacher: of the same run, without dropout."""
-    out = DropoutStream(stream.seed, stream.device)
-    out.enabled = False
+def silent_slot(stream: DropoutStream) -> StepSlot:
+    """Return a slot for a teacher: of the same run, without dropout."""
+    out = StepSlot(DropoutStream(stream.seed, stream.device))
+    out.stream.enabled = False
     return out
 
 

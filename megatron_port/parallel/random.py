@@ -16,25 +16,16 @@ kernels (``backend/ops``: dropout, softmax, attention) compute the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache, partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
 
 import torch
 
 from megatron_port.backend.fused import ProbabilityDropout
 from megatron_port.backend.ops.dropout import FIELD, drop_threshold
 from megatron_port.parallel.counter import key_of, random_bits
-from megatron_port.parallel.positions import Division, Positions, Run
-from megatron_port.parallel.step import (
-    AuxiliarySums,
-    RouteKeeper,
-    SampleKey,
-    StepContext,
-    Tallies,
-    earliest_start,
-    pack_documents,
-)
+from megatron_port.parallel.positions import Positions, Run
 from megatron_port.parallel.to_device import to_device_async
 
 
@@ -69,8 +60,33 @@ def keep_mask(
     return ((bits >> ((position & 3) << 4)) & 0xFFFF) >= threshold
 
 
+def sample_keys(seed: int, step: int, sample_ids: Sequence[int]) -> list[int]:
+    """Return the dropout key of each sample of a step, as int64."""
+    return [key_of("sample", seed, step, i) for i in sample_ids]
+
+
+@dataclass(frozen=True)
+class SampleKey:
+    """Identity of the samples of a micro-batch."""
+
+    seed: int
+    step: int
+    sample_ids: tuple[int, ...]
+    device: torch.device
+    filled: torch.Tensor | None = field(default=None, compare=False)
+    """The keys, where the engine fills them in for each replay of a recorded step; there are no sample_ids then."""
+
+    @cached_property
+    def keys(self) -> torch.Tensor:
+        """int64 [batch]: one key per sample, on the device. Made at the first dropout: a model without pays nothing."""
+        if self.filled is not None:
+            return self.filled
+        keys = torch.tensor(sample_keys(self.seed, self.step, self.sample_ids), dtype=torch.int64)
+        return to_device_async(keys, self.device)
+
+
 class DropoutStream:
-    """Dropout masks of a model on one rank, and the context of the micro-batch in flight.
+    """Dropout masks of a model on one rank, for the samples in flight.
 
     ``enabled`` is False during evaluation.
     """
@@ -80,52 +96,15 @@ class DropoutStream:
         self.device = device
         self.enabled = True
         self._no_keys = torch.empty(0, dtype=torch.int64, device=device)
-        self.current: StepContext | None = None
-        """None before the first micro-batch, and in inference, which has no engine."""
-        self.routes: RouteKeeper | None = None
-        """Of the layers of experts, while training."""
+        self.samples: SampleKey | None = None
+        """Samples in flight; None before the first micro-batch."""
 
     def set_micro_batch(
-        self, step: int, sample_ids: Sequence[int], *, loss_factor: float | torch.Tensor = 1.0,
-        global_tokens: float | torch.Tensor = 1.0, document_starts: torch.Tensor | None = None,
-        auxiliary: AuxiliarySums | None = None, tallies: Tallies | None = None,
-        sample_factor: float | torch.Tensor = 1.0, keys: torch.Tensor | None = None,
-        term_counts: tuple[float, ...] = (), division: Division | None = None,
-        side: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        """Set the context of the next forward pass; see :class:`~megatron_port.parallel.step.StepContext`.
-
-        ``document_starts``, ``side``: on the host, or of a recorded step memory on the device; ``keys``: memory
-        with the samples' keys, of a recorded step.
-        """
-        samples = SampleKey(self.seed, step, tuple(int(i) for i in sample_ids), self.device, keys)
-        self.current = StepContext(
-            samples, loss_factor=loss_factor, global_tokens=global_tokens, auxiliary=auxiliary, tallies=tallies,
-            sample_factor=sample_factor, routes=self.routes if self.enabled else None, term_counts=term_counts,
-            division=division, side={name: to_device_async(x, self.device) for name, x in (side or {}).items()},
-            document_starts=None if document_starts is None else to_device_async(document_starts, self.device),
-            packed_documents=None if document_starts is None else cache(
-                partial(pack_documents, document_starts, self.device)
-            ),
-            # Starts of a recorded step are on the device, and the host does not wait for them.
-            earliest_key=None if document_starts is None or not document_starts.is_cpu else cache(
-                partial(earliest_start, document_starts)
-            ),
-        )
-
-    @property
-    def division(self) -> Division | None:
-        """How the sequences in flight are divided between context-parallel ranks; None: as the layout says."""
-        return None if self.current is None else self.current.division
-
-    @contextmanager
-    def use(self, context: StepContext | None) -> Iterator[None]:
-        """Run with the context of an earlier forward pass (recompute)."""
-        saved, self.current = self.current, context
-        try:
-            yield
-        finally:
-            self.current = saved
+        self, step: int, sample_ids: Sequence[int], keys: torch.Tensor | None = None
+    ) -> SampleKey:
+        """Set the samples of the next forward pass. ``keys``: memory with their keys, of a recorded step."""
+        self.samples = SampleKey(self.seed, step, tuple(int(i) for i in sample_ids), self.device, keys)
+        return self.samples
 
     def op_key(self, op: str) -> int:
         """Return the second key of an op's masks, as the own kernel takes it."""
@@ -135,9 +114,9 @@ class DropoutStream:
         """Return the keys of the samples in flight, int64 [batch]; empty where p is 0, which needs none."""
         if p == 0.0:
             return self._no_keys
-        if self.current is None:
+        if self.samples is None:
             raise RuntimeError("dropout before set_micro_batch: the engine did not say which samples are in flight")
-        return self.current.samples.keys
+        return self.samples.keys
 
     def keep_mask(
         self, op: str, p: float, row: torch.Tensor, *, width: int, offset: int = 0, count: int, batch_dim: int

@@ -1,50 +1,27 @@
 """Context of the micro-batch in flight, which the engine gives to the modules, and the sums that they return.
 
-A module finds the :class:`StepContext` as ``stream.current`` (``parallel.random.DropoutStream``, handed down while the
-model is built). It is the same on every stage: a term of the loss that arises in the middle of the model knows the
-loss factor and the step's number of tokens, although labels and masks are on the last stage only.
+A module finds the :class:`StepContext` in the :class:`StepSlot` that it was built with. It is the same on every stage:
+a term of the loss that arises in the middle of the model knows the loss factor and the step's number of tokens,
+although labels and masks are on the last stage only.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Protocol
+from functools import cache, partial
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from megatron_port.backend.mask import PackedDocuments, PackedKeys
-from megatron_port.parallel.counter import key_of
 from megatron_port.parallel.positions import Division, Positions
+from megatron_port.parallel.random import DropoutStream, SampleKey
 from megatron_port.parallel.to_device import to_device_async
-
-
-def sample_keys(seed: int, step: int, sample_ids: Sequence[int]) -> list[int]:
-    """Return the dropout key of each sample of a step, as int64."""
-    return [key_of("sample", seed, step, i) for i in sample_ids]
-
-
-@dataclass(frozen=True)
-class SampleKey:
-    """Identity of the samples of a micro-batch."""
-
-    seed: int
-    step: int
-    sample_ids: tuple[int, ...]
-    device: torch.device
-    filled: torch.Tensor | None = field(default=None, compare=False)
-    """The keys, where the engine fills them in for each replay of a recorded step; there are no sample_ids then."""
-
-    @cached_property
-    def keys(self) -> torch.Tensor:
-        """int64 [batch]: one key per sample, on the device. Made at the first dropout: a model without pays nothing."""
-        if self.filled is not None:
-            return self.filled
-        keys = torch.tensor(sample_keys(self.seed, self.step, self.sample_ids), dtype=torch.int64)
-        return to_device_async(keys, self.device)
 
 
 class RouteKeeper(Protocol):
@@ -168,38 +145,45 @@ def _offsets(bounds: torch.Tensor, device: torch.device) -> torch.Tensor:
     return to_device_async(bounds.to(torch.int32), device)
 
 
-@dataclass(frozen=True)
-class StepContext:
-    """One micro-batch of a step, as every stage sees it."""
+@dataclass(frozen=True, kw_only=True)
+class StepShared:
+    """Part of the context that all micro-batches of a step share. In a recorded step the numbers are float64 scalars on
+    the device."""
 
-    samples: SampleKey
     loss_factor: float | torch.Tensor = 1.0
     """A sum over this micro-batch's tokens, times this, has the gradient of a mean over the step's tokens, loss scale
-    included. Means nothing in evaluation. In a recorded step, here and below, a float64 scalar on the device."""
+    included. Means nothing in evaluation."""
+    sample_factor: float | torch.Tensor = 1.0
+    """As ``loss_factor``, of a mean over the samples of the step."""
     global_tokens: float | torch.Tensor = 1.0
     """Loss tokens of the step over all replicas; 0 where every label is masked."""
     term_counts: tuple[float, ...] = ()
     """The same of each further term of the objective (``data.objective``), in training; last stage only."""
+    auxiliary: AuxiliarySums | None = None
+    """None: nobody reads them (evaluation)."""
+    tallies: Tallies | None = None
+    """None likewise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepContext(StepShared):
+    """One micro-batch of a step, as every stage sees it."""
+
+    samples: SampleKey
     document_starts: torch.Tensor | None = None
     """int32 [batch, seq], of the whole sequence on every rank: where in its sample the document of each position
     starts; None: a sample is one document."""
-    division: Division | None = None
-    """How this micro-batch's sequences are divided between context-parallel ranks; None: as the layout says."""
-    side: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """What the objective's loss needs beside labels, on the device; last stage only."""
     packed_documents: Callable[..., PackedDocuments] | None = None
     """Gives the same for kernels that take documents as sequences of their own, of all queries or of those given
     (:func:`pack_documents`); made at the first call."""
     earliest_key: Callable[[int], int] | None = None
     """Gives the first position that the document of a position has in some sample, on the host; None: 0."""
+    division: Division | None = None
+    """How this micro-batch's sequences are divided between context-parallel ranks; None: as the layout says."""
+    side: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """What the objective's loss needs beside labels, on the device; last stage only."""
     recomputing: bool = False
     """The forward pass runs again, for its backward pass."""
-    auxiliary: AuxiliarySums | None = None
-    """None: nobody reads them (evaluation)."""
-    tallies: Tallies | None = None
-    """None likewise."""
-    sample_factor: float | torch.Tensor = 1.0
-    """As ``loss_factor``, of a mean over the samples of the step."""
     kept: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
     """What the recomputed pass is to find as it was, by the name of its place (:meth:`keep`)."""
     routes: RouteKeeper | None = None
@@ -247,3 +231,74 @@ class StepContext:
         """
         if self.auxiliary is not None and not self.recomputing:
             self.auxiliary.add(name, value)
+
+
+class PassState(NamedTuple):
+    """What a forward pass sees beside its inputs: it runs again with the same."""
+
+    context: StepContext | None
+    samples: SampleKey | None
+    dropout: bool
+    """Whether anything is dropped."""
+
+    def again(self) -> PassState:
+        """Return the state of the recomputed pass."""
+        return self if self.context is None else self._replace(context=self.context.again())
+
+
+class StepSlot:
+    """Place where the modules of a model find the context of the micro-batch in flight; handed down while the model is
+    built.
+
+    ``stream``: of their dropout, whose samples change with the micro-batch.
+    """
+
+    def __init__(self, stream: DropoutStream) -> None:
+        self.stream = stream
+        self.current: StepContext | None = None
+        """None before the first micro-batch, and in inference, which has no engine."""
+        self.routes: RouteKeeper | None = None
+        """Of the layers of experts, while training."""
+
+    @property
+    def division(self) -> Division | None:
+        """How the sequences in flight are divided between context-parallel ranks; None: as the layout says."""
+        return None if self.current is None else self.current.division
+
+    def announce(
+        self, step: int, sample_ids: Sequence[int], shared: StepShared = StepShared(), *,  # frozen
+        document_starts: torch.Tensor | None = None, division: Division | None = None,
+        side: Mapping[str, torch.Tensor] = MappingProxyType({}), keys: torch.Tensor | None = None,
+    ) -> None:
+        """Set the context of the next forward pass; see :class:`StepContext`.
+
+        ``document_starts``, ``side``: on the host, or of a recorded step memory on the device; ``keys``: memory with
+        the samples' keys, of a recorded step.
+        """
+        stream, starts = self.stream, document_starts
+        samples = stream.set_micro_batch(step, sample_ids, keys)
+        self.current = StepContext(
+            **vars(shared), samples=samples, division=division, routes=self.routes if stream.enabled else None,
+            side={name: to_device_async(x, stream.device) for name, x in side.items()},
+            document_starts=None if starts is None else to_device_async(starts, stream.device),
+            packed_documents=None if starts is None else cache(partial(pack_documents, starts, stream.device)),
+            # Starts of a recorded step are on the device, and the host does not wait for them.
+            earliest_key=None if starts is None or not starts.is_cpu else cache(partial(earliest_start, starts)),
+        )
+
+    def state(self) -> PassState:
+        """Return what a forward pass sees now."""
+        return PassState(self.current, self.stream.samples, self.stream.enabled)
+
+    @contextmanager
+    def use(self, state: PassState) -> Iterator[None]:
+        """Run with what an earlier forward pass saw (recompute)."""
+        before = self.state()
+        self._set(state)
+        try:
+            yield
+        finally:
+            self._set(before)
+
+    def _set(self, state: PassState) -> None:
+        self.current, self.stream.samples, self.stream.enabled = state

@@ -16,7 +16,7 @@ from megatron_port.model.activation_sites import decided, layer_choices
 from megatron_port.model.adapter_reader import InitialAdapters
 from megatron_port.model.adapter_spec import adapter_parameters
 from megatron_port.model.adapters import freeze_all_but_adapters
-from megatron_port.model.build import BuildContext
+from megatron_port.model.build import BuildContext, BuildOptions
 from megatron_port.model.flops import unit_costs
 from megatron_port.model.gpt import GPTStage
 from megatron_port.model.shapes import parameter_shapes
@@ -30,6 +30,7 @@ from megatron_port.parallel.init import initial_reader
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import record_of
 from megatron_port.parallel.state import StateReader
+from megatron_port.parallel.step import StepSlot
 from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.partition import balanced_layers
 from megatron_port.registry import LOSSES
@@ -67,7 +68,7 @@ def layers_by_chunk(config: RunConfig, topology: Topology) -> tuple[int, ...]:
 
 
 def build_model(
-    config: RunConfig, ctx: ParallelContext, providers: Providers, stream: DropoutStream
+    config: RunConfig, ctx: ParallelContext, providers: Providers, step: StepSlot
 ) -> list[GPTStage]:
     """Return this rank's chunks of the model; their parameters are allocated, not yet initialised.
 
@@ -75,14 +76,15 @@ def build_model(
         CheckpointError, ConfigError: what the objective reads is not there, or does not fit the run.
     """
     objective = objective_of(config)
-    build = BuildContext(
-        model=config.model, layout=config.layout, ctx=ctx, providers=providers, stream=stream,
-        dtype=DTYPES[config.precision.dtype], loss=LOSSES.function(objective.token_loss),
+    options = BuildOptions(
+        loss=LOSSES.function(objective.token_loss), objective=objective, z_loss=config.training.z_loss,
         recompute=config.activations.recompute,
         layer_activations=dict(enumerate(map(decided, layer_choices(config.activations, config.model.num_layers)))),
-        position_reset=config.data.position_reset,
-        fine_tuning=config.fine_tuning, objective=objective,
-        z_loss=config.training.z_loss, quantisation=config.quantisation,
+        position_reset=config.data.position_reset, fine_tuning=config.fine_tuning, quantisation=config.quantisation,
+    )
+    build = BuildContext(
+        model=config.model, layout=config.layout, ctx=ctx, providers=providers, step=step,
+        dtype=DTYPES[config.precision.dtype], options=options,
     )
     chunks = objective.build(build, layers_by_chunk(config, ctx.topology))
     set_parameter_groups((p for chunk in chunks for p in chunk.parameters()), config)
@@ -109,15 +111,15 @@ def build_engine(
     if (config.precision.fp8 != "none") != (providers.fp8 is not None):
         raise ValueError(f"precision.fp8 is {config.precision.fp8!r}, and the providers were chosen for another")
     check_parameter_groups(config)
-    stream = DropoutStream(config.seed, ctx.device)
+    step = StepSlot(DropoutStream(config.seed, ctx.device))
     sharded = config.engine == "native" and config.layout.zero_stage == 3
     with without_memory() if sharded else nullcontext():
-        chunks = build_model(config, ctx, providers, stream)
+        chunks = build_model(config, ctx, providers, step)
     dtype, objective = DTYPES[config.precision.dtype], objective_of(config)
     engine: Engine
     if config.engine == "native":
         engine = NativeEngine(
-            chunks, config, ctx, stream, dtype=dtype, optimizer_provider=providers.optimizer, progress=progress,
+            chunks, config, ctx, step, dtype=dtype, optimizer_provider=providers.optimizer, progress=progress,
             objective=objective,
         )
     else:
@@ -125,7 +127,7 @@ def build_engine(
 
         (stage,) = chunks  # config.checks allows it no more
         engine = DeepSpeedEngine(
-            stage, config, ctx, stream, dtype=dtype, objective=objective, optimizer_provider=providers.optimizer,
+            stage, config, ctx, step, dtype=dtype, objective=objective, optimizer_provider=providers.optimizer,
             progress=progress,
         )
     if initialise:

@@ -29,6 +29,7 @@ from megatron_port.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord, record_of
+from megatron_port.parallel.step import StepSlot
 from megatron_port.parallel.topology import Topology
 from megatron_port.plan.activation_plan import with_activation_plan
 from megatron_port.plan.arithmetic import bubble_fraction, starved_pipeline
@@ -58,7 +59,7 @@ class StageSummary:
 
 
 def _records(config: RunConfig, ctx: ParallelContext) -> list[ParameterRecord]:
-    chunks = torch.nn.ModuleList(build_model(config, ctx, torch_providers(), DropoutStream(0, ctx.device)))
+    chunks = torch.nn.ModuleList(build_model(config, ctx, torch_providers(), StepSlot(DropoutStream(0, ctx.device))))
     return [record_of(p) for p in chunks.parameters()]
 
 

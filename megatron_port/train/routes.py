@@ -113,7 +113,7 @@ class RunRoutes:
                 self._writer = RouteWriter(
                     self.folder, ctx.rank, self.share, guard=self.session.fence.check, warn=self.session.logger.log_any
                 )
-        engine.stream.routes = self
+        engine.step_slot.routes = self
 
     def _share(self, division: Division | None) -> Share:
         """Return this rank's share of samples that are divided in this way."""

@@ -196,7 +196,7 @@ def run_rank(
 
 def _record(routes: list[Choice], router: Router, x: torch.Tensor, route: Route) -> None:
     """Keep a layer's choices for a micro-batch of a step, of its first forward pass."""
-    context = router.stream.current
+    context = router.step.current
     if context is None or context.recomputing or not router.stream.enabled:
         return
     rows, batch, _ = x.shape

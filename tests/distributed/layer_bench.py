@@ -14,7 +14,7 @@ from torch import nn
 from megatron_port.backend.providers import torch_providers
 from megatron_port.config.schema import LayoutConfig
 from megatron_port.model.attention import SelfAttention
-from megatron_port.model.build import BuildContext
+from megatron_port.model.build import BuildContext, BuildOptions
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.layers import Embedding, Head, TransformerLayer
 from megatron_port.model.mlp import MLP
@@ -28,6 +28,7 @@ from megatron_port.parallel.init import initial_values
 from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import InitSpec, Shard, make_record, record_of
+from megatron_port.parallel.step import StepSlot
 from megatron_port.parallel.topology import Topology
 from megatron_port.parity.run_record import assemble
 
@@ -129,8 +130,8 @@ class Bench:
         )
         recompute = sizes.get("recompute", "none")
         return BuildContext(
-            model=sizes["model"], layout=layout, ctx=self.ctx, providers=torch_providers(), stream=stream,
-            dtype=torch.float64, recompute=recompute,
+            model=sizes["model"], layout=layout, ctx=self.ctx, providers=torch_providers(), step=StepSlot(stream),
+            dtype=torch.float64, options=BuildOptions(recompute=recompute),
         )
 
     def residual(

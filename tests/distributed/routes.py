@@ -117,7 +117,7 @@ class Watch:
         return choose(logits, fixed)
 
     def _after(self, router: Router, inputs: tuple[torch.Tensor], route: Route) -> None:
-        context, (x,) = router.stream.current, inputs
+        context, (x,) = router.step.current, inputs
         if context is None or context.recomputing or context.samples.step or not router.stream.enabled:
             return
         assert self._last is not None

@@ -10,10 +10,11 @@ from pool import RankFailed, RankPool
 from torch import nn
 
 from megatron_port.data.batch import MicroBatch
-from megatron_port.engine.native_passes import Passes
+from megatron_port.engine.native_passes import BackwardTarget, Passes, StepWork
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear import WgradAccumulator
 from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.step import StepSlot
 from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.boundary import Boundary
 from megatron_port.pipeline.runner import Runner
@@ -67,8 +68,8 @@ def _step(schedule: str, chunks: int, boundary: Boundary = BOUNDARY) -> dict[str
     mine, progress = [Part(n, 2 * chunks) for n in numbers], ProgressTracker()
     unused = WgradAccumulator(lambda p: None, lambda p: p)  # autograd keeps the gradients of these parts
     passes = Passes(
-        mine, ctx, DropoutStream(0, ctx.device), progress, unused, micro_batches=_batches(), step=0, loss_factor=0.5,
-        loss_gradient=torch.tensor(0.5),
+        mine, ctx, StepSlot(DropoutStream(0, ctx.device)), progress, StepWork(micro_batches=_batches(), step=0),
+        BackwardTarget(unused, torch.tensor(0.5)),
     )
     try:
         Runner(StageLink(ctx), progress).run(

@@ -211,7 +211,7 @@ def filled_run(config: RunConfig, topology: Topology, fills: bool) -> tuple[dict
         engine.on_gradients = lambda found: seen.update({r.name: g.clone() for r, g in found})
         with patch("megatron_port.engine.native.make_schedule", made):
             engine.train_step(make_batches(config, ctx)(0), step=0, lr=1e-2)
-        return seen, engine.wgrad_accumulator.computed, engine.wgrad_accumulator.beside
+        return seen, engine.target.accumulator.computed, engine.target.accumulator.beside
     finally:
         ctx.close()
 

@@ -34,7 +34,7 @@ from megatron_port.parallel.counter import key_of
 from megatron_port.parallel.positions import WHOLE_SEQUENCE
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.state import StateReader
-from megatron_port.parallel.step import Tallies
+from megatron_port.parallel.step import StepShared, StepSlot, Tallies
 from megatron_port.parallel.topology import Topology
 from megatron_port.session.assemble import build_engine
 
@@ -290,10 +290,10 @@ def test_routers_are_megatron_cores(name: str, monkeypatch: pytest.MonkeyPatch) 
         from megatron.core.transformer.moe import moe_utils as theirs
     moe = MoEConfig(num_experts=16, balance_loss="sequence", balance_weight=0.3, z_weight=0.2, **ROUTERS[name][0])
     model = ModelConfig(**BASE, moe=moe)
-    stream, tallies = DropoutStream(0, torch.device("cpu")), Tallies(tally_specs(3, 16), torch.device("cpu"))
-    stream.set_micro_batch(0, (0, 1, 2), tallies=tallies)
+    step, tallies = StepSlot(DropoutStream(0, torch.device("cpu"))), Tallies(tally_specs(3, 16), torch.device("cpu"))
+    step.announce(0, (0, 1, 2), StepShared(tallies=tallies))
     build = BuildContext(model=model, layout=LayoutConfig(), ctx=ParallelContext.single(), providers=torch_providers(),
-                         stream=stream, dtype=torch.float64)
+                         step=step, dtype=torch.float64)
     spec = model_spec(model).layers[1].moe
     assert spec is not None
     router, generator = Router(1, spec, build, WHOLE_SEQUENCE), torch.Generator().manual_seed(3)

@@ -40,14 +40,14 @@ class _TermModel:
     """Adds the term to what the first layer makes, which is on the first stage, and reports it."""
 
     def __init__(self, engine: Any) -> None:
-        self.stream, self.told = engine.stream, set[tuple[float, float]]()
+        self.slot, self.told = engine.step_slot, set[tuple[float, float]]()
         for module in engine.stage.modules():
             if isinstance(module, TransformerLayer):
                 module.mlp.register_forward_hook(self._hook(module.name == "layers.0"))
 
     def _hook(self, first: bool) -> Any:
         def hook(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
-            now = self.stream.current
+            now = self.slot.current
             self.told.add((now.global_tokens, now.loss_factor))
             if not first:
                 return None

@@ -19,6 +19,7 @@ from megatron_port.optim.unit_gather import UnitGather
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import record_of
+from megatron_port.parallel.step import StepSlot
 from megatron_port.parallel.topology import Topology
 from megatron_port.parity.run_record import RankTrace, Slice
 from megatron_port.session.assemble import build_engine, build_model
@@ -183,7 +184,7 @@ def fsdp2_gradients(config: RunConfig) -> tuple[float, dict[str, torch.Tensor]]:
         whole = dataclasses.replace(config, layout=dataclasses.replace(config.layout, zero_stage=0))
         engine = build_engine(whole, ctx, providers_of(whole))
         initial = {r.name: p.detach().clone() for r, p in engine.named_parameters()}
-        (model,) = build_model(config, ctx, providers_of(config), DropoutStream(config.seed, ctx.device))
+        (model,) = build_model(config, ctx, providers_of(config), StepSlot(DropoutStream(config.seed, ctx.device)))
         names = {n: record_of(p).name for n, p in model.named_parameters()}
         with torch.no_grad():
             for n, p in model.named_parameters():

@@ -43,8 +43,8 @@ class Follower:
 
     def attach(self, engine: Any) -> None:
         """Begin."""
-        self.stream = engine.stream
-        self.stream.routes = self
+        self.stream, self.slot = engine.stream, engine.step_slot
+        self.slot.routes = self
         for module in (m for m in engine.stage.modules() if isinstance(m, Router)):
             module._routed = functools.partial(self._scored, module, module._routed)  # type: ignore[method-assign]
             module._kept = functools.partial(self._dropped, module, module._kept)  # type: ignore[method-assign]
@@ -64,7 +64,7 @@ class Follower:
         self, router: Router, choose: Callable[[torch.Tensor, torch.Tensor | None], Routed], logits: torch.Tensor,
         given: torch.Tensor | None,
     ) -> Routed:
-        context = self.stream.current
+        context = self.slot.current
         if given is not None and not context.recomputing:
             own = router.ops.route(logits.detach(), router.balance_bias, router.routing)
             values = own.scores if router.balance_bias is None else own.scores + router.balance_bias
@@ -80,7 +80,7 @@ class Follower:
         return choose(logits, given)
 
     def _dropped(self, router: Router, keep: Callable[..., torch.Tensor | None], *args: Any) -> torch.Tensor | None:
-        own, context = keep(*args), self.stream.current
+        own, context = keep(*args), self.slot.current
         given = self.fixed(router.index, context) if context is not None else None
         if own is not None and given is not None and not context.recomputing:
             self.kept_otherwise += int((own != given[1]).any(dim=1).sum())

@@ -113,7 +113,7 @@ def inject(trainer: Trainer, fault: Fault) -> None:
     left = [fault.times]
 
     def hook(module: Any, inputs: Any, outputs: Any) -> Any:
-        key = engine.stream.current
+        key = engine.step_slot.current
         output, *more = outputs if isinstance(outputs, tuple) else (outputs,)  # a norm returns its input as well
         if not engine.stream.enabled or fault.sample not in key.sample_ids or not left[0]:
             return None

@@ -17,12 +17,13 @@ from megatron_port.backend.providers import torch_providers
 from megatron_port.config.schema import LayoutConfig, ModelConfig
 from megatron_port.engine.module import read_local, recorded_parameters
 from megatron_port.interop.hf_files import HFFolder
-from megatron_port.model.build import BuildContext
+from megatron_port.model.build import BuildContext, BuildOptions
 from megatron_port.model.gpt import GPTStage
 from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.state import BUFFER, WEIGHT
+from megatron_port.parallel.step import StepSlot
 from megatron_port.session.weights import Weights
 
 FP64 = 1e-12
@@ -60,8 +61,8 @@ def stage_of(
     stream = DropoutStream(0, ctx.device)
     stream.enabled = False
     context = BuildContext(
-        model=model, layout=LayoutConfig(vocab_padding_multiple=8), ctx=ctx, providers=torch_providers(), stream=stream,
-        dtype=dtype, position_reset=position_reset,
+        model=model, layout=LayoutConfig(vocab_padding_multiple=8), ctx=ctx, providers=torch_providers(),
+        step=StepSlot(stream), dtype=dtype, options=BuildOptions(position_reset=position_reset),
     )
     stage = GPTStage(context, start=0, stop=model.num_layers).eval()
     for record, parameter in recorded_parameters(stage):

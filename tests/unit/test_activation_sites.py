@@ -24,12 +24,13 @@ from megatron_port.model.activation_sites import (
     Site,
     decided,
 )
-from megatron_port.model.build import BuildContext
+from megatron_port.model.build import BuildContext, BuildOptions
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.layers import TransformerLayer
 from megatron_port.model.site_tape import SiteTape
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.step import StepSlot
 from megatron_port.plan.activations import site_bytes
 from megatron_port.plan.case import Case
 from megatron_port.plan.engines import Engine
@@ -76,10 +77,12 @@ def make_layer(
         backend, choose_device("cpu"), dtype, engine="native", attention_dropout=model.attention_dropout
     )
     stream = DropoutStream(0, torch.device("cpu"))
-    stream.set_micro_batch(1, tuple(range(BATCH)), document_starts=STARTS if "dropout" in family else None)
+    step = StepSlot(stream)
+    step.announce(1, tuple(range(BATCH)), document_starts=STARTS if "dropout" in family else None)
     build = BuildContext(
         model=model, layout=LayoutConfig(vocab_padding_multiple=1), ctx=ParallelContext.single("cpu"),
-        providers=providers, stream=stream, dtype=dtype, layer_activations={0: activations},
+        providers=providers, step=step, dtype=dtype,
+        options=BuildOptions(layer_activations={0: activations}),
     )
     layer = TransformerLayer(0, model_spec(model).layers[0], build)
     generator = torch.Generator().manual_seed(3)
@@ -99,7 +102,7 @@ def gradients(layer: TransformerLayer, dtype: torch.dtype) -> list[torch.Tensor]
     y = layer(x)
     assert layer.parking.swap is not None
     layer.parking.swap.let_go()  # as the next layer's forward pass does
-    layer.stream.set_micro_batch(2, tuple(range(50, 50 + BATCH)))
+    layer.step.announce(2, tuple(range(50, 50 + BATCH)))
     y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(dtype))
     assert x.grad is not None
     found = [p.grad for p in layer.parameters()]
@@ -280,20 +283,21 @@ def test_what_is_dropped_is_freed(family: str, own: bool) -> None:
 
 def test_an_operation_that_runs_again_is_told_so() -> None:
     """A module adds to the step's sums once per micro-batch: not while recomputing."""
-    stream, seen = DropoutStream(0, torch.device("cpu")), []
-    stream.set_micro_batch(1, (7, 8))
+    slot, seen = StepSlot(DropoutStream(0, torch.device("cpu"))), []
+    slot.announce(1, (7, 8))
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        assert stream.current is not None
-        seen.append((stream.current.sample_ids, stream.current.recomputing, stream.enabled))
+        assert slot.current is not None and slot.stream.samples is slot.current.samples
+        seen.append((slot.current.sample_ids, slot.current.recomputing, slot.stream.enabled))
         return torch.tanh(x)
 
     x = torch.ones(3, requires_grad=True)
-    tape = SiteTape(decided(["activation"]), stream, x)
+    tape = SiteTape(decided(["activation"]), slot, x)
     y = tape.run("activation", function, x)
     tape.close()
-    stream.set_micro_batch(1, (9, 10))
-    stream.enabled = False
+    slot.announce(1, (9, 10))
+    slot.stream.enabled = False
     y.sum().backward()
     assert seen == [((7, 8), False, True), ((7, 8), True, True)]
-    assert stream.current is not None and stream.current.sample_ids == (9, 10) and not stream.enabled
+    assert slot.current is not None and slot.current.sample_ids == (9, 10) and not slot.stream.enabled
+    assert slot.stream.samples is slot.current.samples

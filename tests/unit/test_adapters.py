@@ -19,7 +19,7 @@ from megatron_port.engine.module import buffer_pieces
 from megatron_port.model.adapter_reader import InitialAdapters, MergedWeights
 from megatron_port.model.adapter_spec import adapter_parameters
 from megatron_port.model.adapters import freeze_all_but_adapters
-from megatron_port.model.build import BuildContext
+from megatron_port.model.build import BuildContext, BuildOptions
 from megatron_port.model.gpt import GPTStage
 from megatron_port.model.saved_state import state_records
 from megatron_port.parallel.buffers import recorded_buffers
@@ -29,6 +29,7 @@ from megatron_port.parallel.linear import WgradAccumulator
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord, record_of
 from megatron_port.parallel.state import StateReader
+from megatron_port.parallel.step import StepSlot
 from megatron_port.parallel.topology import Topology
 
 LLAMA = ModelConfig(
@@ -50,8 +51,8 @@ def stage(
     """All layers on a rank in fp64."""
     build = BuildContext(
         model=model, layout=LayoutConfig(sequence_parallel=sp, vocab_padding_multiple=1 if ctx.size("tp") == 1 else 8),
-        ctx=ctx, providers=torch_providers(), stream=DropoutStream(0, ctx.device), dtype=torch.float64,
-        fine_tuning=tuning,
+        ctx=ctx, providers=torch_providers(), step=StepSlot(DropoutStream(0, ctx.device)), dtype=torch.float64,
+        options=BuildOptions(fine_tuning=tuning),
     )
     made = GPTStage(build, start=0, stop=model.num_layers)
     freeze_all_but_adapters([made])
@@ -247,7 +248,7 @@ def test_merged_weights_are_the_matrices_written_out(tuning: FineTuningConfig) -
 
 def streams(made: GPTStage) -> DropoutStream:
     """The dropout of a stage."""
-    found: DropoutStream = made.layers[0].stream  # type: ignore[assignment]
+    found: DropoutStream = made.layers[0].step.stream  # type: ignore[assignment]
     return found
 
 

@@ -21,11 +21,12 @@ from megatron_port.backend.ops.softmax import causal_softmax
 from megatron_port.backend.providers import Providers, torch_providers
 from megatron_port.config.schema import BackendConfig, LayoutConfig, ModelConfig
 from megatron_port.model.attention import SelfAttention
-from megatron_port.model.build import BuildContext
+from megatron_port.model.build import BuildContext, BuildOptions
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.positions import Positions
 from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.step import StepSlot
 
 CPU = torch.device("cpu")
 SEED, STEP, SAMPLES, P = 5, 9, (3, 1 << 33), 0.4
@@ -98,7 +99,7 @@ def _gradient(providers: Providers, recompute: Literal["none", "selective"], rop
     stream = _stream()
     build = BuildContext(
         model=model, layout=LayoutConfig(vocab_padding_multiple=1), ctx=ParallelContext.single(),
-        providers=providers, stream=stream, dtype=torch.float32, recompute=recompute,
+        providers=providers, step=StepSlot(stream), dtype=torch.float32, options=BuildOptions(recompute=recompute),
     )
     attention = SelfAttention("layers.0", model_spec(model).layers[0].attention, build)
     y = torch.randn(16, 2, 2, 3, 12, generator=torch.Generator().manual_seed(1)).requires_grad_()

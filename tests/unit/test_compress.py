@@ -42,6 +42,7 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.init import initial_values
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import InitSpec, record_of
+from megatron_port.parallel.step import StepSlot
 from megatron_port.plan.verdict import make_plan
 from megatron_port.session.base_weights import fingerprint
 from megatron_port.session.weights import open_weights
@@ -410,7 +411,7 @@ def stage_of(model: ModelConfig, read: Any) -> GPTStage:
     stream.enabled = False
     build = BuildContext(
         model=model, layout=LayoutConfig(vocab_padding_multiple=1), ctx=ParallelContext.single(),
-        providers=torch_providers(), stream=stream, dtype=torch.float32,
+        providers=torch_providers(), step=StepSlot(stream), dtype=torch.float32,
     )
     stage = GPTStage(build, start=0, stop=model.num_layers).eval()
     for parameter in stage.parameters():

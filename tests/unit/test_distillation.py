@@ -35,6 +35,7 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.distillation import Objective, vocab_parallel_distillation
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import record_of
+from megatron_port.parallel.step import StepSlot
 from megatron_port.parallel.stored_teacher import Stored
 from megatron_port.parallel.vocab_top import vocab_parallel_top
 from megatron_port.plan.case import case_of, machine_of
@@ -331,7 +332,7 @@ def test_the_planner_counts_the_teacher_as_the_ranks_hold_it(tmp_path: Path) -> 
     for stage in range(2):
         rank = topology.first_rank(pp=stage)
         ctx = ParallelContext(topology, rank, torch.device("meta"), topology.coordinates(rank))
-        chunks = build_model(config, ctx, torch_providers(), DropoutStream(0, ctx.device))
+        chunks = build_model(config, ctx, torch_providers(), StepSlot(DropoutStream(0, ctx.device)))
         records = [record_of(p) for chunk in chunks for p in chunk.parameters()]
         held = sum(math.prod(r.local_shape) for r in records if r.name.startswith("teacher."))
         logits = 2 * 12 * 128 * 8 if stage == 1 else 0

@@ -29,7 +29,7 @@ from megatron_port.parallel.buffers import recorded_buffers
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.experts import grouped_linear
 from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.step import StepContext, Tallies
+from megatron_port.parallel.step import StepContext, StepShared, StepSlot, Tallies
 from megatron_port.session.assemble import build_engine
 
 SEQ, BATCH, HIDDEN, EXPERTS = 8, 3, 16, 6
@@ -40,15 +40,14 @@ SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "num_attention_heads": 2, "seq_l
 def make_layer(dtype: torch.dtype = torch.float64, **moe: Any) -> MoE:
     """A layer with a micro-batch of three samples under way."""
     model = ModelConfig(**SIZES, moe=MoEConfig(num_experts=EXPERTS, **{"ffn_hidden_size": 8, **moe}))
-    stream = DropoutStream(0, torch.device("cpu"))
-    stream.set_micro_batch(
-        1, tuple(range(BATCH)), sample_factor=0.25, tallies=Tallies(tally_specs(1, EXPERTS), stream.device)
-    )
+    step = StepSlot(DropoutStream(0, torch.device("cpu")))
+    tallies = Tallies(tally_specs(1, EXPERTS), step.stream.device)
+    step.announce(1, tuple(range(BATCH)), StepShared(sample_factor=0.25, tallies=tallies))
     spec = model_spec(model).layers[0].moe
     assert spec is not None
     layer = MoE(0, spec, BuildContext(
         model=model, layout=LayoutConfig(), ctx=ParallelContext.single("cpu"), providers=torch_providers(),
-        stream=stream, dtype=dtype,
+        step=step, dtype=dtype,
     ))
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -62,7 +61,7 @@ def tokens_of(dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 
 def context_of(layer: MoE) -> StepContext:
-    context = layer.router.stream.current
+    context = layer.router.step.current
     assert context is not None
     return context
 
@@ -139,12 +138,12 @@ def test_counts_are_exact_and_move_the_bias_by_the_counts_alone() -> None:
 def test_a_recomputed_pass_routes_as_the_first_and_counts_nothing() -> None:
     """Its input is other than the first's, as rounding may make it, and so are its scores: not its experts."""
     layer = make_layer(capacity_factor=1.0, balance_loss="sequence", z_weight=0.1)
-    context, stream = context_of(layer), layer.router.stream
+    context, step = context_of(layer), layer.router.step
     first = layer.router(tokens_of())
     assert context.tallies is not None
     counted = {name: value.clone() for name, value in context.tallies.totals(None).items()}
     assert int(counted["expert_tokens"].sum()) == 2 * SEQ * BATCH and float(counted["margin"].sum()) > 0
-    with stream.use(context.again()):
+    with step.use(step.state().again()):
         again = layer.router(-tokens_of())
     assert torch.equal(again.experts, first.experts) and torch.equal(again.kept, first.kept)
     assert not torch.equal(again.weights, first.weights)

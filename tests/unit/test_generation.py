@@ -30,6 +30,7 @@ from megatron_port.model.build import BuildContext
 from megatron_port.model.gpt import GPTStage
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.step import StepSlot
 
 LOGITS = torch.tensor([[0.0, 2.0, 1.0, -1.0], [3.0, 3.0, 0.0, 0.5]])
 
@@ -84,7 +85,7 @@ def test_a_cached_step_is_the_pass_over_everything(mask: dict[str, Any]) -> None
     stream.enabled = False
     build = BuildContext(
         model=model, layout=LayoutConfig(vocab_padding_multiple=1), ctx=ParallelContext.single(),
-        providers=torch_providers(), stream=stream, dtype=torch.float64,
+        providers=torch_providers(), step=StepSlot(stream), dtype=torch.float64,
     )
     stage, slot, draw_weights = GPTStage(build, start=0, stop=2).eval(), CacheSlot(), torch.Generator().manual_seed(0)
     for parameter in stage.parameters():

@@ -123,7 +123,7 @@ def test_documents_within_a_sample(case: str, tmp_path: Path) -> None:
     def ours(dtype: torch.dtype) -> torch.Tensor:
         stage = stage_of(folder, dtype=dtype, position_reset=case.startswith("gpt2"))
         assert stage.embedding is not None
-        stage.embedding.residual.stream.set_micro_batch(0, (0, 1, 2), document_starts=starts.to(torch.int32))
+        stage.embedding.residual.step.announce(0, (0, 1, 2), document_starts=starts.to(torch.int32))
         return stage(tokens).transpose(0, 1)[..., : hf.VOCABULARY]
 
     with torch.no_grad():

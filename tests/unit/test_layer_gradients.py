@@ -17,6 +17,7 @@ from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.layers import TransformerLayer
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.step import StepSlot
 
 SEQ, BATCH, HIDDEN = 12, 3, 24
 MODELS: dict[str, dict[str, Any]] = {
@@ -35,7 +36,7 @@ def _gradients(name: str, providers: Providers, dtype: torch.dtype) -> dict[str,
     stream.set_micro_batch(7, tuple(range(40, 40 + BATCH)))
     build = BuildContext(
         model=model, layout=LayoutConfig(vocab_padding_multiple=1), ctx=ParallelContext.single(), providers=providers,
-        stream=stream, dtype=dtype,
+        step=StepSlot(stream), dtype=dtype,
     )
     layer = TransformerLayer(0, model_spec(model).layers[0], build)
     draw = torch.Generator().manual_seed(1)

@@ -23,6 +23,7 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.embedding import padded_vocab_size
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import ParameterRecord, record_of
+from megatron_port.parallel.step import StepSlot
 from megatron_port.parallel.topology import Topology
 
 SMALL = ModelConfig(num_layers=2, hidden_size=48, num_attention_heads=4, vocab_size=53, seq_length=16)
@@ -67,7 +68,7 @@ def stage_records(model: ModelConfig, topology: Topology, tp_rank: int, *, sp: b
     ctx = ParallelContext(topology, tp_rank, torch.device("meta"), topology.coordinates(tp_rank))
     build = BuildContext(
         model=model, layout=layout, ctx=ctx, providers=torch_providers(),
-        stream=DropoutStream(0, torch.device("meta")), dtype=torch.float32,
+        step=StepSlot(DropoutStream(0, torch.device("meta"))), dtype=torch.float32,
     )
     return [record_of(p) for p in GPTStage(build, start=0, stop=model.num_layers).parameters()]
 

@@ -195,9 +195,9 @@ def test_zero_bubble_computes_no_weight_gradient_in_the_input_pass(recompute: st
         inner = worker.run
 
         def run(action, received):  # type: ignore[no-untyped-def]
-            before = engine.wgrad_accumulator.computed
+            before = engine.target.accumulator.computed
             result = inner(action, received)
-            seen.append((action.kind.value, engine.wgrad_accumulator.computed - before))
+            seen.append((action.kind.value, engine.target.accumulator.computed - before))
             return result
 
         worker.run = run

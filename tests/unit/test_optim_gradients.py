@@ -25,6 +25,7 @@ from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.counter import key_of
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import SEQUENCE, InitSpec, ParameterRecord, record_of
+from megatron_port.parallel.step import StepSlot
 from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.partition import balanced_layers
 
@@ -52,7 +53,7 @@ def stage_of(topology: Topology, rank: int, *, tied: bool, sp: bool) -> GPTStage
     )
     build = BuildContext(
         model=model_of(topology, tied=tied), layout=layout, ctx=ctx, providers=torch_providers(),
-        stream=DropoutStream(0, ctx.device), dtype=torch.float32,
+        step=StepSlot(DropoutStream(0, ctx.device)), dtype=torch.float32,
     )
     return build_stage(build, balanced_layers([0.0, *[1.0] * MODEL.num_layers, 0.0], topology.pp))
 

@@ -32,7 +32,7 @@ from megatron_port.model.router import Router, tally_specs
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.positions import WHOLE_SEQUENCE
 from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.step import Tallies
+from megatron_port.parallel.step import StepShared, StepSlot, Tallies
 from megatron_port.session.assemble import build_engine
 
 HIDDEN, FACTOR = 16, 0.25
@@ -44,14 +44,14 @@ def router_of(seq: int, batch: int, experts: int, seed: int = 0, **moe: Any) -> 
         num_layers=1, hidden_size=HIDDEN, num_attention_heads=2, seq_length=seq, vocab_size=53,
         moe=MoEConfig(num_experts=experts, ffn_hidden_size=8, **moe),
     )
-    stream = DropoutStream(seed, torch.device("cpu"))
-    tallies = Tallies(tally_specs(1, experts), stream.device)
-    stream.set_micro_batch(3, tuple(range(batch)), sample_factor=FACTOR, tallies=tallies)
+    step = StepSlot(DropoutStream(seed, torch.device("cpu")))
+    tallies = Tallies(tally_specs(1, experts), step.stream.device)
+    step.announce(3, tuple(range(batch)), StepShared(sample_factor=FACTOR, tallies=tallies))
     spec = model_spec(model).layers[0].moe
     assert spec is not None
     router = Router(0, spec, BuildContext(
         model=model, layout=LayoutConfig(), ctx=ParallelContext.single("cpu"), providers=torch_providers(),
-        stream=stream, dtype=torch.float64,
+        step=step, dtype=torch.float64,
     ), WHOLE_SEQUENCE)
     with torch.no_grad():
         for p in router.parameters():
@@ -64,8 +64,8 @@ def inputs(seq: int, batch: int) -> torch.Tensor:
 
 
 def totals(router: Router) -> dict[str, torch.Tensor]:
-    assert router.stream.current is not None and router.stream.current.tallies is not None
-    return router.stream.current.tallies.totals(None)
+    assert router.step.current is not None and router.step.current.tallies is not None
+    return router.step.current.tallies.totals(None)
 
 
 def is_uniform(u: np.ndarray, cells: int = 20) -> bool:

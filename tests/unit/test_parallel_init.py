@@ -25,6 +25,7 @@ from megatron_port.parallel.embedding import padded_vocab_size
 from megatron_port.parallel.init import initial_reader, initial_values
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.record import InitSpec, ParameterRecord, record_of
+from megatron_port.parallel.step import StepSlot
 from megatron_port.parallel.topology import Topology
 from megatron_port.pipeline.partition import balanced_layers
 
@@ -107,7 +108,7 @@ def stage_of(model: ModelConfig, topology: Topology, rank: int, *, sp: bool = Fa
     )
     build = BuildContext(
         model=model, layout=layout, ctx=ctx, providers=torch_providers(),
-        stream=DropoutStream(0, torch.device("cpu")), dtype=torch.float32,
+        step=StepSlot(DropoutStream(0, torch.device("cpu"))), dtype=torch.float32,
     )
     return build_stage(build, balanced_layers([0.0, *[1.0] * model.num_layers, 0.0], topology.pp))
 

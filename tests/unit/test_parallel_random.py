@@ -14,6 +14,7 @@ from megatron_port.model.recompute import recompute
 from megatron_port.parallel.counter import random_bits
 from megatron_port.parallel.positions import Positions
 from megatron_port.parallel.random import DropoutStream, keep_mask, keep_scale, op_key
+from megatron_port.parallel.step import StepSlot
 
 CPU = torch.device("cpu")
 SEQ, WIDTH, HEADS = 12, 10, 4
@@ -28,13 +29,13 @@ def stream(ids: tuple[int, ...] = IDS, *, seed: int = 1, step: int = 5) -> Dropo
 
 def residual_mask(s: DropoutStream, *, op: str = "layers.0.mlp", p: float = 0.3, seq: int = SEQ) -> torch.Tensor:
     """[seq, batch, WIDTH] of the kept elements."""
-    assert s.current is not None
-    return s.dropout(torch.ones(seq, len(s.current.sample_ids), WIDTH), p, op=op, width=WIDTH) != 0
+    assert s.samples is not None
+    return s.dropout(torch.ones(seq, len(s.samples.sample_ids), WIDTH), p, op=op, width=WIDTH) != 0
 
 
 def probs_mask(s: DropoutStream, *, heads: int = HEADS, offset: int = 0, op: str = "probs") -> torch.Tensor:
-    assert s.current is not None
-    ones = torch.ones(len(s.current.sample_ids), heads, SEQ, SEQ)
+    assert s.samples is not None
+    ones = torch.ones(len(s.samples.sample_ids), heads, SEQ, SEQ)
     return s.dropout_probabilities(ones, 0.3, op=op, head_offset=offset) != 0
 
 
@@ -190,16 +191,17 @@ def test_a_forgotten_micro_batch_is_an_error() -> None:
 
 def test_use_restores_the_key() -> None:
     s = stream()
-    first = s.current
+    slot = StepSlot(s)
+    first = slot.state()
     mask = residual_mask(s)
     s.set_micro_batch(9, (1, 2))
-    later = s.current
-    with s.use(first):
+    later = s.samples
+    with slot.use(first):
         assert torch.equal(residual_mask(s), mask)
-    assert s.current is later
-    with pytest.raises(ZeroDivisionError), s.use(first):
+    assert s.samples is later
+    with pytest.raises(ZeroDivisionError), slot.use(first):
         _ = 1 / 0
-    assert s.current is later
+    assert s.samples is later
 
 
 def test_recompute_sees_the_masks_of_its_forward_pass() -> None:
@@ -215,21 +217,21 @@ def test_recompute_sees_the_masks_of_its_forward_pass() -> None:
     plain = layer(x)
     (want,) = torch.autograd.grad(plain.sum(), x)
     calls.clear()
-    again = recompute(layer, x, stream=s)
+    again = recompute(layer, x, step=StepSlot(s))
     assert torch.equal(again, plain)
     s.set_micro_batch(6, (100, 101, 102, 103))
     s.enabled = False
     (got,) = torch.autograd.grad(again.sum(), x)
     assert len(calls) == 2, "the layer was not recomputed"
     assert torch.equal(got, want)
-    assert s.enabled is False and s.current is not None and s.current.sample_ids == (100, 101, 102, 103)
+    assert s.enabled is False and s.samples is not None and s.samples.sample_ids == (100, 101, 102, 103)
 
 
 def test_recompute_of_an_evaluation_pass_drops_nothing() -> None:
     s = stream()
     s.enabled = False
     x = torch.ones(SEQ, len(IDS), WIDTH, requires_grad=True)
-    y = recompute(lambda a: s.dropout(a, 0.4, op="layer"), x, stream=s)
+    y = recompute(lambda a: s.dropout(a, 0.4, op="layer"), x, step=StepSlot(s))
     s.enabled = True
     (grad,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(y, x) and torch.equal(grad, torch.ones_like(x))

@@ -21,6 +21,7 @@ from megatron_port.config.schema import (
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.step import StepSlot
 from megatron_port.parallel.topology import Topology
 from megatron_port.plan.activations import layer_activation_bytes
 from megatron_port.plan.case import Case, Machine, balanced_split, case_of, machine_of
@@ -58,7 +59,7 @@ def test_elements_of_every_rank_are_the_meta_models(name: str, tp: int, pp: int)
     for stage in range(pp):
         rank = topology.first_rank(pp=stage, tp=tp - 1)
         ctx = ParallelContext(topology, rank, torch.device("meta"), topology.coordinates(rank))
-        (built,) = build_model(config, ctx, torch_providers(), DropoutStream(0, ctx.device))
+        (built,) = build_model(config, ctx, torch_providers(), StepSlot(DropoutStream(0, ctx.device)))
         assert stage_elements(case, stage) == sum(p.numel() for p in built.parameters()), stage
 
 
@@ -163,7 +164,7 @@ def kept_bytes(model: ModelConfig, recompute: Literal["none", "selective", "full
     ctx = ParallelContext.single("cpu")
     stream = DropoutStream(0, ctx.device)
     stream.set_micro_batch(0, tuple(range(batch)))
-    (built,) = build_model(config, ctx, torch_providers(), stream)
+    (built,) = build_model(config, ctx, torch_providers(), StepSlot(stream))
     for p in built.parameters():
         torch.nn.init.normal_(p, std=0.02)
     own = {p.untyped_storage().data_ptr() for p in built.parameters()}

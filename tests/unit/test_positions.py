@@ -31,6 +31,7 @@ from megatron_port.parallel.positions import (
     sequence_partition,
 )
 from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.step import StepSlot
 from megatron_port.parallel.topology import Topology
 
 CPU = torch.device("cpu")
@@ -53,7 +54,7 @@ def build_of(
     stream.set_micro_batch(7, tuple(range(40, 40 + BATCH)))
     return BuildContext(
         model=model, layout=LayoutConfig(vocab_padding_multiple=1), ctx=ParallelContext.single(),
-        providers=providers or torch_providers(), stream=stream, dtype=torch.float32, partition=partition,
+        providers=providers or torch_providers(), step=StepSlot(stream), dtype=torch.float32, partition=partition,
     )
 
 
@@ -119,7 +120,7 @@ def test_positions_from_each_documents_start(piece: int) -> None:
     part = zigzag(1, 2, piece=piece, pieces=2)
     build = build_of(part, dataclasses.replace(MODEL, position_embedding="learned"))
     starts = torch.tensor([[0] * 5 + [5] * 6 + [11] + [12] * 9 + [21] * 11, list(range(SEQ))], dtype=torch.int32)
-    build.stream.set_micro_batch(7, (40, 41), document_starts=starts)
+    build.step.announce(7, (40, 41), document_starts=starts)
     embedding = Embedding(model_spec(build.model).embedding, build)
     embedding.position_reset = True
     assert embedding.position is not None

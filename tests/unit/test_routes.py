@@ -18,7 +18,7 @@ from megatron_port.config.schema import ModelConfig, RunConfig, TrainingConfig
 from megatron_port.data.batch import MicroBatch
 from megatron_port.errors import ConfigError, DataError
 from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.step import StepContext
+from megatron_port.parallel.step import StepContext, StepSlot
 from megatron_port.parallel.topology import Topology
 from megatron_port.runtime.lease import Fence, LeaseLost
 from megatron_port.telemetry import route_writer
@@ -59,11 +59,11 @@ class Rank:
         logger = SimpleNamespace(log_any=self.said.append)
         session: Any = SimpleNamespace(config=config, ctx=self.ctx, fence=fence or Fence(), logger=logger,
                                        is_rank_zero=rank == 0, device=SimpleNamespace(is_gpu=False))
-        self.stream = DropoutStream(0, torch.device("cpu"))
+        self.slot = StepSlot(DropoutStream(0, torch.device("cpu")))
         each = LAYERS // topology.pp
         self.layers = range(each * self.ctx.coords.pp, each * (self.ctx.coords.pp + 1))
         names = [f"layers.{n}.mlp.{'router.weight' if n else 'up.weight'}" for n in self.layers]
-        engine: Any = SimpleNamespace(stream=self.stream, named_parameters=lambda: iter(
+        engine: Any = SimpleNamespace(step_slot=self.slot, named_parameters=lambda: iter(
             [(SimpleNamespace(name=name), None) for name in names]))
         self.routes = RunRoutes(session, CORPORA)
         self.routes.attach(engine, done)
@@ -84,8 +84,8 @@ class Rank:
         """(layer, context, choice of the router) of each pass of each layer of experts."""
         rows, tp = SEQ // self.ctx.size("tp"), self.ctx.index("tp")
         for batch in self.micro_batches(step):
-            self.stream.set_micro_batch(step, batch.sample_ids)
-            context = self.stream.current
+            self.slot.announce(step, batch.sample_ids)
+            context = self.slot.current
             assert context is not None
             for layer in (n for n in self.layers if n):
                 yield layer, context, torch.tensor([
@@ -151,16 +151,16 @@ def test_any_layout_reads_what_any_other_wrote(
 def test_evaluation_and_other_steps_are_routed_anew(tmp_path: Path) -> None:
     rank = Rank(tmp_path / "b", Topology(), 0, batch=2, replay=str(log(tmp_path / "a", Topology(dp=2), batch=2)))
     rank.follows(1)
-    rank.stream.enabled = False
-    rank.stream.set_micro_batch(1, (8, 9))
-    assert rank.stream.current is not None and rank.stream.current.routes is None
-    rank.stream.enabled = True
-    rank.stream.set_micro_batch(2, (8, 9))
-    assert rank.routes.fixed(1, rank.stream.current) is None
+    rank.slot.stream.enabled = False
+    rank.slot.announce(1, (8, 9))
+    assert rank.slot.current is not None and rank.slot.current.routes is None
+    rank.slot.stream.enabled = True
+    rank.slot.announce(2, (8, 9))
+    assert rank.routes.fixed(1, rank.slot.current) is None
     two = Rank(tmp_path / "b", Topology(dp=2), 0, batch=1, replay=str(tmp_path / "a" / "run" / "routes"))
     two.follows(1)
-    two.stream.set_micro_batch(1, (9,))  # of the other replica, in a check of devices
-    context = two.stream.current
+    two.slot.announce(1, (9,))  # of the other replica, in a check of devices
+    context = two.slot.current
     assert context is not None
     fixed = two.routes.fixed(3, context)
     assert fixed is not None and fixed[0].tolist() == [truth(1, 9, 3, i, 8, 2) for i in range(SEQ)]

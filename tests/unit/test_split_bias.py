@@ -18,6 +18,7 @@ from megatron_port.model.build import BuildContext
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
+from megatron_port.parallel.step import StepSlot
 
 
 def _gradients(providers: Providers, **options: Any) -> dict[str, torch.Tensor]:
@@ -25,7 +26,7 @@ def _gradients(providers: Providers, **options: Any) -> dict[str, torch.Tensor]:
     model = ModelConfig(num_layers=1, hidden_size=24, num_attention_heads=4, vocab_size=50, seq_length=16, **options)
     build = BuildContext(
         model=model, layout=LayoutConfig(vocab_padding_multiple=1), ctx=ParallelContext.single(),
-        providers=providers, stream=DropoutStream(5, torch.device("cpu")), dtype=torch.float32, recompute="none",
+        providers=providers, step=StepSlot(DropoutStream(5, torch.device("cpu"))), dtype=torch.float32,
     )
     attention = SelfAttention("layers.0", model_spec(model).layers[0].attention, build)
     draw = torch.Generator().manual_seed(1)

@@ -24,13 +24,14 @@ from megatron_port.backend.providers import torch_providers
 from megatron_port.config.schema import LayoutConfig, ModelConfig
 from megatron_port.data.dataset import BlendedDataset, quantised
 from megatron_port.data.order import derive, permute
-from megatron_port.model.build import BuildContext
+from megatron_port.model.build import BuildContext, BuildOptions
 from megatron_port.model.gpt import GPTStage
 from megatron_port.model.shapes import model_records
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.counter import key_of
 from megatron_port.parallel.init import initial_reader, initial_values
 from megatron_port.parallel.random import DropoutStream, op_key
+from megatron_port.parallel.step import StepSlot
 
 CPU = torch.device("cpu")
 SEEDS = st.integers(0, 2**63 - 1)
@@ -63,8 +64,8 @@ def twin_shape(model: ModelConfig) -> Shape:
 def build_context(model: ModelConfig, stream: DropoutStream, *, fused: Any = None, **options: Any) -> BuildContext:
     return BuildContext(
         model=model, layout=LayoutConfig(vocab_padding_multiple=1), ctx=ParallelContext.single(),
-        providers=dataclasses.replace(torch_providers(), bias_dropout_add=fused), stream=stream, dtype=torch.float32,
-        **options,
+        providers=dataclasses.replace(torch_providers(), bias_dropout_add=fused),
+        step=StepSlot(stream), dtype=torch.float32, options=BuildOptions(**options),
     )
 
 
