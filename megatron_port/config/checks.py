@@ -115,8 +115,11 @@ def _unknown_choices(config: RunConfig) -> list[str]:
 def _hook_problems(hooks: tuple[str, ...]) -> list[str]:
     known = ", ".join(LOOP_HOOKS.names) or "none: no plugin registers one"
     unknown = unknown_choices(LOOP_HOOKS.field, hooks)
-    return [f"training.hooks has {name!r}, which is unknown; use {known}" for name in unknown] + [f"training.hooks has {name!r} twice; leave one out" for name in dict.fromkeys(hooks)
-                      if hooks.count(name) > 1]
+    twice = [name for name in dict.fromkeys(hooks) if hooks.count(name) > 1]
+    return [
+        *(f"training.hooks has {name!r}, which is unknown; use {known}" for name in unknown),
+        *(f"training.hooks has {name!r} twice; leave one out" for name in twice),
+    ]
 
 
 def _out_of_range(config: RunConfig, ranges: Mapping[str, Range]) -> list[str]:

@@ -28,6 +28,7 @@ def of_example(folder: str) -> dict[str, str]:
 @pytest.mark.parametrize(("run", "layouts"), [
     ("optimizer/signum", ("tp1pp1dp1", "tp2pp1dp2")),
     ("loss/z_loss", ("tp1pp1dp1", "tp4pp1dp1")),
+    ("objective/distinct_tokens", ("tp1pp1dp1", "tp2pp2dp2")),
     ("source/copying", ("tp1pp1dp1", "tp1pp1dp4")),
     ("kernel/lean_swiglu", ("tp1pp1dp1", "tp2pp1dp1sp")),
     ("schedule/eager", ("tp1pp1dp1", "tp1pp4dp1")),
