@@ -116,7 +116,8 @@ def _chart(runs: Sequence[RunData], metrics: Sequence[Metric]) -> str:
     values = [{b.mean for b in run.series[m.name].buckets} for run in runs for m in metrics if m.name in run.series]
     if chart.varies and all(len(found) <= 1 for found in values):
         return ""
-    marks, note = (), ""
+    marks: Sequence[Mark] = ()
+    note = ""
     if chart == LOSS:
         lines, marks, note = lines + _validation(runs), _marks(runs), _note(runs)
     form = (lambda value: formatted(float(value), chart.form)) if chart.form else number
