@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megatron_port.errors import PortError as PortError
     from megatron_port.optim.schedules import learning_rate as learning_rate
     from megatron_port.session.session import Session as Session
-    from megatron_port.train.loop import Trainer as Trainer
+    from megatron_port.train.trainer import Trainer as Trainer
 
 _WHERE = {
     "build_engine": "api",
@@ -49,7 +49,7 @@ _WHERE = {
     "MicroBatch": "data.batch",
     "PortError": "errors",
     "learning_rate": "optim.schedules",
-    "Trainer": "train.loop",
+    "Trainer": "train.trainer",
     "Session": "session.session",
 }
 

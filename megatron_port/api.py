@@ -164,7 +164,7 @@ def run_training(config: RunConfig, info: ProcessInfo | None = None) -> Training
     from megatron_port.session.provenance import record_failure_event
     from megatron_port.session.session import open_session
     from megatron_port.session.watching import watch_ranks
-    from megatron_port.train.loop import Trainer
+    from megatron_port.train.trainer import Trainer
 
     info = info or discover()
     try:

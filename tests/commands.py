@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parents[1]
 PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "megatron_port.cli.main", "megatron_port.cli.train",
            "megatron_port.cli.checkpoint", "megatron_port.runtime.local", "megatron_port.train.loading",
-           "megatron_port.train.loop", "megatron_port.plan.guard", "megatron_port.plan.advice",
+           "megatron_port.train.trainer", "megatron_port.plan.guard", "megatron_port.plan.advice",
            "megatron_port.session.leasing", "megatron_port.session.watching", "megatron_port.watch.hub_process",
            "megatron_port.watch.secret")
 

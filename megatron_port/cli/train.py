@@ -88,7 +88,7 @@ def _modules(config: RunConfig) -> list[str]:
     """Return the modules that the ranks will need, to be imported once before they are forked."""
     from megatron_port.backend.kernels import kernels_status
 
-    modules = ["torch", "megatron_port.train.loop"]
+    modules = ["torch", "megatron_port.train.trainer"]
     if config.engine == "deepspeed":
         modules.append("megatron_port.runtime.deepspeed_preload")
         return [*modules, "torch._dynamo"] if config.backend.optimizer == "torch" else modules

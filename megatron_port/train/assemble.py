@@ -26,7 +26,7 @@ def loop_hooks(state: LoopState) -> list[LoopHook]:
     c, reporting, in_flight = state.config, Reporting(state), SaveInFlight(state)
     return [
         *_activation_planner(state), DamageCheck(state), reporting, Recovery(state), *_rewind(state), in_flight,
-        *_routes(state), *_profiler(state), Evaluation(state, reporting), *_checks(state),
+        *_routes(state), *_profiler(state), Evaluation(state, reporting.evaluation), *_checks(state),
         *(_plugin(name, state) for name in c.training.hooks),
         PeriodicSave(state, in_flight), Closing(state, reporting),
     ]

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from megatron_port.engine.api import EvalResult
 from megatron_port.runtime.progress import EVALUATE
 from megatron_port.train.hooks import LoopHook, LoopState, every
-from megatron_port.train.reporting import Reporting
 
 
 class Evaluation(LoopHook):
     """Evaluate on the first ``training.eval_batches`` global batches of the validation split."""
 
-    def __init__(self, state: LoopState, reporting: Reporting) -> None:
+    def __init__(self, state: LoopState, report: Callable[[float, float], None]) -> None:
+        """``report`` takes the loss and the seconds that it took."""
         super().__init__(state)
-        self._reporting = reporting
+        self._report = report
 
     def due(self, step: int) -> bool:
         """Return whether the run begins, an interval ends, or the last step was taken."""
@@ -33,4 +34,4 @@ class Evaluation(LoopHook):
                 result = state.engine.eval_step(batch)
                 total = EvalResult(total.loss_sum + result.loss_sum, total.tokens + result.tokens)
         state.validation_loss = total.loss
-        self._reporting.evaluation(total.loss, time.perf_counter() - started)
+        self._report(total.loss, time.perf_counter() - started)

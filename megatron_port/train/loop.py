@@ -1,6 +1,6 @@
 """The training loop: steps, until done or told to stop. What else a run does hangs on it as hooks (``train.hooks``).
 
-Read it top to bottom; then ``train.assemble``, the list of hooks, and ``train.start``, what a run begins from.
+Read it top to bottom; then ``train.hooks``, what a hook may do, and ``train.assemble``, the list of a run's.
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ from megatron_port.errors import NumericsError
 from megatron_port.optim.schedules import learning_rate
 from megatron_port.runtime.progress import DATA
 from megatron_port.runtime.signals import StopRequest
-from megatron_port.session.session import Session
 from megatron_port.train.agreement import agreed_level
-from megatron_port.train.assemble import loop_hooks
-from megatron_port.train.hooks import Ending, Progress, TakenStep
-from megatron_port.train.start import load_model, open_state
+from megatron_port.train.hooks import Ending, LoopState, Progress, TakenStep
 
 
 @dataclass(frozen=True)
@@ -29,13 +26,11 @@ class TrainingResult:
     validation_loss: float | None
 
 
-class Trainer:
-    """Training loop of one rank."""
+class Loop:
+    """Training loop of one rank, from where ``state.progress`` stands."""
 
-    def __init__(self, session: Session) -> None:
-        self.state = open_state(session)
-        self.state.hooks = self.hooks = loop_hooks(self.state)
-        load_model(self.state)
+    def __init__(self, state: LoopState) -> None:
+        self.state, self.hooks = state, state.hooks
 
     def run(self) -> TrainingResult:
         """Train to ``training.steps``; on a signal save and return early."""

@@ -72,7 +72,7 @@ import importlib.abc, sys
 
 class AfterTheLoop(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name == "megatron_port.train.loop" and self in sys.meta_path:
+        if name == "megatron_port.train.trainer" and self in sys.meta_path:
             sys.meta_path.remove(self)
             import megatron_port.engine.deepspeed_engine as engine
             real = engine.DeepSpeedEngine.train_step

@@ -71,7 +71,7 @@ def act(kind, want):
 def install(here):
     want = {**json.loads((pathlib.Path(here) / "fault.json").read_text()), "here": here}
     if want["kind"] == "connect": return connect(want, here)
-    step = loop.Trainer._step
+    step = loop.Loop._step
     def with_fault(self):
         state = self.state
         if state.progress.step == want["step"] and state.session.info.rank == want["rank"] and want["kind"]:
@@ -86,7 +86,7 @@ def install(here):
             stage, forward = state.engine.stage, state.engine.stage.forward
             stage.forward = lambda *args: (time.sleep(want["slow"]), forward(*args))[1]
         step(self)
-    loop.Trainer._step = with_fault
+    loop.Loop._step = with_fault
 install(str(pathlib.Path(__file__).parent))
 '''
 

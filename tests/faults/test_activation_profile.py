@@ -21,7 +21,7 @@ from megatron_port.plan.activation_file import NAME, parsed
 from megatron_port.plan.case import Machine, case_of
 from megatron_port.plan.memory import stage_memory
 from megatron_port.train.activations import ActivationPlanner
-from megatron_port.train.loop import Trainer
+from megatron_port.train.trainer import Trainer
 
 TWO_STAGES = Topology(1, 2, 1)
 
@@ -40,7 +40,7 @@ def train(config: RunConfig, steps: int, found: bool = False) -> tuple[Any, ...]
         trainer = Trainer(dataclasses.replace(session_of(config, ctx), plans_activations=found))
         trainer.state.config = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=steps))
         trainer.run()
-        measured = sum(hook.measured for hook in trainer.hooks if isinstance(hook, ActivationPlanner))
+        measured = sum(hook.measured for hook in trainer.state.hooks if isinstance(hook, ActivationPlanner))
         weights = {r.name: p.tolist() for r, p in trainer.state.engine.named_parameters()}
         return trainer.state.choices, measured, weights
     finally:

@@ -30,7 +30,7 @@ from megatron_port.config.schema import RunConfig
 from megatron_port.errors import NumericsError
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.topology import Coordinates, Topology
-from megatron_port.train.loop import Trainer
+from megatron_port.train.trainer import Trainer
 
 STEP = 3
 """Updates made before the bit is flipped."""

@@ -34,7 +34,7 @@ from megatron_port.parallel.topology import Topology
 from megatron_port.runtime.discovery import ProcessInfo
 from megatron_port.runtime.logging import Logger
 from megatron_port.session.session import Session
-from megatron_port.train.loop import Trainer
+from megatron_port.train.trainer import Trainer
 
 STEPS, BATCH = 6, 8
 

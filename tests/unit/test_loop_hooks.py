@@ -19,7 +19,7 @@ from megatron_port.data.batch import MicroBatch
 from megatron_port.errors import ConfigError, NumericsError
 from megatron_port.registry import LOOP_HOOKS
 from megatron_port.train.hooks import Ending, LoopHook, LoopState, TakenStep, every
-from megatron_port.train.loop import Trainer
+from megatron_port.train.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN = ["DamageCheck", "Reporting", "Recovery", "SaveInFlight", "Evaluation", "ReplicaCheck", "PeriodicSave",
@@ -110,7 +110,7 @@ def test_a_plain_run_has_few_hooks_and_loads_no_module_of_others() -> None:
 def test_the_loop_asks_in_a_fixed_order(tiny: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(tiny, checkpoint=replace(tiny.checkpoint, save_interval=2))
     trainer = train(config, monkeypatch)
-    assert [type(hook).__name__ for hook in trainer.hooks] == [*PLAIN[:-2], "Listener", *PLAIN[-2:]]
+    assert [type(hook).__name__ for hook in trainer.state.hooks] == [*PLAIN[:-2], "Listener", *PLAIN[-2:]]
 
     def step(number: int) -> list[str]:
         return [f"around {number}", f"before {number - 1} with 8 samples", "passes", f"measure {number}",
