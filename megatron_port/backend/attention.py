@@ -129,6 +129,7 @@ class KernelOrder:
     def prefer(self) -> None:
         """Let torch try these kernels until another order is preferred. No kernels: torch's order stays as it is."""
         if self._kernels and _kernel_order() != self._ours:
+            # Not torch's public context: it restores the order at its end, and this one has to stay.
             _sdpa_kernel(self._kernels, set_priority=True)
             self._ours = _kernel_order()
 

@@ -43,6 +43,7 @@ class Observer(Protocol):
         """Make what is queued on ``stream`` from here on run after a mark."""
 
 
+# On a CPU one thread states every access, those of backward passes and of saves too: a context variable sees all.
 _OBSERVERS: ContextVar[tuple[Observer, ...]] = ContextVar("observers of streams", default=())
 
 
