@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,26 +33,35 @@ from megatron_port.parallel.positions import WHOLE_SEQUENCE, SequencePartition
 from megatron_port.registry import SOURCES
 
 
+class ReplicaShare(NamedTuple):
+    """Share of a replica in each step: micro-batches ``rank``, ``rank`` + ``size`` … of ``micro_batch_size``
+    samples."""
+
+    micro_batch_size: int
+    rank: int = 0
+    size: int = 1
+
+
 class StepLoader:
     """Micro-batches of one replica; a function of the sample number, so resuming needs no saved state.
 
     Args:
-        dp_rank, dp_size: this replica, and how many there are.
-        eod_id: end-of-document id; with ``mask_eod_loss`` the prediction made from it
-            (the first token of an unrelated document) is left out of the loss, as in Megatron-LM.
-        documents: the dataset's samples say where their documents start, which every stage is told.
+        share: this replica's part of a step.
+        eod_id: end-of-document id where the prediction made from it (the first token of an unrelated document) is left
+            out of the loss, as in Megatron-LM; None: it counts.
         view: this rank's part of each micro-batch; no token is read where it has none.
+        documents: the dataset's samples say where their documents start, which every stage is told.
         remote: a corpus is in a store; the samples of the step that follows are read beside training.
     """
 
-    def __init__(self, dataset: TokenDataset, *, seq_length: int, micro_batch_size: int, dp_rank: int, dp_size: int,
-                 seed: int, eod_id: int, mask_eod_loss: bool, view: RankView, documents: bool = False,
-                 remote: bool = False) -> None:
-        if not 0 <= dp_rank < dp_size or micro_batch_size < 1:
-            raise ValueError(f"replica {dp_rank} of {dp_size}, micro-batch {micro_batch_size}")
-        self.dataset, self.seq_length, self.seed = dataset, seq_length, seed
-        self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
-        self.eod_id, self.mask_eod_loss = eod_id, mask_eod_loss
+    def __init__(
+        self, dataset: TokenDataset, share: ReplicaShare, *, seq_length: int, seed: int, view: RankView,
+        eod_id: int | None = None, documents: bool = False, remote: bool = False,
+    ) -> None:
+        self.micro_batch_size, self.dp_rank, self.dp_size = share
+        if not 0 <= self.dp_rank < self.dp_size or self.micro_batch_size < 1:
+            raise ValueError(f"replica {self.dp_rank} of {self.dp_size}, micro-batch {self.micro_batch_size}")
+        self.dataset, self.seq_length, self.seed, self.eod_id = dataset, seq_length, seed, eod_id
         self.view, self.documents = view, documents
         self.ahead = ReadAhead(lambda k: dataset.draw(seed, k)) if remote else None
 
@@ -115,7 +124,7 @@ class StepLoader:
             masked: with a mask even where all do.
             training: they are trained on, not evaluated.
         """
-        masked = masked or self.mask_eod_loss or self.dataset.masked
+        masked = masked or self.eod_id is not None or self.dataset.masked
         if not self.view.reads:
             return self.view.micro_batch(ids, None, starts=map(starts, ids) if self.documents else (),
                                          labels_masked=masked)
@@ -128,7 +137,7 @@ class StepLoader:
     def _mask(self, rows: Sequence[Sample], tokens: np.ndarray, counted: int | None) -> torch.Tensor:
         """Return which labels of the samples count, float32 [batch, seq]."""
         read = torch.from_numpy(tokens[:, :-1])
-        mask = (read != self.eod_id).float() if self.mask_eod_loss else torch.ones(read.shape)
+        mask = (read != self.eod_id).float() if self.eod_id is not None else torch.ones(read.shape)
         if self.dataset.masked:
             all_count = np.ones(self.seq_length, dtype=bool)
             mask *= torch.from_numpy(np.stack([all_count if row.counted is None else row.counted for row in rows]))
@@ -256,9 +265,9 @@ def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tok
                             f"{run.model.seq_length + 1} tokens; use a larger share, a larger corpus, or "
                             "training.eval_batches = 0")
     loaders = [None if d is None else StepLoader(
-        d, seq_length=run.model.seq_length, micro_batch_size=run.batch.micro_batch_size, dp_rank=dp_rank,
-        dp_size=dp_size, seed=run.seed, eod_id=eod, mask_eod_loss=data.mask_eod_loss,
-        view=view, documents=within_documents(run), remote=remote) for d in sets]
+        d, ReplicaShare(run.batch.micro_batch_size, dp_rank, dp_size), seq_length=run.model.seq_length,
+        seed=run.seed, eod_id=eod if data.mask_eod_loss else None, view=view, documents=within_documents(run),
+        remote=remote) for d in sets]
     assert loaders[0] is not None, "the training split was checked above"
     consumed = run.training.steps * run.batch.global_batch_size if train_samples is None else train_samples
     view.objective.open_side(consumed, whole=dp_rank == 0 and need_labels)

@@ -16,7 +16,7 @@ from megatron_port.backend.providers import torch_providers
 from megatron_port.config.schema import RunConfig
 from megatron_port.data.batch import MicroBatch
 from megatron_port.data.dataset import SyntheticDataset
-from megatron_port.data.loader import StepLoader
+from megatron_port.data.loader import ReplicaShare, StepLoader
 from megatron_port.data.rank_view import RankView
 from megatron_port.engine.api import Engine
 from megatron_port.parallel.context import ParallelContext
@@ -70,8 +70,8 @@ def _evaluated(config: RunConfig, ctx: ParallelContext, engine: Engine) -> tuple
     model = config.model
     data = SyntheticDataset(seq_length=model.seq_length, vocab_size=model.vocab_size, seed=3, samples=21)
     loader = StepLoader(
-        data, seq_length=model.seq_length, micro_batch_size=config.batch.micro_batch_size, dp_rank=ctx.index("dp"),
-        dp_size=ctx.topology.dp, seed=0, eod_id=-1, mask_eod_loss=False, view=RankView.on(config, ctx),
+        data, ReplicaShare(config.batch.micro_batch_size, ctx.index("dp"), ctx.topology.dp),
+        seq_length=model.seq_length, seed=0, view=RankView.on(config, ctx),
     )
     found = [engine.eval_step(batch) for batch in loader.eval_batches(99, 16)]
     tokens = sum(f.tokens for f in found)

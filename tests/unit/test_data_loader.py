@@ -11,7 +11,7 @@ import torch
 from megatron_port.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig, TrainingConfig
 from megatron_port.data.dataset import GPTDataset, SyntheticDataset
 from megatron_port.data.indexed import CorpusMeta, IndexedDataset, IndexedWriter
-from megatron_port.data.loader import StepLoader, build_loaders
+from megatron_port.data.loader import ReplicaShare, StepLoader, build_loaders
 from megatron_port.data.packing import PackedDataset
 from megatron_port.data.rank_view import RankView
 from megatron_port.errors import DataError
@@ -96,8 +96,8 @@ def test_labels_are_the_next_tokens(setup):
 def test_epoch_visits_each_sample_once(tmp_path):
     data = IndexedDataset(corpus(tmp_path / "a"))
     dataset = GPTDataset(data, seq_length=8, vocab_size=257)
-    made = [rows(StepLoader(dataset, seq_length=8, micro_batch_size=1, dp_rank=0, dp_size=1, seed=seed, eod_id=256,
-                            mask_eod_loss=False, view=RankView(True, True)).step(first, len(dataset)))
+    made = [rows(StepLoader(dataset, ReplicaShare(1), seq_length=8, seed=seed,
+                            view=RankView(True, True)).step(first, len(dataset)))
             for seed, first in ((1, 0), (1, len(dataset)), (2, 0))]
     stored = sorted(dataset.sample(i).tokens.tolist() for i in range(len(dataset)))
     orders = [list(m.values()) for m in made]

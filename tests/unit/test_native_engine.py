@@ -25,7 +25,7 @@ from megatron_port.config.schema import (
 )
 from megatron_port.data.batch import MicroBatch
 from megatron_port.data.dataset import SyntheticDataset
-from megatron_port.data.loader import StepLoader
+from megatron_port.data.loader import ReplicaShare, StepLoader
 from megatron_port.data.rank_view import RankView
 from megatron_port.engine.api import EvalResult
 from megatron_port.engine.native import NativeEngine
@@ -163,8 +163,7 @@ def test_the_validation_loss_is_that_of_every_sample_once() -> None:
     for micro, dp, whole in ((1, 1, 4), (2, 1, 4), (2, 2, 4), (1, 3, 3), (4, 3, 12)):
         found = EvalResult(0.0, 0)
         for rank in range(dp):
-            loader = StepLoader(data, seq_length=8, micro_batch_size=micro, dp_rank=rank, dp_size=dp, seed=0, eod_id=-1,
-                                mask_eod_loss=False, view=RankView(True, True))
+            loader = StepLoader(data, ReplicaShare(micro, rank, dp), seq_length=8, seed=0, view=RankView(True, True))
             for step in loader.eval_batches(100, whole):
                 one = engine.eval_step(step)
                 found = EvalResult(found.loss_sum + one.loss_sum, found.tokens + one.tokens)
