@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import singledispatchmethod
 
 import torch
 
@@ -18,8 +19,6 @@ from megatron_port.optim.parameter_groups import GroupSettings, grouped
 from megatron_port.optim.rules import AdamW, OptimizerRule
 from megatron_port.optim.step_values import StepValues
 
-FUSED_RULES = (AdamWBf16, AdamW8bit, Lion)
-"""Rules that own kernels update, beside AdamW."""
 Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
 """Update of some tensors by (learning rate, factor of gradients, whether to write nothing)."""
 
@@ -40,14 +39,26 @@ class FusedCalls:
 
     def of(self, settings: GroupSettings, pieces: Sequence[StateShard]) -> list[Call]:
         """Return the calls for one group's pieces, which share weight decay and learning rate."""
-        rule = self.rule
-        if isinstance(rule, Lion):
-            return [self._lion(settings, pieces)]
-        if isinstance(rule, AdamWBf16):
-            return [self._bf16(settings, pieces)]
-        if isinstance(rule, AdamW):
-            return [self._wide(settings, pieces)]
-        assert isinstance(rule, AdamW8bit)
+        return self._of(self.rule, settings, pieces)
+
+    @singledispatchmethod
+    def _of(self, rule: OptimizerRule, settings: GroupSettings, pieces: Sequence[StateShard]) -> list[Call]:
+        raise TypeError(f"{type(rule).__name__} has no kernel")
+
+    @_of.register
+    def _(self, rule: Lion, settings: GroupSettings, pieces: Sequence[StateShard]) -> list[Call]:
+        return [self._lion(settings, pieces)]
+
+    @_of.register
+    def _(self, rule: AdamWBf16, settings: GroupSettings, pieces: Sequence[StateShard]) -> list[Call]:
+        return [self._bf16(settings, pieces)]
+
+    @_of.register
+    def _(self, rule: AdamW, settings: GroupSettings, pieces: Sequence[StateShard]) -> list[Call]:
+        return [self._wide(settings, pieces)]
+
+    @_of.register
+    def _(self, rule: AdamW8bit, settings: GroupSettings, pieces: Sequence[StateShard]) -> list[Call]:
         narrow = [p for p in pieces if rule.is_narrow(p.record)]
         wide = [p for p in pieces if not rule.is_narrow(p.record)]
         calls = [self._eight_bits(settings, narrow)] if narrow else []

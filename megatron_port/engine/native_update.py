@@ -9,23 +9,28 @@ updated by ``engine.rule_updates``, the host deciding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import singledispatch
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_port.backend.kernels import load as load_kernels
 from megatron_port.backend.ops.optimizer import square_norm
 from megatron_port.config.schema import OptimizerConfig
-from megatron_port.engine.fused_rule_update import FUSED_RULES, FusedRuleUpdate
+from megatron_port.engine.fused_rule_update import FusedRuleUpdate
 from megatron_port.engine.host_update import HostUpdate, SquareNorm, Update
+from megatron_port.engine.offloaded_update import OffloadedRuleUpdate, OffloadedUpdate
 from megatron_port.engine.rule_updates import MatrixUpdate, RuleUpdate, SumsUpdate
 from megatron_port.errors import ConfigError
 from megatron_port.optim.bucket_memory import StateShard
 from megatron_port.optim.clipping import clamp_, norm_target
+from megatron_port.optim.elementwise import Lion
 from megatron_port.optim.fused import FusedAdamW
 from megatron_port.optim.matrices import MatrixRule
+from megatron_port.optim.narrow_adamw import AdamW8bit, AdamWBf16
 from megatron_port.optim.offload import Offload
 from megatron_port.optim.parameter_groups import grouped
-from megatron_port.optim.rules import AdamW, BlockRule, ElementwiseRule
+from megatron_port.optim.rules import AdamW, BlockRule, ElementwiseRule, OptimizerRule
 from megatron_port.optim.sharded import ShardedParameters
 from megatron_port.optim.step_values import StepValues
 from megatron_port.optim.sums import SumsRule
@@ -113,41 +118,13 @@ class OwnUpdate:
         return [[p.gradient for p in pieces] for pieces in self.groups]
 
 
-def offloaded_update(
-    provider: str, sharded: ShardedParameters, offload: Offload, config: OptimizerConfig, *, seed: int
-) -> Update:
-    """Return the update of offloaded state: by own kernels, or by a rule without one in torch's ops.
+class UpdateRequest(NamedTuple):
+    """What an update is made for. ``provider``: own | torch, where there are kernels; ``seed``: of the run."""
 
-    Raises:
-        ConfigError: the rule needs more than the elements of one bucket, or is AdamW and the own optimizer kernel is
-            not what the device uses.
-        EnvironmentFault: the kernel is not built for this machine's CPU.
-    """
-    from megatron_port.engine.offloaded_update import OffloadedRuleUpdate, OffloadedUpdate
-
-    rule, device = sharded.rule.formula, sharded.ctx.device
-    if not isinstance(rule, (AdamW, ElementwiseRule, BlockRule)):
-        raise ConfigError(
-            f'offload.optimizer "{offload.config.optimizer}" with optimizer.name "{config.name}": the host updates '
-            f"one bucket after another, and {type(rule).__name__} needs whole matrices or sums over them; use "
-            'optimizer.name = "adamw", "lion", "sgd" or "adagrad", or no offload'
-        )
-    on_device = [p for b, p in zip(sharded.owners, sharded.pieces) if not b.offloaded]
-    fused = provider == "own" and isinstance(rule, (AdamW, *FUSED_RULES))
-    if not fused and isinstance(rule, (ElementwiseRule, BlockRule)):
-        return OffloadedRuleUpdate(sharded, offload, config, on_device, rule, seed=seed)
-    if not fused:
-        raise ConfigError(
-            f'offload.optimizer "{offload.config.optimizer}" updates by the own AdamW kernel, and backend.optimizer is '
-            f'"{provider}" here; build the kernels (make kernels), and set backend.optimizer = "own"'
-        )
-    if device.type != "cpu":  # else the provider has loaded them
-        load_kernels("cpu")
-    if isinstance(rule, AdamW):
-        update: OwnUpdate | FusedRuleUpdate = OwnUpdate(on_device, config, device)
-    else:
-        update = FusedRuleUpdate(on_device, rule, config, device, seed=seed)
-    return OffloadedUpdate(update, sharded, offload, config, seed=seed)
+    provider: str
+    sharded: ShardedParameters
+    config: OptimizerConfig
+    seed: int
 
 
 def make_update(provider: str, sharded: ShardedParameters, config: OptimizerConfig, *, seed: int = 0) -> Update:
@@ -156,22 +133,115 @@ def make_update(provider: str, sharded: ShardedParameters, config: OptimizerConf
 
     Raises:
         ConfigError: the rule is of a kind that this engine has no update for.
+        EnvironmentFault: the kernel that updates in host memory is not built for this machine's CPU.
     """
-    rule = sharded.rule.formula
-    if sharded.offload is not None:
-        return offloaded_update(provider, sharded, sharded.offload, config, seed=seed)
-    sums, device = [bucket.sums for bucket in sharded.trained], sharded.ctx.device
-    if isinstance(rule, AdamW):
-        return OwnUpdate(sharded.pieces, config, device, sums) if provider == "own" else TorchUpdate(sharded, config)
-    if provider == "own" and isinstance(rule, FUSED_RULES):
-        return FusedRuleUpdate(sharded.pieces, rule, config, device, seed=seed, sums=sums)
-    if isinstance(rule, (ElementwiseRule, BlockRule)):
-        return RuleUpdate(sharded, config, rule, seed=seed)
-    if isinstance(rule, SumsRule):
-        return SumsUpdate(sharded, config, rule, seed=seed)
-    if isinstance(rule, MatrixRule):
-        return MatrixUpdate(sharded, config, rule, seed=seed)
+    asked, rule = UpdateRequest(provider, sharded, config, seed), sharded.rule.formula
+    return device_update(rule, asked) if sharded.offload is None else host_update(rule, asked, sharded.offload)
+
+
+# -- on the device, by the kind of rule ------------------------------------------------------------------------------
+
+
+@singledispatch
+def device_update(rule: OptimizerRule, asked: UpdateRequest) -> Update:
+    """Return the update of state on the device by a rule. Raises ConfigError: there is none for its kind."""
     raise ConfigError(
-        f'optimizer.name "{config.name}": {type(rule).__name__} is no rule that engine native has an update for; '
+        f'optimizer.name "{asked.config.name}": {type(rule).__name__} is no rule that engine native has an update for; '
         "derive it from ElementwiseRule, BlockRule, SumsRule or MatrixRule (docs/optimizers.md)"
     )
+
+
+@device_update.register
+def _adamw(rule: AdamW, asked: UpdateRequest) -> Update:
+    _, sharded, config, _ = asked
+    if asked.provider != "own":
+        return TorchUpdate(sharded, config)
+    return OwnUpdate(sharded.pieces, config, sharded.ctx.device, _sums(sharded))
+
+
+@device_update.register(AdamWBf16)
+@device_update.register(AdamW8bit)
+@device_update.register(Lion)
+def _fused(rule: Any, asked: UpdateRequest) -> Update:
+    provider, sharded, config, seed = asked
+    if provider != "own":
+        return _by_piece(rule, asked)
+    return FusedRuleUpdate(sharded.pieces, rule, config, sharded.ctx.device, seed=seed, sums=_sums(sharded))
+
+
+@device_update.register(ElementwiseRule)
+@device_update.register(BlockRule)
+def _by_piece(rule: ElementwiseRule | BlockRule, asked: UpdateRequest) -> Update:
+    return RuleUpdate(asked.sharded, asked.config, rule, seed=asked.seed)
+
+
+@device_update.register
+def _by_sums(rule: SumsRule, asked: UpdateRequest) -> Update:
+    return SumsUpdate(asked.sharded, asked.config, rule, seed=asked.seed)
+
+
+@device_update.register
+def _by_matrix(rule: MatrixRule, asked: UpdateRequest) -> Update:
+    return MatrixUpdate(asked.sharded, asked.config, rule, seed=asked.seed)
+
+
+def _sums(sharded: ShardedParameters) -> list[torch.Tensor]:
+    return [bucket.sums for bucket in sharded.trained]
+
+
+# -- in host memory --------------------------------------------------------------------------------------------------
+
+
+@singledispatch
+def host_update(rule: OptimizerRule, asked: UpdateRequest, offload: Offload) -> Update:
+    """Return the update of offloaded state by a rule: by own kernels, or without one in torch's ops.
+
+    Raises:
+        ConfigError: the rule needs more than the elements of one bucket, or is AdamW and the own optimizer kernel is
+            not what the device uses.
+        EnvironmentFault: the kernel is not built for this machine's CPU.
+    """
+    raise ConfigError(
+        f'offload.optimizer "{offload.config.optimizer}" with optimizer.name "{asked.config.name}": the host updates '
+        f"one bucket after another, and {type(rule).__name__} needs whole matrices or sums over them; use "
+        'optimizer.name = "adamw", "lion", "sgd" or "adagrad", or no offload'
+    )
+
+
+@host_update.register
+def _adamw_on_host(rule: AdamW, asked: UpdateRequest, offload: Offload) -> Update:
+    provider, sharded, config, _ = asked
+    if provider != "own":
+        raise ConfigError(
+            f'offload.optimizer "{offload.config.optimizer}" updates by the own AdamW kernel, and backend.optimizer is '
+            f'"{provider}" here; build the kernels (make kernels), and set backend.optimizer = "own"'
+        )
+    return _fused_on_host(OwnUpdate(_on_device(sharded), config, sharded.ctx.device), asked, offload)
+
+
+@host_update.register(AdamWBf16)
+@host_update.register(AdamW8bit)
+@host_update.register(Lion)
+def _kernel_on_host(rule: Any, asked: UpdateRequest, offload: Offload) -> Update:
+    provider, sharded, config, seed = asked
+    if provider != "own":
+        return _by_piece_on_host(rule, asked, offload)
+    update = FusedRuleUpdate(_on_device(sharded), rule, config, sharded.ctx.device, seed=seed)
+    return _fused_on_host(update, asked, offload)
+
+
+@host_update.register(ElementwiseRule)
+@host_update.register(BlockRule)
+def _by_piece_on_host(rule: ElementwiseRule | BlockRule, asked: UpdateRequest, offload: Offload) -> Update:
+    _, sharded, config, seed = asked
+    return OffloadedRuleUpdate(sharded, offload, config, _on_device(sharded), rule, seed=seed)
+
+
+def _fused_on_host(on_device: OwnUpdate | FusedRuleUpdate, asked: UpdateRequest, offload: Offload) -> Update:
+    if asked.sharded.ctx.device.type != "cpu":  # else the provider has loaded them
+        load_kernels("cpu")
+    return OffloadedUpdate(on_device, asked.sharded, offload, asked.config, seed=asked.seed)
+
+
+def _on_device(sharded: ShardedParameters) -> list[StateShard]:
+    return [p for b, p in zip(sharded.owners, sharded.pieces) if not b.offloaded]

@@ -49,10 +49,7 @@ class RuleUpdate(HostUpdate):
     def _update(self, pieces: Sequence[StateShard], lr: float) -> None:
         settings = settings_of(self.config, step=self.steps + 1, lr=lr, seed=self.seed)
         for p in pieces:
-            if isinstance(self.rule, BlockRule):
-                self.rule.update_(p, settings(p.record))
-            else:
-                self.rule.update_(p.master, p.gradient, p.state, settings(p.record))
+            self.rule.update_piece(p, settings(p.record))
 
 
 class SumsUpdate(HostUpdate):

@@ -164,6 +164,10 @@ class ElementwiseRule(OptimizerRule):
             settings: hyperparameters of this update.
         """
 
+    def update_piece(self, piece: StateShard, settings: UpdateSettings) -> None:
+        """Update a piece in place."""
+        self.update_(piece.master, piece.gradient, piece.state, settings)
+
 
 class BlockRule(OptimizerRule):
     """A rule that updates whole blocks of ``block`` neighbouring elements of a row.
@@ -196,6 +200,10 @@ class BlockRule(OptimizerRule):
         of blocks, start is a multiple of the block, and so is n unless the tensor ends there. Everything is zero before
         the first update.
         """
+
+    def update_piece(self, piece: StateShard, settings: UpdateSettings) -> None:
+        """Update a piece in place."""
+        self.update_(piece, settings)
 
 
 class AdamW(OptimizerRule):
