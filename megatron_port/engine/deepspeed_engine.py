@@ -40,7 +40,7 @@ from megatron_port.parallel.linear_kernels import QuantizedWeightCache
 from megatron_port.parallel.mesh import REPLICAS
 from megatron_port.parallel.record import ParameterRecord
 from megatron_port.parallel.state import StatePiece, StateReader
-from megatron_port.parallel.step import AuxiliarySums, StepShared, StepSlot, Tallies
+from megatron_port.parallel.step import AuxiliarySums, ModuleSums, StepShared, StepSlot, Tallies
 from megatron_port.parallel.to_device import to_device_async
 from megatron_port.runtime.progress import REDUCE, ProgressTracker
 
@@ -87,8 +87,9 @@ class DeepSpeedEngine:
         self._batches: Sequence[MicroBatch] = ()
         self._step = 0
         self._loss_factor = 1.0
-        self.auxiliary = AuxiliarySums(stage.auxiliary_names, ctx.device)
-        self.tallies = Tallies(stage.tally_specs, ctx.device)
+        self.sums = ModuleSums(
+            AuxiliarySums(stage.auxiliary_names, ctx.device), Tallies(stage.tally_specs, ctx.device)
+        )
         self.buffers = recorded_buffers(stage)
         self._samples = 1
         self._auxiliary: dict[str, float] = {}
@@ -196,8 +197,8 @@ class DeepSpeedEngine:
         training = self.stream.enabled
         shared = StepShared(
             loss_factor=self._loss_factor * self._divisor, sample_factor=self._divisor / self._samples,
-            global_tokens=self._tokens, auxiliary=self.auxiliary if training else None,
-            tallies=self.tallies if training else None,
+            global_tokens=self._tokens, auxiliary=self.sums.auxiliary if training else None,
+            tallies=self.sums.tallies if training else None,
         )
         self.step_slot.announce(
             self._step, batch.sample_ids, shared, document_starts=batch.document_starts, division=batch.division
@@ -223,11 +224,11 @@ class DeepSpeedEngine:
         """
         self.state_check.verify()
         sums = device_sums([self._loss_total, self._tokens / self.ctx.size(*REPLICAS)], self.ctx)
-        auxiliary = reduced_auxiliary(self.auxiliary, self.ctx)
+        auxiliary = reduced_auxiliary(self.sums.auxiliary, self.ctx)
         *self._sums, self._differing = torch.stack(
             [*auxiliary.double(), *sums, self.state_check.differing.double()]
         ).tolist()
-        self._auxiliary = dict(zip(self.auxiliary.names, self._sums))
+        self._auxiliary = dict(zip(self.sums.auxiliary.names, self._sums))
         self._sums = self._sums[len(self._auxiliary) :]
         if self.on_gradients is None:
             return
@@ -239,8 +240,7 @@ class DeepSpeedEngine:
     def _begin(self, micro_batches: Sequence[MicroBatch], step: int) -> Iterator[tuple[Any, ...]]:
         self._batches, self._step, self._losses = micro_batches, step, []
         self._loss_total.zero_()
-        self.auxiliary.reset()
-        self.tallies.reset()
+        self.sums.reset()
         self._samples = global_samples(micro_batches, self.ctx)
         return iter([(b.tokens, b.labels) for b in micro_batches])
 
@@ -281,7 +281,7 @@ class DeepSpeedEngine:
         self._probe = None
         self.record_state()
         overflow = bool(self.engine.optimizer.overflow)
-        totals = self.tallies.totals(self.ctx.world_group) if self.tallies.specs else {}
+        totals = self.sums.tallies.totals(self.ctx.world_group) if self.sums.tallies.specs else {}
         if totals:
             refused = torch.tensor(float(overflow or self._refused))
             self.stage.after_update(totals, to_device_async(refused, self.ctx.device))

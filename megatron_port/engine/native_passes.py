@@ -4,21 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from megatron_port.config.schema import RunConfig
 from megatron_port.data.batch import MicroBatch
+from megatron_port.data.objective import Objective
+from megatron_port.engine.loss_reduction import term_counts
 from megatron_port.engine.probe import Probe
 from megatron_port.model.site_clock import SiteClock
+from megatron_port.optim.sharded import ShardedParameters
+from megatron_port.optim.step_values import StepValues
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.linear import WgradAccumulator
-from megatron_port.parallel.step import StepShared, StepSlot
+from megatron_port.parallel.linear_kernels import QuantizedWeightCache
+from megatron_port.parallel.step import ModuleSums, StepShared, StepSlot
 from megatron_port.parallel.to_device import to_device_async
-from megatron_port.pipeline.actions import Action, Kind, most_held
-from megatron_port.pipeline.boundary import Payload
+from megatron_port.pipeline.actions import Action, Kind, Schedule, most_held
+from megatron_port.pipeline.boundary import Boundary, Payload
+from megatron_port.pipeline.filling import fillers
+from megatron_port.pipeline.runner import Runner
+from megatron_port.pipeline.schedules import forward_only, make_schedule
+from megatron_port.pipeline.transfer import StageLink
 from megatron_port.runtime.progress import BACKWARD, FORWARD, ProgressTracker
 
 PassKey = tuple[int, int]
@@ -214,3 +224,77 @@ class Passes:
             self.probe.after_backward(action.micro_batch, [*self.target.sums(), *gradients], virtual)
         self.target.end_pass(action.chunk)
         return gradients or None
+
+
+@dataclass(frozen=True)
+class Stages:
+    """One rank's chunks of the model, and where their modules find the micro-batch in flight."""
+
+    chunks: Sequence[Any]
+    ctx: ParallelContext
+    slot: StepSlot
+    progress: ProgressTracker
+
+
+class PassRunner:
+    """Runs the schedule of a step, or of an evaluation where no gradients are wanted.
+
+    Args:
+        target: where gradients go.
+        sharded: the stages' weights and gradients.
+        values: numbers of the step, set before :meth:`run`.
+        sums: what the modules add to.
+    """
+
+    def __init__(
+        self, stages: Stages, config: RunConfig, objective: Objective, target: BackwardTarget,
+        sharded: ShardedParameters, values: StepValues, sums: ModuleSums,
+    ) -> None:
+        self.stages, self.config, self.objective, self.target = stages, config, objective, target
+        self.sharded, self.values, self.sums = sharded, values, sums
+        self.runner = Runner(StageLink(stages.ctx), stages.progress)
+        self.quantized_weight_cache = QuantizedWeightCache()
+
+    def run(
+        self, micro_batches: Sequence[MicroBatch], step: int, *, probe: Probe | None = None,
+        keys: Sequence[torch.Tensor] = (),
+    ) -> Passes:
+        """Run all passes. ``keys``: of a recorded step."""
+        stages, schedule = self.stages, self._schedule(len(micro_batches))
+        plan = schedule.plans[stages.ctx.coords.pp]
+        passes = Passes(
+            stages.chunks, stages.ctx, stages.slot, stages.progress,
+            StepWork(
+                micro_batches=micro_batches, step=step, shared=self._shared(micro_batches, recorded=bool(keys)),
+                keys=keys,
+            ),
+            self.target, probe=probe, filled_by=fillers(plan),
+        )
+        sizes, length = [len(b.sample_ids) for b in micro_batches], self.config.model.seq_length
+        self.sharded.plan_gathers(unit_uses(stages.chunks, plan))
+        boundaries = {size: Boundary.of(stages.chunks[0].boundary(size, length)) for size in set(sizes)}
+        # Copies that lasted through the step would be whole weights again.
+        lasting = self.sharded.keeps_weights
+        with self.quantized_weight_cache.active() if lasting else nullcontext():
+            self.runner.run(schedule, passes, lambda m: boundaries[sizes[m]])
+        return passes
+
+    def _schedule(self, count: int) -> Schedule:
+        layout, topology = self.config.layout, self.stages.ctx.topology
+        if not torch.is_grad_enabled():
+            return forward_only(topology, count)
+        schedule = make_schedule(
+            layout.pipeline_schedule, topology.pp, count, layout.virtual_pipeline_size, exchanges=topology.ep > 1
+        )
+        reserve_swap(self.stages.chunks, schedule.plans[self.stages.ctx.coords.pp])
+        return schedule
+
+    def _shared(self, micro_batches: Sequence[MicroBatch], *, recorded: bool) -> StepShared:
+        values = self.values if recorded else self.values.host
+        shared = StepShared(
+            loss_factor=values.loss_factor, sample_factor=values.sample_factor, global_tokens=values.tokens
+        )
+        if not torch.is_grad_enabled():
+            return shared
+        counts = term_counts(micro_batches, self.objective, self.stages.ctx)
+        return replace(shared, term_counts=counts, auxiliary=self.sums.auxiliary, tallies=self.sums.tallies)

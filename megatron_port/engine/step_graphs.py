@@ -86,23 +86,8 @@ def cuda_recorder(config: RunConfig, ctx: ParallelContext, optimizer: str) -> Cu
     return CudaRecorder(ctx.device)
 
 
-@dataclass(frozen=True)
-class Reduced:
-    """Results of a step's passes that its update reads on the device."""
-
-    losses: list[torch.Tensor]
-    """Sum of token losses of each micro-batch; empty but on the last stage."""
-    sums: torch.Tensor
-    """Loss and tokens of the global batch, float64 [2]."""
-    auxiliary: torch.Tensor
-    veto: torch.Tensor
-    """Not zero: the update is not to be applied (float32 scalar)."""
-    square: torch.Tensor
-    """Squared norm of all gradients, with the loss scale (float64 scalar)."""
-
-
-class StepGraphs:
-    """The recordings of one engine's steps.
+class StepGraphs(Generic[Result]):
+    """The recordings of one engine's steps, whose passes give a ``Result`` that lasts.
 
     It keeps no function of the engine: a cycle of references would keep recordings and process groups alive, and NCCL
     does not end a communicator that a graph still uses.
@@ -115,7 +100,7 @@ class StepGraphs:
     def release(self) -> None:
         """Drop the recordings and their memory. The next steps warm up and record again."""
         self.inputs: StepInputs | None = None
-        self._gradients: Recording[Reduced] | None = None
+        self._gradients: Recording[Result] | None = None
         self._update: Recording[torch.Tensor] | None = None
         self._warmed = 0
 
@@ -126,8 +111,8 @@ class StepGraphs:
 
     def gradients(
         self, micro_batches: Sequence[MicroBatch], keys: Sequence[Sequence[int]],
-        function: Callable[[StepInputs], Reduced],
-    ) -> Reduced:
+        function: Callable[[StepInputs], Result],
+    ) -> Result:
         """Run a step's passes: ``function`` of the inputs at fixed addresses, or its recording.
 
         ``keys``: of the samples of each micro-batch.

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,63 +43,96 @@ from megatron_port.parallel.mesh import REPLICAS, SHARDED, Factors
 from megatron_port.parallel.record import ParameterRecord
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShardSettings:
+    """How a rank's parameters are sharded over replicas."""
+
+    wide: torch.dtype
+    """Dtype of masters and gradient sums."""
+    split_state: bool
+    """Masters and optimizer state are split over the ranks of ``dp_shard``; else each replica has all."""
+    capacity: int
+    """Elements of a bucket."""
+    reduce_dtype: torch.dtype | None = None
+    """Dtype of gradients between replicas; None: ``wide``."""
+    shard_gradients: bool = False
+    """Stage 2; for schedules whose backward passes are whole (not split in two)."""
+    sharding: WeightSharding | None = None
+    """Stage 3; None: each replica has all weights."""
+
+
 class ShardedParameters:
     """Parameters of one rank, in buckets.
 
     Args:
         chunks: the recorded parameters of each unit of each chunk, in forward order, each parameter once.
-        shared: parameters that several units use.
-        wide: dtype of masters and gradient sums.
-        split_state: masters and optimizer state are split over the ranks of ``dp_shard``; else each replica has all.
-        capacity: elements of a bucket.
-        reduce_dtype: of gradients between replicas; None: ``wide``.
-        shard_gradients: stage 2; for schedules whose backward passes are whole (not split in two).
         rule: of the update, which says what state each parameter has.
-        sharding: stage 3; None: each replica has all weights.
+        shared: parameters that several units use.
         offload: where masters and optimizer state live; None: on the device.
     """
 
     def __init__(
-        self, chunks: Sequence[Sequence[Sequence[Recorded]]], ctx: ParallelContext, *, wide: torch.dtype,
-        split_state: bool, capacity: int, reduce_dtype: torch.dtype | None = None, shard_gradients: bool = False,
-        rule: OptimizerRule = ADAMW, shared: Collection[torch.Tensor] = (), sharding: WeightSharding | None = None,
-        offload: OffloadConfig | None = None,
+        self, chunks: Sequence[Sequence[Sequence[Recorded]]], ctx: ParallelContext, settings: ShardSettings, *,
+        rule: OptimizerRule = ADAMW, shared: Collection[torch.Tensor] = (), offload: OffloadConfig | None = None,
     ) -> None:
-        self.ctx, self.wide, self.rule = ctx, wide, rule
-        mesh = ctx.mesh
-        self.spread = mesh.factors(*SHARDED) if split_state else frozenset()
-        self.shards = shards = mesh.size(self.spread)
-        first = self.spread or mesh.factors(*REPLICAS)
-        self.reduce_dtype = wide if reduce_dtype is None else reduce_dtype
-        self.shard_gradients = shard_gradients and shards > 1
+        self.ctx, self.wide, self.rule = ctx, settings.wide, rule
+        self.spread = ctx.mesh.factors(*SHARDED) if settings.split_state else frozenset()
+        self.shards = ctx.mesh.size(self.spread)
+        self.reduce_dtype = settings.reduce_dtype or settings.wide
+        self.shard_gradients = settings.shard_gradients and self.shards > 1
         self.parameters = [pair for chunk in chunks for unit in chunk for pair in unit]
         self._index = {id(p): i for i, (_, p) in enumerate(self.parameters)}
+        first = self.spread or ctx.mesh.factors(*REPLICAS)
         self.replicas = ctx.along(first)
         """Those of dense layers; the copies of experts are some of them (``Bucket.group``)."""
+        trained, frozen = self._plans(chunks, first, {self._index[id(p)] for p in shared}, settings.capacity)
+        self._make_buckets(trained, frozen, settings.sharding, offload)
+        self._make_shards()
+        self.on_gathered: Callable[[Bucket], None] = lambda bucket: None
+        """Called when a bucket's weights have come (on a GPU: in the stream's order)."""
+        self._make_rounds(trained, [c for c, chunk in enumerate(chunks) for unit in chunk for _ in unit])
+        self.check = GradientCheck(self.trained, self._owned, ctx, dtype=self.reduce_dtype)
+        self._hold = self._deferred = False
+        self._open: list[Bucket] = []
+        self._reducing: deque[Bucket] = deque()
+        self.grad_buffer_pool: GradBufferPool | None = None
+        if self.shard_gradients:
+            size = max((plan.numel for plan in trained if not plan.late and plan.shards > 1), default=0)
+            self.grad_buffer_pool = GradBufferPool(size, self.wide, self.buckets[0].weights.device)
+
+    def _plans(
+        self, chunks: Sequence[Sequence[Sequence[Recorded]]], first: Factors, shared: set[int], capacity: int
+    ) -> tuple[list[BucketPlan], list[BucketPlan]]:
+        """Plan the buckets of trained and of frozen parameters; ``shared``: numbers of those that several units use."""
         units = [
             [(self._index[id(p)], record, p.numel()) for record, p in unit] for chunk in chunks for unit in chunk
         ]
-        chunk_of = [c for c, chunk in enumerate(chunks) for unit in chunk for _ in unit]
-        together = {self._index[id(p)] for p in shared}
         trained, frozen = (
             plan_buckets(
-                [[entry for entry in unit if entry[1].trainable is trainable] for unit in units], mesh, first=first,
-                split=bool(self.spread), capacity=capacity, shared=together, align=rule.alignment,
+                [[entry for entry in unit if entry[1].trainable is trainable] for unit in units], self.ctx.mesh,
+                first=first, split=bool(self.spread), capacity=capacity, shared=shared, align=self.rule.alignment,
             )
             for trainable in (True, False)
         )
-        plans = [*trained, *(replace(plan, frozen=True) for plan in frozen)]
-        weight, self.offload = self.parameters[0][1], None
+        return list(trained), [replace(plan, frozen=True) for plan in frozen]
+
+    def _make_buckets(
+        self, trained: list[BucketPlan], frozen: list[BucketPlan], sharding: WeightSharding | None,
+        offload: OffloadConfig | None,
+    ) -> None:
+        """Allocate the buckets, what offloads their state, and what gathers their weights."""
+        plans, ctx, weight = [*trained, *frozen], self.ctx, self.parameters[0][1]
+        self.offload = None
         if offload is not None and offload.optimizer != "none":
             self.offload = Offload(offload, trained, layouts=[self._layouts(plan) for plan in trained], weight=weight)
         self.unit_gather = None
-        if sharding is not None and (shards > 1 or sharding.on_host):
+        if sharding is not None and (self.shards > 1 or sharding.on_host):
             streams = None if self.offload is None else self.offload.ring.streams
             self.unit_gather = UnitGather(plans, sharding, like=weight, streams=streams)
         windows = [None] * len(plans) if self.unit_gather is None else self.unit_gather.memory(plans)
         self.buckets = [
             Bucket(
-                plan, self.parameters, wide, ctx, lasting=not (self.shard_gradients and plan.shards > 1),
+                plan, self.parameters, self.wide, ctx, lasting=not (self.shard_gradients and plan.shards > 1),
                 state=self._layouts(plan), window=window, offload=self.offload, number=number,
             )
             for number, (plan, window) in enumerate(zip(plans, windows))
@@ -113,6 +147,9 @@ class ShardedParameters:
             self.unit_gather.attach(self.buckets)
         self._slot_of = {slot.index: (b, slot) for b, plan in enumerate(plans) for slot in plan.slots}
         self._bucket_of = {index: self.buckets[number] for index, (number, _) in self._slot_of.items()}
+
+    def _make_shards(self) -> None:
+        """Make the views of what this rank owns, and of the gradients that last."""
         self._lasting = {
             id(p): flat[slot.start : slot.start + slot.numel].view(p.shape)
             for bucket in self.buckets if (flat := bucket.gradients) is not None
@@ -130,9 +167,10 @@ class ShardedParameters:
         for bucket, f in owned:
             entry = StateEntry(f.at - bucket.own.start, f.numel, self.parameters[f.index][0].name, f.start)
             self._owned[id(bucket)].append(entry)
-        self.on_gathered: Callable[[Bucket], None] = lambda bucket: None
-        """Called when a bucket's weights have come (on a GPU: in the stream's order)."""
-        # Stage 1 has one round a step, of every bucket; stage 2 one a backward pass, of its chunk's buckets.
+
+    def _make_rounds(self, trained: Sequence[BucketPlan], chunk_of: Sequence[int]) -> None:
+        """Group buckets by when they are reduced: stage 1 has one round a step, of every bucket; stage 2 one a backward
+        pass, of its chunk's buckets. ``chunk_of``: each parameter's."""
         groups: dict[int, list[tuple[int, list[int]]]] = {}
         for b, plan in enumerate(trained):
             c = chunk_of[plan.slots[0].index] if self.shard_gradients else 0
@@ -140,14 +178,6 @@ class ShardedParameters:
         names = [record.name for record, _ in self.parameters]
         self._rounds = {c: GradReadyTracker(g, names.__getitem__) for c, g in groups.items()}
         self._round_of = [self._rounds[c if self.shard_gradients else 0] for c in chunk_of]
-        self.check = GradientCheck(self.trained, self._owned, ctx, dtype=self.reduce_dtype)
-        self._hold = self._deferred = False
-        self._open: list[Bucket] = []
-        self._reducing: deque[Bucket] = deque()
-        self.grad_buffer_pool: GradBufferPool | None = None
-        if self.shard_gradients:
-            size = max((plan.numel for plan in trained if not plan.late and plan.shards > 1), default=0)
-            self.grad_buffer_pool = GradBufferPool(size, wide, self.buckets[0].weights.device)
 
     def _layouts(self, plan: BucketPlan) -> list[StateLayout]:
         """Where the state of a bucket's parameters lies on this rank."""
@@ -195,6 +225,15 @@ class ShardedParameters:
                 ranges = bucket.layouts[kind].ranges
                 named = [StateEntry(r.at, r.numel, self.parameters[r.index][0].name, r.start) for r in ranges]
                 yield StateTensor(kind.name, flat, named)
+
+    def loaded(self, on_final: Callable[[Any], None]) -> None:
+        """Note that weights, masters and state were set from outside. ``on_final``: changes the final gradients of a
+        bucket whose state is offloaded."""
+        if self.unit_gather is not None:
+            self.unit_gather.release()
+        if self.offload is not None:
+            self.offload.on_final = on_final
+            self.offload.changed()
 
     def settle_state(self) -> None:
         """Wait until offloaded state may be read where it lives."""
@@ -391,6 +430,22 @@ class ShardedParameters:
         for bucket in self.trained:
             if not bucket.offloaded and bucket.masters.dtype != bucket.shard.dtype:
                 bucket.shard.copy_(bucket.masters)
+
+    @property
+    def gathers_after_update(self) -> bool:
+        """Whether :meth:`start_gather` brings the other replicas' weights: not without shards, nor under stage 3, which
+        gathers each unit when it is used."""
+        return self.shards > 1 and self.unit_gather is None
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether weights are whole throughout a step."""
+        return self.unit_gather is None or self.unit_gather.keep
+
+    def plan_gathers(self, units: Sequence[nn.Module]) -> None:
+        """Tell stage 3 which units a step uses, in order, to gather them ahead; other stages need no plan."""
+        if self.unit_gather is not None:
+            self.unit_gather.plan(units)
 
     def defer_gather(self) -> None:
         """Let the updated weights be gathered when somebody waits for them, or by :meth:`start_gather`: a recorded step

@@ -111,6 +111,18 @@ class Tallies:
         return self._views(flat)
 
 
+class ModuleSums(NamedTuple):
+    """What modules add to during a step."""
+
+    auxiliary: AuxiliarySums
+    tallies: Tallies
+
+    def reset(self) -> None:
+        """Start a step: everything is 0."""
+        self.auxiliary.reset()
+        self.tallies.reset()
+
+
 def pack_documents(starts: torch.Tensor, device: torch.device, queries: Positions | None = None) -> PackedDocuments:
     """Return the documents of ``starts`` (int32 [batch, seq], on the host) as kernels of variable lengths take them.
 

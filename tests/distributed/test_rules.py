@@ -22,7 +22,7 @@ from megatron_port.engine.native_update import make_update
 from megatron_port.model.attention import rank_rows
 from megatron_port.model.spec import Groups
 from megatron_port.optim.rules import rule_of
-from megatron_port.optim.sharded import ShardedParameters
+from megatron_port.optim.sharded import ShardedParameters, ShardSettings
 from megatron_port.optim.step_values import StepNumbers, StepValues
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.record import InitSpec, ParameterRecord, Shard, attach, make_record
@@ -147,8 +147,8 @@ def updated(
         for number, config in enumerate(configs):
             pairs = [(r, attach(torch.nn.Parameter(torch.zeros(r.local_shape, dtype=torch.float64)), r))
                      for r in parts(ctx)]
-            sharded = ShardedParameters([[pairs]], ctx, wide=torch.float64, split_state=split_state, capacity=150,
-                                        rule=rule_of(config))
+            sharded = ShardedParameters([[pairs]], ctx, ShardSettings(
+                wide=torch.float64, split_state=split_state, capacity=150), rule=rule_of(config))
             update, values = make_update("torch", sharded, config), StepValues(ctx.device)
             if before:
                 load_state(sharded, pairs, Held(before[number]))

@@ -77,9 +77,9 @@ def _steps(config: RunConfig, topology: Topology) -> list[dict[str, Any]]:
             ((tokens, factor),) = term.told
             out.append({"norm": r.grad_norm, "tokens": r.tokens, "told": tokens, "scaled": factor * max(tokens, 1.0),
                         "scale": r.loss_scale, **r.auxiliary})
-            before = engine.auxiliary.values.tolist()
+            before = engine.sums.auxiliary.values.tolist()
             engine.eval_step(batches(step))
-            assert engine.auxiliary.values.tolist() in (before, [0.0, 0.0]), "an evaluation added"
+            assert engine.sums.auxiliary.values.tolist() in (before, [0.0, 0.0]), "an evaluation added"
         return out
     finally:
         if topology.world_size > 1:

@@ -296,7 +296,7 @@ def steps(run: RunConfig, count: int = 3) -> tuple[list[tuple[float, float | Non
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recompute_changes_no_bit(recipe: str) -> None:
     first, weights, engine = steps(config(recipe))
-    assert first != steps(config("none"))[0] and engine.quantized_weight_cache.bytes_held() == 0
+    assert first != steps(config("none"))[0] and engine.pass_runner.quantized_weight_cache.bytes_held() == 0
     for recompute in ("selective", "full"):
         again, others, _ = steps(config(recipe, recompute=recompute))
         assert again == first and all(torch.equal(w, others[name]) for name, w in weights.items())
@@ -311,14 +311,14 @@ def test_only_the_layers_linears_are_in_8_bits(recipe: str, activation: Any) -> 
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, activation=activation, ffn_hidden_size=64))
     _, _, engine = steps(run, 1)
     held: list[int] = []
-    with engine.quantized_weight_cache.active():
+    with engine.pass_runner.quantized_weight_cache.active():
         for name, module in engine.stage.named_modules():
             kernels = getattr(module, "kernels", None)
             narrow = name.endswith((".qkv", ".output", ".up", ".down"))
             assert (kernels is not None and kernels is not PLAIN) == narrow
         tokens = torch.zeros(2, 16, dtype=torch.int64)
         engine.stage(tokens).float().sum().backward()
-        held.append(engine.quantized_weight_cache.bytes_held())
+        held.append(engine.pass_runner.quantized_weight_cache.bytes_held())
     case, _ = case_of(run)
     assert held == [int(copy_bytes(case, 0))]
 

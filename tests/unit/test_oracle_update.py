@@ -20,7 +20,7 @@ from megatron_port.optim.clipping import NormStatistics, limited, norm_target
 from megatron_port.optim.narrow_adamw import ADAMW_8BIT, ADAMW_BF16
 from megatron_port.optim.parameter_groups import set_parameter_groups, settings_in
 from megatron_port.optim.rules import BlockRule, UpdateSettings, rule_of
-from megatron_port.optim.sharded import ShardedParameters
+from megatron_port.optim.sharded import ShardedParameters, ShardSettings
 from megatron_port.optim.step_values import StepNumbers, StepValues
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.record import InitSpec, ParameterRecord, attach, make_record
@@ -46,7 +46,8 @@ def sharded_of(config: OptimizerConfig, *values: torch.Tensor) -> ShardedParamet
         )
         pairs.append((record, attach(torch.nn.Parameter(value.clone()), record)))
     sharded = ShardedParameters(
-        [[pairs]], ParallelContext.single(), wide=torch.float64, split_state=False, capacity=200, rule=rule_of(config)
+        [[pairs]], ParallelContext.single(), ShardSettings(wide=torch.float64, split_state=False, capacity=200),
+        rule=rule_of(config),
     )
     for piece in sharded.pieces:
         piece.master.copy_(piece.weight)

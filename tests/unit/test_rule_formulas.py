@@ -35,7 +35,7 @@ from megatron_port.engine.native_update import make_update
 from megatron_port.optim.matrices import assign, shapes_of
 from megatron_port.optim.muon import orthogonalized
 from megatron_port.optim.rules import rule_of, state_bytes
-from megatron_port.optim.sharded import ShardedParameters
+from megatron_port.optim.sharded import ShardedParameters, ShardSettings
 from megatron_port.optim.step_values import StepNumbers, StepValues
 from megatron_port.optim.sums import rectangles
 from megatron_port.parallel.context import ParallelContext
@@ -94,7 +94,8 @@ def trained(config: OptimizerConfig, dtype: torch.dtype = torch.float64) -> Iter
         pairs.append((record, attach(nn.Parameter(value), record)))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     sharded = ShardedParameters(
-        [[pairs]], ParallelContext.single(), wide=wide, split_state=False, capacity=200, rule=rule_of(config)
+        [[pairs]], ParallelContext.single(), ShardSettings(wide=wide, split_state=False, capacity=200),
+        rule=rule_of(config),
     )
     for piece in sharded.pieces:
         piece.master.copy_(piece.weight)
