@@ -14,7 +14,8 @@ from benchmarks.compare.weights import Weights
 from megatron_port.backend.choose import choose_providers
 from megatron_port.backend.device import choose_device
 from megatron_port.backend.providers import Providers
-from megatron_port.config.fp8 import fp8_problems
+from megatron_port.config.conflicts import contradictions
+from megatron_port.config.fp8 import CONFLICTS as FP8
 from megatron_port.config.schema import BackendConfig
 from megatron_port.data.batch import MicroBatch
 from megatron_port.errors import PortError
@@ -112,7 +113,7 @@ def build(
     """See ``peer.build``."""
     if graphs != "off" and (size.layers_only or device.type == "cpu"):
         raise Unable("steps are recorded on a GPU, and whole")
-    found = fp8_problems(size.run_config(fp8))
+    found = contradictions(FP8, size.run_config(fp8))
     if found:
         raise Unable(found[0])
     info = choose_device("cpu" if device.type == "cpu" else "auto")

@@ -9,12 +9,11 @@ tokens. Both are stated here; loader, pipeline, engine and checkpoints hand them
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
 
-from megatron_port.config.schema import RunConfig
+from megatron_port.config.conflicts import Conflict
 from megatron_port.data.batch import MicroBatch
 from megatron_port.data.objective import Objective, WholeSamples
 from megatron_port.model.gpt import GPTStage
@@ -26,12 +25,10 @@ class DistinctTokens(Objective):
     """Mean over samples of their weighted losses; see the module."""
 
     side_layout = MappingProxyType({"weight": "sample"})
-
-    @classmethod
-    def conflicts(cls, config: RunConfig) -> Mapping[str, bool]:
-        """Refuse what divides a sample between ranks: none of them has the mean of its losses."""
-        ranks = config.layout.context_parallel_size
-        return {f"layout.context_parallel_size {ranks}, which divides a sample; use 1": ranks > 1}
+    conflicts = (
+        Conflict("layout.context_parallel_size", "which divides a sample", "use 1",
+                 when=lambda c: c.layout.context_parallel_size > 1),
+    )
 
     def side(self, samples: WholeSamples) -> dict[str, torch.Tensor]:
         """Return the weights, float64 [batch]."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_port.config.conflicts import Table
 from megatron_port.config.schema import ModelConfig, RunConfig
 
 SERVED = {
@@ -106,12 +107,12 @@ def windows_of(model: ModelConfig) -> dict[str, Any]:
     return windows(kinds, model.sliding_window)
 
 
-def attention_problems(config: RunConfig) -> list[str]:
-    """Name the options of attention that do not fit together, or that the provider asked for cannot do."""
-    m, out = config.model, []
-    pattern, known = m.attention_pattern, ("full", "window")
-    if unknown := sorted(set(pattern) - set(known)):
+def _layers(config: RunConfig) -> list[str]:
+    """Name kinds of layers that do not exist, or that have no window."""
+    m, pattern = config.model, config.model.attention_pattern
+    if unknown := sorted(set(pattern) - {"full", "window"}):
         return [f"model.attention_pattern has {unknown[0]!r}; each entry must be full or window"]
+    out = []
     if len(pattern) > m.num_layers:
         out.append(
             f"model.attention_pattern has {len(pattern)} entries for num_layers {m.num_layers}; give one per layer, or "
@@ -124,11 +125,21 @@ def attention_problems(config: RunConfig) -> list[str]:
             f"model.sliding_window {m.sliding_window} is of no layer: attention_pattern {list(pattern)} has no "
             "\"window\"; leave one of the two out"
         )
-    if m.attention_dropout > 0 and MaskNeeds.of(config).partials and config.backend.attention == "own":
+    return out + _provider(config)
+
+
+def _provider(config: RunConfig) -> list[str]:
+    """Name what the provider that was asked for cannot do."""
+    asked, needs, out = config.backend.attention, MaskNeeds.of(config), []
+    if config.model.attention_dropout > 0 and needs.partials and asked == "own":
         out.append(
-            f"model.attention_dropout {m.attention_dropout} under layout.cp_method \"ring\" needs backend.attention "
-            "auto or math: own drops no probabilities of parts of the keys; or use cp_method \"gather\""
+            f"model.attention_dropout {config.model.attention_dropout} under layout.cp_method \"ring\" needs "
+            "backend.attention auto or math: own drops no probabilities of parts of the keys; or use cp_method "
+            "\"gather\""
         )
-    if problem := MaskNeeds.of(config).problem(config.backend.attention):
-        out.append(f"backend.attention = \"{config.backend.attention}\": {problem}; use auto, own or math")
+    if problem := needs.problem(asked):
+        out.append(f"backend.attention = \"{asked}\": {problem}; use auto, own or math")
     return out
+
+
+CONFLICTS = (Table(sized=True, more=(_layers,)),)

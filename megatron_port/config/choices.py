@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -33,6 +34,12 @@ def plain_type(kind: Any) -> Any:
     return type(typing.get_args(kind)[0]) if typing.get_origin(kind) is typing.Literal else kind
 
 
+def ranges_of(cls: Any) -> dict[str, Range]:
+    """Return the range of each field that has one, by dotted name, in the order of the schema."""
+    return {name: note for name, kind in leaf_types(cls) for note in getattr(kind, "__metadata__", ())
+            if isinstance(note, Range)}
+
+
 CHOICES: dict[str, tuple[str | int, ...]] = {
     **literal_choices(RunConfig),
     **{field: own for field in {r.field: r for r in REGISTRIES} if (own := own_choices(field))},
@@ -40,11 +47,13 @@ CHOICES: dict[str, tuple[str | int, ...]] = {
 """The package's own values of each field that has a list, by dotted name; plugins add to those of the registries
 (``registry.choices_added``)."""
 
-_ALL = {
-    name: note for name, kind in leaf_types(RunConfig) for note in getattr(kind, "__metadata__", ())
-    if isinstance(note, Range)
-}
-SIZES = {name: legal for name, legal in _ALL.items() if legal.is_size}
-"""Ranges of the sizes of the split, by dotted name."""
-RANGES = {name: legal for name, legal in _ALL.items() if not legal.is_size}
-"""Ranges of the other fields."""
+RANGES = ranges_of(RunConfig)
+"""Ranges of the package's own fields, by dotted name."""
+SIZES = {name: legal for name, legal in RANGES.items() if legal.is_size}
+"""Those of the sizes of the split."""
+
+
+@functools.cache
+def limits_of(cls: type) -> tuple[dict[str, tuple[str | int, ...]], dict[str, Range]]:
+    """Return choices and ranges of every field of RunConfig, or of a class of it with plugins' sections."""
+    return (CHOICES, RANGES) if cls is RunConfig else ({**literal_choices(cls), **CHOICES}, ranges_of(cls))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from megatron_port.config.conflicts import Conflict, Rule, Table, always, native_only
 from megatron_port.config.fine_tuning import NO_ADAPTERS
 from megatron_port.config.quantisation import NO_QUANTISATION
 from megatron_port.config.ranges import Fraction, PathSetting, Positive
@@ -67,24 +68,20 @@ def teacher_run(config: RunConfig, teacher: ModelConfig) -> RunConfig:
     )
 
 
-def distillation_problems(config: RunConfig) -> list[str]:
-    """Return what in a configuration contradicts its ``[distillation]``."""
-    d = config.distillation
-    if not d.enabled:
-        return [] if d == NO_TEACHER else [
-            "a [distillation] section without distillation.teacher or distillation.logits, which learns from nobody; "
-            "name a checkpoint or a Hugging Face folder, or leave the section out"
-        ]
-    found = {
-        f'engine "{config.engine}", whose pipeline has one loss and no teacher; use engine = "native"':
-            config.engine != "native",
-        f"training.loss {config.training.loss!r}, of which the teacher knows nothing; use cross_entropy":
-            config.training.loss != "cross_entropy",
-        f"training.z_loss {config.training.z_loss}, which is not in its loss; leave one of the two out":
-            config.training.z_loss > 0,
-        'distillation.logits and backend.graphs "step": recorded steps have no place for them; use graphs = "off"':
-            bool(d.logits) and config.backend.graphs == "step",
-        f"model.mtp_layers {config.model.mtp_layers}: the teacher predicts one token ahead; set 0":
-            config.model.mtp_layers > 0,
-    }
-    return [f"[distillation] with {problem}" for problem, there in found.items() if there]
+CONFLICTS = (
+    Table(asked="a [distillation] section without distillation.teacher or distillation.logits",
+          on=lambda c: not c.distillation.enabled and c.distillation != NO_TEACHER,
+          rows=(Rule(always, "{asked}, which learns from nobody; name a checkpoint or a Hugging Face folder, or leave "
+                             "the section out"),)),
+    Table(asked="[distillation]", on=lambda c: c.distillation.enabled, rows=(
+        native_only("whose pipeline has one loss and no teacher"),
+        Rule(lambda c: c.training.loss != "cross_entropy",
+             "{asked} with training.loss {c.training.loss!r}, of which the teacher knows nothing; use cross_entropy"),
+        Conflict("training.z_loss", "which is not in its loss", "leave one of the two out",
+                 when=lambda c: c.training.z_loss > 0),
+        Conflict("backend.graphs", "recorded steps have no place for distillation.logits", 'use graphs = "off"',
+                 refused=("step",), when=lambda c: c.distillation.logits),
+        Conflict("model.mtp_layers", "the teacher predicts one token ahead", "set 0",
+                 when=lambda c: c.model.mtp_layers > 0),
+    )),
+)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_port.config.schema import RunConfig, TrainingConfig
+from megatron_port.config.sections import added_sections
 
 
 def as_dict(config: Any) -> dict[str, Any]:
@@ -140,4 +141,5 @@ def config_hash(config: RunConfig) -> str:
     if config.distillation.enabled:  # the teacher by its values, which the checkpoint records, not by its path
         places = ("teacher", "logits")
         parts["distillation"] = {k: v for k, v in as_dict(config.distillation).items() if k not in places}
+    parts.update({name: as_dict(section) for name, section in added_sections(config).items()})
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from megatron_port.config.conflicts import Conflict, Rule, Table, native_only
 from megatron_port.config.ranges import Count, Fraction, PathSetting, Positive
 
 if TYPE_CHECKING:
@@ -65,28 +66,25 @@ def targets_of(model: ModelConfig) -> tuple[str, ...]:
     return tuple(target for target in TARGETS if target not in lacking)
 
 
-def fine_tuning_problems(config: RunConfig) -> list[str]:
-    """Return what in a configuration contradicts its ``[fine_tuning]``."""
-    f = config.fine_tuning
-    if not f.enabled:
-        return [] if f == NO_ADAPTERS else [
-            'a [fine_tuning] section with fine_tuning.method "none", which trains all weights; set method = "lora" or '
-            '"dora", or leave the section out'
-        ]
-    asked, out = f'fine_tuning.method "{f.method}"', []
-    unknown = [target for target in f.targets if target not in TARGETS]
-    if unknown:
-        out.append(f"fine_tuning.targets {unknown[0]!r} is unknown; use {', '.join(TARGETS)}")
-    missing = [target for target in f.targets if target not in targets_of(config.model)]
-    if missing and not unknown:
-        out.append(f"fine_tuning.targets {missing[0]!r}: this model has {', '.join(targets_of(config.model))}")
-    if f.method == "dora" and f.dropout:
-        out.append(f"{asked} with fine_tuning.dropout {f.dropout}: the whole product would be computed twice, with and "
-                   "without; use dropout = 0, or method lora")
-    if config.engine != "native":
-        out.append(f'{asked} with engine "{config.engine}", which trains and keeps state for every weight; use engine '
-                   '= "native"')
-    if not config.checkpoint.initial_weights:
-        out.append(f"{asked} without checkpoint.initial_weights, whose weights it leaves as they are; name a Hugging "
-                   "Face folder, a run folder or a checkpoint")
-    return out
+def _targets(config: RunConfig) -> list[str]:
+    asked, present = config.fine_tuning.targets, targets_of(config.model)
+    if unknown := [target for target in asked if target not in TARGETS]:
+        return [f"fine_tuning.targets {unknown[0]!r} is unknown; use {', '.join(TARGETS)}"]
+    missing = [target for target in asked if target not in present]
+    return [f"fine_tuning.targets {missing[0]!r}: this model has {', '.join(present)}"] if missing else []
+
+
+CONFLICTS = (
+    Table(asked="a [fine_tuning] section", on=lambda c: not c.fine_tuning.enabled and c.fine_tuning != NO_ADAPTERS,
+          rows=(Conflict("fine_tuning.method", "which trains all weights",
+                         'set method = "lora" or "dora", or leave the section out', refused=("none",)),)),
+    Table(on=lambda c: c.fine_tuning.enabled, asked='fine_tuning.method "{c.fine_tuning.method}"', rows=(
+        Conflict("fine_tuning.dropout", "the whole product would be computed twice, with and without",
+                 "use dropout = 0, or method lora",
+                 when=lambda c: c.fine_tuning.method == "dora" and c.fine_tuning.dropout),
+        native_only("which trains and keeps state for every weight"),
+        Rule(lambda c: not c.checkpoint.initial_weights,
+             "{asked} without checkpoint.initial_weights, whose weights it leaves as they are; name a Hugging Face "
+             "folder, a run folder or a checkpoint"),
+    ), more=(_targets,)),
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from megatron_port.config.conflicts import Rule, Table
 from megatron_port.config.layout import either, multiples
 from megatron_port.config.schema import RunConfig
 
@@ -24,21 +25,7 @@ def linear_shapes(config: RunConfig) -> dict[str, tuple[float, float]]:
     }
 
 
-def fp8_problems(config: RunConfig) -> list[str]:
-    """A sentence for each reason why precision.fp8 cannot be used as asked. Sizes of the split must be positive."""
-    recipe = config.precision.fp8
-    if recipe == "none":
-        return []
-    out = []
-    if config.precision.dtype != "bf16":
-        out.append(
-            f'precision.fp8 "{recipe}" needs precision.dtype "bf16", not "{config.precision.dtype}"; use bf16, or '
-            'fp8 = "none"'
-        )
-    return out + _size_problems(config)
-
-
-def _size_problems(config: RunConfig) -> list[str]:
+def _sizes(config: RunConfig) -> list[str]:
     m, t = config.model, config.layout.tensor_parallel_size
     shapes = linear_shapes(config)
     out = []
@@ -76,3 +63,9 @@ def _size_problems(config: RunConfig) -> list[str]:
         say("the weights' gradients sum over", f"{held} positions × micro_batch_size "
             f"{config.batch.micro_batch_size} = {tokens} tokens", f"use micro_batch_size {near}")
     return out
+
+
+CONFLICTS = (Table(asked='precision.fp8 "{c.precision.fp8}"', on=lambda c: c.precision.fp8 != "none", sized=True, rows=(
+    Rule(lambda c: c.precision.dtype != "bf16",
+         '{asked} needs precision.dtype "bf16", not "{c.precision.dtype}"; use bf16, or fp8 = "none"'),
+), more=(_sizes,)),)

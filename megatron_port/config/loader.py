@@ -31,6 +31,7 @@ from megatron_port.config.dump import as_dict, config_hash, leaves, to_toml, tom
 from megatron_port.config.plugins import plugin_problems
 from megatron_port.config.ranges import IsPath, path_mark
 from megatron_port.config.schema import RunConfig
+from megatron_port.config.sections import with_sections
 from megatron_port.config.unsupported import KEYS, not_supported
 from megatron_port.config.urls import expanded, is_remote
 from megatron_port.errors import ConfigError
@@ -92,10 +93,13 @@ def load(
             reader.read_run(folder)
     for text in overrides:
         reader.read_override(text)
-    reader.problems += plugin_problems(reader.values, reader.origins.get("plugins", DEFAULT))
+    later = [name for _, name, _, _ in reader.later]
+    reader.problems += plugin_problems(reader.values, reader.origins.get("plugins", DEFAULT), later)
+    if root is RunConfig and (later or reader.values.get("plugins")):
+        reader.read_sections(with_sections())
     if reader.problems:
         raise ConfigError(reader.problems)
-    config = _build(root, reader.values)
+    config = _build(reader.root, reader.values)
     origins = {name: reader.origins.get(name, DEFAULT) for name, _ in leaves(config)}
     return Loaded(config=config, origins=origins, files=tuple(dict.fromkeys(reader.files)))
 
@@ -140,6 +144,22 @@ class _Reader:
     problems: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     read: int = 0
+    later: list[tuple[int, str, Any, Any]] = field(default_factory=list)
+    """Tables that are not the package's: (problems found before, name, table, its origin). Sections of plugins, which
+    are not imported yet, or mistakes."""
+    complete: bool = False
+    """Whether plugins have been imported, so that ``root`` has their sections."""
+
+    def read_sections(self, root: type) -> None:
+        """Read the tables that were left for later, as a configuration with the plugins' sections has them."""
+        self.root, self.complete = root, True
+        found, moved = self.problems, 0
+        for at, name, table, origin in self.later:
+            self.problems = []
+            self._walk(root, {name: table}, "", origin)
+            found[at + moved : at + moved] = self.problems
+            moved += len(self.problems)
+        self.problems = found
 
     def read_file(self, name: str, *, beside: Path | None, origin: str, chain: tuple[Path, ...]) -> None:
         """Read one file after the files that it extends. ``chain``: the files that led here."""
@@ -241,6 +261,9 @@ class _Reader:
         hints, marks = typing.get_type_hints(cls), typing.get_type_hints(cls, include_extras=True)
         for key, value in data.items():
             dotted = prefix + key
+            if key not in hints and cls is RunConfig and isinstance(value, dict) and not self.complete:
+                self.later.append((len(self.problems), key, value, origin))
+                continue
             if key not in hints:
                 moved = f"; it is {MOVED[dotted]} now" if dotted in MOVED else self._suggest(key, hints)
                 refused = not_supported(dotted, KEYS)

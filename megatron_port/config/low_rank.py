@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_port.config.conflicts import Above, Conflict, Rule, Table, native_only
 from megatron_port.config.schema import ModelConfig, RunConfig
 
 
@@ -19,30 +20,9 @@ def factored_shapes(m: ModelConfig) -> dict[str, tuple[int, int]]:
     return shapes
 
 
-def shared_layer_problems(config: RunConfig) -> list[str]:
-    """Name what layers that share weights do not go with."""
-    m = config.model
-    if m.shared_layers == 1:
-        return []
-    asked, out = f"model.shared_layers {m.shared_layers}", []
-    if m.shared_layers > m.num_layers:
-        out.append(f"{asked} is above num_layers {m.num_layers}; use at most that")
-    if m.moe.enabled:
-        out.append(f"{asked} with layers of experts, which each have their own; use 1, or moe.num_experts = 0")
-    if config.engine != "native":
-        out.append(f'{asked} with engine "{config.engine}", which ties the embedding alone over stages; use engine = '
-                   '"native"')
-    if config.fine_tuning.enabled:
-        out.append(f'{asked} with fine_tuning.method "{config.fine_tuning.method}": exports of adapters have one for '
-                   'each layer; use "none"')
-    return out
-
-
-def low_rank_problems(config: RunConfig) -> list[str]:
-    """Name the ranks that the model, or the run, cannot have."""
+def _too_large(config: RunConfig) -> list[str]:
+    """Name the ranks that the model cannot have."""
     m, out = config.model, []
-    if not m.ranks:
-        return []
     shapes = factored_shapes(m)
     for name, rank in m.ranks.items():
         asked = f"model.{name}_rank {rank}"
@@ -55,10 +35,27 @@ def low_rank_problems(config: RunConfig) -> list[str]:
         if rank > most:
             out.append(f"{asked}: factors of a matrix of {rows} x {columns} are smaller than it up to rank {most}; use "
                        "at most that, or 0")
-    asked = f"model.{next(iter(m.ranks))}_rank {next(iter(m.ranks.values()))}"
-    if config.precision.fp8 != "none":
-        out.append(f'{asked} with precision.fp8 "{config.precision.fp8}", which is not built for factors; use "none"')
-    if config.fine_tuning.enabled:
-        out.append(f'{asked} with fine_tuning.method "{config.fine_tuning.method}": adapters have no matrix to stand '
-                   'beside; use "none", which trains the factors')
     return out
+
+
+def _asked(config: RunConfig) -> str:
+    """Return the first rank that is set."""
+    name, rank = next(iter(config.model.ranks.items()))
+    return f"model.{name}_rank {rank}"
+
+
+CONFLICTS = (
+    Table(asked=_asked, on=lambda c: c.model.ranks, sized=True, rows=(
+        Conflict("precision.fp8", "which is not built for factors", 'use "none"', allowed=("none",)),
+        Conflict("fine_tuning.method", "adapters have no matrix to stand beside",
+                 'use "none", which trains the factors', allowed=("none",)),
+    ), more=(_too_large,)),
+    Table(on=lambda c: c.model.shared_layers != 1, asked="model.shared_layers {c.model.shared_layers}", sized=True,
+          rows=(
+        Above("model.shared_layers", "model.num_layers"),
+        Rule(lambda c: c.model.moe.enabled,
+             "{asked} with layers of experts, which each have their own; use 1, or moe.num_experts = 0"),
+        native_only("which ties the embedding alone over stages"),
+        Conflict("fine_tuning.method", "exports of adapters have one for each layer", 'use "none"', allowed=("none",)),
+    )),
+)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from megatron_port.config.conflicts import Rule, Table
 from megatron_port.config.ranges import Count, NonNegative
+
+if TYPE_CHECKING:
+    from megatron_port.config.schema import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,28 +42,28 @@ class ActivationsConfig:
         return tuple(tuple(filter(None, sites.split("+"))) for sites in self.layers) if self.policy == "plan" else ()
 
 
-def activation_problems(
-    activations: ActivationsConfig, *, num_layers: int, described: bool, engine: str = "native"
-) -> list[str]:
-    """Return what is wrong with a policy's settings; ``described``: the cluster says what a device is and holds."""
-    a, out = activations, []
+def _described(config: RunConfig) -> bool:
+    """Return whether the cluster says what a device is and holds."""
+    return config.cluster.memory_gb > 0 and bool(config.hardware.device or config.hardware.matmul_tflops)
+
+
+def _plan(config: RunConfig) -> list[str]:
+    a, layers = config.activations, config.model.num_layers
     if a.policy != "plan" and (a.layers or (a.budget and a.policy != "profile")):
-        out.append(f'activations.budget and activations.layers are for policy "plan", and it is "{a.policy}"')
-    elif a.policy == "profile" and not a.budget and not described:
-        out.append(
-            'activations.policy "profile" needs to know how much fits; set activations.budget, or extend one of '
-            "configs/clusters (cluster.memory_gb and [hardware])"
-        )
-    elif a.layers and len(a.layers) != num_layers:
-        out.append(
-            f"activations.layers has {len(a.layers)} entries, and the model has {num_layers} layers; give one for each "
-            "(empty: nothing is recomputed), or leave it [] for the planner to fill in"
-        )
-    elif a.policy == "plan" and not a.layers and not described:
-        out.append(
-            'activations.policy "plan" needs to know the device; extend one of configs/clusters (cluster.memory_gb and '
-            '[hardware]), or use "full", "selective" or "none"'
-        )
-    if engine != "native" and any(":" in sites for sites in a.layers):
-        out.append('activations.layers with :swap or :partition need engine = "native"; recompute or keep these sites')
-    return out
+        return [f'activations.budget and activations.layers are for policy "plan", and it is "{a.policy}"']
+    if a.policy == "profile" and not a.budget and not _described(config):
+        return ['activations.policy "profile" needs to know how much fits; set activations.budget, or extend one of '
+                "configs/clusters (cluster.memory_gb and [hardware])"]
+    if a.layers and len(a.layers) != layers:
+        return [f"activations.layers has {len(a.layers)} entries, and the model has {layers} layers; give one for each "
+                "(empty: nothing is recomputed), or leave it [] for the planner to fill in"]
+    if a.policy == "plan" and not a.layers and not _described(config):
+        return ['activations.policy "plan" needs to know the device; extend one of configs/clusters (cluster.memory_gb '
+                'and [hardware]), or use "full", "selective" or "none"']
+    return []
+
+
+CONFLICTS = (Table(more=(_plan,), rows=(
+    Rule(lambda c: c.engine != "native" and any(":" in sites for sites in c.activations.layers),
+         'activations.layers with :swap or :partition need engine = "native"; recompute or keep these sites'),
+)),)

@@ -6,6 +6,7 @@ import fractions
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatron_port.config.conflicts import Above, Conflict, Rule, Table
 from megatron_port.config.ranges import (
     Count,
     CountOrZero,
@@ -132,95 +133,84 @@ class RoutesConfig:
     published pairs, with and without forced balance, give the default (benchmarks/evidence/planner-accuracy.md)."""
 
 
-def moe_problems(config: RunConfig) -> list[str]:
-    """Name the options of experts that do not fit together, or that the engine and layout asked for cannot serve."""
-    moe, ep = config.model.moe, config.layout.expert_parallel_size
-    if not moe.enabled:
-        out = [] if ep == 1 or config.distillation.online else [  # the teacher may have some
-            f"layout.expert_parallel_size {ep} with model.moe.num_experts 0: no layer has experts to divide; use 1"
-        ]
-        asked = [name for name in ("routes", "replay") if getattr(config.moe, name) not in ("none", "")]
-        return out + [f"moe.{name} needs a model with experts (model.moe.num_experts)" for name in asked]
-    return [*_router_problems(config.model), *_run_problems(config)]
-
-
-def _router_problems(model: ModelConfig) -> list[str]:
-    moe, out = model.moe, []
+def _scored_groups(config: RunConfig) -> list[str]:
+    """Name groups of experts that do not divide them, or leave a token too few."""
+    moe = config.model.moe
     experts, k = moe.num_experts, moe.top_k
-    if k > experts:
-        out.append(f"model.moe.top_k {k} is above num_experts {experts}; use at most {experts}")
-    if k == 1 and moe.normalize:
-        out.append(
-            "model.moe.top_k 1 with normalize = true: the only weight would be 1 whatever the router says, and the "
-            "router would learn nothing; use normalize = false"
-        )
     if experts % moe.groups:
-        out.append(f"model.moe.groups {moe.groups} does not divide num_experts {experts}")
-    elif moe.top_groups > moe.groups:
-        out.append(f"model.moe.top_groups {moe.top_groups} is above groups {moe.groups}")
-    elif k > moe.top_groups * (experts // moe.groups):
-        out.append(
-            f"model.moe.top_k {k} experts do not fit into top_groups {moe.top_groups} of {experts // moe.groups} "
-            f"experts each; use top_groups {-(-k * moe.groups // experts)}"
-        )
-    if moe.groups > 1 and moe.group_score == "top2" and experts // moe.groups < 2:
-        out.append('model.moe.group_score "top2" needs groups of at least 2 experts; use "max"')
-    if moe.second_expert == "random" and (k != 2 or not moe.normalize):
-        out.append(
-            f'model.moe.second_expert "random" needs top_k 2 and normalize = true, not {k} and '
-            f"{str(moe.normalize).lower()}"
-        )
-    if moe.shared_gate and not moe.shared_ffn_hidden_size:
-        out.append("model.moe.shared_gate needs a shared block; set shared_ffn_hidden_size")
-    if model.num_layers < moe.first_dense + moe.every:
-        out.append(
-            f"model.moe: none of num_layers {model.num_layers} has experts with first_dense {moe.first_dense} and "
-            f"every {moe.every}; lower them, or set num_experts = 0"
-        )
-    return out
+        return [f"model.moe.groups {moe.groups} does not divide num_experts {experts}"]
+    if moe.top_groups > moe.groups:
+        return [f"model.moe.top_groups {moe.top_groups} is above groups {moe.groups}"]
+    if k > moe.top_groups * (experts // moe.groups):
+        return [f"model.moe.top_k {k} experts do not fit into top_groups {moe.top_groups} of {experts // moe.groups} "
+                f"experts each; use top_groups {-(-k * moe.groups // experts)}"]
+    return []
 
 
-def _run_problems(config: RunConfig) -> list[str]:
-    moe, layout, out = config.model.moe, config.layout, []
+def _replayed(config: RunConfig) -> list[str]:
+    """Name a replay on a replica that has other experts."""
+    layout, interval = config.layout, config.numerics.replay_interval
     ep, tp, cp = layout.expert_parallel_size, layout.tensor_parallel_size, layout.context_parallel_size
-    if moe.num_experts % ep:
-        out.append(f"layout.expert_parallel_size {ep} does not divide model.moe.num_experts {moe.num_experts}")
-    if config.model.seq_length % tp:
-        out.append(
-            f"model.seq_length {config.model.seq_length} does not divide by tensor_parallel_size {tp}: in layers of "
-            "experts each tensor-parallel rank sends its own share of the tokens"
-        )
-    if ep > 1 and config.engine == "deepspeed":
-        out.append(f"engine deepspeed with layout.expert_parallel_size {ep}: it runs experts on every replica; use 1, "
-                   'or engine = "native"')
-    if ep > tp * cp and config.numerics.replay_interval:
-        out.append(
-            f"numerics.replay_interval {config.numerics.replay_interval} with layout.expert_parallel_size {ep}: "
-            "another replica has other experts, and computes with other tokens' rows; use an expert_parallel_size of "
-            f"at most tensor_parallel_size {tp}{f' x context_parallel_size {cp}' if cp > 1 else ''}, or "
-            "replay_interval 0"
-        )
-    exchange = config.backend.experts_exchange
-    if exchange != "torch" and ep == 1:
-        out.append(f'backend.experts_exchange "{exchange}" with layout.expert_parallel_size 1: nothing is exchanged; '
-                   'use "torch"')
-    elif exchange == "deepep" and ep not in DEEPEP_SIZES:
-        out.append(f'backend.experts_exchange "deepep" with layout.expert_parallel_size {ep}: it has settings for '
-                   f"{', '.join(map(str, DEEPEP_SIZES))} ranks; use one of those, or \"torch\"")
-    if config.precision.fp8 != "none":
-        out.append(f'precision.fp8 "{config.precision.fp8}" is not built for layers of experts; use fp8 = "none"')
-    if config.backend.graphs != "off":
-        out.append(
-            f'backend.graphs "{config.backend.graphs}" with experts: each layer waits for the numbers of '
-            'tokens that ranks exchange, which a recording cannot; use "off"'
-        )
-    if config.activations.policy in ("plan", "profile"):
-        out.append(
-            f'activations.policy "{config.activations.policy}" knows no layers of experts; use none, selective or full'
-        )
-    if config.fine_tuning.enabled and moe.balance_loss == "previous_step":
-        out.append(
-            'model.moe.balance_loss "previous_step" with fine_tuning: its shares change from step to step, and a '
-            'checkpoint of adapters holds nothing but those; use "sequence" or "none"'
-        )
-    return out
+    return [
+        f"numerics.replay_interval {interval} with layout.expert_parallel_size {ep}: another replica has other "
+        "experts, and computes with other tokens' rows; use an expert_parallel_size of at most tensor_parallel_size "
+        f"{tp}{f' x context_parallel_size {cp}' if cp > 1 else ''}, or replay_interval 0"
+    ] if ep > tp * cp and interval else []
+
+
+_ROUTER = (
+    Above("model.moe.top_k", "model.moe.num_experts"),
+    Rule(lambda c: c.model.moe.top_k == 1 and c.model.moe.normalize,
+         "model.moe.top_k 1 with normalize = true: the only weight would be 1 whatever the router says, and the "
+         "router would learn nothing; use normalize = false"),
+    Rule(lambda c: c.model.moe.groups > 1 and c.model.moe.group_score == "top2"
+         and c.model.moe.num_experts // c.model.moe.groups < 2,
+         'model.moe.group_score "top2" needs groups of at least 2 experts; use "max"'),
+    Rule(lambda c: c.model.moe.second_expert == "random" and (c.model.moe.top_k != 2 or not c.model.moe.normalize),
+         'model.moe.second_expert "random" needs top_k 2 and normalize = true; top_k is {c.model.moe.top_k}'),
+    Rule(lambda c: c.model.moe.shared_gate and not c.model.moe.shared_ffn_hidden_size,
+         "model.moe.shared_gate needs a shared block; set shared_ffn_hidden_size"),
+    Rule(lambda c: c.model.num_layers < c.model.moe.first_dense + c.model.moe.every,
+         "model.moe: none of num_layers {c.model.num_layers} has experts with first_dense {c.model.moe.first_dense} "
+         "and every {c.model.moe.every}; lower them, or set num_experts = 0"),
+)
+_RUN = (
+    Rule(lambda c: c.model.moe.num_experts % c.layout.expert_parallel_size,
+         "layout.expert_parallel_size {c.layout.expert_parallel_size} does not divide {asked}"),
+    Rule(lambda c: c.model.seq_length % c.layout.tensor_parallel_size,
+         "model.seq_length {c.model.seq_length} does not divide by tensor_parallel_size "
+         "{c.layout.tensor_parallel_size}: in layers of experts each tensor-parallel rank sends its own share of the "
+         "tokens"),
+    Conflict("precision.fp8", "which is not built for layers of experts", 'use "none"', allowed=("none",)),
+    Conflict("backend.graphs", "each layer waits for the numbers of tokens that ranks exchange, which a recording "
+             "cannot", 'use "off"', allowed=("off",)),
+    Conflict("activations.policy", "which knows no layers of experts", "use none, selective or full",
+             refused=("plan", "profile")),
+)
+_EXCHANGE = (
+    Conflict("engine", "which runs experts on every replica", 'use 1, or engine = "native"', refused=("deepspeed",),
+             when=lambda c: c.layout.expert_parallel_size > 1),
+    Conflict("backend.experts_exchange", "nothing is exchanged", 'use "torch"', allowed=("torch",),
+             when=lambda c: c.layout.expert_parallel_size == 1),
+    Conflict("backend.experts_exchange", f"it has settings for {', '.join(map(str, DEEPEP_SIZES))} ranks",
+             'use one of those, or "torch"', refused=("deepep",),
+             when=lambda c: c.layout.expert_parallel_size not in (1, *DEEPEP_SIZES)),
+)
+CONFLICTS = (
+    Table(on=lambda c: not c.model.moe.enabled, sized=True, rows=(
+        Rule(lambda c: c.layout.expert_parallel_size != 1 and not c.distillation.online,  # the teacher may have some
+             "layout.expert_parallel_size {c.layout.expert_parallel_size} with model.moe.num_experts 0: no layer has "
+             "experts to divide; use 1"),
+        Rule(lambda c: c.moe.routes != "none", "moe.routes needs a model with experts (model.moe.num_experts)"),
+        Rule(lambda c: c.moe.replay, "moe.replay needs a model with experts (model.moe.num_experts)"),
+    )),
+    Table(asked="model.moe.num_experts {c.model.moe.num_experts}", on=lambda c: c.model.moe.enabled, sized=True,
+          rows=(*_ROUTER, *_RUN), more=(_scored_groups, _replayed)),
+    Table(asked="layout.expert_parallel_size {c.layout.expert_parallel_size}", on=lambda c: c.model.moe.enabled,
+          sized=True, rows=_EXCHANGE),
+    Table(asked='model.moe.balance_loss "previous_step"', sized=True,
+          on=lambda c: c.model.moe.enabled and c.model.moe.balance_loss == "previous_step", rows=(
+        Conflict("fine_tuning.method", "its shares change from step to step, and a checkpoint of adapters holds "
+                 "nothing but those", 'use "sequence" or "none"', allowed=("none",)),
+    )),
+)

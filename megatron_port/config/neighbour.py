@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_port.config.choices import SIZES
-from megatron_port.config.context import context_problems
 from megatron_port.config.dump import leaves
 from megatron_port.config.layout import (
     asked_world,
     batch_problems,
+    context_problems,
     divisors,
     layout_problems,
     legal_heads,

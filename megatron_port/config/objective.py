@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from megatron_port.config.conflicts import Conflict, Table, native_only
 from megatron_port.registry import OBJECTIVES
 
 if TYPE_CHECKING:
@@ -19,16 +20,18 @@ def objective_name(config: RunConfig) -> str:
     return "multi_token" if config.model.mtp_layers else "next_token"
 
 
-def objective_problems(config: RunConfig) -> list[str]:
-    """Return what contradicts an objective of a plugin; the package's own have checks of their own, without torch."""
-    name, model = config.training.loss, config.model
+def _of_a_plugin(config: RunConfig) -> list[str]:
+    """Return what contradicts an objective of a plugin; the package's own have tables of their own, without torch."""
+    name = config.training.loss
     if name not in OBJECTIVES.added:
         return []
     found: Any = OBJECTIVES.get(name, type)
-    conflicts = {
-        f'engine "{config.engine}", whose loss is a mean over tokens; use engine = "native"': config.engine != "native",
-        f"model.mtp_layers {model.mtp_layers}: only the model's own predictions have a loss; set 0":
-            model.mtp_layers > 0,
-        **found.conflicts(config),
-    }
-    return [f'training.loss "{name}" with {problem}' for problem, there in conflicts.items() if there]
+    rows = (
+        native_only("whose loss is a mean over tokens"),
+        Conflict("model.mtp_layers", "only the model's own predictions have a loss", "set 0"),
+        *found.conflicts,
+    )
+    return Table(rows, f'training.loss "{name}"').problems(config)
+
+
+CONFLICTS = (Table(more=(_of_a_plugin,)),)

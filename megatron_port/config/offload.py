@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from megatron_port.config.conflicts import NO_ENGINE, Conflict, Rule, Table
 from megatron_port.config.ranges import Count, PathSetting, Share
 
 if TYPE_CHECKING:
@@ -35,59 +36,56 @@ class OffloadConfig:
     scratch and vanish with the process; checkpoints hold the state."""
 
 
-def offload_problems(config: RunConfig) -> list[str]:
-    """Return what in a configuration contradicts its ``[offload]``."""
-    offload = config.offload
-    if offload == OffloadConfig():
-        return []
-    asked = f'offload.optimizer "{offload.optimizer}"' if offload.optimizer != "none" else (
-        f'offload.weights "{offload.weights}"' if offload.weights != "none" else "an [offload] section")
+def _asked(config: RunConfig) -> str:
+    """Return the setting that asks for an offload first."""
+    o = config.offload
+    name = next((n for n in ("optimizer", "weights") if getattr(o, n) != "none"), "")
+    return f'offload.{name} "{getattr(o, name)}"' if name else "an [offload] section"
+
+
+def _first(config: RunConfig) -> list[str]:
+    """Return what leaves nothing more to say of an offload."""
     if config.engine != "native":
-        return [f'{asked} with engine "{config.engine}", which keeps all state on the device; use engine = "native"']
-    if offload.optimizer == "none":
-        return [f'{asked} with offload.optimizer "none", which offloads nothing; set offload.optimizer = "cpu" or '
-                '"nvme", or leave the section out']
-    out = []
-    if not config.layout.zero_stage:
-        out.append(f"{asked} with layout.zero_stage 0, where every replica would update all the state in its host's "
-                   "memory; use zero_stage 1, 2 or 3")
-    if config.optimizer.name in WHOLE_MATRICES:
-        out.append(f'{asked} with optimizer.name "{config.optimizer.name}": the host updates one bucket after another, '
-                   "and this rule needs whole matrices or sums over them; use one that updates elements or blocks "
-                   '(adamw, adamw-bf16, adamw-8bit, lion, sgd, adagrad), or no offload')
+        return [f'{_asked(config)} with engine "{config.engine}", which keeps all state on the device; {NO_ENGINE}']
+    return [f'{_asked(config)} with offload.optimizer "none", which offloads nothing; set offload.optimizer = "cpu" '
+            'or "nvme", or leave the section out'] if config.offload.optimizer == "none" else []
+
+
+def _host_kernel(config: RunConfig) -> list[str]:
     backend = config.backend
     without = f'backend.optimizer "{backend.optimizer}"' if backend.optimizer not in ("auto", "own") else (
         'backend.own_kernels "off"' if backend.own_kernels == "off" else "")
-    if without and config.optimizer.name == "adamw":
-        out.append(f'{asked} with optimizer.name "adamw" and {without}: the host updates by the own AdamW kernel; set '
-                   'backend.optimizer = "auto" and backend.own_kernels = "auto" (make kernels builds them), or use no '
-                   "offload")
-    if config.precision.dtype == "fp64":
-        out.append(f'{asked} with precision.dtype "fp64": state on the host is fp32; use fp32, bf16 or fp16')
-    out += _weights_problems(config)
-    return out + _nvme_problems(config)
+    return [f'{_asked(config)} with optimizer.name "adamw" and {without}: the host updates by the own AdamW kernel; '
+            'set backend.optimizer = "auto" and backend.own_kernels = "auto" (make kernels builds them), or use no '
+            "offload"] if without and config.optimizer.name == "adamw" else []
 
 
-def _weights_problems(config: RunConfig) -> list[str]:
-    offload, out = config.offload, []
-    if offload.weights == "cpu" and config.layout.zero_stage != 3:
-        out.append(f'offload.weights "cpu" with layout.zero_stage {config.layout.zero_stage}, which keeps whole '
-                   'weights on the device; use zero_stage 3, or weights = "none"')
-    if offload.weights == "cpu" and offload.fraction < 1.0:
-        out.append(f'offload.weights "cpu" with offload.fraction {offload.fraction:g}: weights on the host are updated '
-                   'there; use fraction = 1, or weights = "none"')
-    return out
+def _offloads(config: RunConfig) -> bool:
+    """Return whether state is offloaded, by the engine that can."""
+    return config.offload.optimizer != "none" and config.engine == "native"
 
 
-def _nvme_problems(config: RunConfig) -> list[str]:
-    offload, out = config.offload, []
-    if offload.optimizer == "nvme":
-        if not offload.nvme_path.strip():
-            out.append('offload.optimizer "nvme" without offload.nvme_path; set it to a folder on a local disk')
-        if config.checkpoint.asynchronous:
-            out.append('offload.optimizer "nvme" with checkpoint.asynchronous: the copy that is saved beside training '
-                       "would take host memory for all the state; set checkpoint.asynchronous = false")
-    elif offload.nvme_path:
-        out.append(f'offload.nvme_path with offload.optimizer "{offload.optimizer}", which writes no files; use '
-                   'optimizer = "nvme", or leave the path out')
-    return out
+CONFLICTS = (
+    Table(on=lambda c: c.offload != OffloadConfig(), more=(_first,)),
+    Table(asked='offload.optimizer "{c.offload.optimizer}"', on=_offloads, rows=(
+        Conflict("layout.zero_stage", "where every replica would update all the state in its host's memory",
+                 "use zero_stage 1, 2 or 3", refused=(0,)),
+        Conflict("optimizer.name", "the host updates one bucket after another, and this rule needs whole matrices or "
+                                   "sums over them", "use one that updates elements or blocks (adamw, adamw-bf16, "
+                                   "adamw-8bit, lion, sgd, adagrad), or no offload", refused=WHOLE_MATRICES),
+        Conflict("precision.dtype", "state on the host is fp32", "use fp32, bf16 or fp16", refused=("fp64",)),
+        Rule(lambda c: c.offload.optimizer == "nvme" and not c.offload.nvme_path.strip(),
+             "{asked} without offload.nvme_path; set it to a folder on a local disk"),
+        Conflict("checkpoint.asynchronous", "the copy that is saved beside training would take host memory for all the "
+                 "state", "set checkpoint.asynchronous = false", refused=(True,),
+                 when=lambda c: c.offload.optimizer == "nvme"),
+        Rule(lambda c: c.offload.optimizer != "nvme" and c.offload.nvme_path,
+             'offload.nvme_path with {asked}, which writes no files; use optimizer = "nvme", or leave the path out'),
+    ), more=(_host_kernel,)),
+    Table(asked='offload.weights "cpu"', on=lambda c: _offloads(c) and c.offload.weights == "cpu", rows=(
+        Conflict("layout.zero_stage", "which keeps whole weights on the device",
+                 'use zero_stage 3, or weights = "none"', allowed=(3,)),
+        Conflict("offload.fraction", "weights on the host are updated there", 'use fraction = 1, or weights = "none"',
+                 when=lambda c: c.offload.fraction < 1.0),
+    )),
+)

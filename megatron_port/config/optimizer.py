@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
+from megatron_port.config.conflicts import Conflict, Rule, Table
 from megatron_port.config.ranges import CountOrZero, Fraction, NonNegative, Positive, at_least
 from megatron_port.config.rule_options import (
     AdafactorOptions,
@@ -16,7 +17,13 @@ from megatron_port.config.rule_options import (
     MuonOptions,
     SGDOptions,
 )
+from megatron_port.registry import FALLING
 
+if TYPE_CHECKING:
+    from megatron_port.config.schema import RunConfig
+
+STATE_BLOCK = 128
+"""Elements of a row that share a scale under adamw-8bit."""
 CLASSES = ("embedding", "head", "matrix", "norm", "bias", "other")
 """Classes of parameters, by which a group may name its own (``parameter_class``)."""
 INHERITED = -1.0
@@ -117,3 +124,74 @@ class OptimizerConfig:
     """Options of name = "lamb"."""
     muon: MuonOptions = field(default_factory=MuonOptions)
     """Options of name = "muon"."""
+
+
+def _schedule(config: RunConfig) -> list[str]:
+    o = config.optimizer
+    end = o.decay_steps or config.training.steps
+    name = "optimizer.decay_steps" if o.decay_steps else "training.steps"
+    if o.decay in FALLING and o.warmup_steps >= end > 0:
+        return [f"optimizer.warmup_steps {o.warmup_steps} is not below {name} {end}; use e.g. {end // 10}"]
+    return [
+        f"optimizer.warmup_steps {o.warmup_steps} and wsd_steps {o.wsd_steps} are more than {name} {end}; use "
+        f"wsd_steps of at most {end - o.warmup_steps}"
+    ] if o.decay == "wsd" and o.warmup_steps + o.wsd_steps > end else []
+
+
+def _groups(config: RunConfig) -> list[str]:
+    groups, out = config.optimizer.groups, []
+    for number, group in enumerate(groups, 1):
+        where = f"optimizer.groups, group {number}"
+        if not group.match.strip():
+            out.append(f"{where} has no match; give a class ({', '.join(CLASSES)}) or a pattern of canonical names")
+        if group.lr_factor < 0:
+            out.append(f"{where} ({group.match}): lr_factor is {group.lr_factor}; it must be at least 0")
+        if group.weight_decay < 0 and group.weight_decay != INHERITED:
+            out.append(
+                f"{where} ({group.match}): weight_decay is {group.weight_decay}; it must be at least 0, or -1 to leave "
+                "it as it is"
+            )
+    names = [group.match for group in groups]
+    return out + [
+        f"optimizer.groups has {name!r} twice, of which the first alone would count; leave one out"
+        for name in dict.fromkeys(names) if names.count(name) > 1
+    ]
+
+
+def _blocks(config: RunConfig) -> list[str]:
+    """Name the matrices of which a tensor-parallel rank would hold parts of blocks with one scale."""
+    m, tp = config.model, config.layout.tensor_parallel_size
+    if config.optimizer.name != "adamw-8bit" or tp < 2:
+        return []
+    sizes = {
+        "attention's output projection": m.num_attention_heads * m.value_size, "the MLP's second matrix": m.ffn_size,
+        "the shared expert's second matrix": m.moe.shared_ffn_hidden_size,
+    }
+    return [
+        f"optimizer.name 'adamw-8bit' has a scale for each {STATE_BLOCK} elements of a row, and "
+        f"layout.tensor_parallel_size {tp} leaves each rank {n // tp} of the {n} inputs of {what}; use a size that "
+        f"leaves a multiple of {STATE_BLOCK}, or optimizer.name 'adamw-bf16'"
+        for what, n in sizes.items() if n and n % STATE_BLOCK == 0 and n // tp % STATE_BLOCK
+    ]
+
+
+_BY_NORM = "the host updates one bucket after another, by the norm alone and without an average"
+CONFLICTS = (
+    Table(rows=(
+        Rule(lambda c: 0 < c.optimizer.lr < c.optimizer.min_lr,
+             "optimizer.min_lr {c.optimizer.min_lr} is above lr {c.optimizer.lr}; use a value from 0 to "
+             "{c.optimizer.lr}"),
+        Rule(lambda c: c.optimizer.decay != "wsd" and c.optimizer.wsd_steps,
+             'optimizer.wsd_steps {c.optimizer.wsd_steps} is of decay = "wsd", and decay is "{c.optimizer.decay}"; '
+             "leave it out"),
+        Rule(lambda c: c.optimizer.ema_evaluate and not c.optimizer.ema_decay,
+             "optimizer.ema_evaluate needs averaged weights; set ema_decay, e.g. 0.999"),
+        Rule(lambda c: c.training.z_loss and c.training.loss != "cross_entropy",
+             "training.z_loss {c.training.z_loss} is a part of the loss cross_entropy, and training.loss is "
+             "{c.training.loss!r}, which brings its own terms; use 0"),
+    ), more=(_schedule, _groups, _blocks)),
+    Table(asked='offload.optimizer "{c.offload.optimizer}"', on=lambda c: c.offload.optimizer != "none", rows=(
+        Conflict("optimizer.clip_value", _BY_NORM, "use 0, or no offload"),
+        Conflict("optimizer.ema_decay", _BY_NORM, "use 0, or no offload"),
+    )),
+)

@@ -10,17 +10,17 @@ Two ways lead to a plugin, a Python module that adds to :mod:`megatron_port.regi
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_port.errors import ConfigError
-from megatron_port.registry import REGISTRIES, unknown_choices
+from megatron_port.registry import REGISTRIES, SECTIONS, unknown_choices
 
 GROUP = "megatron_port.plugins"
 """Group of the entry points."""
 
 
-def plugin_problems(values: Mapping[str, Any], origin: str) -> list[str]:
+def plugin_problems(values: Mapping[str, Any], origin: str, sections: Sequence[str] = ()) -> list[str]:
     """Import the plugins that a configuration needs; return what is wrong with them, a message each.
 
     A module is imported once a process, however many configurations name it.
@@ -28,9 +28,11 @@ def plugin_problems(values: Mapping[str, Any], origin: str) -> list[str]:
     Args:
         values: dotted name → value of what the configuration sets.
         origin: where ``plugins`` is set, for messages.
+        sections: names of tables that are not the package's.
     """
     found = import_problems(values.get("plugins", ()), origin)
-    if not found and any(unknown_choices(r.field, values.get(r.field, ())) for r in REGISTRIES):
+    unknown = any(unknown_choices(r.field, values.get(r.field, ())) for r in REGISTRIES)
+    if not found and (unknown or set(sections) - set(SECTIONS.names)):
         found = installed_problems()
     return found
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_origin
 
-from megatron_port.config.number_ranges import are_ranges
 from megatron_port.config.urls import expanded, expanded_tokenizer
 
+_PART = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?")
 LONGEST_NAME = 200
 """Bytes of a run's name: file systems take 255 for a folder's, of which names made from it (NAME-tune) need some."""
 
@@ -53,6 +54,33 @@ def between(low: int, high: int) -> Range:
 def _is_folder_name(text: str) -> bool:
     plain = bool(text.strip()) and text.isprintable() and not set(text) & set("/\\")
     return plain and text not in (".", "..") and len(text.encode()) <= LONGEST_NAME
+
+
+def parse_ranges(text: str) -> tuple[tuple[int, int], ...]:
+    """Return (first, last) of each part of ``10-12,20``, in order. Raises ValueError."""
+    out = []
+    for part in text.split(","):
+        found = _PART.fullmatch(part.strip())
+        if found is None or int(found[2] or found[1]) < int(found[1]):
+            raise ValueError(f"{part.strip()!r} is neither a number nor FIRST-LAST")
+        out.append((int(found[1]), int(found[2] or found[1])))
+    return tuple(sorted(out))
+
+
+def are_ranges(text: str, *words: str) -> bool:
+    """Return whether ``text`` is one of ``words`` or can be parsed."""
+    if text in words:
+        return True
+    try:
+        parse_ranges(text)
+    except ValueError:
+        return False
+    return True
+
+
+def within(number: int, ranges: tuple[tuple[int, int], ...]) -> bool:
+    """Return whether ``number`` is in one of the ranges."""
+    return any(first <= number <= last for first, last in ranges)
 
 
 Size = Annotated[int, at_least(1, is_size=True)]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron_port.config.architecture import rotations_of
 from megatron_port.config.attention import windows_of
 from megatron_port.config.dump import leaves
 from megatron_port.config.fine_tuning import TARGETS, FineTuningConfig
 from megatron_port.config.moe import MoEConfig, experts_of
-from megatron_port.config.rope import rotations_of
 from megatron_port.config.schema import ModelConfig
 
 FREE = frozenset({

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
+from megatron_port.config.conflicts import Conflict, Rule, Table, native_only
 from megatron_port.config.ranges import Fraction
 
 if TYPE_CHECKING:
@@ -47,33 +48,29 @@ class SparsityConfig:
 NO_SPARSITY = SparsityConfig()
 
 
-def sparsity_problems(config: RunConfig) -> list[str]:
-    """Return what in a configuration contradicts its ``[sparsity]``."""
-    s = config.sparsity
-    if not s.enabled:
-        return [] if s == NO_SPARSITY else [
-            'a [sparsity] section with sparsity.method "none", which leaves nothing out; set method = "2:4" or '
-            '"magnitude", or leave the section out'
-        ]
-    rule = config.optimizer.name
-    found = {
-        f'engine "{config.engine}", whose updates know no masks; use engine = "native"': config.engine != "native",
-        f"optimizer.name {rule!r}, which moves elements without a gradient; use adamw": rule in NOT_ELEMENTWISE,
-        f'fine_tuning.method "{config.fine_tuning.method}", which freezes these matrices; leave one of the two out':
-            config.fine_tuning.enabled,
-        'offload.optimizer "nvme": masks are taken from masters in memory; use "cpu" or "none"':
-            config.offload.optimizer == "nvme",
-        'quantisation.weights "binary", which has no zero; use "int8" or "int4"':
-            config.quantisation.weights == "binary",
-    }
-    out = [f'sparsity.method "{s.method}" with {problem}' for problem, there in found.items() if there]
-    if s.method == "2:4":
-        out += [
-            f'sparsity.method "2:4": {what} has {size} inputs, which do not divide into groups of {GROUP}; use a '
-            f"multiple of {GROUP}, or sparsity.targets without it"
-            for what, size in inputs(config.model).items() if size % GROUP
-        ]
-    return out
+def _groups_of_four(config: RunConfig) -> list[str]:
+    return [
+        f'sparsity.method "2:4": {what} has {size} inputs, which do not divide into groups of {GROUP}; use a '
+        f"multiple of {GROUP}, or sparsity.targets without it"
+        for what, size in inputs(config.model).items() if size % GROUP
+    ] if config.sparsity.method == "2:4" else []
+
+
+CONFLICTS = (
+    Table(asked="a [sparsity] section", on=lambda c: not c.sparsity.enabled and c.sparsity != NO_SPARSITY, sized=True,
+          rows=(Conflict("sparsity.method", "which leaves nothing out",
+                         'set method = "2:4" or "magnitude", or leave the section out', refused=("none",)),)),
+    Table(asked='sparsity.method "{c.sparsity.method}"', on=lambda c: c.sparsity.enabled, sized=True, rows=(
+        native_only("whose updates know no masks"),
+        Rule(lambda c: c.optimizer.name in NOT_ELEMENTWISE,
+             "{asked} with optimizer.name {c.optimizer.name!r}, which moves elements without a gradient; use adamw"),
+        Conflict("fine_tuning.method", "which freezes these matrices", "leave one of the two out", allowed=("none",)),
+        Conflict("offload.optimizer", "masks are taken from masters in memory", 'use "cpu" or "none"',
+                 refused=("nvme",)),
+        Conflict("quantisation.weights", "which has no zero", 'use "int8" or "int4"', refused=("binary",)),
+    ), more=(_groups_of_four,)),
+)
+
 
 
 def inputs(model: ModelConfig) -> dict[str, int]:

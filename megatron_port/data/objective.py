@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 
+from megatron_port.config.conflicts import Conflict, Rule
 from megatron_port.config.objective import objective_name
 from megatron_port.config.schema import RunConfig
 from megatron_port.data.batch import MicroBatch
@@ -65,17 +66,13 @@ class Objective(StageLoss):
     """Number of counts that :meth:`term_counts` returns, for terms of the loss that are means of their own."""
     frozen_prefix = ""
     """Start of the names of a frozen model's parameters that :meth:`build` adds; empty: it adds none."""
+    conflicts: tuple[Conflict | Rule, ...] = ()
+    """Settings that contradict a plugin's objective. The package's own have tables that need no torch."""
 
     def __init__(self, config: RunConfig | None = None) -> None:
         loss = "cross_entropy" if config is None else config.training.loss
         self.token_loss = loss if loss in LOSSES.names else "cross_entropy"
         """Name of the head's token loss in ``registry.LOSSES``."""
-
-    @classmethod
-    def conflicts(cls, config: RunConfig) -> Mapping[str, bool]:
-        """Return sentences for settings that contradict the objective → whether a configuration has them. A sentence
-        says what is set and what to set instead, and follows 'training.loss "name" with'."""
-        return {}
 
     # -- data --------------------------------------------------------------------------------------------------------
 

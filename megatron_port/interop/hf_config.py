@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_port.config.architecture import rotations_of
 from megatron_port.config.attention import windows, windows_of
 from megatron_port.config.dump import leaves
 from megatron_port.config.moe import experts_of
 from megatron_port.config.plugins import installed_problems
-from megatron_port.config.rope import rotations_of
 from megatron_port.config.same_model import FREE, without_mup
 from megatron_port.config.schema import ModelConfig
 from megatron_port.errors import CheckpointError

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from megatron_port.config.number_ranges import parse_ranges, within
+from megatron_port.config.ranges import parse_ranges, within
 from megatron_port.runtime.atomic import write_bytes, write_text
 from megatron_port.runtime.progress import IDLE, SAVE, ProgressTracker, describe
 from megatron_port.session.folders import run_folder

@@ -23,9 +23,10 @@ from drawing import Draw
 from fuzz import record, record_parser
 
 from megatron_port.config.checks import problems
+from megatron_port.config.conflicts import contradictions
 from megatron_port.config.distillation import DistillationConfig
 from megatron_port.config.offload import OffloadConfig
-from megatron_port.config.quantisation import quantisation_problems
+from megatron_port.config.quantisation import CONFLICTS
 from megatron_port.config.schema import MoEConfig, QuantisationConfig, RunConfig, SparsityConfig
 from megatron_port.config.sparsity import GROUP, inputs
 from megatron_port.parallel.topology import Topology
@@ -164,7 +165,7 @@ def few_draw(seed: int) -> CompressedDraw:
         sign = config.optimizer.name == "lion"
         if sign and config.data.mask_eod_loss and config.data.attention_documents == "within":
             continue
-        if config.engine == "native" and config.precision.dtype == "fp64" and not quantisation_problems(drawn):
+        if config.engine == "native" and config.precision.dtype == "fp64" and not contradictions(CONFLICTS, drawn):
             return CompressedDraw(20_000 + seed, drawn, t)
 
 

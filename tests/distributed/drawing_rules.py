@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from megatron_port.config.optimizer_checks import STATE_BLOCK, optimizer_problems
+from megatron_port.config.conflicts import contradictions
+from megatron_port.config.optimizer import CONFLICTS, STATE_BLOCK
 from megatron_port.config.rule_options import (
     AdafactorOptions,
     AdagradOptions,
@@ -77,6 +78,6 @@ def _with_whole_blocks(config: RunConfig) -> RunConfig:
         config, model=change(model, hidden_size=STATE_BLOCK, head_dim=model.head_dim or 8,
                              ffn_hidden_size=model.ffn_hidden_size or 16 * tp),
     )
-    if not optimizer_problems(wide):
+    if not contradictions(CONFLICTS, wide):
         return wide
     return change(config, optimizer=change(config.optimizer, name="adamw-bf16"))

@@ -19,7 +19,8 @@ from typing import Any
 from cases import LR, make_batches, make_config, providers_of
 from pool import RankPool
 
-from megatron_port.config.offload import OffloadConfig, offload_problems
+from megatron_port.config.conflicts import contradictions
+from megatron_port.config.offload import CONFLICTS, OffloadConfig
 from megatron_port.config.schema import RunConfig
 from megatron_port.engine.native import NativeEngine
 from megatron_port.parallel.context import ParallelContext
@@ -61,7 +62,7 @@ def offloaded(config: RunConfig, folder: str = "", **offload: Any) -> RunConfig:
         where["nvme_path"] = folder
     checkpoint = dataclasses.replace(config.checkpoint, asynchronous=False)
     config = dataclasses.replace(config, offload=OffloadConfig(**where), checkpoint=checkpoint)
-    assert not offload_problems(config)
+    assert not contradictions(CONFLICTS, config)
     return config
 
 

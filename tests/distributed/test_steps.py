@@ -144,7 +144,7 @@ def _with_adam(config: RunConfig, topology: Topology, provider: str, resume_at: 
 
 @pytest.mark.skipif(not prebuilt_deepspeed_ops().get("cpu_adam"), reason="DeepSpeed's cpu_adam was not built ahead")
 def test_cpu_adam_is_torchs_and_resumes(ranks: RankPool) -> None:
-    """The update that `make quickstart` uses."""
+    """The update that `make quickstart ENGINE=deepspeed` uses."""
     config = make_config(engine="deepspeed", model=MODEL)
     torchs = ranks.run(1, _with_adam, config, Topology(), "torch", 99, deepspeed=True)[0]
     theirs = ranks.run(1, _with_adam, config, Topology(), "deepspeed", 99, deepspeed=True)[0]

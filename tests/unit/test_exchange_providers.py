@@ -14,9 +14,10 @@ from megatron_port.backend.compile_entry_points import ENTRY_POINTS
 from megatron_port.backend.deepep import DeepEP
 from megatron_port.backend.device import DeviceInfo
 from megatron_port.backend.row_exchange import Manifest, arrangement
+from megatron_port.config.conflicts import contradictions
 from megatron_port.config.layout import with_values
 from megatron_port.config.loader import load
-from megatron_port.config.moe import moe_problems
+from megatron_port.config.moe import CONFLICTS
 from megatron_port.config.schema import BackendConfig
 from megatron_port.errors import EnvironmentFault
 
@@ -49,7 +50,8 @@ def test_settings_that_have_no_exchange_are_named() -> None:
     run = load("runs/mixtral-h200-8gpu").config
     for ep, words in ((1, "nothing is exchanged"), (3, "settings for 2, 4, 8, 16")):
         config = with_values(run, {"layout.expert_parallel_size": ep, "backend.experts_exchange": "deepep"})
-        assert any(words in problem and "use" in problem for problem in moe_problems(config)), moe_problems(config)
+        found = contradictions(CONFLICTS, config)
+        assert any(words in problem and "use" in problem for problem in found), found
 
 
 def test_rows_are_put_in_the_order_of_ranks_and_places() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_port.config.checks import problems
-from megatron_port.config.number_ranges import are_ranges, parse_ranges, within
+from megatron_port.config.ranges import are_ranges, parse_ranges, within
 from megatron_port.config.schema import RunConfig, TelemetryConfig, TrainingConfig
 from megatron_port.runtime.logging import Logger
 from megatron_port.runtime.progress import BACKWARD, FORWARD, ProgressTracker

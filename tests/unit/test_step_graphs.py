@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_port.backend.choose import choose_providers
 from megatron_port.backend.device import choose_device
-from megatron_port.config.graphs import graph_problems
+from megatron_port.config.conflicts import contradictions
+from megatron_port.config.graphs import CONFLICTS
 from megatron_port.config.offload import OffloadConfig
 from megatron_port.config.schema import (
     ActivationsConfig,
@@ -188,8 +189,8 @@ RECORDED = RunConfig(engine="native", backend=BackendConfig(graphs="step", devic
     ({"data": DataConfig(attention_documents="within")}, 'data.attention_documents "within" and backend.attention'),
 ])
 def test_what_cannot_be_recorded_is_refused_by_name(change: dict[str, Any], named: str) -> None:
-    assert not graph_problems(RECORDED)
-    (problem,) = graph_problems(dataclasses.replace(RECORDED, **change))
+    assert not contradictions(CONFLICTS, RECORDED)
+    (problem,) = contradictions(CONFLICTS, dataclasses.replace(RECORDED, **change))
     assert problem.startswith('backend.graphs "step" with ') and named in problem
 
 

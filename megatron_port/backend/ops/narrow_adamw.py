@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_port.config.optimizer_checks import STATE_BLOCK
+from megatron_port.config.optimizer import STATE_BLOCK
 
 BLOCK = STATE_BLOCK
 """Elements of 8-bit state that share a scale."""
