@@ -113,7 +113,8 @@ class CacheSlot:
         """
         for module in stage.modules():
             if isinstance(module, SelfAttention):
-                module.core = self._attend
+                module.core_arguments = partial(self._core_arguments, module)  # type: ignore[method-assign]
+                module.attend_to = partial(self._attend_to, module)  # type: ignore[method-assign]
                 stores = partial(self._store_and_attend, module.name, module.providers.attention)
                 module.providers = replace(module.providers, attention=stores)
                 if context is not None:
@@ -130,15 +131,24 @@ class CacheSlot:
         finally:
             self._now = None
 
-    def _attend(self, attention: SelfAttention, y: torch.Tensor) -> torch.Tensor:
+    def _core_arguments(self, attention: SelfAttention, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values of one token of each sequence under a filled cache, else of whole sequences."""
+        cache = self._now
+        if cache is None:
+            return SelfAttention.core_arguments(attention, x)
+        y = attention.project(x)
+        if cache.positions is not None:
+            return _split_at(attention, y, cache.positions, cache.length)
+        return attention.split(y)
+
+    def _attend_to(self, attention: SelfAttention, *arguments: torch.Tensor) -> torch.Tensor:
         """Attention of one token of each sequence under a filled cache; else over whole sequences, which fill it."""
         cache = self._now
         if cache is None:
-            return attention.attend(y)
+            return SelfAttention.attend_to(attention, *arguments)
         if cache.positions is not None:
-            split = _split_at(attention, y, cache.positions, cache.length)
-            return attention.values(cache.attend(attention, *split))
-        return attention.attend_split(*attention.split(y))
+            return attention.values(cache.attend(attention, *arguments))
+        return attention.attend_split(*arguments)
 
     def _store_and_attend(
         self, name: str, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any

@@ -44,10 +44,6 @@ def rank_rows(groups: Groups, tp: int, rank: int) -> tuple[Rows, Rows]:
     return Rows((first + part * own) * d, own * d), Rows((first + heads) * d, 2 * d, copies)
 
 
-AttentionCore = Callable[["SelfAttention", torch.Tensor], torch.Tensor]
-"""(module, what :meth:`SelfAttention.project` returns) → [seq, batch, heads/tp · d]"""
-
-
 class SelfAttention(nn.Module):
     """Self-attention [seq(/tp), batch, hidden] → same shape, without the bias of ``output``; heads / tp on each rank.
 
@@ -75,8 +71,6 @@ class SelfAttention(nn.Module):
         self.output = row_linear(layer, spec.output, build)
         self.split_sums_bias = True
         """Whether :meth:`split` may give the projection's bias its gradient."""
-        self.core: AttentionCore = SelfAttention.attend
-        """Replaced by inference, which keeps keys and values; training leaves it as it is."""
 
     def _build_projection(self, layer: str, spec: AttentionSpec, build: BuildContext) -> None:
         """Build what makes queries, keys and values."""
@@ -173,25 +167,22 @@ class SelfAttention(nn.Module):
         return (y,) if self._packed else self.split(y)
 
     def attend_to(self, *arguments: torch.Tensor) -> torch.Tensor:
-        """Causal attention from what :meth:`core_arguments` returned: [seq, batch, heads/tp · d]."""
-        return self.attend(*arguments) if self._packed else self.attend_split(*arguments)
+        """Causal attention from what :meth:`core_arguments` returned: [seq, batch, heads/tp · elements of a value]."""
+        packed = self.providers.packed_attention
+        if packed is None or not self._packed:
+            return self.attend_split(*arguments)
+
+        # Inside what is recomputed: dropout and documents are those of the samples which the stream then has.
+        def core(y: torch.Tensor) -> torch.Tensor:
+            rows = y.shape[0]
+            return packed(y, dropout=self._probability_dropout(rows), mask=self._mask(rows))
+
+        return self.values(self._recomputed(core, *arguments))
 
     @property
     def _packed(self) -> bool:
         """Whether attention takes the projection as it is."""
         return self.providers.packed_attention is not None and self.rotary is None and self.context is None
-
-    def attend(self, y: torch.Tensor) -> torch.Tensor:
-        """Causal attention from what :meth:`project` returned: [seq, batch, heads/tp · elements of a value]."""
-        packed = self.providers.packed_attention
-        if packed is not None and self._packed:
-            # Inside what is recomputed: dropout and documents are those of the samples which the stream then has.
-            def core(y: torch.Tensor) -> torch.Tensor:
-                rows = y.shape[0]
-                return packed(y, dropout=self._probability_dropout(rows), mask=self._mask(rows))
-
-            return self.values(self._recomputed(core, y))
-        return self.attend_split(*self.split(y))
 
     def attend_split(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Causal attention from what :meth:`split` returned: [seq, batch, heads/tp · elements of a value]."""
@@ -202,5 +193,5 @@ class SelfAttention(nn.Module):
         return out
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.output(self.core(self, self.project(x)))
+        out: torch.Tensor = self.output(self.attend_to(*self.core_arguments(x)))
         return out

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_port.model.activation_sites import LayerActivations, Site
+from megatron_port.model.activation_sites import LayerActivations
 from megatron_port.model.attention import SelfAttention
 from megatron_port.model.build import BuildContext
 from megatron_port.model.latent_attention import LatentAttention
 from megatron_port.model.mlp import MLP
 from megatron_port.model.moe import MoE
 from megatron_port.model.norm import Norm
+from megatron_port.model.program import Program
 from megatron_port.model.recompute import recompute
 from megatron_port.model.site_tape import SiteTape
 from megatron_port.model.spec import LayerSpec, NormSpec
@@ -22,9 +24,6 @@ from megatron_port.model.unit_spec import EmbeddingSpec, HeadSpec
 from megatron_port.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_port.parallel.embedding import VocabParallelEmbedding
 from megatron_port.parallel.linear import linear
-
-Branch = tuple[torch.Tensor, torch.Tensor | None]
-"""Result of attention or MLP, and the bias that is yet to be added to it."""
 
 
 def embedding_factor(build: BuildContext) -> float:
@@ -80,15 +79,16 @@ class Embedding(nn.Module):
 class TransformerLayer(nn.Module):
     """x + dropout(attention(norm x)), then x + dropout(mlp(norm x)); [seq(/tp), batch, hidden].
 
-    With ``parallel_residual`` the second also reads the layer's input (Wang & Komatsuzaki's GPT-J), or the first one's
-    norm where it has none of its own. ``post_norm1`` and ``post_norm2`` are norms of what the branches add. ``name``:
+    ``LayerSpec.ops`` states what it does, and in which order; this module has what computes it. With
+    ``parallel_residual`` the second also reads the layer's input (Wang & Komatsuzaki's GPT-J), or the first one's norm
+    where it has none of its own. ``post_norm1`` and ``post_norm2`` are norms of what the branches add. ``name``:
     before the names of its parameters; empty: that of the model's layer ``index``.
     """
 
     def __init__(self, index: int, spec: LayerSpec, build: BuildContext, name: str = "") -> None:
         super().__init__()
         name = name or f"layers.{index}"
-        self.name, self.index, self.parallel_residual = name, index, spec.parallel_residual
+        self.name, self.index, self.program = name, index, Program(spec.ops)
         self.residual, self.step, self.recompute = build.residual, build.step, build.recompute == "full"
         self.activations = build.layer_activations.get(index, LayerActivations())
         self.parking = build.parking
@@ -103,105 +103,47 @@ class TransformerLayer(nn.Module):
         self.mlp = MLP(name, spec.dense, build) if spec.moe is None else MoE(index, spec.moe, build)
         self.post_norm2 = norm(spec.post_norm2)
 
-    def _branch(self, out: torch.Tensor, bias: torch.Tensor | None, norm: Norm | None) -> Branch:
-        """Return a branch's result and its bias, which is yet to be added, from that of its last linear."""
-        return (out, bias) if norm is None else (norm(self.residual.biased(out, bias)), None)
+    def biased_attention(self, out: torch.Tensor) -> torch.Tensor:
+        """Return the result of attention's last product with its bias, which its norm reads."""
+        return self.residual.biased(out, self.attention.output.bias)
 
-    def _forward(self, x: torch.Tensor) -> torch.Tensor:
-        join, attention, mlp = self.residual.bias_dropout_add, self.attention, self.mlp
-        y, x = (x, x) if self.norm1 is None else self.norm1.fork(x)
-        out, bias = self._branch(attention(y), attention.output.bias, self.post_norm1)
-        if self.parallel_residual:
-            if self.norm2 is not None:
-                y, x = self.norm2.fork(x)
-            branch, branch_bias = self._branch(mlp(y), mlp.bias, self.post_norm2)
-            x = join(out, bias, x, op=f"{self.name}.attention")
-        else:
-            y, x = self._join_norm(out, bias, x)
-            branch, branch_bias = self._branch(mlp(y), mlp.bias, self.post_norm2)
-        return join(branch, branch_bias, x, op=f"{self.name}.mlp")
+    def biased_mlp(self, out: torch.Tensor) -> torch.Tensor:
+        """Return the same of the feed-forward block."""
+        return self.residual.biased(out, self.mlp.bias)
 
-    def _join_norm(
-        self, out: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add attention's result to the residual stream; return (what the MLP reads, the sum)."""
+    def add_attention(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return the residual stream x with what attention adds, from its normed result or that of its last product."""
+        return self.residual.bias_dropout_add(out, self._attention_bias, x, op=f"{self.name}.attention")
+
+    def add_attention_norm2(self, out: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (the norm of the sum that ``add_attention`` returns, the sum)."""
+        assert self.norm2 is not None
         op = f"{self.name}.attention"
-        if self.norm2 is not None:
-            return self.residual.bias_dropout_add_norm(out, bias, x, self.norm2, op=op)
-        x = self.residual.bias_dropout_add(out, bias, x, op=op)
-        return x, x
+        return self.residual.bias_dropout_add_norm(out, self._attention_bias, x, self.norm2, op=op)
 
-    def _forward_by_site(self, x: torch.Tensor, tape: SiteTape) -> torch.Tensor:
-        """Run the same operations, each under the name of what it leaves behind."""
-        mlp, attention = self.mlp, self.attention
-        assert isinstance(mlp, MLP), "config.checks refuses sites of experts"
-        y, x = (x, x) if self.norm1 is None else self._fork(tape, "norm1", self.norm1, x)
-        core = tape.run("core", attention.attend_to, *tape.run("qkv", attention.core_arguments, y))
-        if self.parallel_residual:
-            if self.norm2 is not None:
-                y, x = self._fork(tape, "norm2", self.norm2, x)
-            x = tape.run("residual", self._add_attention, core, x)
-        else:
-            y, x = self._join_norm_by_site(tape, core, x)
+    def add_mlp(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return the residual stream x with what the feed-forward block adds."""
+        bias = self.mlp.bias if self.post_norm2 is None else None
+        return self.residual.bias_dropout_add(out, bias, x, op=f"{self.name}.mlp")
 
-        def add_branch(wide: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-            out, bias = self._branch(mlp.down(wide), mlp.bias, self.post_norm2)
-            return self.residual.bias_dropout_add(out, bias, x, op=f"{self.name}.mlp")
-
-        wide = tape.run("activation", mlp.activate, tape.run("hidden", mlp.up, y))
-        out: torch.Tensor = tape.run("output", add_branch, wide, x)
-        return out
-
-    def _attention_branch(self, core: torch.Tensor) -> Branch:
-        return self._branch(self.attention.output(core), self.attention.output.bias, self.post_norm1)
-
-    def _add_attention(self, core: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        out, bias = self._attention_branch(core)
-        return self.residual.bias_dropout_add(out, bias, x, op=f"{self.name}.attention")
-
-    def _join_norm_by_site(
-        self, tape: SiteTape, core: torch.Tensor, x: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        norm2, apart, inputs = self.norm2, self.post_norm1 is not None, (core, x)
-        if norm2 is None or not norm2.fuses_add:
-            x = tape.run("residual", self._add_attention, core, x)
-            return x if norm2 is None else tape.run("norm2", norm2, x), x
-        if apart:  # so that what its norm saves can be dropped
-            inputs = tape.run("residual", lambda core: self._attention_branch(core)[0], core), x
-
-        def start(out: torch.Tensor) -> Branch:
-            return (out, None) if apart else self._attention_branch(out)
-
-        def add(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-            return self.residual.bias_dropout_add(*start(out), x, op=f"{self.name}.attention")
-
-        x, y = tape.run_fused(
-            lambda out, x: self._join_norm(*start(out), x)[::-1], inputs,
-            lambda total, y: (("residual", add, inputs), ("norm2", norm2, (total,))),
-        )
-        return y, x
-
-    @staticmethod
-    def _fork(tape: SiteTape, site: Site, norm: Norm, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (norm of x, x), as ``norm.fork`` does; torch's norm has x itself for the second."""
-        if not norm.fuses_add:
-            return tape.run(site, norm, x), x
-        y, same = tape.run_fused(norm.fork, (x,), lambda y, same: ((site, norm, (x,)), None))
-        return y, same
+    @property
+    def _attention_bias(self) -> torch.Tensor | None:
+        """Bias that is yet to be added to attention's result."""
+        return self.attention.output.bias if self.post_norm1 is None else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training and torch.is_grad_enabled():
             if self.recompute:
-                return recompute(self._forward, x, step=self.step)
+                return recompute(partial(self.program.run, self), x, step=self.step)
             if self.activations:
                 tape = SiteTape(self.activations, self.step, x, self.parking)
                 try:
-                    out = self._forward_by_site(x, tape)
+                    out = self.program.run_on_tape(self, x, tape)
                     tape.park(self.index)
                     return out
                 finally:
                     tape.close()
-        return self._forward(x)
+        return self.program.run(self, x)
 
 
 class Head(nn.Module):

@@ -236,9 +236,10 @@ class SiteTape:
                 self._to_park[decision].append(operation)
             return operation
         arguments = tuple(self._find(tensor) for tensor in inputs)
-        for argument, index in arguments:
+        for (argument, index), tensor in zip(arguments, inputs):
             if argument.decision != "recompute":
                 argument.wanted.add(index)
+                argument.results[index] = tensor.detach()
         needs_grad = tuple(tensor.requires_grad for tensor in inputs)
         return _Operation(
             function, arguments, needs_grad, self._step, decision, site, self._places.clock
@@ -270,7 +271,7 @@ class SiteTape:
         for index, tensor in enumerate(results):
             self._made.append((weakref.ref(tensor), operation, index))
             self._owners.setdefault(StorageWeakRef(tensor.untyped_storage()), (operation, index))
-            if operation.decision != "recompute":
+            if operation.decision in ("swap", "partition"):
                 operation.results[index] = tensor.detach()
 
     def _settle(self, saved: list[_Saved], operation: _Operation | None) -> None:

@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from megatron_port.model.activation_sites import Site
+from megatron_port.model.ops import INPUT, Op
 from megatron_port.model.parameter_spec import Gradient, Groups, LinearSpec, NormSpec, ParameterSpec, Split
 
 __all__ = [
@@ -107,6 +109,13 @@ class AttentionSpec:
         sinks = () if self.sinks is None else (self.sinks,)
         return (*sinks, *before, *norms, *self.output.parameters)
 
+    def ops(self, source: str) -> tuple[Op, ...]:
+        """What is between the layer's norm, ``source``, and the output projection, which reads ``mixed``."""
+        return (
+            Op(kind="heads", run="attention.core_arguments", site="qkv", reads=(source,), writes=("heads",), part=self),
+            Op(kind="scores", run="attention.attend_to", site="core", reads=("heads",), writes=("mixed",), part=self),
+        )
+
     @property
     def value_size(self) -> int:
         """Elements of a head's value."""
@@ -173,6 +182,19 @@ class MLPSpec:
         """In the order of the modules."""
         return (*self.up.parameters, *self.down.parameters)
 
+    def ops(self, source: str, module: str = "mlp") -> tuple[Op, ...]:
+        """What makes the value ``module``, which has the module's name, of ``source``."""
+        hidden, active = f"{module} hidden", f"{module} active"
+
+        def op(kind: str, run: str, site: Site, reads: str, writes: str, part: LinearSpec | MLPSpec) -> Op:
+            return Op(kind=kind, run=f"{module}.{run}", site=site, reads=(reads,), writes=(writes,), part=part)
+
+        return (
+            op("column", "up", "hidden", source, hidden, self.up),
+            op("activation", "activate", "activation", hidden, active, self),
+            op("row", "down", "output", active, module, self.down),
+        )
+
     @property
     def numel_per_token(self) -> int:
         """Elements of the matrices that one token passes."""
@@ -195,6 +217,28 @@ class MoESpec:
     """The bias that only chooses: a buffer, which is no parameter."""
     shared: MLPSpec | None = None
     shared_gate: LinearSpec | None = None
+
+    def ops(self, source: str) -> tuple[Op, ...]:
+        """What makes ``mlp`` of ``source``: all of it is one operation of the layer (``inner_ops``)."""
+        return (Op(kind="experts", run="mlp", site="output", reads=(source,), writes=("mlp",), part=self),)
+
+    @property
+    def inner_ops(self) -> tuple[Op, ...]:
+        """The operations of ``model.moe.MoE``, which runs them by itself."""
+        def op(kind: str, run: str, reads: tuple[str, ...], *writes: str, holds: tuple[str, ...] = ()) -> Op:
+            return Op(kind=kind, run=run, site="output", reads=reads, writes=writes, part=self, holds=holds)
+
+        shared = () if self.shared is None else self.shared.ops(INPUT, "shared")
+        return (
+            *shared, op("share", "take_share", (INPUT,), "tokens"), op("route", "router", ("tokens",), "weights"),
+            op("dispatch", "copies", ("tokens",), "leaving", "place"), op("arrive", "arrive", ("leaving",), "arrived"),
+            op("experts up", "experts.up", ("arrived",), "hidden"),
+            op("experts activation", "experts.activate", ("hidden",), "active"),
+            op("experts down", "experts.down", ("active",), "results"),
+            op("send home", "send_home", ("results",), "returned"),
+            op("combine", "combined", ("returned", "weights", "place"), "own", holds=("leaving", "tokens")),
+            op("join shares", "join_shares", ("own", *(op.writes[-1] for op in shared[-1:])), "mlp"),
+        )
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -250,6 +294,33 @@ class LayerSpec:
     """Attention and feed-forward both read the layer's input."""
 
     @property
+    def ops(self) -> tuple[Op, ...]:
+        """What the layer does, in the order of the forward pass."""
+        out: list[Op] = []
+        entry, stream = _normed(out, "norm1", self.norm1, INPUT)
+        out += self.attention.ops(entry)
+        output = self.attention.output
+        out.append(Op(
+            kind="row", run="attention.output", site="residual", reads=("mixed",), writes=("attention",), part=output,
+        ))
+        attention, bias = _branch(out, "attention", output.bias, self.post_norm1, "residual")
+        join = _add("attention", attention, stream, bias, "residual")
+        if not self.parallel_residual:
+            out.append(join)
+            (stream,) = join.writes
+        if self.norm2 is not None or not self.parallel_residual:
+            before, (entry, stream) = entry, _normed(out, "norm2", self.norm2, stream)
+            out[-1] = replace(out[-1], holds=(before,))
+        out += self.mlp.ops(entry)
+        mlp, bias = _branch(out, "mlp", self.moe is None and self.dense.down.bias, self.post_norm2, "output")
+        if self.parallel_residual:
+            out[-1] = replace(out[-1], holds=(entry,))
+            out.append(join)
+            (stream,) = join.writes
+        held = (attention,) if self.parallel_residual else (attention, entry)
+        return (*out, replace(_add("mlp", mlp, stream, bias, "output"), holds=held))
+
+    @property
     def norms(self) -> tuple[NormSpec, ...]:
         """Norms as wide as the residual stream, in the order of the forward pass."""
         found = self.norm1, self.post_norm1, self.norm2, self.post_norm2
@@ -302,3 +373,32 @@ class LayerSpec:
     def kept_features(self, tp: int) -> int:
         """Activations per token, divided over ``tp`` ranks, that a forward keeps between its products."""
         return sum(linear.kept_features(tp) for linear in self.linears)
+
+
+def _normed(out: list[Op], site: Site, norm: NormSpec | None, stream: str) -> tuple[str, str]:
+    """Append a norm of the residual stream; return (what the branch reads, the residual stream)."""
+    if norm is None:
+        return stream, stream
+    writes = f"{site} normed", f"{site} stream"
+    out.append(Op(kind="norm", run=site, site=site, reads=(stream,), writes=writes, part=norm))
+    return writes
+
+
+def _branch(out: list[Op], name: str, bias: bool, norm: NormSpec | None, site: Site) -> tuple[str, bool]:
+    """Append the norm of what a branch adds, if it has one; return (what is added, whether its bias is yet to be)."""
+    if norm is None:
+        return name, bias
+    source = name
+    if bias:
+        source = f"biased {name}"
+        out.append(Op(kind="bias", run=f"biased_{name}", site=site, reads=(name,), writes=(source,)))
+    out.append(Op(
+        kind="branch norm", run=norm.name, site=site, reads=(source,), writes=(f"normed {name}",), part=norm,
+    ))
+    return f"normed {name}", False
+
+
+def _add(name: str, branch: str, stream: str, bias: bool, site: Site) -> Op:
+    """What adds a branch to the residual stream."""
+    kind = "biased add" if bias else "add"
+    return Op(kind=kind, run=f"add_{name}", site=site, reads=(branch, stream), writes=(f"{site} sum",))

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from megatron_port.model.activation_sites import SITES, Site, decided
 from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.spec import LayerSpec, LinearSpec, NormSpec
-from megatron_port.plan.attention_passes import uses_tables
 from megatron_port.plan.case import Case
+from megatron_port.plan.head_memory import uses_tables
 
 
 def site_bytes(case: Case, layer: LayerSpec | None = None, *, scores: bool = True) -> dict[Site, float]:

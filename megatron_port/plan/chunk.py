@@ -1,4 +1,4 @@
-"""Bytes of one micro-batch's passes through a chunk: its units' programs (``plan.passes``), run one after the other."""
+"""Bytes of one micro-batch's passes through a chunk: its units' programs (``plan.meter``), run one after the other."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from megatron_port.model.decoder_spec import model_spec
 from megatron_port.pipeline.actions import Kind
 from megatron_port.plan.activations import Away, away
 from megatron_port.plan.case import Case
+from megatron_port.plan.ends import embedding, head
 from megatron_port.plan.further import prediction
+from megatron_port.plan.meter import layer
 from megatron_port.plan.operations import Sizes
-from megatron_port.plan.passes import embedding, head, layer
 from megatron_port.plan.rule_cost import ADAMW
 from megatron_port.plan.tape import Block, Meter, Tape, Value
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from megatron_port.model.unit_spec import PredictionSpec
 from megatron_port.plan.case import Case
 from megatron_port.plan.cost import Cost
+from megatron_port.plan.ends import logits_loss, token_rows
 from megatron_port.plan.layer import embedding_cost, head_cost, layer_cost
 from megatron_port.plan.links import Links, Span
+from megatron_port.plan.meter import layer
 from megatron_port.plan.operations import Sizes, linear, normalize
-from megatron_port.plan.passes import layer, logits_loss, token_rows
 from megatron_port.plan.rates import Rates
 from megatron_port.plan.tape import Tape, Value
 

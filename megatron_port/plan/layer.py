@@ -6,13 +6,13 @@ from megatron_port.model.activation_sites import REPLICATED, Site, choice
 from megatron_port.model.spec import LayerSpec, LinearSpec, MLPSpec
 from megatron_port.plan.activations import site_bytes
 from megatron_port.plan.adapters import adapter_seconds
-from megatron_port.plan.attention_passes import uses_tables
 from megatron_port.plan.case import Case
 from megatron_port.plan.context import context_cost, forward_again
 from megatron_port.plan.context_balance import work_imbalance
 from megatron_port.plan.cost import Cost
 from megatron_port.plan.experts import exchange_seconds, expert_cost, routed
 from megatron_port.plan.fp8 import WIDE_SUM, cast_seconds, foreign_cast_seconds
+from megatron_port.plan.head_memory import uses_tables
 from megatron_port.plan.links import Links, Span
 from megatron_port.plan.rates import Rates
 

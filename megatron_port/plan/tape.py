@@ -1,7 +1,7 @@
 """Memory of a forward and a backward pass, from shapes alone: an allocator that counts, and autograd's tape.
 
 A pass is written once more as a program over blocks of memory, in the order of the module's own operations
-(``plan.passes``). A block counts from its creation until nothing refers to it, as a tensor does; the tape holds what
+(``plan.meter``). A block counts from its creation until nothing refers to it, as a tensor does; the tape holds what
 autograd saves, and runs backward in reverse order with the gradients that wait to be added up. What a pass keeps, and
 what it needs at its peak, follow from that without torch.
 """

@@ -85,7 +85,8 @@ def movement(width: int, base: int) -> dict[str, float]:
     )
     engine = engine_of(dataclasses.replace(config, model=model, precision=PrecisionConfig(dtype="fp32")))
     stage: Any = engine.stage
-    parts, seen = {"attention": stage.layers[1].attention, "mlp": stage.layers[1].mlp, "logits": stage.head}, {}
+    branches = {"attention": stage.layers[1].attention.output, "mlp": stage.layers[1].mlp.down}
+    parts, seen = {**branches, "logits": stage.head}, {}
     for name, part in parts.items():
         part.register_forward_hook(
             lambda module, inputs, out, name=name: seen.__setitem__(name, out[0] if isinstance(out, tuple) else out)

@@ -1,37 +1,60 @@
-"""Memory of self-attention: projection, rotary positions, and what is between (programs of ``plan.tape``)."""
+"""Memory of queries, keys and values, from the projection on, and of attention itself (rules of ``plan.meter``)."""
 
 from __future__ import annotations
 
 from megatron_port.config.schema import ModelConfig
-from megatron_port.model.spec import AttentionSpec, LatentSpec, LayerSpec
-from megatron_port.plan.adapters import enter, leave_by, tuned_linear
-from megatron_port.plan.attention_cores import Heads, fused_core, heads_of, scores_core
-from megatron_port.plan.context_passes import context_core
+from megatron_port.model.ops import Op
+from megatron_port.model.spec import AttentionSpec, LatentSpec
+from megatron_port.plan.adapters import enter, tuned_linear
+from megatron_port.plan.attention_cores import Heads, context_core, fused_core, heads_of, scores_core
 from megatron_port.plan.operations import Sizes, linear, normalize
 from megatron_port.plan.tape import Tape, Value
 
 
-def attention(t: Tape, s: Sizes, spec: LayerSpec, x: Value) -> Value:
-    if spec.attention.latent is None:
-        out = _core(t, s, spec, _project(t, s, spec, x))
+def heads(t: Tape, s: Sizes, op: Op, x: Value) -> tuple[Value, ...]:
+    """``SelfAttention.core_arguments``: queries, keys and values; one value where a kernel takes them packed."""
+    spec: AttentionSpec = op.part
+    y = _project(t, s, spec, x) if spec.latent is None else _latent_project(t, s, spec, spec.latent, x)
+    h, rotary = heads_of(s, spec), uses_tables(s.case.model, spec)
+    if s.case.cp > 1 or (s.torch and not s.case.flash):
+        return _split(t, s, h, y, rotary=rotary)
+    return (t.note(t.block(y.size), [y], lambda grad, saved: [t.block(h.q + 2 * h.k)]) if rotary else y,)
+
+
+def attend(t: Tape, s: Sizes, op: Op, *heads: Value) -> Value:
+    """``SelfAttention.attend_to``, which may be run again in the backward pass; values are padded where they are
+    smaller than keys."""
+    spec: AttentionSpec = op.part
+    h, whole = heads_of(s, spec), 3 // len(heads)
+
+    def core(t: Tape, *heads: Value) -> Value:
+        return scores_core(t, s, h, *(heads * whole))
+
+    if s.case.cp > 1:
+        out = context_core(t, s, h, heads)
+    elif s.case.flash:
+        out = fused_core(t, s, h, *(heads * whole), rotated=uses_tables(s.case.model, spec))
+    elif s.case.recompute == "selective":
+        out = t.checkpoint(core, *heads)
     else:
-        padded = _core(t, s, spec, _latent_project(t, s, spec.attention, spec.attention.latent, x))
-        size = padded.size
-        values = size * spec.attention.value_size / spec.attention.groups.head_size
-        out = t.note(t.block(values), [padded], lambda grad, saved: [t.block(size)])
-    return leave_by(t, s, out, spec.attention.output)
+        out = core(t, *heads)
+    if spec.value_size == spec.groups.head_size and spec.latent is None:
+        return out
+    size = out.size
+    values = size * spec.value_size / spec.groups.head_size
+    return t.note(t.block(values), [out], lambda grad, saved: [t.block(size)])
 
 
-def _project(t: Tape, s: Sizes, spec: LayerSpec, x: Value) -> Value:
+def _project(t: Tape, s: Sizes, spec: AttentionSpec, x: Value) -> Value:
     """The packed projection, with normed heads where the model has them."""
-    assert spec.attention.qkv is not None
-    y = enter(t, s, x, spec.attention.qkv)
-    features = spec.attention.normalized_features(s.case.tp)
+    assert spec.qkv is not None
+    y = enter(t, s, x, spec.qkv)
+    features = spec.normalized_features(s.case.tp)
     if not features:
         return y
     size, normed = y.size, s.tokens / s.case.tp * features * s.case.width
     heads = t.note(t.block(normed), [y], lambda grad, saved: [t.block(size)])
-    norm = spec.attention.query_norm or spec.attention.key_norm
+    norm = spec.query_norm or spec.key_norm
     assert norm is not None
     heads = normalize(t, s, heads, norm)[0]
     return t.note(t.block(size), [heads, y], lambda grad, saved: [t.block(normed), grad])
@@ -68,26 +91,6 @@ def _apart(t: Tape, s: Sizes, y: Value, latent: LatentSpec) -> tuple[Value, Valu
 def uses_tables(model: ModelConfig, spec: AttentionSpec) -> bool:
     """Return whether queries and keys are rotated, or multiplied by tables that hold attention_scale alone."""
     return spec.rotation != "none" or model.attention_scale > 0
-
-
-def _core(t: Tape, s: Sizes, spec: LayerSpec, y: Value) -> Value:
-    """Attention of the packed projection; queries, keys and values are split from it, and rotated."""
-    h, again = heads_of(s, spec), s.case.recompute == "selective"
-    rotary = uses_tables(s.case.model, spec.attention)
-    if s.case.cp > 1:
-        return context_core(t, s, h, _split(t, s, h, y, rotary=rotary))
-    if s.case.flash or not s.torch:
-        if rotary:
-            y = t.note(t.block(y.size), [y], lambda grad, saved: [t.block(h.q + 2 * h.k)])
-        if s.case.flash:
-            return fused_core(t, s, h, y, y, y, rotated=rotary)
-        if again:
-            return t.checkpoint(lambda tape, y: scores_core(tape, s, h, y, y, y), y)
-        return scores_core(t, s, h, y, y, y)
-    q, k, v = _split(t, s, h, y, rotary=rotary)
-    if again:
-        return t.checkpoint(lambda tape, q, k, v: scores_core(tape, s, h, q, k, v), q, k, v)
-    return scores_core(t, s, h, q, k, v)
 
 
 def _split(t: Tape, s: Sizes, h: Heads, y: Value, *, rotary: bool) -> tuple[Value, Value, Value]:

@@ -1,7 +1,9 @@
-"""Memory of a layer of experts: router, rows on their way to the experts and back, products, what all tokens pass."""
+"""Memory of a layer of experts: router, rows on their way to the experts and back, products (rules of
+``plan.meter``)."""
 
 from __future__ import annotations
 
+from megatron_port.model.ops import Op
 from megatron_port.model.spec import MLPSpec, MoESpec
 from megatron_port.plan.experts import Routed, routed
 from megatron_port.plan.operations import Sizes, gated, gelu, product, saved_input
@@ -11,33 +13,20 @@ INDEX = 8
 """Bytes of an index (int64)."""
 
 
-def routed_experts(t: Tape, s: Sizes, spec: MoESpec, x: Value, beside: Value | None) -> Value:
-    """``model.moe.MoE``: what the experts add to the residual stream of a rank's tokens, with what all tokens pass
-    ``beside`` them."""
-    case, sizes = s.case, routed(s.case, spec)
-    apart, whole = case.tp > 1 and not case.sequence_parallel, x.size
-    own = sizes.tokens * case.model.hidden_size * case.width
-    if apart:  # a view of the rank's own tokens
-        x = t.note(x.block, [x], lambda grad, saved: [t.block(whole)])
-    weights = _router(t, s, spec, x, own)
-    place = t.block(sizes.tokens * spec.top_k * INDEX)
-    leaving = _copies(t, s, sizes, x, own, place)
-    arrived = leaving if case.ep == 1 else _reordered(t, sizes, _exchanged(t, leaving, sizes.rows / sizes.sent))
-    up = _grouped(t, s, sizes, arrived, spec.experts, first=True)
-    del arrived
-    active = gated(t, s, up, spec.experts) if spec.experts.gated else gelu(t, s, up, bias=False)
-    del up
-    down = _grouped(t, s, sizes, active, spec.experts, first=False)
-    del active
-    if case.ep > 1:
-        down = _exchanged(t, _reordered(t, sizes, down), sizes.sent / sizes.rows)
-    out = _combined(t, s, down, weights, place, own)
-    del down, leaving
-    if apart:
-        out = t.note(t.block(whole), [out], lambda grad, saved: [t.block(own)])
-    if beside is None:
-        return out
-    return t.note(t.block(out.size), [out, beside], lambda grad, saved: [grad, grad])
+def share(t: Tape, s: Sizes, op: Op, x: Value) -> Value:
+    """The rank's own tokens, as a view."""
+    whole = x.size
+    return t.note(x.block, [x], lambda grad, saved: [t.block(whole)]) if _divides(s) else x
+
+
+def _divides(s: Sizes) -> bool:
+    """Whether tensor-parallel ranks hold all tokens and take a share each."""
+    return s.case.tp > 1 and not s.case.sequence_parallel
+
+
+def _own(s: Sizes, spec: MoESpec) -> float:
+    """Bytes of a rank's share of the tokens."""
+    return routed(s.case, spec).tokens * s.case.model.hidden_size * s.case.width
 
 
 def _need(t: Tape, s: Sizes, *sizes: float) -> None:
@@ -46,9 +35,10 @@ def _need(t: Tape, s: Sizes, *sizes: float) -> None:
         t.meter.need(*sizes)
 
 
-def _router(t: Tape, s: Sizes, spec: MoESpec, x: Value, own: float) -> Value:
+def route(t: Tape, s: Sizes, op: Op, x: Value) -> Value:
     """``model.router.Router``: the weights of the chosen experts, from scores of all in full precision."""
-    case, sizes = s.case, routed(s.case, spec)
+    spec: MoESpec = op.part
+    case, sizes, own = s.case, routed(s.case, spec), _own(s, spec)
     scores, chosen = sizes.tokens * spec.num_experts * case.wide, sizes.tokens * spec.top_k
     widened = own * s.ratio if s.ratio > 1 else 0.0
 
@@ -72,15 +62,39 @@ def _router(t: Tape, s: Sizes, spec: MoESpec, x: Value, own: float) -> Value:
     )
 
 
-def _copies(t: Tape, s: Sizes, sizes: Routed, x: Value, own: float, place: Block) -> Value:
-    """``backend.expert_rows.copies``: a row for each of a token's experts, sorted by expert."""
+def dispatch(t: Tape, s: Sizes, op: Op, x: Value) -> tuple[Value, Value]:
+    """``backend.expert_rows.copies``: a row for each of a token's experts, sorted by expert; and where each row is."""
+    sizes, own = routed(s.case, op.part), _own(s, op.part)
+    place = Value(t.block(sizes.tokens * op.part.top_k * INDEX), constant=True)
     sent = sizes.sent * s.case.model.hidden_size * s.case.width
 
     def backward(grad: Block, saved: list[Block]) -> list[Block | None]:
         _need(t, s, own * s.ratio, own, own * s.ratio if s.ratio > 1 else 0.0)
         return [t.block(own)]
 
-    return t.note(t.block(sent), [x], backward, [place])
+    return t.note(t.block(sent), [x], backward, [place.block]), place
+
+
+def arrive(t: Tape, s: Sizes, op: Op, leaving: Value) -> Value:
+    """Rows for this rank's experts, sorted by expert."""
+    sizes = routed(s.case, op.part)
+    return leaving if s.case.ep == 1 else _reordered(t, sizes, _exchanged(t, leaving, sizes.rows / sizes.sent))
+
+
+def send_home(t: Tape, s: Sizes, op: Op, results: Value) -> Value:
+    """Results on the ranks of their tokens."""
+    sizes = routed(s.case, op.part)
+    return results if s.case.ep == 1 else _exchanged(t, _reordered(t, sizes, results), sizes.sent / sizes.rows)
+
+
+def join_shares(t: Tape, s: Sizes, op: Op, out: Value, *beside: Value) -> Value:
+    """The tokens of all ranks, with what they pass ``beside`` the experts."""
+    if _divides(s):
+        size = out.size
+        out = t.note(t.block(s.whole), [out], lambda grad, saved: [t.block(size)])
+    if not beside:
+        return out
+    return t.note(t.block(out.size), [out, *beside], lambda grad, saved: [grad, grad])
 
 
 def _exchanged(t: Tape, x: Value, change: float) -> Value:
@@ -95,8 +109,9 @@ def _reordered(t: Tape, sizes: Routed, x: Value) -> Value:
     return t.note(t.block(size), [x], lambda grad, saved: [t.block(size)], [t.block(sizes.rows * INDEX)])
 
 
-def _combined(t: Tape, s: Sizes, y: Value, weights: Value, place: Block, own: float) -> Value:
+def combine(t: Tape, s: Sizes, op: Op, y: Value, weights: Value, place: Value) -> Value:
     """``backend.expert_rows.combined``: each token's sum of its experts' results."""
+    own = _own(s, op.part)
     size, of_weights, wide = y.size, weights.size, own * s.ratio
     weighed = s.case.engine.weighs_activation
     narrow = own if s.ratio > 1 else 0.0
@@ -108,12 +123,19 @@ def _combined(t: Tape, s: Sizes, y: Value, weights: Value, place: Block, own: fl
 
     _need(t, s, wide, wide, wide, narrow)
     kept = [] if weighed else [y.block]
-    return t.note(t.block(own), [y, weights], backward, [*kept, place, weights.block])
+    return t.note(t.block(own), [y, weights], backward, [*kept, place.block, weights.block])
 
 
-def _grouped(t: Tape, s: Sizes, sizes: Routed, x: Value, mlp: MLPSpec, *, first: bool) -> Value:
+def activate(t: Tape, s: Sizes, op: Op, x: Value) -> Value:
+    """``Experts.activate``; biases of experts are added by their products."""
+    mlp: MLPSpec = op.part.experts
+    return gated(t, s, x, mlp) if mlp.gated else gelu(t, s, x, bias=False)
+
+
+def grouped(t: Tape, s: Sizes, op: Op, x: Value) -> Value:
     """Products of each expert with its rows."""
-    w = s.case.width
+    mlp: MLPSpec = op.part.experts
+    w, sizes, first = s.case.width, routed(s.case, op.part), op.kind == "experts up"
     outputs, inputs = (mlp.up if first else mlp.down).product(s.case.etp)
     size_in, size_out = x.size, x.size / inputs * outputs
     wide = s.widening / sizes.experts  # one expert after the other
