@@ -186,8 +186,8 @@ LOOP_HOOKS = Registry("loop hook", "training.hooks", {})
 
 CONFLICTS = Registry("table of conflicts", "", {name: f"megatron_port.config.{name}:CONFLICTS" for name in (
     "architecture", "attention", "latent", "multi_token", "low_rank", "run_conflicts", "fp8", "moe", "optimizer",
-    "deepspeed", "objective", "offload", "graphs", "fine_tuning", "preference", "distillation", "sparsity", "quantisation",
-    "memory",
+    "deepspeed", "objective", "offload", "graphs", "fine_tuning", "preference", "distillation", "sparsity",
+    "quantisation", "memory",
 )})
 """By feature: tuples of ``config.conflicts.Table``, which every check of a configuration asks."""
 SECTIONS = Registry("section", "", {})
