@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_port import load_config, run_training
+from megatron_port.data.objective import Objective
 from megatron_port.errors import ConfigError
 from megatron_port.live.follow import FollowedRun
 from megatron_port.live.sections import sections
+from megatron_port.registry import OBJECTIVES
 from megatron_port.runtime.metric import Chart, Metric
 from megatron_port.runtime.step_metrics import CHARTS, METRICS, OWN, declare, step_metrics
 from megatron_port.telemetry.console import cells
@@ -21,6 +25,7 @@ from megatron_port.telemetry.run_data import read_run
 from megatron_port.telemetry.run_report import render
 from megatron_port.telemetry.trackers import finite
 
+ROOT = Path(__file__).resolve().parents[2]
 NORM = Metric("a_norm", float, unit="m", label="a norm", form="{:.2f}", chart="A norm", summary="max", help="Its norm.")
 COUNT = Metric("a_count", int, help="Shown nowhere but in metrics.jsonl and the trackers.")
 SHARE = Metric("a_share", float, label="share", form="{:.1f} %", factor=100.0, tag=None, hidden=0.0,
@@ -135,3 +140,20 @@ def test_names_are_not_taken_twice(declared: None) -> None:
 def test_every_chart_of_the_package_is_some_metrics() -> None:
     assert {metric.drawn for metric in OWN if metric.drawn} == set(CHARTS)
     assert len({metric.tag for metric in OWN if metric.tag}) == sum(bool(metric.tag) for metric in OWN)
+
+
+def test_what_an_objective_declares_is_recorded(
+    declared: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With nothing but its ``metrics``; what is not known is left out."""
+
+    class Counting(Objective):
+        def metrics(self, sums: Mapping[str, float], count: int) -> dict[str, float | None]:
+            return {"a_norm": count / 4, "a_count": None}
+
+    monkeypatch.setitem(OBJECTIVES._added, "counting", Counting)
+    config = load_config(ROOT / "examples" / "tiny.toml", f"output_dir={tmp_path}", "training.steps=2")
+    run_training(dataclasses.replace(config, training=dataclasses.replace(config.training, loss="counting")))
+    rows = [row for row in read_metrics(tmp_path / "example" / "metrics.jsonl") if "loss" in row]
+    assert [row["a_norm"] for row in rows] == [8 * 16 / 4] * 2 and not any("a_count" in row for row in rows)
+    assert "A norm" in render([read_run(tmp_path / "example")])

@@ -49,7 +49,7 @@ def options(kind: Any, prefix: str = "") -> Iterator[str]:
 
 
 ALL = [*options(RunConfig), *options(ParameterGroup, "group."), *options(Sampling, "generate."),
-       *options(Request, "compress.")]
+       *options(Request, "compress."), "optimizer.decay"]  # names of a registry, each of which is a formula
 
 
 def rows() -> Iterator[tuple[str, dict[str, Any]]]:
