@@ -209,7 +209,7 @@ def filled_run(config: RunConfig, topology: Topology, fills: bool) -> tuple[dict
         assert isinstance(engine, NativeEngine)
         seen: dict[str, torch.Tensor] = {}
         engine.on_gradients = lambda found: seen.update({r.name: g.clone() for r, g in found})
-        with patch("megatron_port.engine.native.make_schedule", made):
+        with patch("megatron_port.engine.native_passes.make_schedule", made):
             engine.train_step(make_batches(config, ctx)(0), step=0, lr=1e-2)
         return seen, engine.target.accumulator.computed, engine.target.accumulator.beside
     finally:
