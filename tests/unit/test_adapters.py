@@ -248,8 +248,7 @@ def test_merged_weights_are_the_matrices_written_out(tuning: FineTuningConfig) -
 
 def streams(made: GPTStage) -> DropoutStream:
     """The dropout of a stage."""
-    found: DropoutStream = made.layers[0].step.stream  # type: ignore[assignment]
-    return found
+    return made.step.stream
 
 
 def test_each_linear_of_each_layer_drops_other_elements_the_same_ones_wherever_they_lie() -> None:
