@@ -34,23 +34,23 @@ if TYPE_CHECKING:
     from megatron_port.train.trainer import Trainer as Trainer
 
 _WHERE = {
-    "build_engine": "api",
-    "build_loaders": "api",
-    "build_model": "api",
-    "load_config": "api",
-    "open_session": "api",
-    "run_training": "api",
-    "open_checkpoint": "checkpoint.reader",
-    "RunConfig": "config.schema",
-    "IndexedDataset": "data.indexed",
-    "prepare": "data.prepare",
-    "get_tokenizer": "data.tokenizer",
-    "Engine": "engine.api",
-    "MicroBatch": "data.batch",
-    "PortError": "errors",
-    "learning_rate": "optim.schedules",
-    "Trainer": "train.trainer",
-    "Session": "session.session",
+    "build_engine": "megatron_port.api",
+    "build_loaders": "megatron_port.api",
+    "build_model": "megatron_port.api",
+    "load_config": "megatron_port.api",
+    "open_session": "megatron_port.api",
+    "run_training": "megatron_port.api",
+    "open_checkpoint": "megatron_port.checkpoint.reader",
+    "RunConfig": "megatron_port.config.schema",
+    "IndexedDataset": "megatron_port.data.indexed",
+    "prepare": "megatron_port.data.prepare",
+    "get_tokenizer": "megatron_port.data.tokenizer",
+    "Engine": "megatron_port.engine.api",
+    "MicroBatch": "megatron_port.data.batch",
+    "PortError": "megatron_port.errors",
+    "learning_rate": "megatron_port.optim.schedules",
+    "Trainer": "megatron_port.train.trainer",
+    "Session": "megatron_port.session.session",
 }
 
 __all__ = ["Engine", "IndexedDataset", "MicroBatch", "PortError", "RunConfig", "Session", "Trainer", "__version__",
@@ -61,7 +61,7 @@ __all__ = ["Engine", "IndexedDataset", "MicroBatch", "PortError", "RunConfig", "
 def __getattr__(name: str) -> object:
     if name not in _WHERE:
         raise AttributeError(f"module 'megatron_port' has no attribute {name!r}")
-    return getattr(import_module(f"megatron_port.{_WHERE[name]}"), name)
+    return getattr(import_module(_WHERE[name]), name)
 
 
 def __dir__() -> list[str]:

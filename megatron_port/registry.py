@@ -124,12 +124,16 @@ def _shown(target: Any) -> str:
 
 OPTIMIZERS = Registry("optimizer rule", "optimizer.name", {
     "adamw": "megatron_port.optim.rules:ADAMW",
-    **{name: f"megatron_port.optim.{rule}" for name, rule in (
-        ("adamw-bf16", "narrow_adamw:ADAMW_BF16"), ("adamw-8bit", "narrow_adamw:ADAMW_8BIT"),
-        ("lion", "elementwise:LION"), ("sgd", "elementwise:MOMENTUM_SGD"), ("adagrad", "elementwise:ADAGRAD"),
-        ("adafactor", "factored:ADAFACTOR"), ("came", "factored:CAME_RULE"), ("sm3", "factored:SM3_RULE"),
-        ("lamb", "layerwise:LAMB_RULE"), ("muon", "muon:MUON"),
-    )},
+    "adamw-bf16": "megatron_port.optim.narrow_adamw:ADAMW_BF16",
+    "adamw-8bit": "megatron_port.optim.narrow_adamw:ADAMW_8BIT",
+    "lion": "megatron_port.optim.elementwise:LION",
+    "sgd": "megatron_port.optim.elementwise:MOMENTUM_SGD",
+    "adagrad": "megatron_port.optim.elementwise:ADAGRAD",
+    "adafactor": "megatron_port.optim.factored:ADAFACTOR",
+    "came": "megatron_port.optim.factored:CAME_RULE",
+    "sm3": "megatron_port.optim.factored:SM3_RULE",
+    "lamb": "megatron_port.optim.layerwise:LAMB_RULE",
+    "muon": "megatron_port.optim.muon:MUON",
 })
 
 OWN_UPDATES = ("adamw", "adamw-bf16", "adamw-8bit", "lion")
