@@ -234,9 +234,9 @@ class Setup:
         if self.torch_index:
             where = ["--find-links" if os.path.isdir(self.torch_index) else "--extra-index-url", self.torch_index]
         # pip unpacks on one core; kernels for the CPU need no torch. Modules are compiled when they are first imported.
-        build = ROOT / "kernels" / "build.py"
-        beside = self.beside([sys.executable, str(build), "cpu", "--best"])
-        with beside if build.is_file() else contextlib.nullcontext():  # an image's first layer has no kernels/
+        script = ROOT / "kernels" / "build.py"
+        beside = self.beside([sys.executable, str(script), "cpu", "--best"])
+        with beside if script.is_file() else contextlib.nullcontext():  # an image's first layer has no kernels/
             self.pip("setuptools", "wheel", "ninja", "py-cpuinfo", "numpy")
             self.pip("--no-compile", *where, f"torch=={self.torch_version}")
         build = self.torch_build()

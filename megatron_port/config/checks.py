@@ -36,7 +36,8 @@ def check(config: RunConfig, *, world_size: int | None = None) -> None:
 
 def problems(config: RunConfig, *, world_size: int | None = None) -> list[str]:
     """Return what ``check`` would raise, as a list."""
-    choices, ranges = limits_of(type(config))
+    kind: Any = type(config)  # with the sections of plugins
+    choices, ranges = limits_of(kind)
     sizes, others = _out_of_range(config, ranges)
     layout = [] if sizes else layout_problems(config, world_size)
     found = [*_unknown_choices(config, choices), *sizes, *others, *layout]
