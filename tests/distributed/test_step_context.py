@@ -43,7 +43,7 @@ class _TermModel:
         self.slot, self.told = engine.step_slot, set[tuple[float, float]]()
         for module in engine.stage.modules():
             if isinstance(module, TransformerLayer):
-                module.mlp.down.register_forward_hook(self._hook(module.name == "layers.0"))
+                module.get_submodule("mlp.down").register_forward_hook(self._hook(module.name == "layers.0"))
 
     def _hook(self, first: bool) -> Any:
         def hook(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:

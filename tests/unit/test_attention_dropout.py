@@ -103,7 +103,8 @@ def _gradient(providers: Providers, recompute: Literal["none", "selective"], rop
     )
     attention = SelfAttention("layers.0", model_spec(model).layers[0].attention, build)
     y = torch.randn(16, 2, 2, 3, 12, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    out = attention.attend(y)
+    packed = attention.providers.packed_attention is not None and not rope
+    out = attention.attend_to(*((y,) if packed else attention.split(y)))
     stream.set_micro_batch(STEP + 1, (70, 71))
     (gradient,) = torch.autograd.grad(out, y, torch.ones_like(out))
     return gradient
