@@ -177,6 +177,8 @@ FAMILIES = Registry("model family", "model.family", {
                     "deepseek_v2", "gpt_oss")},
 })
 """By ``model_type`` of Hugging Face. ``auto`` is the first of the others that computes a model."""
+MIXERS = Registry("mixer", "model.mixer", {"attention": None})
+"""Of the positions of a layer (``config.mixer.MixerKind``)."""
 PROVIDERS = {
     op: Registry(f"provider of {op}", f"backend.{op}", dict.fromkeys(("auto", "own", *others, "torch")))
     for op, others in {
@@ -189,7 +191,7 @@ LOOP_HOOKS = Registry("loop hook", "training.hooks", {})
 """Of a run's training loop: what makes a ``train.hooks.LoopHook`` from the loop's state, its class as a rule."""
 
 CONFLICTS = Registry("table of conflicts", "", {name: f"megatron_port.config.{name}:CONFLICTS" for name in (
-    "architecture", "attention", "latent", "multi_token", "low_rank", "run_conflicts", "fp8", "moe", "optimizer",
+    "architecture", "attention", "latent", "mixer", "multi_token", "low_rank", "run_conflicts", "fp8", "moe", "optimizer",
     "deepspeed", "objective", "offload", "graphs", "fine_tuning", "preference", "distillation", "sparsity",
     "quantisation", "memory",
 )})
@@ -198,7 +200,8 @@ SECTIONS = Registry("section", "", {})
 """By name of its table in a run file: a dataclass of settings, frozen, keyword-only, with a default for each field."""
 
 REGISTRIES = (
-    OPTIMIZERS, LR_SCHEDULES, LOSSES, OBJECTIVES, SCHEDULES, SOURCES, FAMILIES, LOOP_HOOKS, *PROVIDERS.values(),
+    OPTIMIZERS, LR_SCHEDULES, LOSSES, OBJECTIVES, SCHEDULES, SOURCES, FAMILIES, MIXERS, LOOP_HOOKS,
+    *PROVIDERS.values(),
 )
 """Every registry of the package."""
 

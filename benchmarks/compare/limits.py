@@ -69,7 +69,7 @@ def limits(size: Size) -> dict[str, Limit]:
         # forward reads q, k, v and writes out; backward reads those and two more, writes three. Only the causal half
         # must be computed.
         "attention": Limit(
-            3.0 * m.num_layers * layer.attention.core_flops(m.seq_length) * size.global_batch / 2,
+            3.0 * m.num_layers * layer.mixer.flops(m.seq_length) * size.global_batch / 2,
             m.num_layers * rows * d * e * (6.0 * a + 6.0 * g),
         ),
         # x read, y written; dy, x read, dx written; each of two norms a layer.

@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from megatron_port.config.mixer import ATTENTION
 from megatron_port.errors import ConfigError
 from megatron_port.inference.kv_cache import KeyValueCache
 from megatron_port.inference.model import InferenceModel
@@ -166,6 +167,11 @@ class Generator:
         return self._gathered(batches[:own], prompts, sampling)
 
     def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+        if self.model.model.mixer != ATTENTION:
+            raise ConfigError(
+                f"model.mixer {self.model.model.mixer!r} has no cache of earlier tokens, which generation needs; "
+                "evaluate the model, which takes whole sequences"
+            )
         if not prompts or any(len(p) == 0 for p in prompts):
             raise ConfigError("a prompt has no tokens; give at least one character")
         for prompt in prompts:

@@ -15,6 +15,7 @@ from typing import Any
 from megatron_port.config.architecture import rotations_of
 from megatron_port.config.attention import windows, windows_of
 from megatron_port.config.dump import leaves
+from megatron_port.config.mixer import ATTENTION
 from megatron_port.config.moe import experts_of
 from megatron_port.config.plugins import installed_problems
 from megatron_port.config.same_model import FREE, without_mup
@@ -139,6 +140,8 @@ def family_for(model: ModelConfig) -> str:
     Raises:
         CheckpointError: there is none; says what each of them would need.
     """
+    if model.mixer != ATTENTION:
+        raise CheckpointError(f"model.mixer {model.mixer!r} has no Hugging Face form: its families have attention")
     if model.family not in (AUTO, *family_names()):
         _load_installed()
     if model.family not in (AUTO, *family_names()):

@@ -13,7 +13,7 @@ from megatron_port.model.build import BuildContext
 from megatron_port.model.factored import column_linear, row_linear
 from megatron_port.model.norm import Norm, ProjectionNorm
 from megatron_port.model.recompute import recompute
-from megatron_port.model.spec import AttentionSpec, Groups
+from megatron_port.model.spec import AttentionSpec, GroupedAttentionSpec, Groups
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.context_attention import DropoutOf
 from megatron_port.parallel.linear import ColumnParallelLinear, Rows
@@ -74,7 +74,7 @@ class SelfAttention(nn.Module):
 
     def _build_projection(self, layer: str, spec: AttentionSpec, build: BuildContext) -> None:
         """Build what makes queries, keys and values."""
-        assert spec.qkv is not None
+        assert isinstance(spec, GroupedAttentionSpec)
         self.qkv = column_linear(layer, spec.qkv, build, rows=projection_rows(spec.groups, build.ctx))
         self.query_norm, self.key_norm = (
             None if norm is None else (Norm if norm.split is None else ProjectionNorm)(layer, norm, build)

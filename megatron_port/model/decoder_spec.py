@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
+from megatron_port.config.mixer import mixer_kind
 from megatron_port.config.schema import ModelConfig
+from megatron_port.errors import ConfigError
 from megatron_port.model.spec import (
     AttentionSpec,
+    GroupedAttentionSpec,
     Groups,
+    LatentAttentionSpec,
     LatentSpec,
     LayerSpec,
     LinearSpec,
+    MixerSpec,
     MLPSpec,
     MoESpec,
     NormSpec,
@@ -112,7 +117,7 @@ def _qk_norm(part: str, model: ModelConfig, groups: Groups) -> NormSpec | None:
 def _layer(model: ModelConfig, index: int) -> LayerSpec:
     before, after = model.norm_placement != "post", model.norm_placement != "pre"
     return LayerSpec(
-        norm1=_norm("norm1", model) if before else None, attention=_attention(model, index),
+        norm1=_norm("norm1", model) if before else None, mixer=_mixer(model, index),
         post_norm1=_norm("post_norm1", model) if after else None,
         norm2=_norm("norm2", model) if before and not model.shared_norm else None,
         mlp=_moe(model) if model.moe.has_experts(index) else _mlp(model),
@@ -120,26 +125,40 @@ def _layer(model: ModelConfig, index: int) -> LayerSpec:
     )
 
 
-def _residual_std(model: ModelConfig) -> float:
+def residual_std(model: ModelConfig) -> float:
     """Initial deviation of the two projections per layer that write to the residual stream (GPT-2's 1/sqrt(2 L))."""
     return model.matrix_std / math.sqrt(2 * model.num_layers)
 
 
-def _attention(model: ModelConfig, index: int) -> AttentionSpec:
+def _mixer(model: ModelConfig, index: int) -> MixerSpec:
+    kind = mixer_kind(model)
+    if kind is None:
+        return attention_spec(model, index)
+    found = kind.spec(model, index)
+    if not isinstance(found, MixerSpec):
+        raise ConfigError(f"model.mixer {model.mixer!r} gives {found!r}, which is no MixerSpec; see CONTRIBUTING.md")
+    return found
+
+
+def attention_spec(model: ModelConfig, index: int) -> AttentionSpec:
+    """Return the attention of a layer (from 0)."""
     groups = Groups(model.num_attention_heads, model.kv_heads, model.head_size)
+    output = LinearSpec(
+        name="attention.output", inputs=groups.heads * model.value_size, outputs=model.hidden_size, parallel="row",
+        bias=model.add_bias, std=residual_std(model), rank=model.output_rank,
+    )
+    shared: dict[str, Any] = {
+        "groups": groups, "output": output, "rotation": _rotation(model, index), "window": model.window_of(index),
+        "softcap": model.attention_softcap, "sinks": _sinks(groups) if model.attention_sinks else None,
+    }
+    if model.kv_lora_rank:
+        return LatentAttentionSpec(latent=_latent(model), **shared)
     qkv = LinearSpec(
         name="attention.qkv", inputs=model.hidden_size, outputs=groups.rows_held(1), parallel="column",
         bias=model.add_bias or model.qkv_bias, std=model.matrix_std, groups=groups, rank=model.qkv_rank,
     )
-    return AttentionSpec(
-        qkv=None if model.kv_lora_rank else qkv, latent=_latent(model) if model.kv_lora_rank else None,
-        query_norm=_qk_norm("query", model, groups), key_norm=_qk_norm("key", model, groups),
-        output=LinearSpec(
-            name="attention.output", inputs=groups.heads * model.value_size, outputs=model.hidden_size,
-            parallel="row", bias=model.add_bias, std=_residual_std(model), rank=model.output_rank,
-        ),
-        groups=groups, rotation=_rotation(model, index), window=model.window_of(index), softcap=model.attention_softcap,
-        sinks=_sinks(groups) if model.attention_sinks else None,
+    return GroupedAttentionSpec(
+        qkv=qkv, query_norm=_qk_norm("query", model, groups), key_norm=_qk_norm("key", model, groups), **shared
     )
 
 
@@ -191,7 +210,7 @@ def _mlp(model: ModelConfig, name: str = "mlp", width: int = 0) -> MLPSpec:
         ),
         down=LinearSpec(
             name=f"{name}.down", inputs=width, outputs=model.hidden_size, parallel="row", bias=bias,
-            std=_residual_std(model), rank=model.down_rank if dense else 0,
+            std=residual_std(model), rank=model.down_rank if dense else 0,
         ),
         activation=model.activation,
     )

@@ -108,7 +108,7 @@ def model_flops(model: ModelConfig, tuning: FineTuningConfig = NO_ADAPTERS, docu
 def causal_flops(model: ModelConfig, tuning: FineTuningConfig = NO_ADAPTERS, document: float = 0.0) -> float:
     """:func:`model_flops` with half of attention's: of each pair of positions only the later one sees the other."""
     cores = sum(
-        count * layer.attention.core_flops(model.seq_length, document) for layer, count in model_spec(model).kinds()
+        count * layer.mixer.pair_flops(model.seq_length, document) for layer, count in model_spec(model).kinds()
     )
     return model_flops(model, tuning, document) - 3 * cores / 2
 
@@ -118,7 +118,7 @@ def attention_counted(model: ModelConfig, document: float = 0.0) -> str:
     seen = f"all pairs of {model.seq_length:,} positions"
     if document and document < model.seq_length:
         seen = f"all pairs of positions within documents of {document:,.0f} tokens"
-    windows = {layer.attention.window for layer, _ in model_spec(model).kinds()} - {0}
+    windows = {layer.mixer.window for layer, _ in model_spec(model).kinds()} - {0}
     if windows:
         seen += f", in windows of {min(windows):,} where a layer has one"
     return f"attention counted in full: {seen}, causal or not"
@@ -144,7 +144,7 @@ def hardware_flops(
     for layer, count in model_spec(model).all_kinds():
         copied = 2 * seq * layer.copied_numel(tp)
         forward = layer.forward_flops(seq, document) + copied + adapter_flops(layer, tuning, seq)
-        again = {"none": 0, "selective": layer.attention.core_flops(seq, document), "full": forward}
+        again = {"none": 0, "selective": layer.mixer.flops(seq, document), "full": forward}
         total += count * (again[recompute] + passes * copied)
     return total + sum(
         site_flops(layer, site, seq, tp, document)
@@ -154,9 +154,9 @@ def hardware_flops(
 
 def site_flops(layer: LayerSpec, site: str, seq: int, tp: int = 1, document: float = 0.0) -> float:
     """Operations of one sample's forward that make a site of a layer again; 0 for element-wise work."""
-    projections = sum(p.weight_numel for p in layer.attention.projections)
+    projections = sum(p.weight_numel for p in layer.mixer.projections)
     matrices = {
         "qkv": projections + layer.copied_numel(tp), "hidden": layer.dense.up.weight_numel,
-        "residual": layer.attention.output.weight_numel,
+        "residual": layer.mixer.output.weight_numel,
     }
-    return layer.attention.core_flops(seq, document) if site == "core" else 2 * seq * matrices.get(site, 0)
+    return layer.mixer.flops(seq, document) if site == "core" else 2 * seq * matrices.get(site, 0)

@@ -15,7 +15,7 @@ from megatron_port.model.attention import SelfAttention
 from megatron_port.model.build import BuildContext
 from megatron_port.model.factored import UnsplitLinear
 from megatron_port.model.norm import Norm
-from megatron_port.model.spec import AttentionSpec
+from megatron_port.model.spec import AttentionSpec, LatentAttentionSpec
 from megatron_port.parallel.collectives import enter_region
 
 
@@ -29,8 +29,8 @@ class LatentAttention(SelfAttention):
     _split_bias = None  # its products have no bias
 
     def _build_projection(self, layer: str, spec: AttentionSpec, build: BuildContext) -> None:
+        assert isinstance(spec, LatentAttentionSpec)
         latent = spec.latent
-        assert latent is not None
         self.rotary_size, self.value_size = latent.rotary_size, latent.value_size
         self.latent_size = latent.kv_norm.size
         self.group, self.sequence_parallel = build.ctx.over("tp"), build.sequence_parallel

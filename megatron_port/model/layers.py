@@ -10,13 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron_port.model.activation_sites import LayerActivations
-from megatron_port.model.attention import SelfAttention
 from megatron_port.model.build import BuildContext
-from megatron_port.model.latent_attention import LatentAttention
 from megatron_port.model.mlp import MLP
 from megatron_port.model.moe import MoE
 from megatron_port.model.norm import Norm
-from megatron_port.model.program import Program
+from megatron_port.model.program import Program, Watch
 from megatron_port.model.recompute import recompute
 from megatron_port.model.site_tape import SiteTape
 from megatron_port.model.spec import LayerSpec, NormSpec
@@ -89,6 +87,8 @@ class TransformerLayer(nn.Module):
         super().__init__()
         name = name or f"layers.{index}"
         self.name, self.index, self.program = name, index, Program(spec.ops)
+        self.watch: Watch | None = None
+        """Sees the values of passes that do not recompute."""
         self.residual, self.step, self.recompute = build.residual, build.step, build.recompute == "full"
         self.activations = build.layer_activations.get(index, LayerActivations())
         self.parking = build.parking
@@ -97,8 +97,7 @@ class TransformerLayer(nn.Module):
             return None if part is None else Norm(name, part, build)
 
         self.norm1 = norm(spec.norm1)
-        kind = SelfAttention if spec.attention.latent is None else LatentAttention
-        self.attention = kind(name, spec.attention, build)
+        self.attention = spec.mixer.build(name, build)
         self.post_norm1, self.norm2 = norm(spec.post_norm1), norm(spec.norm2)
         self.mlp = MLP(name, spec.dense, build) if spec.moe is None else MoE(index, spec.moe, build)
         self.post_norm2 = norm(spec.post_norm2)
@@ -143,7 +142,7 @@ class TransformerLayer(nn.Module):
                     return out
                 finally:
                     tape.close()
-        return self.program.run(self, x)
+        return self.program.run(self, x, self.watch)
 
 
 class Head(nn.Module):

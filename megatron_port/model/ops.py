@@ -20,7 +20,7 @@ class Op:
     an argument of its own to the operations that read it."""
 
     kind: str
-    """Finds the planner's rule (``plan.meter``)."""
+    """Finds the planner's rule (``plan.meter``); kinds that it does not know state their memory below."""
     run: str
     """Dotted path from the layer's module to what computes it, e.g. ``mlp.up``."""
     site: Site
@@ -29,6 +29,13 @@ class Op:
     writes: tuple[str, ...]
     part: Any = None
     """Spec of what computes it."""
+    features: float = 0.0
+    """Elements per token of the tensor that an operation without a rule writes, on all tensor-parallel ranks together,
+    in the compute dtype."""
+    keeps: tuple[str, ...] = ()
+    """Values that the backward pass of an operation without a rule reads, among those that it reads and writes."""
+    beside: float = 0.0
+    """Elements per token that an operation without a rule keeps beside those, counted as ``features``."""
     holds: tuple[str, ...] = ()
     """Values that stay until it has run although it does not read them, as a function's variables do."""
 

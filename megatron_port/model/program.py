@@ -15,7 +15,8 @@ from megatron_port.model.site_tape import SiteTape
 
 Values = dict[str, Any]
 """Values by name, each a tensor or a tuple of tensors."""
-Function = Callable[..., Any]
+Watch = Callable[[str, Any], None]
+"""(name of a value, the value): called when an operation of a forward pass has made it."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +112,16 @@ class Program:
         self._steps = tuple(zip(steps, last_uses(steps)))
         self._forward = tuple((attrgetter(s.path), s.reads, s.writes, dead) for s, dead in self._steps)
 
-    def run(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output for the input x [seq(/tp), batch, hidden]."""
+    def run(self, layer: nn.Module, x: torch.Tensor, watch: Watch | None = None) -> torch.Tensor:
+        """Return the layer's output for the input x [seq(/tp), batch, hidden]; show each value to ``watch``."""
         values: Values = {INPUT: x}
         for find, reads, writes, dead in self._forward:
-            _note(values, writes, find(layer)(*_arguments(values, reads)), dead)
+            out = find(layer)(*_arguments(values, reads))
+            if watch is not None:
+                for name, value in zip(writes, out if len(writes) > 1 else (out,)):
+                    watch(name, value)
+            _note(values, writes, out, dead)
+            del out  # else it would live until the next operation has run
         return _result(values)
 
     def run_on_tape(self, layer: nn.Module, x: torch.Tensor, tape: SiteTape) -> torch.Tensor:

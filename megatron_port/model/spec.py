@@ -11,148 +11,23 @@ Names of a layer's parameters are relative to the layer, so that equal layers ar
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from megatron_port.model.activation_sites import Site
+from megatron_port.model.attention_spec import (
+    AttentionSpec,
+    GroupedAttentionSpec,
+    LatentAttentionSpec,
+    LatentSpec,
+    Rotation,
+)
+from megatron_port.model.mixer_spec import MixerSpec
 from megatron_port.model.ops import INPUT, Op
 from megatron_port.model.parameter_spec import Gradient, Groups, LinearSpec, NormSpec, ParameterSpec, Split
 
 __all__ = [
-    "AttentionSpec", "FeedForward", "Gradient", "Groups", "LatentSpec", "LayerSpec", "LinearSpec", "MLPSpec", "MoESpec",
-    "NormSpec", "ParameterSpec", "Rotation", "Split",
+    "AttentionSpec", "FeedForward", "Gradient", "GroupedAttentionSpec", "Groups", "LatentAttentionSpec", "LatentSpec",
+    "LayerSpec", "LinearSpec", "MLPSpec", "MixerSpec", "MoESpec", "NormSpec", "ParameterSpec", "Rotation", "Split",
 ]
-
-Rotation = Literal["none", "usual", "window"]
-"""Rotation of queries and keys by position: none, with the model's frequencies, or with those that layers with a
-window have for themselves."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentSpec:
-    """Queries, keys and values by way of latents (multi-head latent attention, arXiv 2405.04434).
-
-    ``query_down`` and ``query_norm``: None where queries come from the input. ``kv_down`` makes the latent of keys and
-    values, and behind it the part of the keys that is rotated and that all heads share; ``kv_up`` makes each head's
-    other part of the key, and its value, from the normed latent.
-    """
-
-    query_down: LinearSpec | None
-    query_norm: NormSpec | None
-    query_up: LinearSpec
-    kv_down: LinearSpec
-    kv_norm: NormSpec
-    kv_up: LinearSpec
-    rotary_size: int
-    """Elements of a head that are rotated."""
-    value_size: int
-    """Elements of a value."""
-
-    @property
-    def linears(self) -> tuple[LinearSpec, ...]:
-        """In the order of the forward pass."""
-        return *(() if self.query_down is None else (self.query_down,)), self.query_up, self.kv_down, self.kv_up
-
-    @property
-    def norms(self) -> tuple[NormSpec, ...]:
-        """Norms of the latents."""
-        return (self.kv_norm,) if self.query_norm is None else (self.query_norm, self.kv_norm)
-
-    @property
-    def parameters(self) -> tuple[ParameterSpec, ...]:
-        """In the order of the modules."""
-        products = tuple(p for part in self.linears for p in part.parameters)
-        return (*products, *(p for norm in self.norms for p in norm.parameters))
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionSpec:
-    """Causal self-attention: fused projection, optional norms of queries and of keys, core, output projection.
-
-    With ``latent`` that takes the place of the projection, and ``qkv`` is None.
-    """
-
-    qkv: LinearSpec | None
-    query_norm: NormSpec | None
-    key_norm: NormSpec | None
-    output: LinearSpec
-    groups: Groups
-    rotation: Rotation
-    latent: LatentSpec | None = None
-    window: int = 0
-    """Keys that a query sees at most; 0: all before it."""
-    softcap: float = 0.0
-    """Soft-cap of the scores; 0: none."""
-    sinks: ParameterSpec | None = None
-    """A score per query head without a key and a value."""
-
-    @property
-    def projections(self) -> tuple[LinearSpec, ...]:
-        """Linears that make queries, keys and values, in the order of the forward pass."""
-        found = () if self.qkv is None else self.qkv.factors
-        return found if self.latent is None else self.latent.linears
-
-    @property
-    def linears(self) -> tuple[LinearSpec, ...]:
-        """In the order of the forward pass."""
-        return *self.projections, *self.output.factors
-
-    def is_masked(self, seq: int) -> bool:
-        """Whether attention over ``seq`` tokens is more than causal."""
-        return 0 < self.window < seq or self.softcap > 0 or self.sinks is not None
-
-    @property
-    def parameters(self) -> tuple[ParameterSpec, ...]:
-        """In the order of the modules."""
-        norms = tuple(p for n in (self.query_norm, self.key_norm) if n is not None for p in n.parameters)
-        before = () if self.qkv is None else self.qkv.parameters
-        before = before if self.latent is None else self.latent.parameters
-        sinks = () if self.sinks is None else (self.sinks,)
-        return (*sinks, *before, *norms, *self.output.parameters)
-
-    def ops(self, source: str) -> tuple[Op, ...]:
-        """What is between the layer's norm, ``source``, and the output projection, which reads ``mixed``."""
-        return (
-            Op(kind="heads", run="attention.core_arguments", site="qkv", reads=(source,), writes=("heads",), part=self),
-            Op(kind="scores", run="attention.attend_to", site="core", reads=("heads",), writes=("mixed",), part=self),
-        )
-
-    @property
-    def value_size(self) -> int:
-        """Elements of a head's value."""
-        return self.groups.head_size if self.latent is None else self.latent.value_size
-
-    def packed_features(self, tp: int) -> int:
-        """Elements per token of queries, keys and values on ``tp`` ranks together, copies and padding included."""
-        return self.groups.rows_held(tp)
-
-    def core_flops(self, seq: int, document: float = 0.0) -> float:
-        """Operations of QKᵀ and of the weights times V of one sample's forward. The causal half is not taken off, nor
-        is a window's. ``document``: as :meth:`scores_seen`."""
-        sizes = self.groups.heads * (self.groups.head_size + self.value_size)
-        return 2 * self.scores_seen(seq, document) * sizes
-
-    def scores_seen(self, seq: int, document: float = 0.0) -> float:
-        """Twice the scores of one head that documents and a window leave of ``seq`` tokens: w (2 d - w) seq / d.
-
-        ``document``: tokens of the document that a token is in, in the mean over tokens; 0: the sample is one. Exact
-        without a window, and with one where all documents have this length.
-        """
-        length = min(document or seq, seq)
-        window = min(self.window or length, length)
-        seen = window * (2 * length - window)
-        return seen if length == seq else seen * seq / length
-
-    def normalized_features(self, tp: int) -> int:
-        """Elements per token that the norms of queries and keys read on ``tp`` ranks together, copies included."""
-        heads = self.groups.heads if self.query_norm is not None else 0
-        heads += self.groups.held(tp) if self.key_norm is not None else 0
-        return heads * self.groups.head_size
-
-    @property
-    def norms_over_ranks(self) -> int:
-        """Norms whose mean is over the heads of all tensor-parallel ranks."""
-        return sum(norm is not None and norm.split is not None for norm in (self.query_norm, self.key_norm))
-
 
 @dataclass(frozen=True, kw_only=True)
 class MLPSpec:
@@ -279,10 +154,11 @@ FeedForward = MLPSpec | MoESpec
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """A transformer layer: norm, attention, norm, residual, norm, feed-forward, norm, residual; some norms absent."""
+    """A transformer layer: norm, mixer, norm, residual, norm, feed-forward, norm, residual; some norms absent."""
 
     norm1: NormSpec | None
-    attention: AttentionSpec
+    mixer: MixerSpec
+    """What mixes positions: attention, unless a plugin's."""
     post_norm1: NormSpec | None
     """Norm of what attention adds to the residual stream."""
     norm2: NormSpec | None
@@ -298,8 +174,8 @@ class LayerSpec:
         """What the layer does, in the order of the forward pass."""
         out: list[Op] = []
         entry, stream = _normed(out, "norm1", self.norm1, INPUT)
-        out += self.attention.ops(entry)
-        output = self.attention.output
+        out += self.mixer.ops(entry)
+        output = self.mixer.output
         out.append(Op(
             kind="row", run="attention.output", site="residual", reads=("mixed",), writes=("attention",), part=output,
         ))
@@ -329,7 +205,7 @@ class LayerSpec:
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
         """Products with every token, in the order of the forward pass."""
-        return (*self.attention.linears, *self.mlp.linears)
+        return (*self.mixer.linears, *self.mlp.linears)
 
     @property
     def dense(self) -> MLPSpec:
@@ -346,29 +222,28 @@ class LayerSpec:
     @property
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """In the order of the modules; names relative to the layer."""
-        parts = self.norm1, self.attention, self.post_norm1, self.norm2, self.mlp, self.post_norm2
+        parts = self.norm1, self.mixer, self.post_norm1, self.norm2, self.mlp, self.post_norm2
         return tuple(p for part in parts if part is not None for p in part.parameters)
 
     def region_widths(self, hidden: int) -> list[tuple[int, int]]:
         """Features that enter and that leave each region which tensor-parallel ranks divide: the residual stream's
         ``hidden``, or the rank of a factored linear at that end."""
-        qkv = self.attention.qkv
-        out = [((qkv.rank if qkv is not None else 0) or hidden, self.attention.output.rank or hidden)]
+        out = [(self.mixer.entry_rank or hidden, self.mixer.output.rank or hidden)]
         block = self.mlp if isinstance(self.mlp, MLPSpec) else self.mlp.shared
         return out if block is None else [*out, (block.up.rank or hidden, block.down.rank or hidden)]
 
     @property
     def matmul_numel(self) -> int:
         """Elements of the layer's matrices that a token passes; a forward takes two operations for each."""
-        return sum(linear.weight_numel for linear in self.attention.linears) + self.mlp.numel_per_token
+        return sum(linear.weight_numel for linear in self.mixer.linears) + self.mlp.numel_per_token
 
     def copied_numel(self, tp: int) -> int:
         """Return the number of matrix elements that ``tp`` ranks hold in addition to one copy of each."""
-        return sum((p.outputs_held(tp) - p.packed * p.outputs) * p.inputs for p in self.attention.projections)
+        return sum((p.outputs_held(tp) - p.packed * p.outputs) * p.inputs for p in self.mixer.projections)
 
     def forward_flops(self, seq: int, document: float = 0.0) -> float:
         """Operations of one sample's forward, element-wise work left out."""
-        return 2 * seq * self.matmul_numel + self.attention.core_flops(seq, document)
+        return 2 * seq * self.matmul_numel + self.mixer.flops(seq, document)
 
     def kept_features(self, tp: int) -> int:
         """Activations per token, divided over ``tp`` ranks, that a forward keeps between its products."""

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from megatron_port.model.activation_sites import SITES, Site, decided
 from megatron_port.model.decoder_spec import model_spec
-from megatron_port.model.spec import LayerSpec, LinearSpec, NormSpec
+from megatron_port.model.spec import AttentionSpec, LayerSpec, NormSpec
 from megatron_port.plan.case import Case
 from megatron_port.plan.head_memory import uses_tables
+from megatron_port.plan.meter import metered_bytes
 
 
 def site_bytes(case: Case, layer: LayerSpec | None = None, *, scores: bool = True) -> dict[Site, float]:
@@ -30,8 +31,11 @@ def site_bytes(case: Case, layer: LayerSpec | None = None, *, scores: bool = Tru
     """
     m, t, w = case.model, case.tp, case.width
     layer = layer or model_spec(m).layers[0]
+    attention = layer.mixer.attention
+    if attention is None:
+        return metered_bytes(case, layer)
     torchs = case.kernels == "torch"
-    tokens, stream = _stream(case)
+    tokens, stream = stream_of(case)
     mask = {"own": 0, "torch": w}.get(case.kernels, 1) * (m.hidden_dropout > 0)
     wide = 2 * case.wide - w if torchs else 0  # of an RMSNorm, in place of its input
     inputs = (stream if case.engine.gathers_again else tokens * m.hidden_size) * w  # gathered once and kept, or again
@@ -46,9 +50,8 @@ def site_bytes(case: Case, layer: LayerSpec | None = None, *, scores: bool = Tru
         """Bytes of a branch's result, which its norm keeps."""
         return 0.0 if spec is None else stream * w + copied(spec)
 
-    def between(linear: LinearSpec | None) -> float:
+    def between(rank: int) -> float:
         """Bytes of what the second of two factors reads, which tensor-parallel ranks hold alike or by tokens."""
-        rank = 0 if linear is None else linear.rank
         return rank * w * (tokens / t if case.sequence_parallel else tokens)
 
     # What a linear reads without a norm is the residual stream, or its gathered copy.
@@ -57,17 +60,17 @@ def site_bytes(case: Case, layer: LayerSpec | None = None, *, scores: bool = Tru
     return {
         "input": stream * w,
         "norm1": norm(layer.norm1),
-        "qkv": tokens / t * _qkv_bytes(case, layer, wide) + (gathered if layer.norm1 is None else 0.0)
-        + between(layer.attention.qkv),
-        "core": tokens / t * (_mixed_features(layer) * w + _core_bytes(case, layer, scores)),
+        "qkv": tokens / t * _qkv_bytes(case, attention, wide) + (gathered if layer.norm1 is None else 0.0)
+        + between(layer.mixer.entry_rank),
+        "core": tokens / t * (_mixed_features(attention) * w + _core_bytes(case, attention, scores)),
         # Where the norms read the same tensor, there is no second one.
         "residual": stream * (mask + (0 if layer.parallel_residual else w)) + post(layer.post_norm1)
-        + between(layer.attention.output),
+        + between(layer.mixer.output.rank),
         "norm2": norm(layer.norm2),
         "hidden": tokens / t * layer.dense.up.kept_features(t) * w
-        + (gathered if layer.norm2 is None and not layer.parallel_residual else 0.0) + between(layer.dense.up),
+        + (gathered if layer.norm2 is None and not layer.parallel_residual else 0.0) + between(layer.dense.up.rank),
         "activation": tokens / t * (layer.dense.down.kept_features(t) + gate) * w,
-        "output": stream * mask + post(layer.post_norm2) + between(layer.dense.down),
+        "output": stream * mask + post(layer.post_norm2) + between(layer.dense.down.rank),
     }
 
 
@@ -126,7 +129,7 @@ def copied_sites(case: Case, layer: LayerSpec) -> dict[Site, tuple[Site, float]]
     """Return sites of which only a copy is saved, by the operation that reads them: site → (its reader, bytes)."""
     if case.kernels != "torch":
         return {}
-    sizes, stream = site_bytes(case, layer), _stream(case)[1] * case.width
+    sizes, stream = site_bytes(case, layer), stream_of(case)[1] * case.width
     out: dict[Site, tuple[Site, float]] = {}
     if case.width != case.wide:
         readers: tuple[tuple[Site, Site, NormSpec | None], ...] = (
@@ -141,38 +144,37 @@ def copied_sites(case: Case, layer: LayerSpec) -> dict[Site, tuple[Site, float]]
     return out
 
 
-def _stream(case: Case) -> tuple[float, float]:
+def stream_of(case: Case) -> tuple[float, float]:
     """Tokens of a micro-batch, and elements of its residual stream on a rank (split under sequence parallelism)."""
     tokens = case.model.seq_length / case.cp * case.micro_batch
     return tokens, tokens * case.model.hidden_size * (1 / case.tp if case.sequence_parallel else 1)
 
 
-def _qkv_bytes(case: Case, layer: LayerSpec, wide: int) -> float:
+def _qkv_bytes(case: Case, attention: AttentionSpec, wide: int) -> float:
     """Bytes per token, over all tensor-parallel ranks, of queries, keys and values and of what their norms and their
     rotation keep."""
-    t, w, heads = case.tp, case.width, layer.attention.groups
-    out: float = layer.attention.packed_features(t) * w
-    if layer.attention.latent is not None:  # each latent, and its norm; what every rank has
-        copies = 1 if case.sequence_parallel else t
-        out += sum(norm.size for norm in layer.attention.latent.norms) * (2 * w + wide) * copies
-    if case.kernels == "torch" and uses_tables(case.model, layer.attention):
+    t, w, heads = case.tp, case.width, attention.groups
+    out: float = attention.packed_features(t) * w
+    copies = 1 if case.sequence_parallel else t
+    out += sum(norm.size for norm in attention.latent_norms) * (2 * w + wide) * copies  # each latent, and its norm
+    if case.kernels == "torch" and uses_tables(case.model, attention):
         out += heads.head_size * heads.held(t) * w  # rotated keys; v is a view that keeps the whole projection alive
         out += 4 * case.model.rotary_size * w / case.micro_batch * t  # the tables, in the compute dtype
-    if layer.attention.norms_over_ranks and t > 1:  # a function that keeps no wide copies
+    if attention.norms_over_ranks and t > 1:  # a function that keeps no wide copies
         wide = 0
-    return out + layer.attention.normalized_features(t) * (w + wide)
+    return out + attention.normalized_features(t) * (w + wide)
 
 
-def _mixed_features(layer: LayerSpec) -> int:
+def _mixed_features(attention: AttentionSpec) -> int:
     """Elements per token of the mixed values: what the output projection keeps, and where values were padded what
     attention gave."""
-    heads, inputs = layer.attention.groups, layer.attention.output.inputs
-    return inputs if layer.attention.value_size == heads.head_size else inputs + heads.heads * heads.head_size
+    inputs = attention.output.inputs
+    return inputs if attention.value_size == attention.groups.head_size else inputs + attention.mixed_features
 
 
-def _core_bytes(case: Case, layer: LayerSpec, scores: bool) -> float:
+def _core_bytes(case: Case, attention: AttentionSpec, scores: bool) -> float:
     """Bytes per token, over all tensor-parallel ranks, that attention keeps beside its arguments and its result."""
-    m, w, heads = case.model, case.width, layer.attention.groups
+    m, w, heads = case.model, case.width, attention.groups
     # Keys and values of all positions, which are gathered again where the scores are recomputed.
     rows = case.cp > 1 and case.cp_method == "gather"
     gathered = 2 * case.cp * heads.held(case.tp) * heads.head_size * w if rows else 0
@@ -182,11 +184,11 @@ def _core_bytes(case: Case, layer: LayerSpec, scores: bool) -> float:
         return 0.0
     dropped = 1 if m.attention_dropout > 0 else 0
     # The own softmax knows no masks: torch's takes its place there.
-    masked = (layer.attention.is_masked(m.seq_length) or rows) and case.kernels in ("own", "torch")
+    masked = (attention.is_masked(m.seq_length) or rows) and case.kernels in ("own", "torch")
     torchs = case.kernels == "torch" or masked
     mask = w if torchs else {"own": 0}.get(case.kernels, 1)
     wide = case.wide if torchs and w != case.wide else 0  # softmax in fp32
-    capped = case.wide if layer.attention.softcap else 0
+    capped = case.wide if attention.softcap else 0
     each = w + wide + capped + dropped * (mask if torchs else w + mask)
     each += w if rows else 0  # rows that see no key are masked once more
     scaled = heads.head_size * w if case.kernels == "torch" else 0  # queries

@@ -114,9 +114,9 @@ def _first_like(model: ModelConfig, start: int, stop: int) -> tuple[int, int]:
 
 def _heads_again(found: ChunkBytes, case: Case, layers: int) -> ChunkBytes:
     """Return the bytes of a chunk that keeps latents instead of the heads that its attention read."""
-    groups, backward = model_spec(case.model).layers[0].attention.groups, (Kind.BACKWARD, Kind.INPUT)
+    features, backward = model_spec(case.model).layers[0].mixer.mixed_features, (Kind.BACKWARD, Kind.INPUT)
     tokens = case.model.seq_length / case.cp * case.micro_batch
-    heads = 3 * tokens * groups.heads / case.tp * groups.head_size * case.width
+    heads = 3 * tokens * features / case.tp * case.width
     kept = max(found.kept - layers * heads, found.logits)
     working = {kind: size + (heads if kind in backward else 0.0) for kind, size in found.working.items()}
     return replace(found, kept=kept, working=working)

@@ -35,7 +35,9 @@ class HeadBytes:
 
 def head_bytes(case: Case, layer: LayerSpec) -> HeadBytes:
     """Return the bytes of a rank's own heads."""
-    groups = layer.attention.groups
+    attention = layer.mixer.attention
+    assert attention is not None, "config.mixer refuses context parallelism of other mixers"
+    groups = attention.groups
     each = case.model.seq_length / case.cp * case.micro_batch * groups.head_size * case.width
     held = groups.held(case.tp) / case.tp
     return HeadBytes(each * groups.heads / case.tp, 2 * each * held, 2 * each * max(held, case.cp))

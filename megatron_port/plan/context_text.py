@@ -19,7 +19,7 @@ def context_lines(plan: Plan) -> list[str]:
     even = "each has all positions of as many heads"
     if case.cp_method != "heads":
         most = work_imbalance(
-            case.cp_order, case.cp, seq, layer.attention.window, case.document, case.micro_batch
+            case.cp_order, case.cp, seq, layer.mixer.window, case.document, case.micro_batch
         )
         even = f"attention of the busiest takes {most:.2f} x the mean (cp_order {case.cp_order})"
     return [

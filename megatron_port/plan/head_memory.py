@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_port.config.schema import ModelConfig
 from megatron_port.model.ops import Op
-from megatron_port.model.spec import AttentionSpec, LatentSpec
+from megatron_port.model.spec import AttentionSpec, GroupedAttentionSpec, LatentAttentionSpec, LatentSpec
 from megatron_port.plan.adapters import enter, tuned_linear
 from megatron_port.plan.attention_cores import Heads, context_core, fused_core, heads_of, scores_core
 from megatron_port.plan.operations import Sizes, linear, normalize
@@ -13,8 +13,11 @@ from megatron_port.plan.tape import Tape, Value
 
 def heads(t: Tape, s: Sizes, op: Op, x: Value) -> tuple[Value, ...]:
     """``SelfAttention.core_arguments``: queries, keys and values; one value where a kernel takes them packed."""
-    spec: AttentionSpec = op.part
-    y = _project(t, s, spec, x) if spec.latent is None else _latent_project(t, s, spec, spec.latent, x)
+    project = _latent_project if op.kind == "latent heads" else _project
+    return _split_or_packed(t, s, op.part, project(t, s, op.part, x))
+
+
+def _split_or_packed(t: Tape, s: Sizes, spec: AttentionSpec, y: Value) -> tuple[Value, ...]:
     h, rotary = heads_of(s, spec), uses_tables(s.case.model, spec)
     if s.case.cp > 1 or (s.torch and not s.case.flash):
         return _split(t, s, h, y, rotary=rotary)
@@ -38,30 +41,30 @@ def attend(t: Tape, s: Sizes, op: Op, *heads: Value) -> Value:
         out = t.checkpoint(core, *heads)
     else:
         out = core(t, *heads)
-    if spec.value_size == spec.groups.head_size and spec.latent is None:
+    if op.kind != "padded scores":
         return out
     size = out.size
     values = size * spec.value_size / spec.groups.head_size
     return t.note(t.block(values), [out], lambda grad, saved: [t.block(size)])
 
 
-def _project(t: Tape, s: Sizes, spec: AttentionSpec, x: Value) -> Value:
+def _project(t: Tape, s: Sizes, spec: GroupedAttentionSpec, x: Value) -> Value:
     """The packed projection, with normed heads where the model has them."""
-    assert spec.qkv is not None
     y = enter(t, s, x, spec.qkv)
     features = spec.normalized_features(s.case.tp)
     if not features:
         return y
     size, normed = y.size, s.tokens / s.case.tp * features * s.case.width
     heads = t.note(t.block(normed), [y], lambda grad, saved: [t.block(size)])
-    norm = spec.query_norm or spec.key_norm
+    norm = spec.normed_heads
     assert norm is not None
     heads = normalize(t, s, heads, norm)[0]
     return t.note(t.block(size), [heads, y], lambda grad, saved: [t.block(normed), grad])
 
 
-def _latent_project(t: Tape, s: Sizes, spec: AttentionSpec, latent: LatentSpec, x: Value) -> Value:
+def _latent_project(t: Tape, s: Sizes, spec: LatentAttentionSpec, x: Value) -> Value:
     """``LatentAttention.project``: latents, their norms, heads from them, all put together."""
+    latent = spec.latent
     low, multiply = x, tuned_linear if s.case.fine_tuning.enabled else linear
     if latent.query_down is not None and latent.query_norm is not None:
         low = normalize(t, s, multiply(t, s, x, latent.query_down), latent.query_norm)[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_port.model.activation_sites import REPLICATED, Site, choice
 from megatron_port.model.spec import LayerSpec, LinearSpec, MLPSpec
-from megatron_port.plan.activations import site_bytes
+from megatron_port.plan.activations import site_bytes, stream_of
 from megatron_port.plan.adapters import adapter_seconds
 from megatron_port.plan.case import Case
 from megatron_port.plan.context import context_cost, forward_again
@@ -30,27 +30,25 @@ HEAD_SIZES = (32, 64, 96, 128, 192, 256)
 32, 64, 128 and 256: its OPT_DIM)."""
 
 
-def _stream(case: Case) -> tuple[float, float]:
-    """Tokens of a micro-batch, and elements of its residual stream on a rank (split under sequence parallelism)."""
-    tokens = case.model.seq_length / case.cp * case.micro_batch
-    return tokens, tokens * case.model.hidden_size * (1 / case.tp if case.sequence_parallel else 1)
-
-
 def attention_seconds(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, float]:
     """Forward and backward of the attention core (scores, softmax, product with v), nothing recomputed."""
     m, t, w = case.model, case.tp, case.width
-    groups = layer.attention.groups
+    attention = layer.mixer.attention
+    if attention is None:
+        operations = layer.mixer.flops(m.seq_length, case.document) / m.seq_length * stream_of(case)[0] / t
+        return rates.core(operations, w)
+    groups = attention.groups
     heads = groups.heads / t * case.micro_batch
     queries, keys, d = m.seq_length / case.cp, float(m.seq_length), groups.head_size
     here = rates.attention_here(case.pass_dtype, keys, d) if case.cp == 1 else None
     if here is not None:
-        seen = layer.attention.scores_seen(m.seq_length, case.document) / m.seq_length**2
-        flops = 2 * heads * queries * keys * (d + layer.attention.value_size) * CAUSAL * seen
+        seen = attention.scores_seen(m.seq_length, case.document) / m.seq_length**2
+        flops = 2 * heads * queries * keys * (d + attention.value_size) * CAUSAL * seen
         return flops / here[0], 2.5 * flops / here[1]
     if case.flash and rates.attention_forward:
         padded = next((size for size in HEAD_SIZES if size >= d), d)
-        seen = layer.attention.scores_seen(m.seq_length, case.document) / m.seq_length**2
-        value = layer.attention.value_size
+        seen = attention.scores_seen(m.seq_length, case.document) / m.seq_length**2
+        value = attention.value_size
         if case.engine.attention == "flash2" or value == d:  # one size for all three
             values = padded
         else:
@@ -94,7 +92,7 @@ def _imbalance(case: Case, layer: LayerSpec) -> float:
     """Attention work of the busiest of the ranks that share a sequence, by the mean."""
     if case.cp == 1 or case.cp_method == "heads":  # each has as many heads of all positions
         return 1.0
-    m, window = case.model, layer.attention.window
+    m, window = case.model, layer.mixer.window
     return work_imbalance(case.cp_order, case.cp, m.seq_length, window, case.document, case.micro_batch)
 
 
@@ -102,16 +100,17 @@ def _elementwise(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, flo
     """Norms, biases, activation, dropout and residuals: bytes by what a fused kernel reads and writes."""
     m, t, w = case.model, case.tp, case.width
     mask = 1 if m.hidden_dropout > 0 else 0
-    tokens, stream = _stream(case)
+    tokens, stream = stream_of(case)
     split = tokens / t
     dense = _dense_block(layer)
     gates, ffn = (dense.up.packed, dense.down.inputs) if dense is not None else (0, 0)
-    heads = layer.attention.packed_features(t)
+    heads = layer.mixer.packed_features(t)
     fused = case.engine.unfused_ops
     norm, add = stream * 2 * w, stream * (3 * w + mask)  # norm: read, write; add: two reads, write, mask
     hidden = split * ffn * w * (gates + 1)
     rotate = split * heads * 2 * w  # q, k, v split and rotated or copied
-    if case.cp == 1 and rates.attention_here(case.pass_dtype, m.seq_length, layer.attention.groups.head_size):
+    attention = layer.mixer.attention
+    if attention and case.cp == 1 and rates.attention_here(case.pass_dtype, m.seq_length, attention.groups.head_size):
         rotate = 0.0  # measured with the core
     forward = {
         "norm-forward": len(layer.norms) * norm, "add-forward": fused * 2 * add, "activation-forward": fused * hidden,
@@ -125,13 +124,13 @@ def _elementwise(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, flo
     if case.engine.adds_gradients and case.kernels != "own":  # the own norm's backward adds the branch's gradient
         backward["branches"] = len(layer.norms) * stream * 3 * w
     if case.engine.bias_passes and m.add_bias:
-        values = layer.attention.groups.heads * layer.attention.groups.head_size
+        values = layer.mixer.mixed_features
         # Heads put side by side; q, k and v's biases are counted as the rotation.
         forward["biases"] = split * values * 2 * w
         # Read once more: gradients of both residual branches, of the norms with their inputs, of up and of q, k, v.
         backward["biases"] = (2 + len(layer.norms)) * stream * w + split * (ffn * gates + heads) * w
     kernels, kernels_back = 6, 9
-    normalized = layer.attention.normalized_features(t)
+    normalized = layer.mixer.normalized_features(t)
     if normalized:  # norms of query and key heads, and the fused projection put together again
         forward["heads"] = split * (normalized + heads) * 2 * w
         backward["heads"] = split * (normalized * 2 + heads) * 2 * w
@@ -141,8 +140,11 @@ def _elementwise(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, flo
 
 def _splits_by_views(case: Case, layer: LayerSpec) -> bool:
     """Whether queries, keys and values are views of the projection, as the own kernels' are without rotation."""
-    groups = layer.attention.groups
-    return case.kernels == "own" and not uses_tables(case.model, layer.attention) and groups.heads == groups.groups
+    attention = layer.mixer.attention
+    if attention is None:
+        return True
+    groups = attention.groups
+    return case.kernels == "own" and not uses_tables(case.model, attention) and groups.heads == groups.groups
 
 
 def _dense_block(layer: LayerSpec) -> MLPSpec | None:
@@ -152,7 +154,7 @@ def _dense_block(layer: LayerSpec) -> MLPSpec | None:
 
 def layer_products(case: Case, layer: LayerSpec) -> list[tuple[float, float, float]]:
     """(rows, columns, inner) of a layer's products, those of routed tokens left out."""
-    tokens = _stream(case)[0]
+    tokens = stream_of(case)[0]
     own = tokens / case.tp if case.sequence_parallel else tokens
     linears = [linear for linear in layer.linears if layer.moe is None or linear is not layer.moe.router]
     return [(own if linear.parallel == "none" else tokens, *linear.product(case.tp)) for linear in linears]
@@ -160,7 +162,7 @@ def layer_products(case: Case, layer: LayerSpec) -> list[tuple[float, float, flo
 
 def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: Span) -> Cost:
     """One layer. Backward: two products for each of the forward's, the sum into the main gradient, recompute."""
-    w, tokens = case.width, _stream(case)[0]
+    w, tokens = case.width, stream_of(case)[0]
     shapes = layer_products(case, layer)
     pw = 1 if case.dtype == "fp8" else w
     pieces = case.tensor_chunks
@@ -226,15 +228,14 @@ def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
 def _modules_again(case: Case, layer: LayerSpec, rates: Rates) -> float:
     """Seconds in which other programs make dropped outputs again (``Case.modules``)."""
     seconds, w = 0.0, case.width
-    tokens, stream = _stream(case)
+    tokens, stream = stream_of(case)
     if "layernorm" in case.modules:
         seconds += rates.stream(len(layer.norms) * stream * 2 * w, len(layer.norms))
     if "moe_act" in case.modules and layer.moe is not None:
         rows, up = routed(case, layer.moe).rows, layer.moe.experts.up
         seconds += rates.stream(rows * layer.moe.experts.down.inputs / case.etp * w * (up.packed + 1), 1)
-    latent = layer.attention.latent
-    if "mla_up_proj" in case.modules and latent is not None:
-        for linear in (latent.query_up, latent.kv_up):
+    if "mla_up_proj" in case.modules:
+        for linear in layer.mixer.up_projections:
             outputs, inputs = linear.product(case.tp)
             seconds += rates.product(tokens, outputs, inputs, width=1 if case.dtype == "fp8" else w)
     return seconds
@@ -251,7 +252,7 @@ def start_seconds(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, fl
     linears, core = len(layer_products(case, layer)) * case.engine.linear_calls, 1
     if not case.flash:
         core += 3 + 2 * (case.model.attention_dropout > 0)
-    light, light_back = (9, 12) if layer.attention.normalized_features(case.tp) else (6, 9)
+    light, light_back = (9, 12) if layer.mixer.normalized_features(case.tp) else (6, 9)
     exchanges = 0
     if case.tp > 1:
         exchanges = (2 if case.sequence_parallel else 1) * (1 + (_dense_block(layer) is not None))
@@ -274,7 +275,7 @@ def _beside_exchange(
     if overlap == "passes":
         return forward, backward
     if overlap == "shared":
-        tokens, linears = _stream(case)[0], moe.shared.linears if moe.shared is not None else ()
+        tokens, linears = stream_of(case)[0], moe.shared.linears if moe.shared is not None else ()
         seconds = sum(rates.product(tokens, *linear.product(case.tp), width=case.width) for linear in linears)
         once = exchange_seconds(case, moe, links)
         hidden = min(once, seconds)
@@ -297,7 +298,7 @@ def partition_costs(case: Case, layer: LayerSpec, rates: Rates, links: Links, gr
 def site_costs(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: Span) -> dict[Site, Cost]:
     """Return what recomputing each site of a layer adds to its backward pass: its operation's forward."""
     w, t = case.width, case.tp
-    tokens, stream = _stream(case)
+    tokens, stream = stream_of(case)
     split, mask = tokens / t, 1 if case.model.hidden_dropout > 0 else 0
     fp8 = case.dtype == "fp8"
 
@@ -310,12 +311,12 @@ def site_costs(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
     # An entry gathers the sequence and an exit scatters it under sequence parallelism; else the exit sums it.
     each = _tensor_collective(case, links, group)
     entry, exit_ = (each / 2, each / 2) if case.sequence_parallel else (0.0, each)
-    heads, ffn = layer.attention.packed_features(t), layer.dense.down.inputs
-    normed = layer.attention.normalized_features(t)
+    heads, ffn = layer.mixer.packed_features(t), layer.dense.down.inputs
+    normed = layer.mixer.normalized_features(t)
     moved = (0.0 if _splits_by_views(case, layer) else heads) + (normed + heads if normed else 0)
     rotated = rates.stream(split * moved * 2 * w, 1)
-    output, up = layer.attention.output.factors, layer.dense.up.factors
-    projections = sum(product(linear) for linear in layer.attention.projections)
+    output, up = layer.mixer.output.factors, layer.dense.up.factors
+    projections = sum(product(linear) for linear in layer.mixer.projections)
     core = attention_seconds(case, layer, rates)
     keys = forward_again(context_cost(case, layer, rates, links, core, again=False))
     return {
@@ -349,7 +350,7 @@ def _regions(case: Case, layer: LayerSpec) -> tuple[float, float]:
 
 def _tensor_collective(case: Case, links: Links, group: Span, chunks: int = 1) -> float:
     """One all-reduce of an activation, or with sequence parallelism the pair that stands for it, in so many parts."""
-    size = _stream(case)[0] * case.model.hidden_size * case.width / chunks
+    size = stream_of(case)[0] * case.model.hidden_size * case.width / chunks
     if case.sequence_parallel:
         return chunks * 2 * links.collective(size, group, kind="half")
     return chunks * links.collective(size, group)
@@ -360,7 +361,7 @@ def _waits(case: Case, links: Links, group: Span) -> tuple[float, float] | None:
     or the program overlaps them in another way than this one."""
     if case.tensor_chunks > 1 or case.engine.tensor_overlap != "backward":
         return None
-    size = _stream(case)[0] * case.model.hidden_size * case.width
+    size = stream_of(case)[0] * case.model.hidden_size * case.width
     forward, backward = (
         links.region(size, group, sequence=case.sequence_parallel, backward=way, dtype=case.pass_dtype)
         for way in (False, True)
@@ -370,7 +371,7 @@ def _waits(case: Case, links: Links, group: Span) -> tuple[float, float] | None:
 
 def _head_means(case: Case, layer: LayerSpec, links: Links, group: Span) -> float:
     """Seconds of the sums over ranks, one number per token each, of norms over the heads of all of them."""
-    return layer.attention.norms_over_ranks * links.collective(_stream(case)[0] * 4, group) if case.tp > 1 else 0.0
+    return layer.mixer.norms_over_ranks * links.collective(stream_of(case)[0] * 4, group) if case.tp > 1 else 0.0
 
 
 def _hidden(

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from megatron_port.model.activation_sites import SITES, Site
 from megatron_port.model.ops import INPUT, Op, last_uses
 from megatron_port.model.spec import LayerSpec
 from megatron_port.plan import expert_memory, head_memory
 from megatron_port.plan.adapters import enter, leave_by
+from megatron_port.plan.case import Case
 from megatron_port.plan.operations import Sizes, drop, gated, gelu, normalize
-from megatron_port.plan.tape import Tape, Value
+from megatron_port.plan.tape import Meter, Tape, Value
 
 Rule = Callable[..., "Value | tuple[Value, ...]"]
 """(tape, sizes, operation, *values that it reads) → what it writes: one value, or several."""
@@ -31,12 +33,37 @@ def run(t: Tape, s: Sizes, ops: Sequence[Op], x: Value) -> Value:
     """Run operations on the input x; return what the last one writes."""
     values: dict[str, Value | tuple[Value, ...]] = {INPUT: x}
     for op, dead in zip(ops, last_uses(ops)):
-        _note(values, op, RULES[op.kind](t, s, op, *_arguments(values, op)))
+        t.site = op.site
+        _note(values, op, RULES.get(op.kind, _stated)(t, s, op, *_arguments(values, op)))
         for name in dead:
             del values[name]
     (out,) = values.values()
     assert isinstance(out, Value)
     return out
+
+
+def metered_bytes(case: Case, spec: LayerSpec) -> dict[Site, float]:
+    """Return the bytes that each site of a layer keeps of one micro-batch, its input among them: of the blocks that the
+    backward pass reads, each under the site whose operation made it."""
+    s, tape = Sizes(case), Tape(Meter())
+    x = Value(tape.block(s.stream))
+    run(tape, s, spec.ops, x)
+    out: dict[Site, float] = dict.fromkeys(SITES, 0.0)
+    for block in tape.kept_blocks():
+        out[block.site] += block.size
+    return out
+
+
+def _stated(t: Tape, s: Sizes, op: Op, *inputs: Value) -> Value:
+    """An operation without a rule: the memory that it states of itself (``Op.features``, ``keeps``, ``beside``)."""
+    each, sizes = s.tokens / s.case.tp * s.case.width, [x.size for x in inputs]
+    beside = t.block(op.beside * each)
+    out = t.block(op.features * each)
+    blocks = {**{name: x.block for name, x in zip(op.reads, inputs)}, op.writes[0]: out}
+    saved = [blocks[name] for name in op.keeps]
+    if op.beside:
+        saved.append(beside)
+    return t.note(out, inputs, lambda grad, saved: [t.block(size) for size in sizes], saved)
 
 
 def _arguments(values: dict[str, Value | tuple[Value, ...]], op: Op) -> list[Value]:
@@ -95,10 +122,11 @@ def _experts(t: Tape, s: Sizes, op: Op, x: Value) -> Value:
 RULES: dict[str, Rule] = {
     "norm": _norm, "branch norm": _branch_norm, "bias": _bias, "add": _add, "biased add": _add,
     "column": lambda t, s, op, x: enter(t, s, x, op.part), "row": lambda t, s, op, x: leave_by(t, s, x, op.part),
-    "activation": _activation, "heads": head_memory.heads, "scores": head_memory.attend, "experts": _experts,
+    "activation": _activation, "heads": head_memory.heads, "latent heads": head_memory.heads,
+    "scores": head_memory.attend, "padded scores": head_memory.attend, "experts": _experts,
     "share": expert_memory.share, "route": expert_memory.route, "dispatch": expert_memory.dispatch,
     "arrive": expert_memory.arrive, "experts up": expert_memory.grouped,
     "experts activation": expert_memory.activate, "experts down": expert_memory.grouped,
     "send home": expert_memory.send_home, "combine": expert_memory.combine, "join shares": expert_memory.join_shares,
 }
-"""By kind."""
+"""By kind; of others, an operation states its memory itself."""

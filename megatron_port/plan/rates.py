@@ -32,6 +32,10 @@ CACHE_SHARE = 0.75
 """Share of a small tile's additional reads that the L2 cache and the overlap with arithmetic hide (unverified)."""
 
 
+CORE_INNER = 64
+"""Rows, columns and inner dimension of the products that stand for the core of a mixer without a rate of its own."""
+
+
 @dataclass(frozen=True)
 class Rates:
     """Rates that one device of a cluster achieves, after calibration: FLOP/s, bytes/s, seconds."""
@@ -152,6 +156,12 @@ class Rates:
         """
         peak = (self.fp8_exact if exact else self.fp8) if width == 1 else 0.0
         return _product(self, math.ceil(rows), math.ceil(columns), math.ceil(inner), width, batch, peak, op)
+
+    def core(self, operations: float, width: int) -> tuple[float, float]:
+        """Estimate the seconds of the forward and the backward pass of so many operations between projections that are
+        no attention, as square products of ``CORE_INNER``."""
+        each = self.product(CORE_INNER, CORE_INNER, CORE_INNER, width=width, batch=operations / (2 * CORE_INNER**3))
+        return each, 2 * each
 
 
 def efficiency(rates: Rates, rows: int, columns: int, inner: int, batch: float = 1) -> float:

@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 
+from megatron_port.model.activation_sites import Site
+
 
 class Meter:
     """Counter of the bytes in use, and of the most since :meth:`mark`."""
@@ -32,10 +34,10 @@ class Meter:
 class Block:
     """Memory of a tensor and its views; freed with the last reference to it."""
 
-    __slots__ = ("meter", "readers", "size")
+    __slots__ = ("meter", "readers", "site", "size")
 
-    def __init__(self, meter: Meter, size: float) -> None:
-        self.meter, self.size = meter, size
+    def __init__(self, meter: Meter, size: float, site: Site = "input") -> None:
+        self.meter, self.size, self.site = meter, size, site
         self.readers = 0
         """Who will still read it: no gradient may be added to it in place."""
         meter.now += size
@@ -114,13 +116,19 @@ class Tape:
     def __init__(self, meter: Meter, *, keeps: bool = True, defers: bool = False) -> None:
         self.meter, self.keeps, self.defers = meter, keeps, defers
         self.deferred: list[Block] = []
+        self.site: Site = "input"
+        """Of the operation that runs: blocks are made under it."""
         self._operations: list[_Operation] = []
         self._pending: dict[int, Block] = {}
         self._expected = -1
 
     def block(self, size: float) -> Block:
         """Allocate ``size`` bytes."""
-        return Block(self.meter, size)
+        return Block(self.meter, size, self.site)
+
+    def kept_blocks(self) -> list[Block]:
+        """Return the blocks that operations have saved, each once."""
+        return list({id(block): block for op in self._operations for block in op.saved}.values())
 
     def defer(self, *blocks: Block) -> None:
         """Hold what a deferred product reads."""

@@ -15,7 +15,7 @@ from megatron_port.backend.providers import torch_providers
 from megatron_port.config.schema import LayoutConfig
 from megatron_port.model.attention import SelfAttention
 from megatron_port.model.build import BuildContext, BuildOptions
-from megatron_port.model.decoder_spec import model_spec
+from megatron_port.model.decoder_spec import attention_spec, model_spec
 from megatron_port.model.layers import Embedding, Head, TransformerLayer
 from megatron_port.model.mlp import MLP
 from megatron_port.model.norm import Norm
@@ -246,7 +246,7 @@ def cross_entropy(b: Bench) -> Parts:
 
 def attention(b: Bench) -> Parts:
     build = b.build()
-    module = SelfAttention("layers.0", model_spec(build.model).layers[0].attention, build)
+    module = SelfAttention("layers.0", attention_spec(build.model, 0), build)
     return b.residual(module, b.fill(module), build.stream, module.output.bias)
 
 

@@ -29,6 +29,7 @@ CONSTANT_THERE = {
 
 UNREAD = {
     "name": "a label", "output_dir": "a folder", "model.name": "a label", "model.family": "of exports",
+    "model.mixer": "attention unless a plugin has another (tests/e2e/test_examples.py)",
     "activations.measure": "of the training loop", "activations.budget": "it only decides activations.layers, drawn",
     "layout.elastic": "chooses a layout before the run starts",
     "training.eval_batches": "of the loop", "training.eval_interval": "of the loop",

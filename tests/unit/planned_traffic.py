@@ -74,7 +74,7 @@ def pass_traffic(case: Case, stage: int) -> Traffic:
             out.add("tp", "all-reduce", (exits + first + last) * whole)
             joined = 2 + (full and not ends_at_product(case))
             out.add("tp", "all-gather", with_experts * joined * whole)
-        over_heads = model_spec(m).layers[0].attention.norms_over_ranks
+        over_heads = model_spec(m).layers[0].mixer.norms_over_ranks
         passes = 3 if case.recompute == "full" else 2
         out.add("tp", "all-reduce", layers * over_heads * passes * tokens * case.wide)
         if last:  # maximum, and sum with the target's logit, of each token

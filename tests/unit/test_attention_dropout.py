@@ -22,7 +22,7 @@ from megatron_port.backend.providers import Providers, torch_providers
 from megatron_port.config.schema import BackendConfig, LayoutConfig, ModelConfig
 from megatron_port.model.attention import SelfAttention
 from megatron_port.model.build import BuildContext, BuildOptions
-from megatron_port.model.decoder_spec import model_spec
+from megatron_port.model.decoder_spec import attention_spec
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.positions import Positions
 from megatron_port.parallel.random import DropoutStream
@@ -101,7 +101,7 @@ def _gradient(providers: Providers, recompute: Literal["none", "selective"], rop
         model=model, layout=LayoutConfig(vocab_padding_multiple=1), ctx=ParallelContext.single(),
         providers=providers, step=StepSlot(stream), dtype=torch.float32, options=BuildOptions(recompute=recompute),
     )
-    attention = SelfAttention("layers.0", model_spec(model).layers[0].attention, build)
+    attention = SelfAttention("layers.0", attention_spec(model, 0), build)
     y = torch.randn(16, 2, 2, 3, 12, generator=torch.Generator().manual_seed(1)).requires_grad_()
     packed = attention.providers.packed_attention is not None and not rope
     out = attention.attend_to(*((y,) if packed else attention.split(y)))

@@ -18,7 +18,7 @@ from megatron_port.model.decoder_spec import model_spec
 from megatron_port.model.flops import parameter_count, unit_costs
 from megatron_port.model.gpt import GPTStage
 from megatron_port.model.shapes import model_records, parameter_shapes
-from megatron_port.model.spec import LayerSpec, ParameterSpec
+from megatron_port.model.spec import GroupedAttentionSpec, LayerSpec, ParameterSpec
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.embedding import padded_vocab_size
 from megatron_port.parallel.random import DropoutStream
@@ -133,12 +133,12 @@ def test_a_window_counts_as_its_band() -> None:
     """Scores of a windowed layer: twice the band, as all scores are twice the causal half; kinds follow the pattern."""
     model = replace(MODELS["windows, sinks"], num_layers=5)
     spec, seq = model_spec(model), model.seq_length
-    assert [layer.attention.window for layer in spec.layers] == [5, 0, 5, 0, 5]
+    assert [layer.mixer.window for layer in spec.layers] == [5, 0, 5, 0, 5]
     assert len({id(layer) for layer in spec.layers}) == 2
     outside = (seq - 5) ** 2  # two triangles of seq - 5 rows, whose sides count half
-    assert [layer.attention.core_flops(seq) for layer in spec.layers[:2]] == [
+    assert [layer.mixer.flops(seq) for layer in spec.layers[:2]] == [
         4 * 48 * (seq * seq - outside), 4 * 48 * seq * seq]
-    assert model_spec(replace(model, sliding_window=99)).layers[0].attention.core_flops(seq) == 4 * 48 * seq * seq
+    assert model_spec(replace(model, sliding_window=99)).layers[0].mixer.flops(seq) == 4 * 48 * seq * seq
 
 
 @pytest.mark.parametrize("window", [0, 3, 8, 99])
@@ -146,7 +146,7 @@ def test_documents_count_as_their_squares(window: int) -> None:
     """Alike ones with any window, and different ones without, by their mean over tokens; only the core changes."""
     model = replace(MODELS["windows, sinks"], sliding_window=window, attention_pattern=(), seq_length=24)
     layer = model_spec(model).layers[0]
-    core = layer.attention.core_flops
+    core = layer.mixer.flops
     assert core(24, 8) == 3 * core(8) < core(24)
     if not window:
         lengths = (1, 5, 18)
@@ -157,7 +157,8 @@ def test_documents_count_as_their_squares(window: int) -> None:
 
 def test_normed_heads_are_partial_whatever_the_layout() -> None:
     """Each tensor-parallel rank has its heads' part of the gradient, with sequence parallelism and without."""
-    spec = model_spec(MODELS["qwen3"]).layers[0].attention
+    spec = model_spec(MODELS["qwen3"]).layers[0].mixer
+    assert isinstance(spec, GroupedAttentionSpec)
     assert spec.query_norm is not None and spec.key_norm is not None
     for norm in (spec.query_norm, spec.key_norm):
         (weight,) = norm.parameters

@@ -52,7 +52,8 @@ def test_urls_and_tokenizers():
 
 
 NOT_PATHS = {  # settings of text that are none; a new one must be put here, or be a PathSetting
-    "name", "model.name", "model.family", "optimizer.name", "data.source", "layout.pipeline_schedule", "training.loss",
+    "name", "model.name", "model.family", "model.mixer", "optimizer.name", "data.source", "layout.pipeline_schedule",
+    "training.loss",
     "cluster.name", "cluster.device_label", "cluster.interface", "cluster.partition", "cluster.qos",
     "cluster.charge_unit", "hardware.device", "cluster.container_python", "calibration.source", "launch.account",
     "launch.time", "launch.mail", "preflight.network_plugin", "telemetry.project", "telemetry.published_source",

@@ -271,7 +271,7 @@ def test_attention_within_documents_takes_their_squares() -> None:
     assert all(s > 1.1 for s in slower)
     for long, short, least, by in zip(*(attention_seconds(c, layer, rates) for c in (whole, parts)), launches, slower):
         assert short - least == pytest.approx((long - least) / 8 * by, rel=1e-6)
-    core, count = layer.attention.core_flops(4096), whole.model.num_layers
+    core, count = layer.mixer.flops(4096), whole.model.num_layers
     assert model_flops(whole.model) - model_flops(whole.model, document=512) == 3 * count * core * 7 // 8
     steps = [plan_step(c, machine()) for c in (whole, parts)]
     assert steps[1].seconds < steps[0].seconds

@@ -16,7 +16,7 @@ from megatron_port.backend.providers import Providers, torch_providers
 from megatron_port.config.schema import BackendConfig, LayoutConfig, ModelConfig
 from megatron_port.model.attention import SelfAttention
 from megatron_port.model.build import BuildContext
-from megatron_port.model.decoder_spec import model_spec
+from megatron_port.model.decoder_spec import attention_spec, model_spec
 from megatron_port.model.gpt import GPTStage
 from megatron_port.model.layers import Embedding
 from megatron_port.model.norm import Norm
@@ -155,7 +155,7 @@ def test_embedding_of_two_runs(rank: int) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rotary_of_two_runs(rank: int, providers: Callable[[], Providers]) -> None:
     model, part = dataclasses.replace(MODEL, position_embedding="rope"), zigzag(rank, 2)
-    spec = model_spec(model).layers[0].attention
+    spec = attention_spec(model, 0)
     whole, mine = (SelfAttention("a", spec, build_of(p, model, providers())) for p in (WHOLE_SEQUENCE, part))
     y = torch.randn(SEQ, BATCH, 2, 3, 12, generator=torch.Generator().manual_seed(1))
     for want, got in zip(whole.split(y), mine.split(part.held(SEQ).take(y))):

@@ -15,7 +15,7 @@ from megatron_port.backend.providers import Providers, torch_providers
 from megatron_port.config.schema import BackendConfig, LayoutConfig, ModelConfig
 from megatron_port.model.attention import SelfAttention
 from megatron_port.model.build import BuildContext
-from megatron_port.model.decoder_spec import model_spec
+from megatron_port.model.decoder_spec import attention_spec
 from megatron_port.parallel.context import ParallelContext
 from megatron_port.parallel.random import DropoutStream
 from megatron_port.parallel.step import StepSlot
@@ -28,7 +28,7 @@ def _gradients(providers: Providers, **options: Any) -> dict[str, torch.Tensor]:
         model=model, layout=LayoutConfig(vocab_padding_multiple=1), ctx=ParallelContext.single(),
         providers=providers, step=StepSlot(DropoutStream(5, torch.device("cpu"))), dtype=torch.float32,
     )
-    attention = SelfAttention("layers.0", model_spec(model).layers[0].attention, build)
+    attention = SelfAttention("layers.0", attention_spec(model, 0), build)
     draw = torch.Generator().manual_seed(1)
     for parameter in attention.parameters():
         parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=draw))
