@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from megatron_port.config.mixer import ATTENTION
 from megatron_port.config.schema import ModelConfig
 from megatron_port.data.rank_view import RankView
 from megatron_port.engine.api import Engine
@@ -57,8 +58,10 @@ def measure_importance(
     every rank.
 
     Raises:
-        ConfigError: the engine does not run the model's own stages.
+        ConfigError: the engine does not run the model's own stages, or they have another mixer than attention.
     """
+    if model.mixer != ATTENTION:
+        raise ConfigError(f"model.mixer {model.mixer!r} has no heads whose importance is defined here, attention's do")
     chunks: Sequence[Any] = getattr(engine, "chunks", ())
     if not chunks or not all(isinstance(chunk, GPTStage) for chunk in chunks):
         raise ConfigError('importance is measured by engine "native" alone; leave out --set engine')
@@ -76,19 +79,22 @@ def measure_importance(
 def _watched(chunks: Sequence[GPTStage], ctx: ParallelContext, sums: Tallies, count: int) -> Iterator[None]:
     """Add to ``sums`` in every forward pass in the block; samples from ``count`` on fill up and do not count."""
     handles: list[Any] = []
+    layers = [(chunk, layer) for chunk in chunks for layer in chunk.layers if isinstance(layer, TransformerLayer)]
     try:
-        for chunk in chunks:
-            for layer in chunk.layers:
-                assert isinstance(layer, TransformerLayer)
-                handles += _Watch(layer, chunk, ctx, sums, count).hooks()
+        for chunk, layer in layers:
+            watch = _Watch(layer, chunk, ctx, sums, count)
+            layer.watch = watch.see
+            handles += watch.hooks()
         yield
     finally:
+        for _, layer in layers:
+            layer.watch = None
         for handle in handles:
             handle.remove()
 
 
 class _Watch:
-    """Hooks of one layer."""
+    """What is added of one layer."""
 
     def __init__(
         self, layer: TransformerLayer, chunk: GPTStage, ctx: ParallelContext, sums: Tallies, count: int
@@ -102,14 +108,17 @@ class _Watch:
         """Register them; yield what removes them."""
         layer = self.layer
         yield layer.register_forward_hook(self._of_layer)
-        yield layer.attention.output.register_forward_pre_hook(self._of_heads)
-        for norm in (layer.norm1, layer.norm2):
-            if norm is not None:
-                yield norm.register_forward_hook(self._of_norm)
         if isinstance(layer.mlp, MoE):
             yield layer.mlp.router.register_forward_hook(self._of_router)
-        else:
-            yield layer.mlp.down.register_forward_pre_hook(self._of_rows)
+
+    def see(self, name: str, value: Any) -> None:
+        """Add a value that the layer's forward pass has made, by its name in ``LayerSpec.ops``."""
+        if name == "mixed":
+            self._of_heads(self._counted(value))
+        elif name == "mlp active":
+            self._add_part("ffn", self._counted(value).square().sum(dim=(0, 1)))
+        elif name in ("norm1 normed", "norm2 normed") and self.adds_residual:
+            self.sums.add("hidden", 0, self._counted(value).square().sum(dim=(0, 1)))
 
     def _counted(self, values: torch.Tensor) -> torch.Tensor:
         """Return ``values`` [rows, batch, ...] as float64, zero in samples that only fill up."""
@@ -128,19 +137,10 @@ class _Watch:
             cosine = (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1)).clamp_min(torch.finfo(torch.float64).tiny)
             self.sums.add("layers", self.layer.index, self._counted(1 - cosine).sum().view(1))
 
-    def _of_norm(self, module: nn.Module, args: Any, out: Any) -> None:
-        if self.adds_residual:
-            normed = self._counted(out[0] if isinstance(out, tuple) else out)
-            self.sums.add("hidden", 0, normed.square().sum(dim=(0, 1)))
-
-    def _of_heads(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        values = self._counted(args[0])
+    def _of_heads(self, values: torch.Tensor) -> None:
         size = self.layer.attention.spec.value_size
         lengths = values.view(*values.shape[:2], -1, size).norm(dim=-1).sum(dim=(0, 1))
         self._add_part("heads", lengths)
-
-    def _of_rows(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        self._add_part("ffn", self._counted(args[0]).square().sum(dim=(0, 1)))
 
     def _of_router(self, module: nn.Module, args: tuple[torch.Tensor, ...], route: Any) -> None:
         rows, batch, _ = args[0].shape
