@@ -191,8 +191,8 @@ LOOP_HOOKS = Registry("loop hook", "training.hooks", {})
 """Of a run's training loop: what makes a ``train.hooks.LoopHook`` from the loop's state, its class as a rule."""
 
 CONFLICTS = Registry("table of conflicts", "", {name: f"megatron_port.config.{name}:CONFLICTS" for name in (
-    "architecture", "attention", "latent", "mixer", "multi_token", "low_rank", "run_conflicts", "fp8", "moe", "optimizer",
-    "deepspeed", "objective", "offload", "graphs", "fine_tuning", "preference", "distillation", "sparsity",
+    "architecture", "attention", "latent", "mixer", "multi_token", "low_rank", "run_conflicts", "fp8", "moe",
+    "optimizer", "deepspeed", "objective", "offload", "graphs", "fine_tuning", "preference", "distillation", "sparsity",
     "quantisation", "memory",
 )})
 """By feature: tuples of ``config.conflicts.Table``, which every check of a configuration asks."""

@@ -34,6 +34,7 @@ def of_example(folder: str) -> dict[str, str]:
     ("schedule/eager", ("tp1pp1dp1", "tp1pp4dp1")),
     ("lr_schedule/one_minus_square", ("tp1pp1dp1", "tp2pp2dp2")),
     ("family/bigcode", ("tp1pp1dp1", "tp2pp2dp1sp")),
+    ("mixer/gated_delta_net", ("tp1pp1dp1", "tp2pp2dp2")),
 ])
 def test_layouts_agree(commands: Commands, run: str, layouts: tuple[str, ...]) -> None:
     path = EXAMPLES / f"{run}.toml"
@@ -130,6 +131,34 @@ def test_a_family_from_outside_is_imported_and_exported(commands: Commands, tmp_
     assert want.keys() == dict(again.named_parameters()).keys()
     for name, value in again.named_parameters():
         assert torch.equal(value, want[name]), name
+
+
+def test_a_mixer_from_outside_is_saved_resumed_and_evaluated(commands: Commands, tmp_path: Path) -> None:
+    """A run that stops and resumes ends with the loss of one that does not; its export is refused by name."""
+    run, environment = str(EXAMPLES / "mixer/gated_delta_net.toml"), of_example("mixer")
+
+    def train(folder: str, steps: int) -> list[dict[str, object]]:
+        """The lines of the run's metrics so far."""
+        code, said = commands.run(
+            "train", run, "--nproc", "1", "--set", f"output_dir={tmp_path / folder}", "--set",
+            f"training.steps={steps}", "--set", "optimizer.decay_steps=8", "--set", "training.eval_interval=4", "--set",
+            "training.eval_batches=1", env=environment, seconds=300,
+        )
+        assert code == 0, said
+        return [json.loads(line) for line in next((tmp_path / folder).rglob("metrics.jsonl")).read_text().splitlines()]
+
+    whole = train("whole", 8)
+    train("parts", 4)
+    parts = train("parts", 8)
+    for name in ("loss", "validation_loss"):
+        found = [[line[name] for line in lines if name in line][-1] for lines in (whole, parts)]
+        assert found[0] == found[1], name
+    step = max((tmp_path / "whole").rglob("step-*"))
+    code, said = commands.run(
+        "checkpoint", "export", str(step), str(tmp_path / "theirs"), "--to", "hf", "--plugin", "gated_delta_net",
+        env=environment,
+    )
+    assert code != 0 and "model.mixer 'gated_delta_net' has no Hugging Face form" in said
 
 
 @pytest.mark.slow
