@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_port.config.loader import load, shipped_names
-from megatron_port.plan.activation_plan import plan_activations
-from megatron_port.plan.case import Case, Machine, case_of, machine_of
-from megatron_port.plan.memory import plan_memory
-from megatron_port.plan.step import plan_step
+from megatron_port.core.config.loader import load, shipped_names
+from megatron_port.tools.plan.activation_plan import plan_activations
+from megatron_port.tools.plan.case import Case, Machine, case_of, machine_of
+from megatron_port.tools.plan.memory import plan_memory
+from megatron_port.tools.plan.step import plan_step
 
 EQUAL = 1.001
 """Memory that counts as equal: full recompute drops the statistics of norms too, which plans keep."""

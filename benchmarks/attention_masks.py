@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from megatron_port.backend import kernels
-from megatron_port.backend.mask import AttentionMask
-from megatron_port.backend.ops.attention import attention
+from megatron_port.core.layers.mask import AttentionMask
+from megatron_port.ext.kernels import kernels
+from megatron_port.ext.kernels.ops.attention import attention
 
 SEQ, HEADS, GROUPS, SIZE = 4096, 4, 2, 64
 Step = Callable[[], object]

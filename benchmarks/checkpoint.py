@@ -36,12 +36,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_port.checkpoint.background import BackgroundSave
-from megatron_port.checkpoint.format import SavedState
-from megatron_port.checkpoint.peers import GroupPeers
-from megatron_port.checkpoint.reader import open_checkpoint
-from megatron_port.checkpoint.writer import save_among
-from megatron_port.parallel.state import StatePiece
+from megatron_port.core.checkpoint.format import SavedState
+from megatron_port.core.checkpoint.peers import GroupPeers
+from megatron_port.core.checkpoint.reader import open_checkpoint
+from megatron_port.core.checkpoint.writer import save_among
+from megatron_port.core.dist.state import StatePiece
+from megatron_port.ext.storage.background import BackgroundSave
 
 MATRICES = 8
 

@@ -26,14 +26,14 @@ import plan_accuracy
 import plan_accuracy_long
 import plan_accuracy_moe
 
-from megatron_port.config.loader import load
-from megatron_port.model.flops import parameter_count
-from megatron_port.plan import arithmetic
-from megatron_port.plan.case import Case, Machine, case_of, machine_of
-from megatron_port.plan.engines import Engine
-from megatron_port.plan.memory import plan_memory
-from megatron_port.plan.step import plan_step
-from megatron_port.runtime.atomic import write_text
+from megatron_port.core.config.loader import load
+from megatron_port.core.io.atomic import write_text
+from megatron_port.core.model.flops import parameter_count
+from megatron_port.tools.plan import arithmetic
+from megatron_port.tools.plan.case import Case, Machine, case_of, machine_of
+from megatron_port.tools.plan.engines import Engine
+from megatron_port.tools.plan.memory import plan_memory
+from megatron_port.tools.plan.step import plan_step
 
 ROOT = Path(__file__).resolve().parents[1]
 CLAIMS = ROOT / "docs" / "claims.toml"

@@ -17,9 +17,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from megatron_port.data.fetch import fetch
-from megatron_port.data.prepare import prepare
-from megatron_port.data.tokenizer import get_tokenizer
+from megatron_port.ext.corpora.fetch import fetch
+from megatron_port.ext.corpora.prepare import prepare
+from megatron_port.ext.corpora.tokenizer import get_tokenizer
 
 
 def cpu() -> float:

@@ -29,9 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megatron_port.backend.choose import choose_providers
-from megatron_port.backend.device import choose_device
-from megatron_port.config.schema import (
+from megatron_port.core.config.schema import (
     BackendConfig,
     BatchConfig,
     LayoutConfig,
@@ -40,10 +38,12 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.data.batch import MicroBatch
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.runtime.atomic import write_text
-from megatron_port.session.assemble import DTYPES, build_engine, topology_of
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.device import choose_device
+from megatron_port.core.io.atomic import write_text
+from megatron_port.ext.kernels.choose import choose_providers
+from megatron_port.run.build import DTYPES, build_engine, topology_of
 
 
 def run_config(engine: str, dtype: str, device: str = "cpu") -> RunConfig:

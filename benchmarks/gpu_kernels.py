@@ -30,9 +30,11 @@ from torch import Tensor
 
 from benchmarks import attention_providers
 from benchmarks.device_clock import Timing, copies_of, copy_bandwidth, time_calls
-from megatron_port.backend import fused, kernels
-from megatron_port.backend.fp8 import FNUZ, OCP, own_quantiser, torch_quantiser
-from megatron_port.backend.ops import (
+from megatron_port.core.io.atomic import write_text
+from megatron_port.core.layers import fused
+from megatron_port.ext.kernels import kernels
+from megatron_port.ext.kernels.fp8 import FNUZ, OCP, own_quantiser, torch_quantiser
+from megatron_port.ext.kernels.ops import (
     activation,
     cross_entropy,
     dropout,
@@ -42,8 +44,7 @@ from megatron_port.backend.ops import (
     rotary,
     softmax,
 )
-from megatron_port.backend.providers import optional_import
-from megatron_port.runtime.atomic import write_text
+from megatron_port.ext.kernels.providers import optional_import
 
 
 @dataclass

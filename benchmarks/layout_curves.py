@@ -16,7 +16,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_port.telemetry.picture import read_curves
+from megatron_port.tools.report.picture import read_curves
 
 ROOT = Path(__file__).resolve().parents[1]
 

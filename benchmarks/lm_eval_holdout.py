@@ -23,12 +23,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megatron_port.config.loader import load
-from megatron_port.data.dataset import split_positions
-from megatron_port.data.indexed import IndexedDataset
-from megatron_port.data.tokenizer import get_tokenizer
-from megatron_port.runtime.atomic import write_bytes
-from megatron_port.session.provenance import commit
+from megatron_port.core.config.loader import load
+from megatron_port.core.data.dataset import split_positions
+from megatron_port.core.data.indexed import IndexedDataset
+from megatron_port.core.io.atomic import write_bytes
+from megatron_port.ext.corpora.tokenizer import get_tokenizer
+from megatron_port.run.provenance import commit
 
 ROOT = Path(__file__).resolve().parent.parent
 TASKS = ("holdout_spelling", "holdout_lines", "holdout_text")

@@ -16,17 +16,17 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_port.backend.choose import choose_providers
-from megatron_port.backend.device import choose_device
-from megatron_port.config.checks import resolve
-from megatron_port.config.schema import BatchConfig, LayoutConfig, ModelConfig, PrecisionConfig, RunConfig
-from megatron_port.data.batch import MicroBatch
-from megatron_port.engine.api import StepResult
-from megatron_port.engine.loss_reduction import refused_loss
-from megatron_port.health.numerics import NumericsGuard
-from megatron_port.health.replicas import BitsHash
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.session.assemble import DTYPES, build_engine
+from megatron_port.core.config.checks import resolve
+from megatron_port.core.config.schema import BatchConfig, LayoutConfig, ModelConfig, PrecisionConfig, RunConfig
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.device import choose_device
+from megatron_port.core.engine.api import StepResult
+from megatron_port.core.engine.loss_reduction import refused_loss
+from megatron_port.ext.health.numerics import NumericsGuard
+from megatron_port.ext.health.replicas import BitsHash
+from megatron_port.ext.kernels.choose import choose_providers
+from megatron_port.run.build import DTYPES, build_engine
 
 
 def seconds(run: Callable[[], object], device: torch.device, repeat: int) -> float:

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from megatron_port.backend import kernels
-from megatron_port.backend.ops.optimizer import adamw_
+from megatron_port.ext.kernels import kernels
+from megatron_port.ext.kernels.ops.optimizer import adamw_
 
 LR, BETAS, EPS, DECAY = 1e-4, (0.9, 0.95), 1e-8, 0.1
 BYTES = {"own, bf16 weights": 30, "own": 28, "torch fused": 28, "DeepSpeed CPUAdam": 28}

@@ -37,9 +37,9 @@ from typing import Any
 import torch
 
 from megatron_port import build_engine, build_loaders, load_config, open_session
-from megatron_port.config.schema import RunConfig
-from megatron_port.engine.api import Engine
-from megatron_port.optim.schedules import learning_rate
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.engine.api import Engine
+from megatron_port.core.optim.schedules import learning_rate
 
 ROOT = Path(__file__).resolve().parent.parent
 Options = dict[str, Any]

@@ -27,24 +27,24 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from megatron_port.charts.gantt import Bar, gantt
-from megatron_port.charts.page import standalone
-from megatron_port.charts.shapes import colour, drawing, legend, text
-from megatron_port.data.batch import MicroBatch
-from megatron_port.engine.native_passes import BackwardTarget, Passes, StepWork
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.linear import WgradAccumulator
-from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.step import StepSlot
-from megatron_port.parallel.topology import Topology
-from megatron_port.pipeline.actions import Action
-from megatron_port.pipeline.boundary import Boundary
-from megatron_port.pipeline.runner import Runner
-from megatron_port.pipeline.schedules import make_schedule
-from megatron_port.pipeline.simulate import Span, bubble_fraction, simulate, unit_cost
-from megatron_port.pipeline.transfer import StageLink
-from megatron_port.runtime.atomic import write_text
-from megatron_port.runtime.progress import ProgressTracker
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.progress import ProgressTracker
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.engine.native_passes import BackwardTarget, Passes, StepWork
+from megatron_port.core.io.atomic import write_text
+from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.linear import WgradAccumulator
+from megatron_port.core.layers.step import StepSlot
+from megatron_port.core.pipeline.actions import Action
+from megatron_port.core.pipeline.boundary import Boundary
+from megatron_port.core.pipeline.runner import Runner
+from megatron_port.core.pipeline.schedules import make_schedule
+from megatron_port.core.pipeline.simulate import Span, bubble_fraction, simulate, unit_cost
+from megatron_port.core.pipeline.transfer import StageLink
+from megatron_port.tools.charts.gantt import Bar, gantt
+from megatron_port.tools.charts.page import standalone
+from megatron_port.tools.charts.shapes import colour, drawing, legend, text
 
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 Stages = Sequence[Sequence[Span]]

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from published_split import Line, used
 
-from megatron_port.config.loader import load
-from megatron_port.config.schema import ModelConfig
-from megatron_port.plan.case import Case, machine_of
-from megatron_port.plan.engines import Engine
-from megatron_port.plan.programs import FSDP2, FSDP2_ASYNC, LLAMA3, megatron_split
-from megatron_port.plan.step import StepPlan, plan_step
-from megatron_port.runtime.atomic import write_text
+from megatron_port.core.config.loader import load
+from megatron_port.core.config.schema import ModelConfig
+from megatron_port.core.io.atomic import write_text
+from megatron_port.tools.plan.case import Case, machine_of
+from megatron_port.tools.plan.engines import Engine
+from megatron_port.tools.plan.programs import FSDP2, FSDP2_ASYNC, LLAMA3, megatron_split
+from megatron_port.tools.plan.step import StepPlan, plan_step
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "plan-accuracy-long.md"

@@ -17,12 +17,13 @@ from pathlib import Path
 
 from published_split import Line, opened, used
 
-from megatron_port.config.loader import load
-from megatron_port.config.moe import MoEConfig, RoutesConfig
-from megatron_port.config.schema import ModelConfig
-from megatron_port.plan.case import Case, Machine, machine_of
-from megatron_port.plan.engines import Engine
-from megatron_port.plan.programs import (
+from megatron_port.core.config.loader import load
+from megatron_port.core.config.moe import MoEConfig, RoutesConfig
+from megatron_port.core.config.schema import ModelConfig
+from megatron_port.core.io.atomic import write_text
+from megatron_port.tools.plan.case import Case, Machine, machine_of
+from megatron_port.tools.plan.engines import Engine
+from megatron_port.tools.plan.programs import (
     DEEPSPEED_ZERO3,
     DEEPSPEED_ZERO3_HOST,
     FSDP2,
@@ -34,9 +35,8 @@ from megatron_port.plan.programs import (
     MEGATRON_CORE_FSDP,
     megatron_split,
 )
-from megatron_port.plan.search import fullest
-from megatron_port.plan.step import StepPlan, plan_step
-from megatron_port.runtime.atomic import write_text
+from megatron_port.tools.plan.search import fullest
+from megatron_port.tools.plan.step import StepPlan, plan_step
 
 RESULT = Path(__file__).resolve().parent / "results" / "plan-accuracy-more.md"
 FILE = "points2.csv"

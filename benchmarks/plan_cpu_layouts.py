@@ -21,8 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from megatron_port.plan.compare import compare_run
-from megatron_port.runtime.atomic import write_text
+from megatron_port.core.io.atomic import write_text
+from megatron_port.tools.plan.compare import compare_run
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "plan-cpu-layouts.json"

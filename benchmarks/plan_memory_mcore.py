@@ -16,13 +16,13 @@ from pathlib import Path
 from plan_accuracy_more import machine_named
 from published_split import Line, opened, used
 
-from megatron_port.config.moe import MoEConfig
-from megatron_port.config.schema import ModelConfig
-from megatron_port.plan.case import Case
-from megatron_port.plan.memory import StageMemory, stage_memory
-from megatron_port.plan.programs import MEGATRON_CORE, megatron_split
-from megatron_port.plan.rule_cost import ADAMW
-from megatron_port.runtime.atomic import write_text
+from megatron_port.core.config.moe import MoEConfig
+from megatron_port.core.config.schema import ModelConfig
+from megatron_port.core.io.atomic import write_text
+from megatron_port.tools.plan.case import Case
+from megatron_port.tools.plan.memory import StageMemory, stage_memory
+from megatron_port.tools.plan.programs import MEGATRON_CORE, megatron_split
+from megatron_port.tools.plan.rule_cost import ADAMW
 
 RESULT = Path(__file__).resolve().parent / "results" / "plan-memory-mcore.md"
 FILE = "mcore-memory.csv"

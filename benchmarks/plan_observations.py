@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_port.charts.lines import Axis, Series, line_chart
-from megatron_port.charts.page import standalone
-from megatron_port.charts.shapes import drawing, text
-from megatron_port.config.loader import load
-from megatron_port.plan.case import case_of, machine_of
-from megatron_port.plan.studies import Study, planned, studies
-from megatron_port.runtime.atomic import write_text
+from megatron_port.core.config.loader import load
+from megatron_port.core.io.atomic import write_text
+from megatron_port.tools.charts.lines import Axis, Series, line_chart
+from megatron_port.tools.charts.page import standalone
+from megatron_port.tools.charts.shapes import drawing, text
+from megatron_port.tools.plan.case import case_of, machine_of
+from megatron_port.tools.plan.studies import Study, planned, studies
 
 RESULT = Path(__file__).resolve().parents[1] / "docs" / "images" / "observations.svg"
 RUNS = {"22B": "runs/frontier-22b", "175B": "runs/frontier-175b", "1T": "runs/frontier-1t"}

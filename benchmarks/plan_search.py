@@ -11,13 +11,13 @@ import platform
 import time
 from pathlib import Path
 
-from megatron_port.config.loader import load
-from megatron_port.config.schema import RunConfig
-from megatron_port.plan.case import Case, Machine, case_of, machine_of
-from megatron_port.plan.fastest import fastest
-from megatron_port.plan.memory import plan_memory
-from megatron_port.plan.search import Candidate
-from megatron_port.plan.step import StepPlan, plan_step
+from megatron_port.core.config.loader import load
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.tools.plan.case import Case, Machine, case_of, machine_of
+from megatron_port.tools.plan.fastest import fastest
+from megatron_port.tools.plan.memory import plan_memory
+from megatron_port.tools.plan.search import Candidate
+from megatron_port.tools.plan.step import StepPlan, plan_step
 
 RESULT = Path(__file__).resolve().parent / "results" / "plan-search.md"
 SHOWN = 8

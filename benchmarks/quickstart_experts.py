@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_port.charts.lines import Axis, Series, line_chart
-from megatron_port.charts.page import standalone
-from megatron_port.runtime.atomic import write_text
-from megatron_port.telemetry.picture import read_curves, smoothed
+from megatron_port.core.io.atomic import write_text
+from megatron_port.tools.charts.lines import Axis, Series, line_chart
+from megatron_port.tools.charts.page import standalone
+from megatron_port.tools.report.picture import read_curves, smoothed
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = {"experts": "quickstart-moe", "dense": "quickstart-moe-dense"}

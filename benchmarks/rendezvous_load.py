@@ -2,7 +2,7 @@
 
 ``python benchmarks/rendezvous_load.py [--ranks 3072] [--players 4] [--out FILE]`` starts rank 0 as a process of its
 own, with the store that it serves, and PLAYERS processes that hold the connections of all other ranks and do what each
-of them does (``runtime.rendezvous.meet``), rank by rank in threads. It prints rank 0's CPU seconds from its connection
+of them does (``dist.rendezvous.meet``), rank by rank in threads. It prints rank 0's CPU seconds from its connection
 to its release, which is what one core of its node has to do. Everything runs on this machine, so the wall time is that
 of all ranks' work on its cores.
 """
@@ -22,9 +22,9 @@ from pathlib import Path
 
 RANK_0 = """
 import json, resource, sys, time
-from megatron_port.runtime import master_store, rendezvous
-from megatron_port.runtime.discovery import ProcessInfo
-from megatron_port.runtime.fingerprint import Fingerprint
+from megatron_port.core.io import master_store, rendezvous
+from megatron_port.core.dist.discovery import ProcessInfo
+from megatron_port.core.dist.fingerprint import Fingerprint
 ranks, port = int(sys.argv[1]), int(sys.argv[2])
 info = ProcessInfo(0, ranks, 0, 8, 0, ranks // 8, "127.0.0.1", port, "slurm", "node0", secret=sys.argv[3])
 def cpu():
@@ -42,9 +42,9 @@ rendezvous.leave(info, store, 60.0)
 
 def play(first: int, last: int, ranks: int, port: int, secret: str) -> None:
     """Be ranks ``first`` to ``last - 1``."""
-    from megatron_port.runtime import master_store, rendezvous
-    from megatron_port.runtime.discovery import ProcessInfo
-    from megatron_port.runtime.fingerprint import Fingerprint
+    from megatron_port.core.dist import master_store, rendezvous
+    from megatron_port.core.dist.discovery import ProcessInfo
+    from megatron_port.core.dist.fingerprint import Fingerprint
 
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

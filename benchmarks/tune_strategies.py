@@ -22,13 +22,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_port.config.loader import load
-from megatron_port.plan.case import Machine
-from megatron_port.plan.search import Candidate
-from megatron_port.plan.step import plan_step
-from megatron_port.tune.results import OK, Trial, key_of
-from megatron_port.tune.space import Space, make_space, parameters
-from megatron_port.tune.strategies import make_strategy
+from megatron_port.core.config.loader import load
+from megatron_port.tools.plan.case import Machine
+from megatron_port.tools.plan.search import Candidate
+from megatron_port.tools.plan.step import plan_step
+from megatron_port.tools.tune.results import OK, Trial, key_of
+from megatron_port.tools.tune.space import Space, make_space, parameters
+from megatron_port.tools.tune.strategies import make_strategy
 
 OUT = Path(__file__).resolve().parent / "results" / "tune-strategies.json"
 PROBLEMS = {

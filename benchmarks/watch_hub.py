@@ -20,9 +20,9 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron_port.config.schema import WatchConfig
-from megatron_port.runtime.progress import FORWARD, STEP
-from megatron_port.watch import wire
+from megatron_port.core.config.schema import WatchConfig
+from megatron_port.core.dist.progress import FORWARD, STEP
+from megatron_port.tools.watch import wire
 
 
 def start(folder: str, ranks: int) -> tuple[subprocess.Popen[bytes], int]:
@@ -30,7 +30,9 @@ def start(folder: str, ranks: int) -> tuple[subprocess.Popen[bytes], int]:
     receive, answer = os.pipe()
     setup = {"secret": "s", "folder": folder, "host": "other", "world": ranks, "address": "127.0.0.1",
              "answer": answer, "config": asdict(WatchConfig())}
-    hub = subprocess.Popen([sys.executable, "-m", "megatron_port.watch.hub"], stdin=subprocess.PIPE, pass_fds=(answer,))
+    hub = subprocess.Popen(
+        [sys.executable, "-m", "megatron_port.tools.watch.hub"], stdin=subprocess.PIPE, pass_fds=(answer,)
+    )
     assert hub.stdin is not None
     hub.stdin.write(json.dumps(setup).encode() + b"\n")
     hub.stdin.flush()

@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from megatron_port.former_names import install
+
 try:
     from megatron_port._version import __version__  # which an installation has
 except ImportError:  # a checkout: the commit says more, and ``git`` is not asked for it here
@@ -21,17 +23,17 @@ if TYPE_CHECKING:
     from megatron_port.api import load_config as load_config
     from megatron_port.api import open_session as open_session
     from megatron_port.api import run_training as run_training
-    from megatron_port.checkpoint.reader import open_checkpoint as open_checkpoint
-    from megatron_port.config.schema import RunConfig as RunConfig
-    from megatron_port.data.batch import MicroBatch as MicroBatch
-    from megatron_port.data.indexed import IndexedDataset as IndexedDataset
-    from megatron_port.data.prepare import prepare as prepare
-    from megatron_port.data.tokenizer import get_tokenizer as get_tokenizer
-    from megatron_port.engine.api import Engine as Engine
-    from megatron_port.errors import PortError as PortError
-    from megatron_port.optim.schedules import learning_rate as learning_rate
-    from megatron_port.session.session import Session as Session
-    from megatron_port.train.trainer import Trainer as Trainer
+    from megatron_port.core.checkpoint.reader import open_checkpoint as open_checkpoint
+    from megatron_port.core.config.schema import RunConfig as RunConfig
+    from megatron_port.core.data.batch import MicroBatch as MicroBatch
+    from megatron_port.core.data.indexed import IndexedDataset as IndexedDataset
+    from megatron_port.core.engine.api import Engine as Engine
+    from megatron_port.core.errors import PortError as PortError
+    from megatron_port.core.optim.schedules import learning_rate as learning_rate
+    from megatron_port.ext.corpora.prepare import prepare as prepare
+    from megatron_port.ext.corpora.tokenizer import get_tokenizer as get_tokenizer
+    from megatron_port.run.session import Session as Session
+    from megatron_port.run.trainer import Trainer as Trainer
 
 _WHERE = {
     "build_engine": "megatron_port.api",
@@ -40,22 +42,24 @@ _WHERE = {
     "load_config": "megatron_port.api",
     "open_session": "megatron_port.api",
     "run_training": "megatron_port.api",
-    "open_checkpoint": "megatron_port.checkpoint.reader",
-    "RunConfig": "megatron_port.config.schema",
-    "IndexedDataset": "megatron_port.data.indexed",
-    "prepare": "megatron_port.data.prepare",
-    "get_tokenizer": "megatron_port.data.tokenizer",
-    "Engine": "megatron_port.engine.api",
-    "MicroBatch": "megatron_port.data.batch",
-    "PortError": "megatron_port.errors",
-    "learning_rate": "megatron_port.optim.schedules",
-    "Trainer": "megatron_port.train.trainer",
-    "Session": "megatron_port.session.session",
+    "open_checkpoint": "megatron_port.core.checkpoint.reader",
+    "RunConfig": "megatron_port.core.config.schema",
+    "IndexedDataset": "megatron_port.core.data.indexed",
+    "prepare": "megatron_port.ext.corpora.prepare",
+    "get_tokenizer": "megatron_port.ext.corpora.tokenizer",
+    "Engine": "megatron_port.core.engine.api",
+    "MicroBatch": "megatron_port.core.data.batch",
+    "PortError": "megatron_port.core.errors",
+    "learning_rate": "megatron_port.core.optim.schedules",
+    "Trainer": "megatron_port.run.trainer",
+    "Session": "megatron_port.run.session",
 }
 
 __all__ = ["Engine", "IndexedDataset", "MicroBatch", "PortError", "RunConfig", "Session", "Trainer", "__version__",
            "build_engine", "build_loaders", "build_model", "get_tokenizer", "learning_rate", "load_config",
            "open_checkpoint", "open_session", "prepare", "run_training"]
+
+install()
 
 
 def __getattr__(name: str) -> object:

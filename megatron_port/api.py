@@ -22,16 +22,16 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_port.config.loader import load
-from megatron_port.config.schema import RunConfig
+from megatron_port.core.config.loader import load
+from megatron_port.core.config.schema import RunConfig
 
 if TYPE_CHECKING:
-    from megatron_port.data.loader import Loaders
-    from megatron_port.engine.api import Engine
-    from megatron_port.model.gpt import GPTStage
-    from megatron_port.runtime.discovery import ProcessInfo
-    from megatron_port.session.session import Session
-    from megatron_port.train.loop import TrainingResult
+    from megatron_port.core.data.loader import Loaders
+    from megatron_port.core.dist.discovery import ProcessInfo
+    from megatron_port.core.engine.api import Engine
+    from megatron_port.core.model.gpt import GPTStage
+    from megatron_port.core.train.loop import TrainingResult
+    from megatron_port.run.session import Session
 
 
 def load_config(file: str | Path | Sequence[str | Path] | None = None, *overrides: str) -> RunConfig:
@@ -59,8 +59,8 @@ def open_session(
         ConfigError: the configuration is wrong.
         EnvironmentFault: launcher, network, device, output folder, or a number of ranks that the layout cannot use.
     """
-    from megatron_port.runtime.discovery import discover
-    from megatron_port.session import session
+    from megatron_port.core.dist.discovery import discover
+    from megatron_port.run import session
 
     return session.open_session(config, info or discover(), quiet=quiet, writes=writes)
 
@@ -72,9 +72,9 @@ def build_model(session: Session) -> list[GPTStage]:
     Forward takes token ids [batch, seq] on the first stage, and gives logits [seq, batch, vocab / tp] on the last.
     :func:`build_engine` makes its own.
     """
-    from megatron_port.parallel.random import DropoutStream
-    from megatron_port.parallel.step import StepSlot
-    from megatron_port.session import assemble
+    from megatron_port.core.layers.dropout import DropoutStream
+    from megatron_port.core.layers.step import StepSlot
+    from megatron_port.run import build as assemble
 
     stream = DropoutStream(session.config.seed, session.ctx.device)
     return assemble.build_model(session.config, session.ctx, session.providers, StepSlot(stream))
@@ -85,7 +85,7 @@ def build_engine(session: Session, *, initialise: bool = True) -> Engine:
 
     ``initialise``: False where ``engine.load_state`` or ``load_weights`` will set them.
     """
-    from megatron_port.session import assemble
+    from megatron_port.run import build as assemble
 
     return assemble.build_engine(
         session.config, session.ctx, session.providers, initialise=initialise, progress=session.progress
@@ -101,9 +101,9 @@ def build_loaders(session: Session) -> Loaders:
     Raises:
         DataError: a corpus that is missing, damaged, too small or of another tokenizer.
     """
-    from megatron_port.data import loader
-    from megatron_port.optim.schedules import BatchSchedule
-    from megatron_port.parallel.positions import sequence_partition
+    from megatron_port.core.data import loader
+    from megatron_port.core.dist.positions import sequence_partition
+    from megatron_port.core.optim.schedules import BatchSchedule
 
     ctx, config = session.ctx, session.config
     return loader.build_loaders(
@@ -122,8 +122,8 @@ def check_memory(config: RunConfig, world_size: int | None) -> str:
     """
     if config.launch.memory_check == "off" or config.cluster.memory_gb <= 0:  # the planner is large
         return ""
-    from megatron_port.errors import ConfigError
-    from megatron_port.plan.guard import memory_problem
+    from megatron_port.core.errors import ConfigError
+    from megatron_port.tools.plan.guard import memory_problem
 
     found = memory_problem(config, world_size)
     if found and config.launch.memory_check == "stop":
@@ -133,11 +133,11 @@ def check_memory(config: RunConfig, world_size: int | None) -> str:
 
 def _warnings(config: RunConfig, world_size: int) -> list[str]:
     """Return what a run should be warned of before it starts. Raises ConfigError as :func:`check_memory` does."""
-    from megatron_port.plan.starved import starved_stages
+    from megatron_port.tools.plan.starved import starved_stages
 
     found = [check_memory(config, world_size), starved_stages(config, world_size)]
     if config.model.family != "auto":
-        from megatron_port.interop.hf_config import another_family
+        from megatron_port.tools.interop.hf_config import another_family
 
         found.append(another_family(config.model))
     return [warning for warning in found if warning]
@@ -150,21 +150,21 @@ def run_training(config: RunConfig, info: ProcessInfo | None = None) -> Training
     the first rank's message for the job script.
 
     Raises:
-        PortError: see ``megatron_port.errors``; the same on every rank where it concerns all.
+        PortError: see ``megatron_port.core.errors``; the same on every rank where it concerns all.
     """
-    from megatron_port.runtime.signals import block_signals
+    from megatron_port.core.dist.signals import block_signals
 
     block_signals()
-    from megatron_port.errors import PeerLost
-    from megatron_port.launch.outcome import record_failure
-    from megatron_port.runtime.discovery import discover
-    from megatron_port.runtime.job import attempt_name
-    from megatron_port.session.folders import run_folder
-    from megatron_port.session.leasing import leased_session
-    from megatron_port.session.provenance import record_failure_event
-    from megatron_port.session.session import open_session
-    from megatron_port.session.watching import watch_ranks
-    from megatron_port.train.trainer import Trainer
+    from megatron_port.core.dist.discovery import discover
+    from megatron_port.core.dist.job import attempt_name
+    from megatron_port.core.errors import PeerLost
+    from megatron_port.core.train.folders import run_folder
+    from megatron_port.run.leasing import leased_session
+    from megatron_port.run.provenance import record_failure_event
+    from megatron_port.run.session import open_session
+    from megatron_port.run.trainer import Trainer
+    from megatron_port.run.watching import watch_ranks
+    from megatron_port.tools.launch.outcome import record_failure
 
     info = info or discover()
     try:

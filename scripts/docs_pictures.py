@@ -19,9 +19,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_port.charts.lines import Axis, Series, line_chart  # noqa: E402
-from megatron_port.charts.page import standalone  # noqa: E402
-from megatron_port.charts.shapes import COLOURS, colour, drawing, legend, line, rectangle, text  # noqa: E402
+from megatron_port.tools.charts.lines import Axis, Series, line_chart  # noqa: E402
+from megatron_port.tools.charts.page import standalone  # noqa: E402
+from megatron_port.tools.charts.shapes import COLOURS, colour, drawing, legend, line, rectangle, text  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -185,7 +185,7 @@ def pipeline() -> str:
 
 def one_f_one_b(stage: int, stages: int, batches: int) -> list[tuple[str, int]]:
     """Passes of one stage: warm-up, one forward and one backward in turn, then the rest."""
-    from megatron_port.pipeline.schedules import one_f_one_b as schedule
+    from megatron_port.core.pipeline.schedules import one_f_one_b as schedule
 
     return [(action.kind.name[0], action.micro_batch) for action in schedule(stage, stages, batches)]
 

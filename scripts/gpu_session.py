@@ -147,7 +147,7 @@ def parts(folder: Path, device: str, *, tiny: bool, minutes: float) -> list[Part
 
 def install_kernels(source: Path) -> str:
     """Copy prebuilt libraries to where the package looks for them; why not, if some are not there."""
-    from megatron_port.backend import kernels
+    from megatron_port.ext.kernels import kernels
 
     if source.resolve() == kernels.FOLDER.resolve():
         return ""

@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 
-from megatron_port.telemetry.metrics import read_metrics  # noqa: E402
+from megatron_port.ext.telemetry.metrics import read_metrics  # noqa: E402
 
 RUN = """extends = "{model}"
 name = "first"

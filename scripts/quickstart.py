@@ -45,7 +45,7 @@ def command(*arguments: str, capture: bool = False) -> str:
 
 def prepare_corpus() -> float:
     """Fetch and tokenize once; the corpus's unigram entropy in nats per token."""
-    from megatron_port.data.indexed import unigram_entropy
+    from megatron_port.core.data.indexed import unigram_entropy
 
     prefix = DATA / "quickstart"
     if not prefix.with_name("quickstart.idx").exists():
@@ -69,8 +69,8 @@ def chosen() -> Choice:
     Raises:
         EnvironmentFault: a GPU was asked for, and torch cannot use one; the message says why.
     """
-    from megatron_port.backend.device import choose_device, installed_accelerators
-    from megatron_port.errors import EnvironmentFault
+    from megatron_port.core.dist.device import choose_device, installed_accelerators
+    from megatron_port.core.errors import EnvironmentFault
 
     device = os.environ.get("DEVICE", "") or "cpu"
     names = "SMALL", "SHARE_GPU", "SHARD", "MOE", "LONG"
@@ -89,8 +89,8 @@ def chosen() -> Choice:
 def main(folder: Path = ROOT, extra: Sequence[str] = ()) -> int:
     """The quick start in ``folder``, with ``extra`` overrides of the run; its exit code."""
     os.chdir(folder)
-    from megatron_port.config.loader import load
-    from megatron_port.errors import PortError
+    from megatron_port.core.config.loader import load
+    from megatron_port.core.errors import PortError
 
     started = time.perf_counter()
     try:
@@ -112,10 +112,10 @@ def main(folder: Path = ROOT, extra: Sequence[str] = ()) -> int:
 
 def conclude(choice: Choice, changes: list[str], entropy: float, *, training: float, started: float) -> int:
     """Sample, picture and table of a run that was trained; the exit code."""
-    from megatron_port.config.loader import load
-    from megatron_port.model.flops import counted
-    from megatron_port.telemetry.metrics import read_metrics
-    from megatron_port.telemetry.picture import draw_loss
+    from megatron_port.core.config.loader import load
+    from megatron_port.core.model.flops import counted
+    from megatron_port.ext.telemetry.metrics import read_metrics
+    from megatron_port.tools.report.picture import draw_loss
 
     config = load(choice.run, changes).config
     layout, folder = config.layout, Path(config.output_dir) / config.name
@@ -166,7 +166,7 @@ def conclude(choice: Choice, changes: list[str], entropy: float, *, training: fl
 
 def second_layout(choice: Choice, changes: Sequence[str], folder: Path) -> tuple[str, list[str]]:
     """Take the first steps again on one process, and write the report of both; (a line that compares them, faults)."""
-    from megatron_port.telemetry.picture import read_curves
+    from megatron_port.tools.report.picture import read_curves
 
     other = folder.with_name(f"{folder.name}-one-process")
     sets = other_layout(choice, changes, other.name)

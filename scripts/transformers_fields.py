@@ -1,6 +1,6 @@
 """Write which fields of config.json the installed transformers reads, family by family.
 
-    python scripts/transformers_fields.py            # writes megatron_port/model/families/transformers_fields.json
+    python scripts/transformers_fields.py            # writes megatron_port/ext/families/transformers_fields.json
     python scripts/transformers_fields.py --check    # says whether the file is what this transformers gives
 
 The sources are parsed, nothing is run. From a family's language model every class and function of transformers that it
@@ -21,8 +21,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_port.model.families import family_named, family_names
-from megatron_port.model.families.known import FILE
+from megatron_port.ext.families import family_named, family_names
+from megatron_port.ext.families.known import FILE
 
 FOLLOWED = ("models.", "masking_utils", "modeling_rope_utils", "modeling_layers", "cache_utils", "activations",
             "modeling_flash_attention_utils", "pytorch_utils", "integrations.moe", "integrations.sdpa_attention",

@@ -30,10 +30,10 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "megatron_port.cli.main", "megatron_port.cli.train",
-           "megatron_port.cli.checkpoint", "megatron_port.runtime.local", "megatron_port.train.loading",
-           "megatron_port.train.trainer", "megatron_port.plan.guard", "megatron_port.plan.advice",
-           "megatron_port.session.leasing", "megatron_port.session.watching", "megatron_port.watch.hub_process",
-           "megatron_port.watch.secret")
+           "megatron_port.cli.checkpoint", "megatron_port.core.dist.local", "megatron_port.run.loading",
+           "megatron_port.run.trainer", "megatron_port.tools.plan.guard", "megatron_port.tools.plan.advice",
+           "megatron_port.run.leasing", "megatron_port.run.watching", "megatron_port.tools.watch.hub_process",
+           "megatron_port.tools.watch.secret")
 
 
 @dataclass(frozen=True)
@@ -287,8 +287,8 @@ def _serve(module: str, function: str, preload: Sequence[str]) -> None:
 
 
 def _load_kernels() -> None:
-    from megatron_port.backend import kernels
-    from megatron_port.errors import EnvironmentFault
+    from megatron_port.core.errors import EnvironmentFault
+    from megatron_port.ext.kernels import kernels
 
     with contextlib.suppress(EnvironmentFault):
         kernels.load("cpu")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_port.engine.step_graphs import Recording
+from megatron_port.ext.kernels.step_graphs import Recording
 
 Result = TypeVar("Result")
 
@@ -94,7 +94,7 @@ def _collectives_apart(tape: Tape) -> Iterator[None]:
 
 
 class TapeRecorder:
-    """``engine.step_graphs.Recorder`` by a :class:`Tape`. ``recorded``: functions so far."""
+    """``kernels.step_graphs.Recorder`` by a :class:`Tape`. ``recorded``: functions so far."""
 
     def __init__(self) -> None:
         self.recorded = 0

@@ -15,10 +15,10 @@ from benchmarks.compare.peer import About, Unable, need
 from benchmarks.compare.plain import decay_groups
 from benchmarks.compare.sizes import OPTIMIZER, Size
 from benchmarks.compare.weights import Weights
-from megatron_port.backend.jit_guard import prepare_deepspeed
-from megatron_port.errors import CheckpointError
-from megatron_port.interop.hf_config import family_for, hf_config
-from megatron_port.interop.hf_names import hf_tensors
+from megatron_port.core.errors import CheckpointError
+from megatron_port.ext.kernels.jit_guard import prepare_deepspeed
+from megatron_port.tools.interop.hf_config import family_for, hf_config
+from megatron_port.tools.interop.hf_names import hf_tensors
 
 
 def alone(device: torch.device) -> None:
@@ -70,7 +70,7 @@ class Training:
     """DeepSpeed's engine."""
 
     def __init__(self, size: Size, model: torch.nn.Module, device: torch.device, compile: bool) -> None:
-        deepspeed = need("megatron_port.runtime.deepspeed_import").deepspeed
+        deepspeed = need("megatron_port.ext.deepspeed.deepspeed_import").deepspeed
         self.size, self.about = size, About({"attention": "sdpa", "compile": "engine.compile()" if compile else "off"})
         passes = size.global_batch // size.micro_batch
         config: dict[str, Any] = {

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from benchmarks.compare.peer import About, StackStep, Unable, autocast_dtype, need
 from benchmarks.compare.sizes import Size
 from benchmarks.compare.weights import Weights
-from megatron_port.config.schema import ModelConfig
+from megatron_port.core.config.schema import ModelConfig
 
 QUIET = {"attn_implementation": "sdpa"}
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}

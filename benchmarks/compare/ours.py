@@ -11,24 +11,24 @@ from torch import Tensor, nn
 from benchmarks.compare.peer import About, Unable
 from benchmarks.compare.sizes import OPTIMIZER, Size
 from benchmarks.compare.weights import Weights
-from megatron_port.backend.choose import choose_providers
-from megatron_port.backend.device import choose_device
-from megatron_port.backend.providers import Providers
-from megatron_port.config.conflicts import contradictions
-from megatron_port.config.fp8 import CONFLICTS as FP8
-from megatron_port.config.schema import BackendConfig
-from megatron_port.data.batch import MicroBatch
-from megatron_port.errors import PortError
-from megatron_port.model.build import BuildContext
-from megatron_port.model.decoder_spec import model_spec
-from megatron_port.model.layers import TransformerLayer
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.linear import WgradAccumulator
-from megatron_port.parallel.linear_kernels import QuantizedWeightCache
-from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.record import record_of
-from megatron_port.parallel.step import StepSlot
-from megatron_port.session.assemble import DTYPES, build_engine
+from megatron_port.core.config.conflicts import contradictions
+from megatron_port.core.config.fp8 import CONFLICTS as FP8
+from megatron_port.core.config.schema import BackendConfig
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.device import choose_device
+from megatron_port.core.dist.record import record_of
+from megatron_port.core.errors import PortError
+from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.linear import WgradAccumulator
+from megatron_port.core.layers.linear_kernels import QuantizedWeightCache
+from megatron_port.core.layers.step import StepSlot
+from megatron_port.core.model.build import BuildContext
+from megatron_port.core.model.decoder_spec import model_spec
+from megatron_port.core.model.layers import TransformerLayer
+from megatron_port.ext.kernels.choose import choose_providers
+from megatron_port.ext.kernels.providers import Providers
+from megatron_port.run.build import DTYPES, build_engine
 
 
 class Training:

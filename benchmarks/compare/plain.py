@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from benchmarks.compare.peer import About, StackStep, autocast_dtype
 from benchmarks.compare.sizes import OPTIMIZER, Size
 from benchmarks.compare.weights import Weights
-from megatron_port.config.schema import ModelConfig
+from megatron_port.core.config.schema import ModelConfig
 
 
 def _norm(m: ModelConfig) -> nn.Module:

@@ -18,11 +18,11 @@ from benchmarks.compare.results import write
 from benchmarks.compare.run import ours
 from benchmarks.compare.sizes import sizes
 from benchmarks.compare.worker import settled
-from megatron_port.config.loader import load
-from megatron_port.errors import PortError
-from megatron_port.plan.case import case_of, machine_of
-from megatron_port.plan.memory import stage_memory
-from megatron_port.plan.step import plan_step
+from megatron_port.core.config.loader import load
+from megatron_port.core.errors import PortError
+from megatron_port.tools.plan.case import case_of, machine_of
+from megatron_port.tools.plan.memory import stage_memory
+from megatron_port.tools.plan.step import plan_step
 
 
 def predict(found: dict[str, Any], machine_file: Path) -> list[dict[str, Any]]:

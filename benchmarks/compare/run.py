@@ -14,7 +14,7 @@ from benchmarks.compare.peer import PEERS, REFERENCE
 from benchmarks.compare.sizes import Size
 
 CHECKED_STEPS = 5
-"""A recorded step is replayed from the fourth on (``engine.step_graphs``), so the last two are replays."""
+"""A recorded step is replayed from the fourth on (``kernels.step_graphs``), so the last two are replays."""
 TOLERANCE = {"fp32": (2e-6, 2e-5), "bf16": (1e-3, 1e-2), "fp8": (5e-3, 5e-2)}
 """Relative, by precision (fp8: of a peer whose layers are in 8 bits): of the first step's loss (the same weights); of
 the further losses and of all gradient norms (which clip and optimizer enter)."""

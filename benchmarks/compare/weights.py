@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.compare.sizes import Size
-from megatron_port.config.schema import ModelConfig
-from megatron_port.model.shapes import parameter_shapes
-from megatron_port.parallel.init import initial_values
-from megatron_port.parallel.record import InitSpec
+from megatron_port.core.config.schema import ModelConfig
+from megatron_port.core.dist.init import initial_values
+from megatron_port.core.dist.record import InitSpec
+from megatron_port.core.model.shapes import parameter_shapes
 
 SEED = 1234
 

@@ -3,6 +3,6 @@
 It names the family without importing it; the name is the ``model_type`` of its config.json.
 """
 
-from megatron_port.registry import FAMILIES
+from megatron_port.core.registry import FAMILIES
 
 FAMILIES.add("gpt_bigcode", "bigcode_family:FAMILY")

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from megatron_port.backend.choose import Candidate
-from megatron_port.backend.device import DeviceInfo
-from megatron_port.backend.fused import torch_bias_gelu
-from megatron_port.registry import PROVIDERS
+from megatron_port.core.dist.device import DeviceInfo
+from megatron_port.core.layers.fused import torch_bias_gelu
+from megatron_port.core.registry import PROVIDERS
+from megatron_port.ext.kernels.choose import Candidate
 
 
 class _LeanSwiGLU(torch.autograd.Function):

@@ -7,11 +7,11 @@ attempt that resumes at an earlier step forgets a later best: those steps run ag
 import json
 import math
 
-from megatron_port.registry import LOOP_HOOKS
-from megatron_port.runtime.agreement import broadcast_text
-from megatron_port.runtime.atomic import write_text
-from megatron_port.session.folders import run_folder
-from megatron_port.train.hooks import LoopHook, LoopState
+from megatron_port.core.dist.agreement import broadcast_text
+from megatron_port.core.io.atomic import write_text
+from megatron_port.core.registry import LOOP_HOOKS
+from megatron_port.core.train.folders import run_folder
+from megatron_port.core.train.hooks import LoopHook, LoopState
 
 
 class BestStep(LoopHook):

@@ -9,8 +9,8 @@ are sums over them; ``reduce_from_tp`` is such a sum, with its gradient, and aut
 import torch
 import torch.distributed as dist
 
-from megatron_port.parallel.collectives import reduce_from_tp
-from megatron_port.registry import LOSSES
+from megatron_port.core.dist.collectives import reduce_from_tp
+from megatron_port.core.registry import LOSSES
 
 COEFFICIENT = 1e-4
 

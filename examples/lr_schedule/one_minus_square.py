@@ -6,8 +6,8 @@ A schedule is a pure function of the settings and the step. Every rank asks it, 
 it must not keep anything between two calls. The warm-up is the package's: the function is asked from there on.
 """
 
-from megatron_port.config.schema import OptimizerConfig
-from megatron_port.registry import LR_SCHEDULES
+from megatron_port.core.config.schema import OptimizerConfig
+from megatron_port.core.registry import LR_SCHEDULES
 
 
 def one_minus_square(settings: OptimizerConfig, step: int, total_steps: int) -> float:

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from megatron_port.parallel.state import WEIGHT
-from megatron_port.registry import LOOP_HOOKS
-from megatron_port.runtime.metric import Metric
-from megatron_port.runtime.step_metrics import declare
-from megatron_port.train.hooks import LoopHook, TakenStep
+from megatron_port.core.dist.state import WEIGHT
+from megatron_port.core.io.metric import Metric
+from megatron_port.core.io.step_metrics import declare
+from megatron_port.core.registry import LOOP_HOOKS
+from megatron_port.core.train.hooks import LoopHook, TakenStep
 
 declare(Metric(
     "weight_norm", float, label="weight norm", form="{:.4f}", tag="optimizer/weight_norm", chart="Weight norm",

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megatron_port.config.mixer import MixerKind
-from megatron_port.config.schema import ModelConfig
-from megatron_port.model.decoder_spec import residual_std
-from megatron_port.model.mixer_spec import MixerSpec
-from megatron_port.model.ops import Op
-from megatron_port.model.parameter_spec import LinearSpec, ParameterSpec, Split
-from megatron_port.registry import MIXERS
+from megatron_port.core.config.mixer import MixerKind
+from megatron_port.core.config.schema import ModelConfig
+from megatron_port.core.model.decoder_spec import residual_std
+from megatron_port.core.model.mixer_spec import MixerSpec
+from megatron_port.core.model.ops import Op
+from megatron_port.core.model.parameter_spec import LinearSpec, ParameterSpec, Split
+from megatron_port.core.registry import MIXERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +64,8 @@ class GatedDeltaNet(MixerSpec):
         import torch  # not needed by the commands that plan and check
         from torch.nn.functional import normalize, softplus
 
-        from megatron_port.model.factored import row_linear
-        from megatron_port.model.recompute import recompute
+        from megatron_port.core.model.recompute import recompute
+        from megatron_port.ext.weights.factored import row_linear
 
         heads, size = self.heads // build.ctx.size("tp"), self.head_size
 

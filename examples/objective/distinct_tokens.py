@@ -13,12 +13,12 @@ from types import MappingProxyType
 
 import torch
 
-from megatron_port.config.conflicts import Conflict
-from megatron_port.data.batch import MicroBatch
-from megatron_port.data.objective import Objective, WholeSamples
-from megatron_port.model.gpt import GPTStage
-from megatron_port.parallel.step import StepContext
-from megatron_port.registry import OBJECTIVES
+from megatron_port.core.config.conflicts import Conflict
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.data.objective import Objective, WholeSamples
+from megatron_port.core.layers.step import StepContext
+from megatron_port.core.model.gpt import GPTStage
+from megatron_port.core.registry import OBJECTIVES
 
 
 class DistinctTokens(Objective):

@@ -4,6 +4,6 @@ It names the rule without importing it, so that ``megatron-port config check`` d
 imports it, to ask what it keeps of each parameter.
 """
 
-from megatron_port.registry import OPTIMIZERS
+from megatron_port.core.registry import OPTIMIZERS
 
 OPTIMIZERS.add("signum", "signum_rule:SIGNUM")

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 import torch
 
-from megatron_port.optim.rules import ElementwiseRule, UpdateSettings
-from megatron_port.parallel.record import ParameterRecord
+from megatron_port.core.dist.record import ParameterRecord
+from megatron_port.core.optim.rules import ElementwiseRule, UpdateSettings
 
 
 class Signum(ElementwiseRule):

@@ -7,8 +7,8 @@ A schedule says only what a stage computes and in which order: sends and receive
 lists before they run: every pass once, in an order that can be, and no messages that wait for one another.
 """
 
-from megatron_port.pipeline.actions import Action, Kind
-from megatron_port.registry import SCHEDULES
+from megatron_port.core.pipeline.actions import Action, Kind
+from megatron_port.core.registry import SCHEDULES
 
 
 def eager_1f1b(stage: int, stages: int, micro_batches: int) -> list[Action]:

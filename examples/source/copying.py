@@ -7,12 +7,12 @@ resuming and for drawing the same samples whatever the layout.
 
 import numpy as np
 
-from megatron_port.config.schema import RunConfig
-from megatron_port.registry import SOURCES
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.registry import SOURCES
 
 
 class CopyingDataset:
-    """``megatron_port.data.plugin_source.PluginDataset``: samples of ``seq_length + 1`` ids, int64."""
+    """``megatron_port.ext.corpora.plugin_source.PluginDataset``: samples of ``seq_length + 1`` ids, int64."""
 
     def __init__(self, seq_length: int, vocab_size: int, key: int) -> None:
         self.seq_length, self.vocab_size, self.key = seq_length, vocab_size, key

@@ -1,4 +1,4 @@
-// 64 random bits of a (counter, keys), for device and CPU sources: bit for bit what parallel/counter.py's random_bits
+// 64 random bits of a (counter, keys), for device and CPU sources: bit for bit what core/dist/counter.py's random_bits
 // gives. The mixer is of SplitMix64's kind (Steele, Lea & Flood, OOPSLA 2014). Little-endian machines only.
 #pragma once
 

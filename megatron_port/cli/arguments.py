@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_port.config.urls import local_path
-from megatron_port.errors import ConfigError
+from megatron_port.core.config.urls import local_path
+from megatron_port.core.errors import ConfigError
 
 OTHER_NAMES = {"list": ("ls",), "show": ("inspect",), "rm": ("remove",)}
 """Verb → what it may be called too. They mean the same in every group: what there is; one of them; remove some."""
@@ -32,7 +32,7 @@ def verb_of(action: str) -> str:
 
 def weights_folder(name: str) -> Path:
     """Return the folder that ``SOURCE_HELP`` describes. Raises ConfigError."""
-    from megatron_port.config.run_names import run_folder_of
+    from megatron_port.core.config.run_names import run_folder_of
 
     path = local_path(name)
     return path if path.is_dir() else run_folder_of(name)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from megatron_port.cli.main import add_overrides, add_rendezvous_options, add_run_options, load_run, on_ranks
 from megatron_port.cli.progress import ProgressBar
 from megatron_port.cli.tune import add_trial_options, trial_problems
-from megatron_port.config.urls import expanded, local_path
-from megatron_port.errors import EXIT_OK, ConfigError
+from megatron_port.core.config.urls import expanded, local_path
+from megatron_port.core.errors import EXIT_OK, ConfigError
 
 if TYPE_CHECKING:
-    from megatron_port.runtime.discovery import ProcessInfo
+    from megatron_port.core.dist.discovery import ProcessInfo
 
 
 def add_parser(subparsers: Any) -> None:
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 def run_calibrate(args: argparse.Namespace) -> int:
     """Measure on this rank; return the exit code. Raises ConfigError, EnvironmentFault."""
-    from megatron_port.config.loader import load
+    from megatron_port.core.config.loader import load
 
     if args.seconds <= 0:
         raise ConfigError(f"--seconds {args.seconds:g}: above 0")
@@ -69,7 +69,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
     extends = str(given.absolute()) if given.is_file() else args.cluster
 
     def measure(info: ProcessInfo) -> int:
-        from megatron_port.bench.session import calibrate
+        from megatron_port.tools.bench.session import calibrate
 
         text = calibrate(config, info, args.output, extends=extends, with_model=bool(args.model), fresh=args.fresh,
                          budget_s=args.seconds)
@@ -77,13 +77,13 @@ def run_calibrate(args: argparse.Namespace) -> int:
             print(text, flush=True)
         return EXIT_OK
 
-    return on_ranks(args, measure, "torch", "megatron_port.bench.session")
+    return on_ranks(args, measure, "torch", "megatron_port.tools.bench.session")
 
 
 def run_sweep(args: argparse.Namespace) -> int:
     """Run the studies; return the exit code. Raises ConfigError, EnvironmentFault."""
-    from megatron_port.bench.sweep import NAMES, sweep
-    from megatron_port.tune.trial import choose_launcher
+    from megatron_port.tools.bench.sweep import NAMES, sweep
+    from megatron_port.tools.tune.trial import choose_launcher
 
     out = [f"--study {name} is unknown; use {', '.join(NAMES)}" for name in args.study if name not in NAMES]
     out += trial_problems(args)

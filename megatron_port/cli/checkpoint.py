@@ -10,16 +10,16 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_port.charts.numbers import quantity
 from megatron_port.cli import checkpoint_convert
 from megatron_port.cli.arguments import add_json, add_verb, add_yes, confirm, print_json, print_table, verb_of
 from megatron_port.cli.checkpoint_diff import SUBFOLDER, diff
 from megatron_port.cli.progress import ProgressBar
-from megatron_port.config.urls import expanded, is_remote, local_path, url_fault
-from megatron_port.errors import EXIT_CHECKPOINT, EXIT_OK, CheckpointError
+from megatron_port.core.config.urls import expanded, is_remote, local_path, url_fault
+from megatron_port.core.errors import EXIT_CHECKPOINT, EXIT_OK, CheckpointError
+from megatron_port.core.io.numbers import quantity
 
 if TYPE_CHECKING:
-    from megatron_port.checkpoint.format import Manifest
+    from megatron_port.core.checkpoint.format import Manifest
 
 _WHERE = "a run's folder, its run file or shipped name, a folder of checkpoints, or one checkpoint"
 
@@ -78,14 +78,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _folder(name: str) -> Path:
     """Return the folder that holds the checkpoints of what was named."""
-    from megatron_port.config.run_names import run_folder_of
+    from megatron_port.core.config.run_names import run_folder_of
 
     path = local_path(name)
     return path if path.exists() and not path.is_file() else run_folder_of(name)
 
 
 def _copy(action: str, directory: Path, url: str) -> int:
-    from megatron_port.checkpoint.mirror import pull, push
+    from megatron_port.ext.storage.mirror import pull, push
 
     if fault := url_fault(url, writable=True):
         raise CheckpointError(fault)
@@ -100,7 +100,7 @@ def _copy(action: str, directory: Path, url: str) -> int:
 
 def directories(directory: Path) -> list[Path]:
     """Return the checkpoint directories, complete or not, by name. Raises CheckpointError: there is none."""
-    from megatron_port.checkpoint.format import MANIFEST, step_of
+    from megatron_port.core.checkpoint.format import MANIFEST, step_of
 
     if directory.is_dir() and ((directory / MANIFEST).exists() or step_of(directory.resolve().name) is not None):
         return [directory]
@@ -113,7 +113,7 @@ def directories(directory: Path) -> list[Path]:
 
 
 def _list(directory: Path, *, as_json: bool) -> int:
-    from megatron_port.checkpoint.reader import open_checkpoint
+    from megatron_port.core.checkpoint.reader import open_checkpoint
 
     whole: list[tuple[Path, Manifest]] = []
     broken: list[tuple[Path, CheckpointError]] = []
@@ -158,7 +158,7 @@ def _summary(path: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _list_remote(url: str, *, as_json: bool) -> int:
-    from megatron_port.checkpoint.mirror import copies
+    from megatron_port.ext.storage.mirror import copies
 
     if fault := url_fault(url):
         raise CheckpointError(fault)
@@ -171,7 +171,7 @@ def _list_remote(url: str, *, as_json: bool) -> int:
 
 
 def _show(directory: Path, *, as_json: bool) -> int:
-    from megatron_port.checkpoint.reader import find_latest, open_checkpoint
+    from megatron_port.core.checkpoint.reader import find_latest, open_checkpoint
 
     found = directories(directory)
     path = found[0] if found == [directory] else find_latest(found[0].parent)
@@ -202,8 +202,8 @@ def _show(directory: Path, *, as_json: bool) -> int:
 
 def _remove(paths: list[Path], *, yes: bool) -> int:
     """Remove checkpoints: renamed first, so that a reader never finds a part of one."""
-    from megatron_port.checkpoint.format import step_of
-    from megatron_port.runtime.lease import refuse_if_held
+    from megatron_port.core.checkpoint.format import step_of
+    from megatron_port.core.dist.lease import refuse_if_held
 
     for path in paths:
         if not path.is_dir() or path.is_symlink() or step_of(path.resolve().name) is None:
@@ -266,7 +266,7 @@ def _verify(directory: Path, *, as_json: bool) -> int:
 
 def _faults_of(path: Path, bar: ProgressBar) -> tuple[list[str], str]:
     """Return what is wrong with a checkpoint, and what was read."""
-    from megatron_port.checkpoint.reader import open_checkpoint
+    from megatron_port.core.checkpoint.reader import open_checkpoint
 
     try:
         checkpoint = open_checkpoint(path)

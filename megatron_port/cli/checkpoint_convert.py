@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.checkpoint_diff import newest_of
 from megatron_port.cli.progress import ProgressBar
-from megatron_port.config.plugins import import_problems
-from megatron_port.config.urls import expanded, local_path
-from megatron_port.errors import EXIT_OK, CheckpointError, ConfigError
+from megatron_port.core.config.plugins import import_problems
+from megatron_port.core.config.urls import expanded, local_path
+from megatron_port.core.errors import EXIT_OK, CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from megatron_port.checkpoint.reader import Checkpoint
-    from megatron_port.config.schema import ModelConfig
+    from megatron_port.core.checkpoint.reader import Checkpoint
+    from megatron_port.core.config.schema import ModelConfig
 
 _FORMATS = ("auto", "dcp", "universal", "megatron-deepspeed", "hf")
 _PLUGIN = ("--plugin",)
@@ -94,13 +94,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from megatron_port.checkpoint.reader import open_checkpoint
-    from megatron_port.compress.plain import plain
-    from megatron_port.interop.export_dcp import export_dcp
-    from megatron_port.interop.export_universal import export_universal
-    from megatron_port.interop.sidecar import tuning_of
-    from megatron_port.session.averaged import AveragedCheckpoint
-    from megatron_port.session.merged import MergedCheckpoint
+    from megatron_port.core.checkpoint.reader import open_checkpoint
+    from megatron_port.ext.weights.averaged import AveragedCheckpoint
+    from megatron_port.ext.weights.merged import MergedCheckpoint
+    from megatron_port.tools.compress.plain import plain
+    from megatron_port.tools.interop.export_dcp import export_dcp
+    from megatron_port.tools.interop.export_universal import export_universal
+    from megatron_port.tools.interop.sidecar import tuning_of
 
     args.source = newest_of(args.source)
     checkpoint = open_checkpoint(args.source)
@@ -130,8 +130,8 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _export_peft(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
-    from megatron_port.interop.export_peft import export_peft
-    from megatron_port.session.weights import open_base
+    from megatron_port.run.weights import open_base
+    from megatron_port.tools.interop.export_peft import export_peft
 
     family = export_peft(checkpoint, args.out, cache(lambda: open_base(checkpoint, args.base).read))
     print(f"{args.out}: step {checkpoint.step} for peft's PeftModel.from_pretrained({family} model, {str(args.out)!r})")
@@ -139,7 +139,7 @@ def _export_peft(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
 
 
 def _export_hf(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
-    from megatron_port.interop.export_hf import export_hf
+    from megatron_port.tools.interop.export_hf import export_hf
 
     if args.shard_size <= 0:
         raise CheckpointError(f"--shard-size {args.shard_size}: a size in GB is needed")
@@ -155,7 +155,7 @@ def _export_hf(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from megatron_port.interop.run_import import import_checkpoint
+    from megatron_port.tools.interop.run_import import import_checkpoint
 
     with ProgressBar("import") as bar:
         path = import_checkpoint(
@@ -174,7 +174,7 @@ def _model(file: str | None, vocab_size: int) -> ModelConfig | None:
         return None
     from dataclasses import replace
 
-    from megatron_port.config.loader import load
+    from megatron_port.core.config.loader import load
 
     model = load(file).config.model
     if vocab_size < 0:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.arguments import print_json
-from megatron_port.config.urls import local_path
-from megatron_port.errors import EXIT_OK, CheckpointError
-from megatron_port.runtime.printable import one_line
+from megatron_port.core.config.urls import local_path
+from megatron_port.core.errors import EXIT_OK, CheckpointError
+from megatron_port.core.io.printable import one_line
 
 if TYPE_CHECKING:
-    from megatron_port.checkpoint.reader import Checkpoint
+    from megatron_port.core.checkpoint.reader import Checkpoint
 
 EXIT_DIFFER = 1
 SUBFOLDER = "checkpoints"
@@ -29,8 +29,8 @@ def newest_of(name: str) -> Path:
     Raises:
         ConfigError: nothing of that name.
     """
-    from megatron_port.checkpoint.reader import find_latest
-    from megatron_port.config.run_names import run_folder_of
+    from megatron_port.core.checkpoint.reader import find_latest
+    from megatron_port.core.config.run_names import run_folder_of
 
     path = local_path(name)
     folder = path if path.is_dir() else run_folder_of(name)
@@ -40,7 +40,7 @@ def newest_of(name: str) -> Path:
 
 def _compare(a: Checkpoint, b: Checkpoint, name: str, kind: str) -> tuple[float, int]:
     """Return (largest difference, elements that differ); it is infinite where only one side is not a number."""
-    from megatron_port.checkpoint.slices import slabs
+    from megatron_port.core.checkpoint.slices import slabs
 
     worst, count, infinite = 0.0, 0, float("inf")
     for offset, size in slabs(a.shape(name, kind), _SLAB):  # constant memory for any parameter
@@ -54,7 +54,7 @@ def _compare(a: Checkpoint, b: Checkpoint, name: str, kind: str) -> tuple[float,
 
 def diff(one: str, other: str, *, kind: str, tolerance: float, every: bool, as_json: bool = False) -> int:
     """Compare the newest checkpoints at two places; return 0 or 1. Raises CheckpointError."""
-    from megatron_port.checkpoint.reader import open_checkpoint
+    from megatron_port.core.checkpoint.reader import open_checkpoint
 
     a, b = open_checkpoint(newest_of(one)), open_checkpoint(newest_of(other))
     if kind != "all" and kind not in {*a.kinds(), *b.kinds()}:

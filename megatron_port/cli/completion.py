@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_port.errors import EXIT_OK, EnvironmentFault
-from megatron_port.runtime.variables import line_to_complete
+from megatron_port.core.errors import EXIT_OK, EnvironmentFault
+from megatron_port.core.io.variables import line_to_complete
 
 SHELLS = ("bash", "zsh", "fish")
 _RUN_ARGUMENTS = ("run_file", "run", "runs", "checkpoint", "directory", "a", "b", "source")
@@ -88,7 +88,7 @@ def complete_path(prefix: str, **_: Any) -> list[str]:
 
 def complete_run(prefix: str, **_: Any) -> list[str]:
     """Return folders, run files, and the names of shipped runs that begin with ``prefix``."""
-    from megatron_port.config.loader import shipped_names
+    from megatron_port.core.config.loader import shipped_names
 
     shipped = [name for name in shipped_names() if name.startswith(prefix)]
     return list(dict.fromkeys([*shipped, *complete_path(prefix)]))
@@ -96,9 +96,9 @@ def complete_run(prefix: str, **_: Any) -> list[str]:
 
 def complete_setting(prefix: str, **_: Any) -> Iterable[str]:
     """Return ``table.key=`` of the settings that begin with ``prefix``, or the values that a setting may have."""
-    from megatron_port.config.choices import CHOICES
-    from megatron_port.config.dump import leaves
-    from megatron_port.config.schema import RunConfig
+    from megatron_port.core.config.choices import CHOICES
+    from megatron_port.core.config.dump import leaves
+    from megatron_port.core.config.schema import RunConfig
 
     name, given, _value = prefix.partition("=")
     if given:

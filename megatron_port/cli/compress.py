@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from megatron_port.cli.arguments import SOURCE_HELP, add_json, print_json, print_table, weights_folder
 from megatron_port.cli.main import add_overrides, add_rendezvous_options, on_ranks
 from megatron_port.cli.progress import ProgressBar
-from megatron_port.config.urls import expanded, local_path
-from megatron_port.errors import EXIT_OK, ConfigError
-from megatron_port.runtime.work import silent
+from megatron_port.core.config.urls import expanded, local_path
+from megatron_port.core.dist.work import silent
+from megatron_port.core.errors import EXIT_OK, ConfigError
 
 if TYPE_CHECKING:
-    from megatron_port.compress.request import Request
-    from megatron_port.config.schema import RunConfig
-    from megatron_port.runtime.discovery import ProcessInfo
+    from megatron_port.core.config.schema import RunConfig
+    from megatron_port.core.dist.discovery import ProcessInfo
+    from megatron_port.tools.compress.request import Request
 
 
 def add_parser(subparsers: Any) -> None:
@@ -92,20 +92,20 @@ def _measure(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--micro-batch-size {args.micro_batch_size}, --samples {args.samples}: both must be at least 1"
         )
-    return on_ranks(args, lambda info: measure(args, info), "torch", "megatron_port.compress.importance")
+    return on_ranks(args, lambda info: measure(args, info), "torch", "megatron_port.tools.compress.importance")
 
 
 def measure(args: argparse.Namespace, info: ProcessInfo) -> int:
     """Measure on one rank; return the exit code."""
-    from megatron_port.compress.importance import measure_importance
-    from megatron_port.compress.importance_file import Importance, write_importance
-    from megatron_port.data.indexed import IndexedDataset
-    from megatron_port.data.rank_view import RankView
-    from megatron_port.inference.perplexity import StreamWindows
-    from megatron_port.session.assemble import build_engine
-    from megatron_port.session.base_weights import fingerprint
-    from megatron_port.session.session import open_session
-    from megatron_port.session.weights import inference_config, open_weights
+    from megatron_port.core.data.indexed import IndexedDataset
+    from megatron_port.core.data.rank_view import RankView
+    from megatron_port.ext.weights.base_weights import fingerprint
+    from megatron_port.run.build import build_engine
+    from megatron_port.run.session import open_session
+    from megatron_port.run.weights import inference_config, open_weights
+    from megatron_port.tools.compress.importance import measure_importance
+    from megatron_port.tools.compress.importance_file import Importance, write_importance
+    from megatron_port.tools.inference.perplexity import StreamWindows
 
     weights = open_weights(weights_folder(args.source))
     overrides = [f"data.train={json.dumps([args.data])}", "data.synthetic=false", *args.overrides]
@@ -134,8 +134,8 @@ def measure(args: argparse.Namespace, info: ProcessInfo) -> int:
 
 
 def _request(args: argparse.Namespace) -> Request:
-    from megatron_port.compress.request import Request
-    from megatron_port.compress.sizes import Sizes
+    from megatron_port.tools.compress.request import Request
+    from megatron_port.tools.compress.sizes import Sizes
 
     try:
         drop = tuple(int(n) for n in args.drop_layers.split(",") if n.strip())
@@ -161,7 +161,7 @@ def _factor(text: str) -> dict[str, int] | None:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from megatron_port.compress.budget import budget_of, rows_of
+    from megatron_port.tools.compress.budget import budget_of, rows_of
 
     config = _described(args.source, args.overrides)
     smaller = _request(args).planned(config.model)
@@ -181,8 +181,8 @@ def _described(source: str, overrides: list[str]) -> RunConfig:
     """Return the run of a run file, of a run's folder, or of a checkpoint's or Hugging Face folder's model."""
     from dataclasses import replace
 
-    from megatron_port.config.loader import load
-    from megatron_port.session.weights import open_weights
+    from megatron_port.core.config.loader import load
+    from megatron_port.run.weights import open_weights
 
     path = local_path(source)
     if not path.is_dir() or (path / "config.toml").is_file():
@@ -194,8 +194,8 @@ def _described(source: str, overrides: list[str]) -> RunConfig:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from megatron_port.compress.convert import convert
-    from megatron_port.session.weights import open_weights
+    from megatron_port.run.weights import open_weights
+    from megatron_port.tools.compress.convert import convert
 
     source = open_weights(weights_folder(args.source))
     with ProgressBar("compress") as bar:
@@ -208,9 +208,9 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from megatron_port.compress.curve import as_rows, curve_page, point_of
-    from megatron_port.config.run_names import run_folder_of
-    from megatron_port.runtime.atomic import write_output
+    from megatron_port.core.config.run_names import run_folder_of
+    from megatron_port.core.io.atomic import write_output
+    from megatron_port.tools.compress.curve import as_rows, curve_page, point_of
 
     points = [point_of(run_folder_of(name)) for name in args.runs]
     write_output(args.out, curve_page(points))

@@ -10,15 +10,15 @@ from typing import Any
 
 from megatron_port.cli.arguments import add_json, add_verb, print_json, verb_of
 from megatron_port.cli.main import add_run_options, load_run
-from megatron_port.config.checks import check, topology_sizes
-from megatron_port.config.choices import CHOICES, plain_type
-from megatron_port.config.dump import as_dict, config_hash, leaves, to_toml, toml_value
-from megatron_port.config.layout import model_ranks
-from megatron_port.config.layout_name import sizes_text
-from megatron_port.config.loader import field_help, shipped_names
-from megatron_port.config.schema import RunConfig
-from megatron_port.errors import ConfigError
-from megatron_port.model.flops import counted, document_of, model_flops
+from megatron_port.core.config.checks import check, topology_sizes
+from megatron_port.core.config.choices import CHOICES, plain_type
+from megatron_port.core.config.dump import as_dict, config_hash, leaves, to_toml, toml_value
+from megatron_port.core.config.layout import model_ranks
+from megatron_port.core.config.layout_name import sizes_text
+from megatron_port.core.config.loader import field_help, shipped_names
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.errors import ConfigError
+from megatron_port.core.model.flops import counted, document_of, model_flops
 
 
 def add_parser(subparsers: Any) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from megatron_port.cli.arguments import add_json, add_verb, add_yes, verb_of
 from megatron_port.cli.main import add_run_options
-from megatron_port.config.urls import expanded, expanded_tokenizer, local_path
-from megatron_port.data.formats import FORMATS
+from megatron_port.core.config.urls import expanded, expanded_tokenizer, local_path
+from megatron_port.ext.corpora.formats import FORMATS
 
 ACTIONS = "list|show|rm|fetch|tokenizer|prepare|index|verify|blend"
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from megatron_port.charts.numbers import quantity
 from megatron_port.cli.arguments import confirm, print_json, print_table
 from megatron_port.cli.progress import ProgressBar
-from megatron_port.data.format import bin_path, chat_path, idx_path, mask_path, meta_path, tokenizer_name
-from megatron_port.data.indexed import IndexedDataset, unigram_entropy
-from megatron_port.data.packing import build_indices
-from megatron_port.data.reference import reference_path
-from megatron_port.data.tokenizer import get_tokenizer
-from megatron_port.data.verify import Report, verify
-from megatron_port.errors import EXIT_OK, ConfigError, DataError
+from megatron_port.core.data.format import bin_path, chat_path, idx_path, mask_path, meta_path, tokenizer_name
+from megatron_port.core.data.indexed import IndexedDataset, unigram_entropy
+from megatron_port.core.data.packing import build_indices
+from megatron_port.core.errors import EXIT_OK, ConfigError, DataError
+from megatron_port.core.io.numbers import quantity
+from megatron_port.ext.corpora.tokenizer import get_tokenizer
+from megatron_port.ext.corpora.verify import Report, verify
+from megatron_port.ext.objectives.reference_losses import reference_path
 
 
 def files_of(prefix: str | Path) -> list[Path]:

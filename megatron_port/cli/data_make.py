@@ -5,23 +5,23 @@ from __future__ import annotations
 import argparse
 import os
 
-from megatron_port.charts.numbers import quantity
 from megatron_port.cli.main import load_run
 from megatron_port.cli.progress import ProgressBar
-from megatron_port.config.checks import check
-from megatron_port.data.blend import as_toml, blend
-from megatron_port.data.chat_tokens import ChatRecipe, chat_recipe
-from megatron_port.data.conversations import ChatFields
-from megatron_port.data.fetch import fetch
-from megatron_port.data.indexed import open_all
-from megatron_port.data.prepare import Progress, prepare
-from megatron_port.data.source_files import ReadOptions
-from megatron_port.data.tokenizer import get_tokenizer
-from megatron_port.data.tokenizer_base import Tokenizer, added_ids
-from megatron_port.data.train_bpe import train_bpe
-from megatron_port.errors import EXIT_OK, ConfigError
-from megatron_port.optim.schedules import BatchSchedule
-from megatron_port.runtime.atomic import write_bytes
+from megatron_port.core.config.checks import check
+from megatron_port.core.data.blend import as_toml, blend
+from megatron_port.core.data.indexed import open_all
+from megatron_port.core.errors import EXIT_OK, ConfigError
+from megatron_port.core.io.atomic import write_bytes
+from megatron_port.core.io.numbers import quantity
+from megatron_port.core.optim.schedules import BatchSchedule
+from megatron_port.ext.corpora.chat_tokens import ChatRecipe, chat_recipe
+from megatron_port.ext.corpora.conversations import ChatFields
+from megatron_port.ext.corpora.fetch import fetch
+from megatron_port.ext.corpora.prepare import Progress, prepare
+from megatron_port.ext.corpora.source_files import ReadOptions
+from megatron_port.ext.corpora.tokenizer import get_tokenizer
+from megatron_port.ext.corpora.tokenizer_base import Tokenizer, added_ids
+from megatron_port.ext.corpora.train_bpe import train_bpe
 
 
 def _options(args: argparse.Namespace) -> ReadOptions:
@@ -110,7 +110,7 @@ def _chat(args: argparse.Namespace, tokenizer: Tokenizer) -> ChatRecipe | None:
 
 def index(args: argparse.Namespace) -> int:
     """Make a run's sample index."""
-    from megatron_port.data.run_datasets import build_sample_index, index_folder
+    from megatron_port.core.data.run_datasets import build_sample_index, index_folder
 
     config = load_run(args).config
     check(config)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.main import add_rendezvous_options, add_run_options, load_run, on_ranks
 from megatron_port.cli.progress import ProgressBar
-from megatron_port.config.urls import local_path
-from megatron_port.errors import EXIT_OK, ConfigError, DataError
-from megatron_port.runtime.work import silent
+from megatron_port.core.config.urls import local_path
+from megatron_port.core.dist.work import silent
+from megatron_port.core.errors import EXIT_OK, ConfigError, DataError
 
 if TYPE_CHECKING:
-    from megatron_port.runtime.discovery import ProcessInfo
+    from megatron_port.core.dist.discovery import ProcessInfo
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -42,12 +42,12 @@ def run(args: argparse.Namespace) -> int:
         return verify(args.folder)
     if args.block < 1:
         raise ConfigError(f"--block {args.block}: it must be at least 1")
-    return on_ranks(args, lambda info: logits(args, info), "torch", "megatron_port.inference.teacher_logits")
+    return on_ranks(args, lambda info: logits(args, info), "torch", "megatron_port.tools.inference.teacher_logits")
 
 
 def verify(folder: Path) -> int:
     """Read all records. Raises DataError: some are damaged or missing."""
-    from megatron_port.data.teacher_file import StoredLogits
+    from megatron_port.ext.objectives.teacher_file import StoredLogits
 
     stored = StoredLogits(folder)
     bad = [block for block in range(stored.header.blocks) if stored.damaged(block)]
@@ -61,9 +61,9 @@ def verify(folder: Path) -> int:
 
 def logits(args: argparse.Namespace, info: ProcessInfo) -> int:
     """Compute on one rank; return the exit code."""
-    from megatron_port.inference.teacher_logits import compute_logits, logits_run
-    from megatron_port.objectives.distillation import open_teacher
-    from megatron_port.session.session import open_session
+    from megatron_port.ext.objectives.distilled import open_teacher
+    from megatron_port.run.session import open_session
+    from megatron_port.tools.inference.teacher_logits import compute_logits, logits_run
 
     config = load_run(args).config
     d = config.distillation

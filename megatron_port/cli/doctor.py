@@ -16,8 +16,8 @@ from typing import Any
 from megatron_port.cli import doctor_machine as machine
 from megatron_port.cli.doctor_report import CheckResult, render, strictly
 from megatron_port.cli.main import add_run_options, load_run
-from megatron_port.config.schema import RunConfig
-from megatron_port.errors import EXIT_ENVIRONMENT, EXIT_OK
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.errors import EXIT_ENVIRONMENT, EXIT_OK
 
 
 def add_parser(subparsers: Any) -> None:

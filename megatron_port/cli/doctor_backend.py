@@ -8,26 +8,26 @@ from pathlib import Path
 
 import torch
 
-from megatron_port.backend import kernels
-from megatron_port.backend.choose import Chooser
-from megatron_port.backend.choose_attention import AttentionNeeds, shape_here
-from megatron_port.backend.choose_exchange import choose_exchange
-from megatron_port.backend.choose_fp8 import choose_fp8
-from megatron_port.backend.device import Accelerators, DeviceInfo, choose_device, installed_accelerators
-from megatron_port.backend.jit_guard import (
+from megatron_port.cli import doctor_machine
+from megatron_port.cli.doctor_report import CheckResult
+from megatron_port.core.config.attention import MaskNeeds
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.dist.compat import widening_addmm
+from megatron_port.core.dist.device import Accelerators, DeviceInfo, choose_device, installed_accelerators
+from megatron_port.core.errors import PortError
+from megatron_port.core.io.variables import variables
+from megatron_port.ext.kernels import kernels
+from megatron_port.ext.kernels.choose import Chooser
+from megatron_port.ext.kernels.choose_attention import AttentionNeeds, shape_here
+from megatron_port.ext.kernels.choose_exchange import choose_exchange
+from megatron_port.ext.kernels.choose_fp8 import choose_fp8
+from megatron_port.ext.kernels.jit_guard import (
     install_guard,
     prebuild_command,
     prebuilt_deepspeed_ops,
     prepare_deepspeed,
 )
-from megatron_port.backend.providers import ProviderRow, optional_import
-from megatron_port.cli import doctor_machine
-from megatron_port.cli.doctor_report import CheckResult
-from megatron_port.config.attention import MaskNeeds
-from megatron_port.config.schema import RunConfig
-from megatron_port.errors import PortError
-from megatron_port.parallel.compat import widening_addmm
-from megatron_port.runtime.variables import variables
+from megatron_port.ext.kernels.providers import ProviderRow, optional_import
 
 EXTENSIONS = {
     "flash-attn": {"flash_attn_2_cuda": "fwd"},

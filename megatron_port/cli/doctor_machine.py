@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_port.cli.doctor_report import CheckResult
-from megatron_port.config.schema import RunConfig
-from megatron_port.errors import PortError
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.errors import PortError
 
 PYTHONS = ((3, 10), (3, 14))
 OLDEST_TORCH = (2, 11)
@@ -136,7 +136,7 @@ def tools() -> Iterator[CheckResult]:
 
 def launcher() -> Iterator[CheckResult]:
     """Check what a run started here would take for its rank and master."""
-    from megatron_port.runtime.discovery import discover
+    from megatron_port.core.dist.discovery import discover
 
     try:
         info = discover()

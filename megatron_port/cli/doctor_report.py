@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_port.runtime.redact import redact
+from megatron_port.core.io.redact import redact
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 from megatron_port.cli.arguments import SOURCE_HELP, print_json, weights_folder
 from megatron_port.cli.main import add_overrides, add_rendezvous_options, on_ranks
 from megatron_port.cli.progress import ProgressBar
-from megatron_port.config.urls import expanded
-from megatron_port.errors import ConfigError, DataError
-from megatron_port.runtime.work import Advance, silent
+from megatron_port.core.config.urls import expanded
+from megatron_port.core.dist.work import Advance, silent
+from megatron_port.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from megatron_port.config.schema import RunConfig
-    from megatron_port.inference.perplexity import Samples
-    from megatron_port.runtime.discovery import ProcessInfo
-    from megatron_port.session.session import Session
-    from megatron_port.session.weights import Weights
+    from megatron_port.core.config.schema import RunConfig
+    from megatron_port.core.dist.discovery import ProcessInfo
+    from megatron_port.run.session import Session
+    from megatron_port.run.weights import Weights
+    from megatron_port.tools.inference.perplexity import Samples
 
 
 STDOUT = "-"
@@ -68,16 +68,16 @@ def run(args: argparse.Namespace) -> int:
             f"--micro-batch-size {args.micro_batch_size}, --stride {args.stride}, --max-tokens {args.max_tokens}: the "
             "first must be at least 1, the others at least 0"
         )
-    preload = ["torch", "megatron_port.inference.perplexity"]
+    preload = ["torch", "megatron_port.tools.inference.perplexity"]
     if any(o.replace(" ", "") == "engine=deepspeed" for o in args.overrides):
-        preload.append("megatron_port.runtime.deepspeed_preload")
+        preload.append("megatron_port.ext.deepspeed.deepspeed_preload")
     return on_ranks(args, lambda info: evaluate(args, info), *preload)
 
 
 def evaluate(args: argparse.Namespace, info: ProcessInfo) -> int:
     """Evaluate on one rank; return the exit code."""
-    from megatron_port.session.session import open_session
-    from megatron_port.session.weights import inference_config, open_weights
+    from megatron_port.run.session import open_session
+    from megatron_port.run.weights import inference_config, open_weights
 
     weights = open_weights(weights_folder(args.checkpoint), averaged=args.ema)
     if info.rank == 0 and weights.notes:
@@ -87,11 +87,11 @@ def evaluate(args: argparse.Namespace, info: ProcessInfo) -> int:
         weights, [*corpus, *args.overrides], info.world_size, micro_batch=args.micro_batch_size
     )
     if args.reference:
-        from megatron_port.inference.reference import reference_config
+        from megatron_port.tools.inference.reference import reference_config
 
         config = reference_config(config, args.reference, args.overrides)
     if args.tasks:
-        from megatron_port.inference.lm_eval_adapter import require_harness
+        from megatron_port.tools.inference.lm_eval_adapter import require_harness
 
         require_harness()
     with open_session(config, info, quiet=True) as session:
@@ -103,7 +103,7 @@ def evaluate(args: argparse.Namespace, info: ProcessInfo) -> int:
         elif session.is_rank_zero:
             session.logger.log(line)
             if args.json:
-                from megatron_port.checkpoint.disk import write_text
+                from megatron_port.core.checkpoint.disk import write_text
 
                 write_text(Path(args.json), json.dumps(result, indent=1, default=str) + "\n")
     return 0
@@ -112,8 +112,8 @@ def evaluate(args: argparse.Namespace, info: ProcessInfo) -> int:
 def _reference(
     args: argparse.Namespace, session: Session, weights: Weights, advance: Advance
 ) -> tuple[dict[str, Any], str]:
-    from megatron_port.data.reference import reference_path
-    from megatron_port.inference.reference import compute_reference
+    from megatron_port.ext.objectives.reference_losses import reference_path
+    from megatron_port.tools.inference.reference import compute_reference
 
     header = compute_reference(args.reference, session, weights, advance)
     found = {"source": str(weights.path), "corpus": args.reference, "fingerprint": header.fingerprint,
@@ -124,9 +124,9 @@ def _reference(
 def _perplexity(
     args: argparse.Namespace, session: Session, weights: Weights, advance: Advance
 ) -> tuple[dict[str, Any], str]:
-    from megatron_port.data.rank_view import RankView
-    from megatron_port.inference.perplexity import perplexity
-    from megatron_port.session.assemble import build_engine
+    from megatron_port.core.data.rank_view import RankView
+    from megatron_port.run.build import build_engine
+    from megatron_port.tools.inference.perplexity import perplexity
 
     config = session.config
     samples, size = _corpus(args, config) if args.data else _text(args, weights, config)
@@ -155,11 +155,11 @@ def _corpus(args: argparse.Namespace, config: RunConfig) -> tuple[Samples, int]:
     """Return (all of a corpus as the run's evaluation reads its own, 0)."""
     import numpy as np
 
-    from megatron_port.data.indexed import IndexedDataset
-    from megatron_port.data.packing import PackedDataset
-    from megatron_port.data.pairs import check_pairs
-    from megatron_port.data.run_datasets import index_folder, within_documents
-    from megatron_port.inference.perplexity import StreamWindows
+    from megatron_port.core.data.indexed import IndexedDataset
+    from megatron_port.core.data.packing import PackedDataset
+    from megatron_port.core.data.run_datasets import index_folder, within_documents
+    from megatron_port.ext.objectives.pairs import check_pairs
+    from megatron_port.tools.inference.perplexity import StreamWindows
 
     corpus, data, model = IndexedDataset(args.data), config.data, config.model
     check_pairs([corpus], wanted=False)
@@ -190,8 +190,8 @@ def _text(args: argparse.Namespace, weights: Weights, config: RunConfig) -> tupl
     """Return (a text, one document, its bytes or 0 if it is cut)."""
     import numpy as np
 
-    from megatron_port.data.tokenizer_base import encode_whole
-    from megatron_port.inference.perplexity import StreamWindows
+    from megatron_port.ext.corpora.tokenizer_base import encode_whole
+    from megatron_port.tools.inference.perplexity import StreamWindows
 
     try:
         data = Path(args.text).read_bytes()
@@ -211,8 +211,8 @@ def _text(args: argparse.Namespace, weights: Weights, config: RunConfig) -> tupl
 def _tasks(
     args: argparse.Namespace, session: Session, weights: Weights, advance: Advance
 ) -> tuple[dict[str, Any], str]:
-    from megatron_port.inference.lm_eval_adapter import run_tasks
-    from megatron_port.inference.model import InferenceModel
+    from megatron_port.tools.inference.lm_eval_adapter import run_tasks
+    from megatron_port.tools.inference.model import InferenceModel
 
     tokenizer = weights.tokenizer(session.config.data.tokenizer)
     found, table = run_tasks(

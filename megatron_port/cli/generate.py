@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from megatron_port.cli.arguments import SOURCE_HELP, weights_folder
 from megatron_port.cli.main import add_overrides, add_rendezvous_options, on_ranks
 from megatron_port.cli.progress import ProgressBar
-from megatron_port.config.urls import expanded
-from megatron_port.errors import ConfigError
-from megatron_port.runtime.work import silent
+from megatron_port.core.config.urls import expanded
+from megatron_port.core.dist.work import silent
+from megatron_port.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron_port.inference.generation import Sampling
-    from megatron_port.runtime.discovery import ProcessInfo
+    from megatron_port.core.dist.discovery import ProcessInfo
+    from megatron_port.tools.inference.generation import Sampling
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -48,7 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generate; return 0."""
-    from megatron_port.inference.generation import Sampling
+    from megatron_port.tools.inference.generation import Sampling
 
     sampling = Sampling(
         max_new_tokens=args.tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed,
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     if not prompts:
         raise ConfigError("nothing to continue: give --prompt TEXT or --prompts FILE")
     rank_main = partial(generate, args, prompts, sampling)
-    return on_ranks(args, rank_main, "torch", "megatron_port.inference.generation")
+    return on_ranks(args, rank_main, "torch", "megatron_port.tools.inference.generation")
 
 
 def _lines(path: str | None) -> list[str]:
@@ -76,11 +76,11 @@ def generate(args: argparse.Namespace, prompts: list[str], sampling: Sampling, i
     """Generate on one rank; return the exit code."""
     from dataclasses import replace
 
-    from megatron_port.data.tokenizer_base import encode_whole
-    from megatron_port.inference.generation import Generator
-    from megatron_port.inference.model import InferenceModel
-    from megatron_port.session.session import open_session
-    from megatron_port.session.weights import inference_config, open_weights
+    from megatron_port.ext.corpora.tokenizer_base import encode_whole
+    from megatron_port.run.session import open_session
+    from megatron_port.run.weights import inference_config, open_weights
+    from megatron_port.tools.inference.generation import Generator
+    from megatron_port.tools.inference.model import InferenceModel
 
     weights = open_weights(weights_folder(args.checkpoint), averaged=args.ema)
     if info.rank == 0 and weights.notes:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli import launch_attempts, launch_control
 from megatron_port.cli.main import Parser, add_run_options, load_run
-from megatron_port.config.urls import expanded
-from megatron_port.errors import ConfigError
+from megatron_port.core.config.urls import expanded
+from megatron_port.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron_port.launch.script import Order
+    from megatron_port.tools.launch.script import Order
 
 SCHEDULERS = ("slurm", "flux", "pbs", "lsf", "jobset", "skypilot")
 WITH_REST = ("submit", "sweep", "before")
@@ -66,8 +66,8 @@ def add_parser(subparsers: Any) -> None:
 
 def pack(args: argparse.Namespace) -> int:
     """Write an image of this environment."""
-    from megatron_port.config.urls import local_path
-    from megatron_port.launch.image import make_image
+    from megatron_port.core.config.urls import local_path
+    from megatron_port.tools.launch.image import make_image
 
     made = make_image(local_path(args.output))
     print(f"{made.path}: {made.files:,} files, {made.unpacked / 1e6:,.0f} MB in {made.packed / 1e6:,.0f} MB; "
@@ -78,14 +78,14 @@ def pack(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace) -> int:
     """Run the chosen action; return its exit code."""
     if args.rest and args.action not in WITH_REST:
-        from megatron_port.launch import submit
+        from megatron_port.tools.launch import submit
 
         raise ConfigError(f"launch {args.action} takes nothing after --, but there is {submit.shown(args.rest)}")
     return int(args.act(args))
 
 
 def _order(args: argparse.Namespace) -> tuple[Any, Order]:
-    from megatron_port.launch import submit
+    from megatron_port.tools.launch import submit
 
     loaded = load_run(args)
     return loaded.config, submit.order_of(loaded, args.overrides, args.after)
@@ -93,13 +93,13 @@ def _order(args: argparse.Namespace) -> tuple[Any, Order]:
 
 def render(args: argparse.Namespace) -> int:
     """Print or write the script."""
-    from megatron_port.launch import submit
-    from megatron_port.runtime.atomic import write_output
+    from megatron_port.core.io.atomic import write_output
+    from megatron_port.tools.launch import submit
 
     config, order = _order(args)
     text = submit.checked_script(config, order)
     if args.scheduler != "slurm":
-        from megatron_port.launch.emit import emit
+        from megatron_port.tools.launch.emit import emit
 
         text = emit(args.scheduler, config, order, submit.interpreter_of(config), args.gpu)
     if args.output:
@@ -111,8 +111,8 @@ def render(args: argparse.Namespace) -> int:
 
 def queue(args: argparse.Namespace) -> int:
     """Hand the script to sbatch."""
-    from megatron_port.launch import forecast, submit
-    from megatron_port.launch import record as records
+    from megatron_port.tools.launch import forecast, submit
+    from megatron_port.tools.launch import record as records
 
     config, order = _order(args)
     submit.checked_script(config, order)
@@ -133,7 +133,7 @@ def queue(args: argparse.Namespace) -> int:
 
 def update(args: argparse.Namespace) -> int:
     """Rewrite or check the generated scripts."""
-    from megatron_port.launch import shipped
+    from megatron_port.tools.launch import shipped
 
     if args.check:
         stale = shipped.stale_scripts()

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.main import add_run_options, load_run
-from megatron_port.config.urls import local_path
-from megatron_port.errors import EnvironmentFault
+from megatron_port.core.config.urls import local_path
+from megatron_port.core.errors import EnvironmentFault
 
 if TYPE_CHECKING:
-    from megatron_port.config.schema import RunConfig
-    from megatron_port.runtime.job import Job
+    from megatron_port.core.config.schema import RunConfig
+    from megatron_port.core.dist.job import Job
 
 NOT_STARTED = ("nodes", "setup", "ended", "signal")
 """Keys of ``launch.attempts.NOT_STARTED``."""
@@ -44,7 +44,7 @@ def add_actions(actions: Any) -> None:
 
 
 def _job() -> Job:
-    from megatron_port.runtime.job import current_job
+    from megatron_port.core.dist.job import current_job
 
     job = current_job()
     if job is None:
@@ -58,13 +58,13 @@ def _folder(config: RunConfig) -> Path:
 
 def run_before(args: argparse.Namespace) -> int:
     """Print the run's folder and that of the launch record on stdout; the rest is printed on stderr."""
-    from megatron_port.config.checks import check
-    from megatron_port.launch import attempts
-    from megatron_port.launch import record as records
-    from megatron_port.launch.notify import notify
-    from megatron_port.launch.opening import open_record
-    from megatron_port.runtime.job import nodes_down
-    from megatron_port.runtime.lease import refuse_array_in_one_folder, refuse_if_held
+    from megatron_port.core.config.checks import check
+    from megatron_port.core.dist.job import nodes_down
+    from megatron_port.core.dist.lease import refuse_array_in_one_folder, refuse_if_held
+    from megatron_port.tools.launch import attempts
+    from megatron_port.tools.launch import record as records
+    from megatron_port.tools.launch.notify import notify
+    from megatron_port.tools.launch.opening import open_record
 
     job, loaded = _job(), load_run(args)
     config = loaded.config
@@ -85,11 +85,11 @@ def run_before(args: argparse.Namespace) -> int:
 
 def run_after(args: argparse.Namespace) -> int:
     """Act on the end of an attempt; return the job's exit code."""
-    from megatron_port.launch import attempts
-    from megatron_port.launch import record as records
-    from megatron_port.launch.continuation import continue_job
-    from megatron_port.launch.notify import notify
-    from megatron_port.runtime.job import ask_record, fate_of, nodes_down
+    from megatron_port.core.dist.job import ask_record, fate_of, nodes_down
+    from megatron_port.tools.launch import attempts
+    from megatron_port.tools.launch import record as records
+    from megatron_port.tools.launch.continuation import continue_job
+    from megatron_port.tools.launch.notify import notify
 
     job, config = _job(), load_run(args).config
     log = ""

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.arguments import add_json, add_verb, print_json, print_table
 from megatron_port.cli.main import add_run_options
-from megatron_port.config.urls import expanded, local_path
-from megatron_port.errors import ConfigError, EnvironmentFault
+from megatron_port.core.config.urls import expanded, local_path
+from megatron_port.core.errors import ConfigError, EnvironmentFault
 
 if TYPE_CHECKING:
-    from megatron_port.runtime.job import QueueEntry
+    from megatron_port.core.dist.job import QueueEntry
 
 DEFAULT_FOLDER = "runs"
 RUN_HELP = "a run's folder, its run file, or the name of a shipped one"
@@ -74,7 +74,7 @@ def add_sweep(actions: Any) -> None:
 
 def _queue() -> tuple[dict[str, QueueEntry], str]:
     """The queue and, where SLURM does not answer, why not: what the folders say is still worth a table."""
-    from megatron_port.runtime.job import ask_queue
+    from megatron_port.core.dist.job import ask_queue
 
     try:
         return ask_queue(), ""
@@ -84,7 +84,7 @@ def _queue() -> tuple[dict[str, QueueEntry], str]:
 
 def print_status(args: argparse.Namespace) -> int:
     """Print the table."""
-    from megatron_port.launch import status
+    from megatron_port.tools.launch import status
 
     queue, note = _queue()
     found = list(status.rows(status.run_folders(args.folders or [Path(DEFAULT_FOLDER)]), queue))
@@ -104,9 +104,9 @@ def print_status(args: argparse.Namespace) -> int:
 
 def print_list(args: argparse.Namespace) -> int:
     """Print submissions and attempts."""
-    from megatron_port.config.run_names import run_folder_of
-    from megatron_port.launch import record, status
-    from megatron_port.launch.attempts import history_rows
+    from megatron_port.core.config.run_names import run_folder_of
+    from megatron_port.tools.launch import record, status
+    from megatron_port.tools.launch.attempts import history_rows
 
     folder = run_folder_of(args.run)
     read = history_rows(folder)
@@ -124,9 +124,9 @@ def print_list(args: argparse.Namespace) -> int:
 
 def print_logs(args: argparse.Namespace) -> int:
     """Print or follow a run's logs."""
-    from megatron_port.config.run_names import run_folder_of
-    from megatron_port.launch import control, direct, record
-    from megatron_port.runtime.job import ask_queue
+    from megatron_port.core.config.run_names import run_folder_of
+    from megatron_port.core.dist.job import ask_queue
+    from megatron_port.tools.launch import control, direct, record
 
     folder = run_folder_of(args.run).absolute()
     if args.lines < 0:
@@ -153,8 +153,8 @@ def print_logs(args: argparse.Namespace) -> int:
 
 def cancel_runs(args: argparse.Namespace) -> int:
     """Cancel each run."""
-    from megatron_port.config.run_names import run_folder_of
-    from megatron_port.launch import control
+    from megatron_port.core.config.run_names import run_folder_of
+    from megatron_port.tools.launch import control
 
     for name in args.runs:
         for line in control.cancel(run_folder_of(name).absolute()):
@@ -164,8 +164,8 @@ def cancel_runs(args: argparse.Namespace) -> int:
 
 def queue_sweep(args: argparse.Namespace) -> int:
     """Queue the array, or show it."""
-    from megatron_port.launch import forecast, sweep
-    from megatron_port.launch.submit import shown
+    from megatron_port.tools.launch import forecast, sweep
+    from megatron_port.tools.launch.submit import shown
 
     if args.at_once < 0:
         raise ConfigError(f"--at-once {args.at_once}: a number of tasks, or 0 for all")

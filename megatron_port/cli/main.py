@@ -14,16 +14,16 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_port import __version__
-from megatron_port.config.urls import expanded
-from megatron_port.errors import ConfigError, PortError
-from megatron_port.runtime.permissions import tighten
-from megatron_port.runtime.printable import safe_output
-from megatron_port.runtime.rank_zero import is_rank_zero
-from megatron_port.runtime.variables import completing
+from megatron_port.core.config.urls import expanded
+from megatron_port.core.dist.rank_zero import is_rank_zero
+from megatron_port.core.errors import ConfigError, PortError
+from megatron_port.core.io.permissions import tighten
+from megatron_port.core.io.printable import safe_output
+from megatron_port.core.io.variables import completing
 
 if TYPE_CHECKING:
-    from megatron_port.config.loader import Loaded
-    from megatron_port.runtime.discovery import ProcessInfo
+    from megatron_port.core.config.loader import Loaded
+    from megatron_port.core.dist.discovery import ProcessInfo
 
 COMMANDS = {
     "train": "train a model, or resume a run",
@@ -71,7 +71,7 @@ class _Corpus(argparse.Action):
     """Action that turns ``--data A --data B`` into the ``--set`` it stands for."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        from megatron_port.config.dump import toml_value
+        from megatron_port.core.config.dump import toml_value
 
         corpora = [*getattr(namespace, self.dest), str(values)]
         setattr(namespace, self.dest, corpora)
@@ -110,10 +110,10 @@ def on_ranks(args: argparse.Namespace, rank_main: Callable[[ProcessInfo], int], 
     ``preload``: modules that the ranks need, imported once before they are forked.
     """
     if args.nproc:
-        from megatron_port.runtime.local import run_local
+        from megatron_port.core.dist.local import run_local
 
         return run_local(args.nproc, rank_main, preload=preload, port=args.master_port)
-    from megatron_port.runtime.discovery import discover
+    from megatron_port.core.dist.discovery import discover
 
     return rank_main(discover(master_addr=args.master_addr, master_port=args.master_port))
 
@@ -123,9 +123,9 @@ def load_run(args: argparse.Namespace) -> Loaded:
 
     What a run's folder says beyond the file in it joins ``args.overrides``: job scripts and trials name that file.
     """
-    from megatron_port.config.dump import leaves, toml_value
-    from megatron_port.config.loader import OF_FOLDER, load
-    from megatron_port.runtime.variables import handed_files
+    from megatron_port.core.config.dump import leaves, toml_value
+    from megatron_port.core.config.loader import OF_FOLDER, load
+    from megatron_port.core.io.variables import handed_files
 
     loaded = load(args.run_file, args.overrides, texts=handed_files())
     own = [f"{n}={toml_value(v)}" for n, v in leaves(loaded.config) if loaded.origins[n].startswith(OF_FOLDER)]
@@ -136,7 +136,7 @@ def load_run(args: argparse.Namespace) -> Loaded:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the process's exit code (``errors`` lists them, 130: interrupted).
 
-    Whatever it prints passes through ``runtime.printable``: names in files are not commands to a terminal.
+    Whatever it prints passes through ``io.printable``: names in files are not commands to a terminal.
     """
     with safe_output():
         return _run(argv)
@@ -170,7 +170,7 @@ def exit_code_of(call: Callable[[], int], *, debug: bool = False) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE
     except Exception as e:
-        from megatron_port.runtime.unexpected import unexpected
+        from megatron_port.core.io.unexpected import unexpected
 
         return _reported(unexpected(e), debug)
 
@@ -180,7 +180,7 @@ def _reported(error: PortError, debug: bool) -> int:
     if debug:
         traceback.print_exception(type(error), error, error.__traceback__)
     if is_rank_zero() if error.is_reporter is None else error.is_reporter:
-        from megatron_port.runtime.redact import redact
+        from megatron_port.core.io.redact import redact
 
         print(f"error: {redact(str(error))}", file=sys.stderr)
     return error.exit_code
@@ -230,8 +230,8 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _unknown(name: str) -> str:
-    from megatron_port.config import unsupported
-    from megatron_port.config.loader import did_you_mean
+    from megatron_port.core.config import unsupported
+    from megatron_port.core.config.loader import did_you_mean
 
     refused = unsupported.not_supported(name, unsupported.COMMANDS)
     if refused:

@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 from megatron_port.cli.arguments import add_json, print_json
 from megatron_port.cli.main import add_run_options, exit_code_of, load_run
 from megatron_port.cli.progress import ProgressBar
-from megatron_port.config.layout import model_ranks
-from megatron_port.config.layout_name import parse_layout
-from megatron_port.config.urls import local_path
-from megatron_port.errors import EXIT_NUMERICS, EXIT_OK, ConfigError, EnvironmentFault
-from megatron_port.runtime.rank_zero import is_rank_zero
+from megatron_port.core.config.layout import model_ranks
+from megatron_port.core.config.layout_name import parse_layout
+from megatron_port.core.config.urls import local_path
+from megatron_port.core.dist.rank_zero import is_rank_zero
+from megatron_port.core.errors import EXIT_NUMERICS, EXIT_OK, ConfigError, EnvironmentFault
 
 if TYPE_CHECKING:
-    from megatron_port.config.schema import LayoutConfig, RunConfig
-    from megatron_port.parity.comparison import Deviation, Run
-    from megatron_port.parity.emulation import RoundingEmulation
-    from megatron_port.runtime.discovery import ProcessInfo
+    from megatron_port.core.config.schema import LayoutConfig, RunConfig
+    from megatron_port.core.dist.discovery import ProcessInfo
+    from megatron_port.tools.parity.comparison import Deviation, Run
+    from megatron_port.tools.parity.emulation import RoundingEmulation
 
 
 PLAIN, WIDE, ORDERED, PLACES = "one-process", "one-process-fp32", "one-process-reordered", "one-process-as-"
@@ -92,12 +92,12 @@ def run(args: argparse.Namespace) -> int:
 def compare_layouts(args: argparse.Namespace) -> int:
     """Record and compare every layout; return 0 or 6."""
     config = load_run(args).config
-    from megatron_port.runtime.discovery import discover
+    from megatron_port.core.dist.discovery import discover
 
     info = discover(master_addr=args.master_addr, master_port=args.master_port)
     if info.world_size > 1:
         return _under_launcher(args, config, info)
-    from megatron_port.config.checks import check
+    from megatron_port.core.config.checks import check
 
     for layout in args.layouts:
         changed = config_for(config, layout)
@@ -118,11 +118,11 @@ def _apart(
     message: str, config: RunConfig, record: Callable[[], int], say: Callable[[str], None] | None = None
 ) -> None:
     """Record in a process of its own: DeepSpeed keeps module globals, so each layout has one."""
-    from megatron_port.runtime.local import run_apart
+    from megatron_port.core.dist.local import run_apart
 
-    modules = ["torch", "torch._dynamo", "megatron_port.parity.recording"]
+    modules = ["torch", "torch._dynamo", "megatron_port.tools.parity.recording"]
     if config.engine == "deepspeed":
-        modules.append("megatron_port.runtime.deepspeed_preload")
+        modules.append("megatron_port.ext.deepspeed.deepspeed_preload")
     (say or partial(print, flush=True))(message)
     code = run_apart(lambda: exit_code_of(record), preload=modules)
     if code:
@@ -130,8 +130,8 @@ def _apart(
 
 
 def _places(config: RunConfig) -> RoundingEmulation | None:
-    from megatron_port.parallel.topology import Topology
-    from megatron_port.parity.emulation import RoundingEmulation
+    from megatron_port.core.dist.topology import Topology
+    from megatron_port.tools.parity.emulation import RoundingEmulation
 
     layout = config.layout
     return RoundingEmulation.of(
@@ -149,12 +149,12 @@ def _stand_in(config: RunConfig, layout: str) -> str:
 
 def _record_single(config: RunConfig, names: Sequence[str], out: Path, *, steps: int) -> int:
     """Record the named runs of one process, engine native, in folders of their names under ``out``."""
-    from megatron_port.config.offload import OffloadConfig
-    from megatron_port.config.schema import ActivationsConfig
-    from megatron_port.parity.recording import Order, record_orders
-    from megatron_port.parity.reduction_order import ORDERS
-    from megatron_port.parity.rounding_noise import RoundingNoise
-    from megatron_port.runtime.discovery import discover
+    from megatron_port.core.config.offload import OffloadConfig
+    from megatron_port.core.config.schema import ActivationsConfig
+    from megatron_port.core.dist.discovery import discover
+    from megatron_port.tools.parity.recording import Order, record_orders
+    from megatron_port.tools.parity.reduction_order import ORDERS
+    from megatron_port.tools.parity.rounding_noise import RoundingNoise
 
     alone = replace(
         parse_layout("tp1pp1dp1", config.layout), zero_stage=0, shard_size=0, reshard="forward",
@@ -187,8 +187,8 @@ def _record_local(config: RunConfig, out: Path, *, steps: int) -> int:
     """Record a layout on ranks that are started here."""
     import torch
 
-    from megatron_port.runtime.discovery import discover
-    from megatron_port.runtime.local import run_local
+    from megatron_port.core.dist.discovery import discover
+    from megatron_port.core.dist.local import run_local
 
     world = world_of(config.layout)
     if world == 1:
@@ -198,7 +198,7 @@ def _record_local(config: RunConfig, out: Path, *, steps: int) -> int:
 
 
 def _record(config: RunConfig, info: ProcessInfo, out: Path, steps: int) -> int:
-    from megatron_port.parity.recording import record_orders
+    from megatron_port.tools.parity.recording import record_orders
 
     record_orders(config, info, [(None, out)], steps=steps)
     return EXIT_OK
@@ -228,8 +228,8 @@ def _under_launcher(args: argparse.Namespace, config: RunConfig, info: ProcessIn
 
 def _report(args: argparse.Namespace, config: RunConfig, out: Path) -> int:
     """Report on fp64 and fp32: every layout against the first."""
-    from megatron_port.parity.comparison import FP32, FP64, compare
-    from megatron_port.parity.recording import read_recorded
+    from megatron_port.tools.parity.comparison import FP32, FP64, compare
+    from megatron_port.tools.parity.recording import read_recorded
 
     tolerance = {"fp64": FP64, "fp32": FP32}[config.precision.dtype]
     first, *others = args.layouts
@@ -246,11 +246,11 @@ def _report_half(args: argparse.Namespace, config: RunConfig, out: Path) -> int:
     one and fp32."""
     import torch
 
-    from megatron_port.errors import NumericsError
-    from megatron_port.parity.half_precision import SingleRuns, within_rounding
-    from megatron_port.parity.recording import read_recorded
-    from megatron_port.parity.reduction_order import ORDERS
-    from megatron_port.parity.rounding_noise import SEEDS
+    from megatron_port.core.errors import NumericsError
+    from megatron_port.tools.parity.half_precision import SingleRuns, within_rounding
+    from megatron_port.tools.parity.recording import read_recorded
+    from megatron_port.tools.parity.reduction_order import ORDERS
+    from megatron_port.tools.parity.rounding_noise import SEEDS
 
     singles = list(dict.fromkeys([PLAIN, *(_stand_in(config, layout) for layout in args.layouts)]))
     narrow = config.precision.fp8 != "none"  # of products in 8 bits ranks scale their pieces by themselves

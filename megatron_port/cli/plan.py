@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.main import add_run_options, load_run
 from megatron_port.cli.plan_campaign import add_campaign_options, campaign_text
-from megatron_port.config.urls import local_path
-from megatron_port.errors import EXIT_CONFIG, EXIT_OK, ConfigError
-from megatron_port.runtime.atomic import write_output
+from megatron_port.core.config.urls import local_path
+from megatron_port.core.errors import EXIT_CONFIG, EXIT_OK, ConfigError
+from megatron_port.core.io.atomic import write_output
 
 if TYPE_CHECKING:
-    from megatron_port.config.loader import Loaded
-    from megatron_port.config.schema import RunConfig
+    from megatron_port.core.config.loader import Loaded
+    from megatron_port.core.config.schema import RunConfig
 
 
 def add_parser(subparsers: Any) -> None:
@@ -43,11 +43,11 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; return 0 if the run fits, 2 if not. Raises ConfigError for what cannot be planned."""
-    from megatron_port.data.document_length import with_document_length
-    from megatron_port.plan.assumed import with_assumed_hardware
-    from megatron_port.plan.page import report_page
-    from megatron_port.plan.text import as_json, explain, render
-    from megatron_port.plan.verdict import make_plan
+    from megatron_port.ext.corpora.document_length import with_document_length
+    from megatron_port.tools.plan.assumed import with_assumed_hardware
+    from megatron_port.tools.plan.page import report_page
+    from megatron_port.tools.plan.text import as_json, explain, render
+    from megatron_port.tools.plan.verdict import make_plan
 
     if args.nodes is not None:
         if args.nodes < 1:
@@ -78,8 +78,8 @@ def with_nodes(loaded: Loaded) -> tuple[RunConfig, str]:
 
     A number of nodes or replicas that was given, 0 as well, is left as it is.
     """
-    from megatron_port.config.layout import model_ranks
-    from megatron_port.config.loader import DEFAULT
+    from megatron_port.core.config.layout import model_ranks
+    from megatron_port.core.config.loader import DEFAULT
 
     config = loaded.config
     layout, per_node = config.layout, config.cluster.gpus_per_node

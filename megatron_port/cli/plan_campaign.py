@@ -6,11 +6,11 @@ import argparse
 import math
 from typing import TYPE_CHECKING
 
-from megatron_port.errors import ConfigError
+from megatron_port.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron_port.config.schema import RunConfig
-    from megatron_port.plan.verdict import Plan
+    from megatron_port.core.config.schema import RunConfig
+    from megatron_port.tools.plan.verdict import Plan
 
 CAMPAIGN_TERMS = (
     ("failure-hours", "failure_hours", "H", "device hours between failures that end a job (default: Llama 3's)"),
@@ -59,7 +59,7 @@ def _prices(given: list[str]) -> dict[str, float]:
 
 def campaign_text(args: argparse.Namespace, config: RunConfig, plan: Plan) -> list[str]:
     """The lines of a campaign and of what a budget buys, as far as they are asked for."""
-    from megatron_port.plan.campaign_text import campaign_lines, offer_lines, offers
+    from megatron_port.tools.plan.campaign_text import campaign_lines, offer_lines, offers
 
     prices, out = _prices(args.price), []
     given = {

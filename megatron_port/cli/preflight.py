@@ -13,14 +13,14 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.main import add_rendezvous_options, add_run_options, load_run, on_ranks
-from megatron_port.config.urls import local_path
-from megatron_port.errors import EXIT_ENVIRONMENT, EXIT_OK, ConfigError
-from megatron_port.preflight import files, preflight_report
-from megatron_port.runtime.job import attempt_name
-from megatron_port.runtime.slurm import expand_hosts
+from megatron_port.core.config.urls import local_path
+from megatron_port.core.dist.job import attempt_name
+from megatron_port.core.dist.slurm import expand_hosts
+from megatron_port.core.errors import EXIT_ENVIRONMENT, EXIT_OK, ConfigError
+from megatron_port.tools.preflight import files, preflight_report
 
 if TYPE_CHECKING:
-    from megatron_port.runtime.discovery import ProcessInfo
+    from megatron_port.core.dist.discovery import ProcessInfo
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -77,7 +77,7 @@ def run_node(args: argparse.Namespace) -> int:
     config = load_run(args).config
     if args.expect_devices is not None and args.expect_devices < 0:
         raise ConfigError(f"--expect-devices {args.expect_devices}: at least 0")
-    from megatron_port.preflight.node import check_node, write_node
+    from megatron_port.tools.preflight.node import check_node, write_node
 
     content = check_node(config, expect=args.expect_devices)
     path = write_node(args.out, content)
@@ -119,12 +119,12 @@ def run_network(args: argparse.Namespace) -> int:
         raise ConfigError(f"--message-kib {args.message_kib}: at least 0")
 
     def measure(info: ProcessInfo) -> int:
-        from megatron_port.preflight.session import network_check
-        from megatron_port.session.assemble import topology_of
+        from megatron_port.run.build import topology_of
+        from megatron_port.tools.preflight.session import network_check
 
         result = network_check(config, info, args.out, topology_of, message=args.message_kib << 10)
         # Rank 0 speaks for all: with srun --kill-on-bad-exit others must not end it.
         found = result.blames or result.bad or result.faults
         return EXIT_ENVIRONMENT if found and info.rank == 0 else EXIT_OK
 
-    return on_ranks(args, measure, "torch", "megatron_port.preflight.session")
+    return on_ranks(args, measure, "torch", "megatron_port.tools.preflight.session")

@@ -9,12 +9,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.arguments import add_json, print_json
-from megatron_port.config.urls import expanded, local_path
-from megatron_port.errors import EXIT_OK, EnvironmentFault, PortError
+from megatron_port.core.config.urls import expanded, local_path
+from megatron_port.core.errors import EXIT_OK, EnvironmentFault, PortError
 
 if TYPE_CHECKING:
-    from megatron_port.telemetry.run_data import RunData
-    from megatron_port.telemetry.run_report import Comparison
+    from megatron_port.tools.report.run_data import RunData
+    from megatron_port.tools.report.run_report import Comparison
 
 
 def add_parser(subparsers: Any) -> None:
@@ -33,10 +33,10 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the report; 0. ConfigError: a folder is not a run's."""
-    from megatron_port.config.run_names import run_folder_of
-    from megatron_port.runtime.atomic import write_bytes
-    from megatron_port.telemetry.run_data import read_run
-    from megatron_port.telemetry.run_report import render
+    from megatron_port.core.config.run_names import run_folder_of
+    from megatron_port.core.io.atomic import write_bytes
+    from megatron_port.tools.report.run_data import read_run
+    from megatron_port.tools.report.run_report import render
 
     folders = [run_folder_of(name) for name in args.runs]
     runs = [read_run(folder) for folder in folders]
@@ -63,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
 
 def predictions(runs: Sequence[RunData]) -> Mapping[str, Sequence[Comparison]]:
     """Return the planner's predictions beside what was measured, by run name, for the runs that it can plan."""
-    from megatron_port.plan.compare import compare_run
-    from megatron_port.telemetry.run_report import Comparison
+    from megatron_port.tools.plan.compare import compare_run
+    from megatron_port.tools.report.run_report import Comparison
 
     out: dict[str, Sequence[Comparison]] = {}
     for one in runs:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.main import add_rendezvous_options, add_run_options, load_run
-from megatron_port.errors import PortError
+from megatron_port.core.errors import PortError
 
 if TYPE_CHECKING:
-    from megatron_port.config.schema import RunConfig
-    from megatron_port.runtime.discovery import ProcessInfo
+    from megatron_port.core.config.schema import RunConfig
+    from megatron_port.core.dist.discovery import ProcessInfo
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -41,8 +41,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; return the run's exit code."""
-    from megatron_port.config.checks import check
-    from megatron_port.config.dump import toml_value
+    from megatron_port.core.config.checks import check
+    from megatron_port.core.config.dump import toml_value
 
     if (args.profile_ranks or args.profile_memory) and not args.profile:
         args.profile = "next"
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.ignore_memory:
         config = replace(config, launch=replace(config.launch, memory_check="warn"))
     if args.dry_run:
-        from megatron_port.session.dry_run import dry_run
+        from megatron_port.run.dry_run import dry_run
 
         print(dry_run(config, args.nproc, all_stages=args.dry_run == "all"))
         return 0
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         from megatron_port.api import check_memory
 
         check_memory(config, args.nproc)
-        from megatron_port.runtime.local import run_local
+        from megatron_port.core.dist.local import run_local
 
         return run_local(args.nproc, lambda info: train(config, info), preload=_modules(config), port=args.master_port)
     return train(config, _discover(config, args))
@@ -72,10 +72,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _discover(config: RunConfig, args: argparse.Namespace) -> ProcessInfo:
     """Return this rank's process info. Launcher faults are recorded for the job script too: it must not try again."""
-    from megatron_port.launch.outcome import record_failure
-    from megatron_port.runtime.discovery import discover
-    from megatron_port.runtime.job import attempt_name
-    from megatron_port.runtime.slurm import step_rank
+    from megatron_port.core.dist.discovery import discover
+    from megatron_port.core.dist.job import attempt_name
+    from megatron_port.core.dist.slurm import step_rank
+    from megatron_port.tools.launch.outcome import record_failure
 
     try:
         return discover(master_addr=args.master_addr, master_port=args.master_port)
@@ -86,11 +86,11 @@ def _discover(config: RunConfig, args: argparse.Namespace) -> ProcessInfo:
 
 def _modules(config: RunConfig) -> list[str]:
     """Return the modules that the ranks will need, to be imported once before they are forked."""
-    from megatron_port.backend.kernels import kernels_status
+    from megatron_port.ext.kernels.kernels import kernels_status
 
-    modules = ["torch", "megatron_port.train.trainer"]
+    modules = ["torch", "megatron_port.run.trainer"]
     if config.engine == "deepspeed":
-        modules.append("megatron_port.runtime.deepspeed_preload")
+        modules.append("megatron_port.ext.deepspeed.deepspeed_preload")
         return [*modules, "torch._dynamo"] if config.backend.optimizer == "torch" else modules
     own = config.backend.own_kernels != "off" and config.backend.optimizer in ("auto", "own")
     if not own or not any(kernels_status(kind)[0] for kind in ("cpu", "cuda", "rocm")):
@@ -101,9 +101,9 @@ def _modules(config: RunConfig) -> list[str]:
 def train(config: RunConfig, info: ProcessInfo) -> int:
     """Train on one rank; return its exit code."""
     from megatron_port.api import run_training
-    from megatron_port.launch.outcome import FAILURES
-    from megatron_port.runtime.job import attempt_name
-    from megatron_port.runtime.unexpected import unexpected
+    from megatron_port.core.dist.job import attempt_name
+    from megatron_port.core.io.unexpected import unexpected
+    from megatron_port.tools.launch.outcome import FAILURES
 
     try:
         outcome = run_training(config, info)

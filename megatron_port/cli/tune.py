@@ -16,8 +16,8 @@ from typing import Any
 from megatron_port.cli.arguments import add_json, print_json
 from megatron_port.cli.main import add_run_options, load_run
 from megatron_port.cli.progress import ProgressBar
-from megatron_port.config.urls import local_path
-from megatron_port.errors import EXIT_OK, ConfigError
+from megatron_port.core.config.urls import local_path
+from megatron_port.core.errors import EXIT_OK, ConfigError
 
 MOST = 10_000
 STRATEGIES = ("model", "random", "deephyper")
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         out.append(f"--repeats {args.repeats}: from 1 to {MOST}")
     if out:
         raise ConfigError(out)
-    from megatron_port.tune.space import best_legal, make_space
+    from megatron_port.tools.tune.space import best_legal, make_space
 
     loaded = load_run(args)
     space = make_space(loaded.config, world_size=args.nproc, nodes=args.nodes)
@@ -103,11 +103,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace, loaded: Any, space: Any) -> int:
-    from megatron_port.tune.lease import hold_folder
-    from megatron_port.tune.results import Results
-    from megatron_port.tune.strategies import make_strategy
-    from megatron_port.tune.trial import choose_launcher, run_trial
-    from megatron_port.tune.tuner import render, tune
+    from megatron_port.tools.tune.lease import hold_folder
+    from megatron_port.tools.tune.results import Results
+    from megatron_port.tools.tune.strategies import make_strategy
+    from megatron_port.tools.tune.trial import choose_launcher, run_trial
+    from megatron_port.tools.tune.tuner import render, tune
 
     config = space.config
     launcher = choose_launcher(args.nproc)
@@ -145,9 +145,9 @@ def _measure(args: argparse.Namespace, loaded: Any, space: Any) -> int:
 
 def _say_winner(args: argparse.Namespace, loaded: Any, best: Any, folder: Path) -> str:
     """Write the winner's run file; return a text with the job script that runs it."""
-    from megatron_port.config.loader import load
-    from megatron_port.launch.submit import checked_script, order_of
-    from megatron_port.tune.tuner import label_of, write_winner
+    from megatron_port.core.config.loader import load
+    from megatron_port.tools.launch.submit import checked_script, order_of
+    from megatron_port.tools.tune.tuner import label_of, write_winner
 
     path = folder / "winner.toml"
     config = write_winner(loaded, best, path)

@@ -8,8 +8,8 @@ import socket
 from typing import Any
 
 from megatron_port.cli.arguments import add_json, print_json
-from megatron_port.config.urls import expanded
-from megatron_port.errors import EXIT_OK, ConfigError
+from megatron_port.core.config.urls import expanded
+from megatron_port.core.errors import EXIT_OK, ConfigError
 
 
 def add_parser(subparsers: Any) -> None:
@@ -28,8 +28,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until interrupted. Raises ConfigError, EnvironmentFault."""
-    from megatron_port.config.run_names import run_folder_of
-    from megatron_port.live.server import LiveServer
+    from megatron_port.core.config.run_names import run_folder_of
+    from megatron_port.tools.live.server import LiveServer
 
     if not 0 <= args.port < 1 << 16:
         raise ConfigError(f"--port {args.port}: from 0 to 65535")

@@ -21,10 +21,10 @@ from offload_matrix import engine_of, train
 from pool import RankPool
 from stream_order import OrderChecker
 
-from megatron_port.config.schema import ActivationsConfig, RunConfig
-from megatron_port.model.activation_sites import RECOMPUTED, REPLICATED, SITES, choice
-from megatron_port.parallel.device_streams import observed_by
-from megatron_port.parallel.topology import Topology
+from megatron_port.core.config.schema import ActivationsConfig, RunConfig
+from megatron_port.core.dist.device_streams import observed_by
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.model.activation_sites import RECOMPUTED, REPLICATED, SITES, choice
 
 STEPS = 3
 LAYERS = 4

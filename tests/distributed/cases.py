@@ -13,12 +13,9 @@ import torch
 import torch.distributed as dist
 from corpora import loaded_batches
 
-from megatron_port.backend.choose import choose_providers
-from megatron_port.backend.device import choose_device
-from megatron_port.backend.providers import Providers
-from megatron_port.config.attention import MaskNeeds
-from megatron_port.config.offload import OffloadConfig
-from megatron_port.config.schema import (
+from megatron_port.core.config.attention import MaskNeeds
+from megatron_port.core.config.offload import OffloadConfig
+from megatron_port.core.config.schema import (
     ActivationsConfig,
     BackendConfig,
     BatchConfig,
@@ -28,18 +25,21 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.data.batch import MicroBatch
-from megatron_port.data.rank_view import RankView
-from megatron_port.optim.schedules import BatchSchedule, learning_rate
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.topology import Topology
-from megatron_port.parity import half_precision
-from megatron_port.parity.comparison import Deviation, Run
-from megatron_port.parity.emulation import RoundingEmulation
-from megatron_port.parity.reduction_order import ORDERS, REORDERINGS, Reordering, apply_reduction_order
-from megatron_port.parity.rounding_noise import RoundingNoise
-from megatron_port.parity.run_record import RankTrace, record_run
-from megatron_port.session.assemble import DTYPES, build_engine, with_shared_layers
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.data.rank_view import RankView
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.device import choose_device
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.optim.schedules import BatchSchedule, learning_rate
+from megatron_port.ext.kernels.choose import choose_providers
+from megatron_port.ext.kernels.providers import Providers
+from megatron_port.run.build import DTYPES, build_engine, with_shared_layers
+from megatron_port.tools.parity import half_precision
+from megatron_port.tools.parity.comparison import Deviation, Run
+from megatron_port.tools.parity.emulation import RoundingEmulation
+from megatron_port.tools.parity.reduction_order import ORDERS, REORDERINGS, Reordering, apply_reduction_order
+from megatron_port.tools.parity.rounding_noise import RoundingNoise
+from megatron_port.tools.parity.run_record import RankTrace, record_run
 
 LR = 1e-2
 Order = Reordering | RoundingEmulation | RoundingNoise | None

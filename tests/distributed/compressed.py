@@ -22,14 +22,14 @@ from distilled import WIDE, teacher_folder, with_drawn_teacher
 from drawing import Draw
 from fuzz import record, record_parser
 
-from megatron_port.config.checks import problems
-from megatron_port.config.conflicts import contradictions
-from megatron_port.config.distillation import DistillationConfig
-from megatron_port.config.offload import OffloadConfig
-from megatron_port.config.quantisation import CONFLICTS
-from megatron_port.config.schema import MoEConfig, QuantisationConfig, RunConfig, SparsityConfig
-from megatron_port.config.sparsity import GROUP, inputs
-from megatron_port.parallel.topology import Topology
+from megatron_port.core.config.checks import problems
+from megatron_port.core.config.conflicts import contradictions
+from megatron_port.core.config.distillation import DistillationConfig
+from megatron_port.core.config.offload import OffloadConfig
+from megatron_port.core.config.quantisation import CONFLICTS
+from megatron_port.core.config.schema import MoEConfig, QuantisationConfig, RunConfig, SparsityConfig
+from megatron_port.core.config.sparsity import GROUP, inputs
+from megatron_port.core.dist.topology import Topology
 
 GPT: dict[str, Any] = {"hidden_dropout": 0.1}
 LLAMA: dict[str, Any] = {

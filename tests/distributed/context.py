@@ -26,17 +26,17 @@ import torch
 from cases import LR, Batches, Reordering, _alone, make_config, run_case
 from pool import RankPool
 
-from megatron_port.config.checks import problems
-from megatron_port.config.schema import RunConfig
-from megatron_port.data.loader import build_loaders
-from megatron_port.data.sample import Sample, document_starts
-from megatron_port.optim.schedules import BatchSchedule
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.positions import sequence_partition
-from megatron_port.parallel.topology import Topology
-from megatron_port.parity.comparison import FP32, FP64, Deviation, Run, compare
-from megatron_port.parity.run_record import RankTrace
-from megatron_port.registry import SOURCES
+from megatron_port.core.config.checks import problems
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.data.loader import build_loaders
+from megatron_port.core.data.sample import Sample, document_starts
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.positions import sequence_partition
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.optim.schedules import BatchSchedule
+from megatron_port.core.registry import SOURCES
+from megatron_port.tools.parity.comparison import FP32, FP64, Deviation, Run, compare
+from megatron_port.tools.parity.run_record import RankTrace
 
 STEPS = 3
 METHODS, ORDERS = ("gather", "heads", "ring"), ("contiguous", "zigzag", "balanced")

@@ -24,14 +24,14 @@ from cases import make_config, providers_of
 from drawing import Draw
 from fuzz import record, record_parser
 
-from megatron_port.checkpoint.writer import save_checkpoint
-from megatron_port.config.distillation import DistillationConfig
-from megatron_port.config.dump import as_dict
-from megatron_port.config.schema import ModelConfig, MoEConfig, RunConfig
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.topology import Topology
-from megatron_port.session.assemble import build_engine
-from megatron_port.train.state import Position, saved_records, shapes_of, state_of
+from megatron_port.core.checkpoint.writer import save_checkpoint
+from megatron_port.core.config.distillation import DistillationConfig
+from megatron_port.core.config.dump import as_dict
+from megatron_port.core.config.schema import ModelConfig, MoEConfig, RunConfig
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.topology import Topology
+from megatron_port.run.build import build_engine
+from megatron_port.run.state import Position, saved_records, shapes_of, state_of
 
 GPT: dict[str, Any] = {"hidden_dropout": 0.1}
 LLAMA: dict[str, Any] = {

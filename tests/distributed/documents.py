@@ -25,14 +25,14 @@ import torch
 from cases import Batches, Reordering, make_batches, make_config, run_case
 from pool import RankPool
 
-from megatron_port.config.schema import ActivationsConfig, LayoutConfig, ModelConfig, RunConfig
-from megatron_port.data.batch import MicroBatch
-from megatron_port.model import rotary
-from megatron_port.model.spec import Rotation
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.topology import Topology
-from megatron_port.parity.comparison import Deviation, Run, Tolerance, compare
-from megatron_port.parity.run_record import RankTrace
+from megatron_port.core.config.schema import ActivationsConfig, LayoutConfig, ModelConfig, RunConfig
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.model import rotary
+from megatron_port.core.model.spec import Rotation
+from megatron_port.tools.parity.comparison import Deviation, Run, Tolerance, compare
+from megatron_port.tools.parity.run_record import RankTrace
 
 BOUND = Tolerance("documents", loss=1e-12, grad_norm=1e-12, gradient=1e-12, key_bias=1e-12)
 

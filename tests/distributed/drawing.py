@@ -16,11 +16,11 @@ from drawing_data import fed, scheduled
 from drawing_options import optioned
 from drawing_rules import ruled
 
-from megatron_port.config.fine_tuning import FineTuningConfig, targets_of
-from megatron_port.config.offload import OffloadConfig
-from megatron_port.config.schema import ActivationsConfig, BatchConfig, LayoutConfig, RunConfig
-from megatron_port.model.activation_sites import RECOMPUTED, REPLICATED, SITES, choice
-from megatron_port.parallel.topology import Topology
+from megatron_port.core.config.fine_tuning import FineTuningConfig, targets_of
+from megatron_port.core.config.offload import OffloadConfig
+from megatron_port.core.config.schema import ActivationsConfig, BatchConfig, LayoutConfig, RunConfig
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.model.activation_sites import RECOMPUTED, REPLICATED, SITES, choice
 
 STEPS = 3
 OPS = ("norm", "activation", "rotary", "dropout", "softmax", "cross_entropy")

@@ -8,7 +8,7 @@ from typing import Any
 
 from corpora import KINDS, corpus_folder, corpus_prefix
 
-from megatron_port.config.schema import RunConfig
+from megatron_port.core.config.schema import RunConfig
 
 SPLITS = ((0.98, 0.01, 0.01), (1.0, 0.0, 0.0), (0.5, 0.3, 0.2))
 

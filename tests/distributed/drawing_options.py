@@ -6,7 +6,7 @@ import dataclasses
 import random
 from typing import Any
 
-from megatron_port.config.schema import ParameterGroup, RunConfig
+from megatron_port.core.config.schema import ParameterGroup, RunConfig
 
 
 def optioned(r: random.Random, config: RunConfig) -> RunConfig:

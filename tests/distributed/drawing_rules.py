@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from megatron_port.config.conflicts import contradictions
-from megatron_port.config.optimizer import CONFLICTS, STATE_BLOCK
-from megatron_port.config.rule_options import (
+from megatron_port.core.config.conflicts import contradictions
+from megatron_port.core.config.optimizer import CONFLICTS, STATE_BLOCK
+from megatron_port.core.config.rule_options import (
     AdafactorOptions,
     AdagradOptions,
     CAMEOptions,
@@ -15,7 +15,7 @@ from megatron_port.config.rule_options import (
     MuonOptions,
     SGDOptions,
 )
-from megatron_port.config.schema import RunConfig
+from megatron_port.core.config.schema import RunConfig
 
 RATES = {"sgd": 30.0, "adagrad": 1.0, "lion": 0.1, "adafactor": 1.0, "came": 0.3, "sm3": 1.0, "lamb": 1.0, "muon": 1.0}
 """Learning rate of each rule, as a multiple of the tests' own: large, so that a wrong update shows."""

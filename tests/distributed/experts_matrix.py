@@ -25,8 +25,8 @@ import torch
 from cases import make_config
 from experts import PRESETS, ExpertDraw, legal_ep, run_draws
 
-from megatron_port.config.schema import MoEConfig
-from megatron_port.parallel.topology import Topology
+from megatron_port.core.config.schema import MoEConfig
+from megatron_port.core.dist.topology import Topology
 
 STEPS = 20
 EXPERTS = 8

@@ -19,10 +19,10 @@ from cases import make_config
 from drawing import Draw
 from fuzz import record, record_parser
 
-from megatron_port.config.checks import problems
-from megatron_port.config.low_rank import factored_shapes
-from megatron_port.config.schema import MoEConfig
-from megatron_port.parallel.topology import Topology
+from megatron_port.core.config.checks import problems
+from megatron_port.core.config.low_rank import factored_shapes
+from megatron_port.core.config.schema import MoEConfig
+from megatron_port.core.dist.topology import Topology
 
 LLAMA: dict[str, Any] = {
     "position_embedding": "rope", "normalization": "rmsnorm", "activation": "swiglu", "add_bias": False,

@@ -21,12 +21,12 @@ from cases import Order, run_cases, single_run, within_rounding
 from drawing import STEPS, Draw, draw
 from pool import RankPool
 
-from megatron_port.config.attention import MaskNeeds
-from megatron_port.config.schema import ActivationsConfig, LayoutConfig, RunConfig
-from megatron_port.optim.schedules import learning_rate
-from megatron_port.parallel.topology import Topology
-from megatron_port.parity.comparison import FP32, FP64, Deviation, Run, compare
-from megatron_port.parity.run_record import RankTrace
+from megatron_port.core.config.attention import MaskNeeds
+from megatron_port.core.config.schema import ActivationsConfig, LayoutConfig, RunConfig
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.optim.schedules import learning_rate
+from megatron_port.tools.parity.comparison import FP32, FP64, Deviation, Run, compare
+from megatron_port.tools.parity.run_record import RankTrace
 
 
 def plain(config: RunConfig) -> RunConfig:

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from cases import providers_of
 
-from megatron_port.compress.importance import measure_importance
-from megatron_port.config.schema import RunConfig
-from megatron_port.data.rank_view import RankView
-from megatron_port.inference.perplexity import StreamWindows
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.state import StateReader
-from megatron_port.parallel.topology import Topology
-from megatron_port.session.assemble import build_engine
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.data.rank_view import RankView
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.state import StateReader
+from megatron_port.core.dist.topology import Topology
+from megatron_port.run.build import build_engine
+from megatron_port.tools.compress.importance import measure_importance
+from megatron_port.tools.inference.perplexity import StreamWindows
 
 SAMPLES = 5
 """No multiple of what two replicas take at a time: the rest is filled up and must not count."""

@@ -11,26 +11,26 @@ from unittest import mock
 import torch
 from torch import nn
 
-from megatron_port.backend.providers import torch_providers
-from megatron_port.config.schema import LayoutConfig
-from megatron_port.model.attention import SelfAttention
-from megatron_port.model.build import BuildContext, BuildOptions
-from megatron_port.model.decoder_spec import attention_spec, model_spec
-from megatron_port.model.layers import Embedding, Head, TransformerLayer
-from megatron_port.model.mlp import MLP
-from megatron_port.model.norm import Norm
-from megatron_port.optim.gradients import reduce_partial_gradients
-from megatron_port.parallel.collectives import Started
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron_port.parallel.embedding import VocabParallelEmbedding, padded_vocab_size, vocab_parameter
-from megatron_port.parallel.init import initial_values
-from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.record import InitSpec, Shard, make_record, record_of
-from megatron_port.parallel.step import StepSlot
-from megatron_port.parallel.topology import Topology
-from megatron_port.parity.run_record import assemble
+from megatron_port.core.config.schema import LayoutConfig
+from megatron_port.core.dist.collectives import Started
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.init import initial_values
+from megatron_port.core.dist.record import InitSpec, Shard, make_record, record_of
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.layers.cross_entropy import vocab_parallel_cross_entropy
+from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.embedding import VocabParallelEmbedding, padded_vocab_size, vocab_parameter
+from megatron_port.core.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_port.core.layers.step import StepSlot
+from megatron_port.core.model.attention import SelfAttention
+from megatron_port.core.model.build import BuildContext, BuildOptions
+from megatron_port.core.model.decoder_spec import attention_spec, model_spec
+from megatron_port.core.model.layers import Embedding, Head, TransformerLayer
+from megatron_port.core.model.mlp import MLP
+from megatron_port.core.model.norm import Norm
+from megatron_port.core.optim.gradients import reduce_partial_gradients
+from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.tools.parity.run_record import assemble
 
 BOUND = 1e-9
 DRAWS = 25

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from cases import sample_tokens
 from torch import nn
 
-from megatron_port.config.schema import RunConfig
-from megatron_port.parallel.topology import Topology
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.dist.topology import Topology
 
 
 class ModelType(enum.Enum):

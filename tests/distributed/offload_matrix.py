@@ -19,13 +19,13 @@ from typing import Any
 from cases import LR, make_batches, make_config, providers_of
 from pool import RankPool
 
-from megatron_port.config.conflicts import contradictions
-from megatron_port.config.offload import CONFLICTS, OffloadConfig
-from megatron_port.config.schema import RunConfig
-from megatron_port.engine.native import NativeEngine
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.topology import Topology
-from megatron_port.session.assemble import build_engine
+from megatron_port.core.config.conflicts import contradictions
+from megatron_port.core.config.offload import CONFLICTS, OffloadConfig
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.engine.native import NativeEngine
+from megatron_port.run.build import build_engine
 
 STEPS = 20
 Steps = list[tuple[Any, ...]]

@@ -212,7 +212,7 @@ def _preload(with_deepspeed: bool) -> None:
         import deepspeed  # noqa: F401
         from deepspeed.pipe import PipelineModule  # noqa: F401
 
-        from megatron_port.backend.jit_guard import prepare_deepspeed
+        from megatron_port.ext.kernels.jit_guard import prepare_deepspeed
 
         prepare_deepspeed()
         for name in LATE:
@@ -229,8 +229,8 @@ def _preload(with_deepspeed: bool) -> None:
                 continue
             with contextlib.suppress(Exception):
                 importlib.import_module(found.name)
-    from megatron_port.backend import kernels
-    from megatron_port.errors import EnvironmentFault
+    from megatron_port.core.errors import EnvironmentFault
+    from megatron_port.ext.kernels import kernels
 
     with contextlib.suppress(EnvironmentFault):
         kernels.load("cpu")

@@ -1,7 +1,7 @@
 """Layers of experts in half precision: what rounding may change of the routes, and nothing else.
 
 A layout rounds where one process does not, and a router that reads an input of other bits may choose another expert. So
-one process, which knows nothing of the layout, writes its routes (``train.routes``), and the layout runs twice:
+one process, which knows nothing of the layout, writes its routes (``telemetry.routes``), and the layout runs twice:
 
 * free: at most 5 % of its tokens are sent elsewhere in the first step, and of those that no earlier layer has sent
   elsewhere in their sample, each one's margin is within rounding (:meth:`Choice.certified`);
@@ -31,23 +31,23 @@ import torch
 from cases import LR, Order, _alone, _in_fp32, make_batches, providers_of
 from pool import RankPool
 
-from megatron_port.backend.router import Routed
-from megatron_port.config.moe import RoutesConfig
-from megatron_port.config.schema import ModelConfig, RunConfig
-from megatron_port.data.batch import MicroBatch
-from megatron_port.engine.native import NativeEngine
-from megatron_port.model.router import Route, Router
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.topology import Topology
-from megatron_port.parity import half_precision
-from megatron_port.parity.comparison import ROUNDOFF, Deviation, Run
-from megatron_port.parity.emulation import RoundingEmulation
-from megatron_port.parity.reduction_order import ORDERS, Reordering, apply_reduction_order
-from megatron_port.parity.rounding_noise import RoundingNoise
-from megatron_port.parity.run_record import RankTrace, record_run
-from megatron_port.runtime.lease import Fence
-from megatron_port.session.assemble import build_engine
-from megatron_port.train.routes import RunRoutes
+from megatron_port.core.config.moe import RoutesConfig
+from megatron_port.core.config.schema import ModelConfig, RunConfig
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.lease import Fence
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.engine.native import NativeEngine
+from megatron_port.core.layers.expert_choice import Routed
+from megatron_port.core.model.router import Route, Router
+from megatron_port.ext.telemetry.routes import RunRoutes
+from megatron_port.run.build import build_engine
+from megatron_port.tools.parity import half_precision
+from megatron_port.tools.parity.comparison import ROUNDOFF, Deviation, Run
+from megatron_port.tools.parity.emulation import RoundingEmulation
+from megatron_port.tools.parity.reduction_order import ORDERS, Reordering, apply_reduction_order
+from megatron_port.tools.parity.rounding_noise import RoundingNoise
+from megatron_port.tools.parity.run_record import RankTrace, record_run
 
 STEPS = 2
 MOST_FLIPPED = 0.05

@@ -1,7 +1,7 @@
 """Happens-before checker: accesses of several streams to the same memory that nothing orders.
 
 A vector clock for each stream and one for the host (Lamport 1978, doi:10.1145/359545.359563; Fidge 1988). The program
-runs as it is, on a CPU; what it states in ``parallel.device_streams`` (accesses, events, waits) is followed as if every
+runs as it is, on a CPU; what it states in ``dist.device_streams`` (accesses, events, waits) is followed as if every
 stream ran beside the others. Work that is queued starts after everything that the host has done or waited for. An
 event carries the clock of its stream to whoever waits for it. Two accesses are ordered when the clock of the later one
 has reached the place of the earlier one in its stream; if they overlap, one of them writes, and nothing orders them,
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_port.parallel.device_streams import HOST
+from megatron_port.core.dist.device_streams import HOST
 
 Clock = dict[str, int]
 
@@ -54,7 +54,7 @@ class _Memory:
 
 
 class OrderChecker:
-    """Observer of ``parallel.device_streams`` that raises :class:`StreamRace` at the later of two unordered accesses.
+    """Observer of ``dist.device_streams`` that raises :class:`StreamRace` at the later of two unordered accesses.
 
     It keeps the memory of every tensor that it has seen alive: for tests and short runs.
     """

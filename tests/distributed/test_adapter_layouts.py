@@ -12,11 +12,11 @@ from cases import make_config, run_cases, single_run
 from fuzz import plain
 from pool import RankPool
 
-from megatron_port.config.fine_tuning import FineTuningConfig
-from megatron_port.config.offload import OffloadConfig
-from megatron_port.config.schema import MoEConfig, RunConfig
-from megatron_port.parallel.topology import Topology
-from megatron_port.parity.comparison import FP64, Run, compare
+from megatron_port.core.config.fine_tuning import FineTuningConfig
+from megatron_port.core.config.offload import OffloadConfig
+from megatron_port.core.config.schema import MoEConfig, RunConfig
+from megatron_port.core.dist.topology import Topology
+from megatron_port.tools.parity.comparison import FP64, Run, compare
 
 LLAMA = {
     "num_layers": 2, "activation": "swiglu", "normalization": "rmsnorm", "position_embedding": "rope",

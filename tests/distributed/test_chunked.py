@@ -8,10 +8,10 @@ from pool import RankPool
 from stream_order import OrderChecker, StreamRace
 from test_zero3 import Case, case, differences
 
-from megatron_port.config.checks import check
-from megatron_port.errors import ConfigError
-from megatron_port.parallel import chunked
-from megatron_port.parallel.device_streams import observed_by
+from megatron_port.core.config.checks import check
+from megatron_port.core.dist.device_streams import observed_by
+from megatron_port.core.errors import ConfigError
+from megatron_port.ext.weights import chunked
 
 
 def pair(dtype: str, chunks: int, *, sequence: bool) -> tuple[Case, Case]:

@@ -16,10 +16,10 @@ from fuzz import plain
 from importance import calibration, measure_all, measured
 from pool import RankPool
 
-from megatron_port.config.schema import LayoutConfig, MoEConfig, RunConfig
-from megatron_port.parallel.topology import Topology
-from megatron_port.parity.comparison import FP64, Run, compare
-from megatron_port.session.weights import open_weights
+from megatron_port.core.config.schema import LayoutConfig, MoEConfig, RunConfig
+from megatron_port.core.dist.topology import Topology
+from megatron_port.run.weights import open_weights
+from megatron_port.tools.parity.comparison import FP64, Run, compare
 
 LLAMA: dict[str, Any] = {
     "num_layers": 2, "activation": "swiglu", "normalization": "rmsnorm", "position_embedding": "rope",

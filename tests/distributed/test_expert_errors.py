@@ -14,17 +14,17 @@ from cases import _alone, make_batches, make_config, providers_of
 from experts import ExpertTrace, run_rank
 from pool import RankPool
 
-from megatron_port.config.schema import MoEConfig, RunConfig
-from megatron_port.engine.native import NativeEngine
-from megatron_port.errors import NumericsError
-from megatron_port.health.replicas import check_replicas
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.experts import Dispatched, plan_exchange, send_home
-from megatron_port.parallel.state import StatePiece
-from megatron_port.parallel.topology import Topology
-from megatron_port.parity.comparison import FP64, Run, compare
-from megatron_port.pipeline.schedules import make_schedule
-from megatron_port.session.assemble import build_engine
+from megatron_port.core.config.schema import MoEConfig, RunConfig
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.state import StatePiece
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.engine.native import NativeEngine
+from megatron_port.core.errors import NumericsError
+from megatron_port.core.layers.experts import Dispatched, plan_exchange, send_home
+from megatron_port.core.pipeline.schedules import make_schedule
+from megatron_port.ext.health.replicas import check_replicas
+from megatron_port.run.build import build_engine
+from megatron_port.tools.parity.comparison import FP64, Run, compare
 
 EP2, TP2 = Topology(dp=2, ep=2), Topology(tp=2, ep=2)
 
@@ -209,7 +209,7 @@ def filled_run(config: RunConfig, topology: Topology, fills: bool) -> tuple[dict
         assert isinstance(engine, NativeEngine)
         seen: dict[str, torch.Tensor] = {}
         engine.on_gradients = lambda found: seen.update({r.name: g.clone() for r, g in found})
-        with patch("megatron_port.engine.native_passes.make_schedule", made):
+        with patch("megatron_port.core.engine.native_passes.make_schedule", made):
             engine.train_step(make_batches(config, ctx)(0), step=0, lr=1e-2)
         return seen, engine.target.accumulator.computed, engine.target.accumulator.beside
     finally:

@@ -11,7 +11,7 @@ from fuzz import failures
 from pool import RankPool
 from undecided import Follower, undecided
 
-from megatron_port.parity.comparison import Deviation
+from megatron_port.tools.parity.comparison import Deviation
 
 SEEDS = {
     "2": (9, 25, 46, 56, 58, 70, 100, 172, 242, 348, 407, 456, 679),

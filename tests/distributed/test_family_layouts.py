@@ -13,9 +13,9 @@ from drawing import Draw
 from fuzz import failures, run_draws
 from pool import RankPool
 
-from megatron_port.interop.hf_config import model_from_hf
-from megatron_port.model.families import family_named, family_names
-from megatron_port.parallel.topology import Topology
+from megatron_port.core.dist.topology import Topology
+from megatron_port.ext.families import family_named, family_names
+from megatron_port.tools.interop.hf_config import model_from_hf
 
 pytest.importorskip("transformers")
 

@@ -13,15 +13,15 @@ import pytest
 from cases import LR, make_batches, make_config, single_run, within_rounding
 from pool import RankPool
 
-from megatron_port.backend.providers import torch_providers
-from megatron_port.config.fine_tuning import FineTuningConfig
-from megatron_port.config.schema import RunConfig
-from megatron_port.parallel import linear_kernels
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.topology import Topology
-from megatron_port.parity.comparison import Run
-from megatron_port.parity.run_record import RankTrace, record_run
-from megatron_port.session.assemble import build_engine
+from megatron_port.core.config.fine_tuning import FineTuningConfig
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.layers import linear_kernels
+from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.run.build import build_engine
+from megatron_port.tools.parity.comparison import Run
+from megatron_port.tools.parity.run_record import RankTrace, record_run
 
 STEPS = 12
 Steps = tuple[float, float | None, bool, float]

@@ -13,13 +13,13 @@ from fuzz import failures, run_draws
 from pool import RankPool
 from torch import Tensor, nn
 
-from megatron_port.backend.fp8 import OCP, Fp8, reference_scaled_mm
-from megatron_port.config.schema import RunConfig
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear, WgradAccumulator
-from megatron_port.parallel.linear_kernels import make_linear_kernels
-from megatron_port.parallel.record import InitSpec, record_of
-from megatron_port.parallel.topology import Topology
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.record import InitSpec, record_of
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.layers.linear import ColumnParallelLinear, RowParallelLinear, WgradAccumulator
+from megatron_port.core.layers.linear_kernels import make_linear_kernels
+from megatron_port.ext.kernels.fp8 import OCP, Fp8, reference_scaled_mm
 
 RECIPES = ["tensorwise", "rowwise"]
 

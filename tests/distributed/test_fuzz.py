@@ -10,8 +10,8 @@ from fuzz import failures, run_draws
 from not_drawn import not_drawn
 from pool import RankPool
 
-from megatron_port.config.checks import problems
-from megatron_port.config.dump import leaves
+from megatron_port.core.config.checks import problems
+from megatron_port.core.config.dump import leaves
 
 SEEDS = (3, 4, 6, 15, 16, 18, 21, 22, 26, 27, 28, 29, 37, 40, 67, 81, 336, 374, 1937)
 """Of the first 30 those that cover what the last test asks. Beyond them: key/value heads that tp ranks

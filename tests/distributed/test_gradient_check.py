@@ -11,12 +11,12 @@ import torch
 from cases import LR, make_batches, make_config
 from pool import RankPool
 
-from megatron_port.backend.providers import torch_providers
-from megatron_port.config.schema import RunConfig
-from megatron_port.optim.gradient_check import SUM_ROW, RowSums, allowed
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.topology import Topology
-from megatron_port.session.assemble import build_engine
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.topology import Topology
+from megatron_port.ext.health.gradient_check import SUM_ROW, RowSums, allowed
+from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.run.build import build_engine
 
 STEP = 1
 """Of two, in which the bit flips."""

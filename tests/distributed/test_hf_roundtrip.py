@@ -16,34 +16,34 @@ import torch
 from cases import make_batches, make_config, providers_of, sample_tokens
 from pool import RankPool
 
-from megatron_port.backend.device import choose_device
-from megatron_port.checkpoint.format import SavedState
-from megatron_port.checkpoint.peers import peers_of
-from megatron_port.checkpoint.reader import open_checkpoint
-from megatron_port.checkpoint.writer import save_checkpoint
-from megatron_port.config.checks import resolve
-from megatron_port.config.dump import as_dict
-from megatron_port.config.schema import ModelConfig, RunConfig
-from megatron_port.data.rank_view import RankView
-from megatron_port.inference.generation import Continuation, Generator, Sampling
-from megatron_port.inference.model import InferenceModel
-from megatron_port.inference.perplexity import StreamWindows, perplexity
-from megatron_port.inference.scoring import Score, score
-from megatron_port.interop.export_hf import export_hf
-from megatron_port.interop.hf_files import HFFolder
-from megatron_port.model.families import family_names
-from megatron_port.model.shapes import buffer_shapes, parameter_shapes
-from megatron_port.optim.rules import mixed_kinds
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.state import BUFFER, WEIGHT
-from megatron_port.parallel.topology import Topology
-from megatron_port.parity.comparison import Run, gradient_deviation
-from megatron_port.parity.run_record import RankTrace, record_run
-from megatron_port.runtime.discovery import ProcessInfo
-from megatron_port.runtime.logging import Logger
-from megatron_port.session.assemble import build_engine
-from megatron_port.session.session import Session
-from megatron_port.session.weights import load_initial
+from megatron_port.core.checkpoint.format import SavedState
+from megatron_port.core.checkpoint.peers import peers_of
+from megatron_port.core.checkpoint.reader import open_checkpoint
+from megatron_port.core.checkpoint.writer import save_checkpoint
+from megatron_port.core.config.checks import resolve
+from megatron_port.core.config.dump import as_dict
+from megatron_port.core.config.schema import ModelConfig, RunConfig
+from megatron_port.core.data.rank_view import RankView
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.device import choose_device
+from megatron_port.core.dist.discovery import ProcessInfo
+from megatron_port.core.dist.state import BUFFER, WEIGHT
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.io.logging import Logger
+from megatron_port.core.model.shapes import buffer_shapes, parameter_shapes
+from megatron_port.core.optim.rules import mixed_kinds
+from megatron_port.ext.families import family_names
+from megatron_port.run.build import build_engine
+from megatron_port.run.session import Session
+from megatron_port.run.weights import load_initial
+from megatron_port.tools.inference.generation import Continuation, Generator, Sampling
+from megatron_port.tools.inference.model import InferenceModel
+from megatron_port.tools.inference.perplexity import StreamWindows, perplexity
+from megatron_port.tools.inference.scoring import Score, score
+from megatron_port.tools.interop.export_hf import export_hf
+from megatron_port.tools.interop.hf_files import HFFolder
+from megatron_port.tools.parity.comparison import Run, gradient_deviation
+from megatron_port.tools.parity.run_record import RankTrace, record_run
 
 pytest.importorskip("transformers")
 

@@ -13,16 +13,16 @@ from cases import make_batches, make_config, providers_of
 from megatron_like import Source
 from pool import RankPool
 
-from megatron_port.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron_port.checkpoint.schema import plain
-from megatron_port.config.schema import RunConfig
-from megatron_port.errors import CheckpointError
-from megatron_port.interop.export_universal import export_universal
-from megatron_port.interop.names import megatron_names
-from megatron_port.interop.run_import import import_checkpoint
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.topology import Topology
-from megatron_port.session.assemble import build_engine
+from megatron_port.core.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron_port.core.checkpoint.schema import plain
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.errors import CheckpointError
+from megatron_port.run.build import build_engine
+from megatron_port.tools.interop.export_universal import export_universal
+from megatron_port.tools.interop.names import megatron_names
+from megatron_port.tools.interop.run_import import import_checkpoint
 
 STEPS, MORE = 2, 3
 WAIT_S = 400.0

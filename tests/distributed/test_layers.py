@@ -19,15 +19,15 @@ from cases import make_batches, make_config, single_run
 from layer_bench import DRAWS, Bench, Case, deviation, edge_ids, faults, on_rank, one_process
 from pool import RankPool
 
-from megatron_port.backend.providers import torch_providers
-from megatron_port.config.schema import ModelConfig
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.mesh import REPLICAS
-from megatron_port.parallel.record import ParameterRecord
-from megatron_port.parallel.topology import Topology
-from megatron_port.parity.comparison import FP64, Run, compare
-from megatron_port.parity.run_record import RankTrace, record_run
-from megatron_port.session.assemble import build_engine
+from megatron_port.core.config.schema import ModelConfig
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.mesh import REPLICAS
+from megatron_port.core.dist.record import ParameterRecord
+from megatron_port.core.dist.topology import Topology
+from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.run.build import build_engine
+from megatron_port.tools.parity.comparison import FP64, Run, compare
+from megatron_port.tools.parity.run_record import RankTrace, record_run
 
 
 def check(ranks: RankPool, tp: int, cases: Sequence[Case]) -> None:
@@ -150,13 +150,13 @@ def test_recompute_changes_no_bit() -> None:
 
 
 BROKEN = {
-    "no sum of the input's gradients": ("column", False, "megatron_port.parallel.linear.start_all_reduce"),
-    "no sum of the outputs": ("row", False, "megatron_port.parallel.linear.reduce_from_tp"),
-    "no sum of the embeddings": ("embedding", False, "megatron_port.parallel.embedding.reduce_from_tp"),
-    "partial gradients of norms": ("norm", True, "megatron_port.optim.gradients.all_reduce_flat"),
-    "partial gradients of biases": ("row", True, "megatron_port.optim.gradients.all_reduce_flat"),
-    "partial gradients of positions": ("model_embedding", True, "megatron_port.optim.gradients.all_reduce_flat"),
-    "no sum before the head": ("head", False, "megatron_port.parallel.linear.start_all_reduce"),
+    "no sum of the input's gradients": ("column", False, "megatron_port.core.layers.linear.start_all_reduce"),
+    "no sum of the outputs": ("row", False, "megatron_port.core.layers.linear.reduce_from_tp"),
+    "no sum of the embeddings": ("embedding", False, "megatron_port.core.layers.embedding.reduce_from_tp"),
+    "partial gradients of norms": ("norm", True, "megatron_port.core.optim.gradients.all_reduce_flat"),
+    "partial gradients of biases": ("row", True, "megatron_port.core.optim.gradients.all_reduce_flat"),
+    "partial gradients of positions": ("model_embedding", True, "megatron_port.core.optim.gradients.all_reduce_flat"),
+    "no sum before the head": ("head", False, "megatron_port.core.layers.linear.start_all_reduce"),
 }
 
 

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from lazy_communicators import emulate
 from pool import RankFailed, RankPool
 
-from megatron_port.errors import EnvironmentFault
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.topology import Topology
-from megatron_port.runtime.progress import ProgressTracker
-from megatron_port.session.assemble import build_engine
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.progress import ProgressTracker
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.errors import EnvironmentFault
+from megatron_port.run.build import build_engine
 
 LIMIT_S = 60.0
 

@@ -19,7 +19,7 @@ from pool import RankPool
 from twin import half
 from twin.model import initial, parameters_of
 
-from megatron_port.config.schema import (
+from megatron_port.core.config.schema import (
     BackendConfig,
     BatchConfig,
     LayoutConfig,
@@ -28,11 +28,11 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.data.batch import MicroBatch
-from megatron_port.engine.deepspeed_engine import DeepSpeedEngine
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.topology import Topology
-from megatron_port.session.assemble import build_engine
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.topology import Topology
+from megatron_port.ext.deepspeed.deepspeed_engine import DeepSpeedEngine
+from megatron_port.run.build import build_engine
 
 STEPS, BATCH, SEED = 300, 4, 7
 MODEL: dict[str, Any] = {

@@ -19,24 +19,24 @@ from hf_models import relative
 from pool import RankPool
 from torch.overrides import TorchFunctionMode
 
-from megatron_port.backend.providers import torch_providers
-from megatron_port.config.moe import MoEConfig
-from megatron_port.config.schema import BatchConfig, LayoutConfig, ModelConfig, PrecisionConfig, RunConfig
-from megatron_port.data.batch import MicroBatch
-from megatron_port.engine.native import NativeEngine
-from megatron_port.model.build import BuildContext
-from megatron_port.model.decoder_spec import model_spec
-from megatron_port.model.router import Router, tally_specs
-from megatron_port.model.shapes import parameter_shapes
-from megatron_port.optim.loss_scale import LossScaler
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.counter import key_of
-from megatron_port.parallel.positions import WHOLE_SEQUENCE
-from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.state import StateReader
-from megatron_port.parallel.step import StepShared, StepSlot, Tallies
-from megatron_port.parallel.topology import Topology
-from megatron_port.session.assemble import build_engine
+from megatron_port.core.config.moe import MoEConfig
+from megatron_port.core.config.schema import BatchConfig, LayoutConfig, ModelConfig, PrecisionConfig, RunConfig
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.counter import key_of
+from megatron_port.core.dist.positions import WHOLE_SEQUENCE
+from megatron_port.core.dist.state import StateReader
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.engine.native import NativeEngine
+from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.step import StepShared, StepSlot, Tallies
+from megatron_port.core.model.build import BuildContext
+from megatron_port.core.model.decoder_spec import model_spec
+from megatron_port.core.model.router import Router, tally_specs
+from megatron_port.core.model.shapes import parameter_shapes
+from megatron_port.core.optim.loss_scale import LossScaler
+from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.run.build import build_engine
 
 BASE: dict[str, Any] = {
     "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48, "seq_length": 48,

@@ -12,12 +12,12 @@ import torch
 from cases import LR, make_batches, make_config, providers_of, run_cases, single_run
 from pool import RankPool
 
-from megatron_port.config.schema import RunConfig
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.state import StatePiece, StateReader
-from megatron_port.parallel.topology import Topology
-from megatron_port.parity.comparison import FP64, Run, compare
-from megatron_port.session.assemble import build_engine
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.state import StatePiece, StateReader
+from megatron_port.core.dist.topology import Topology
+from megatron_port.run.build import build_engine
+from megatron_port.tools.parity.comparison import FP64, Run, compare
 
 STEPS = 4
 RULES = ("adamw-bf16", "adamw-8bit")

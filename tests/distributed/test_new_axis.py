@@ -15,15 +15,15 @@ import pytest
 from cases import LR, make_batches, make_config, providers_of, single_run
 from pool import RankPool
 
-from megatron_port.config.schema import RunConfig
-from megatron_port.health.replicas import check_replicas
-from megatron_port.parallel import mesh as mesh_module
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.mesh import Mesh
-from megatron_port.parallel.topology import Topology
-from megatron_port.parity.comparison import FP64, Run, compare
-from megatron_port.parity.run_record import RankTrace, record_run
-from megatron_port.session.assemble import build_engine
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.dist import mesh as mesh_module
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.mesh import Mesh
+from megatron_port.core.dist.topology import Topology
+from megatron_port.ext.health.replicas import check_replicas
+from megatron_port.run.build import build_engine
+from megatron_port.tools.parity.comparison import FP64, Run, compare
+from megatron_port.tools.parity.run_record import RankTrace, record_run
 
 ORDER = ("tp", "cp", "dp_shard", "spare", "dp_replicate")
 STEPS = 3

@@ -10,7 +10,7 @@ import pytest
 from cases import make_config, single_run
 from not_drawn import CONSTANT_THERE, ELSEWHERE, OTHER_TESTS, UNREAD, reads
 
-from megatron_port.config.dump import leaves
+from megatron_port.core.config.dump import leaves
 
 SEEDS = {"compressed": 12, "distilled": 6, "experts": 100, "factored": 20}
 """Of each module as many as it takes until all options have changed."""

@@ -10,14 +10,14 @@ from offload_matrix import State, Steps, advance, case, engine_of, offloaded, st
 from pool import RankPool
 from stream_order import OrderChecker
 
-from megatron_port.checkpoint.format import SavedState
-from megatron_port.checkpoint.peers import peers_of
-from megatron_port.checkpoint.reader import open_checkpoint
-from megatron_port.checkpoint.writer import save_checkpoint
-from megatron_port.config.schema import RunConfig
-from megatron_port.model.shapes import parameter_shapes
-from megatron_port.parallel.device_streams import observed_by
-from megatron_port.parallel.topology import Topology
+from megatron_port.core.checkpoint.format import SavedState
+from megatron_port.core.checkpoint.peers import peers_of
+from megatron_port.core.checkpoint.reader import open_checkpoint
+from megatron_port.core.checkpoint.writer import save_checkpoint
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.dist.device_streams import observed_by
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.model.shapes import parameter_shapes
 
 
 def resume(first: RunConfig, second: RunConfig, topology: Topology, folder: Path) -> tuple[Steps, State]:

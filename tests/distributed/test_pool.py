@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from pool import RankFailed, RankPool
 
-from megatron_port.errors import EnvironmentFault
+from megatron_port.core.errors import EnvironmentFault
 
 
 def _sum_of_ranks(scale: float) -> tuple[float, int, int]:

@@ -15,17 +15,17 @@ from cases import Batches, Reordering, make_batches, make_config, providers_of, 
 from fuzz import plain
 from pool import RankPool
 
-from megatron_port.config.fine_tuning import FineTuningConfig
-from megatron_port.config.schema import LayoutConfig, RunConfig, TrainingConfig
-from megatron_port.data.batch import MicroBatch
-from megatron_port.data.indexed import CorpusMeta, IndexedDataset, IndexedWriter
-from megatron_port.engine.native import NativeEngine
-from megatron_port.inference.reference import WholeDocuments, log_probabilities
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.topology import Topology
-from megatron_port.parity.comparison import FP64, Run, compare
-from megatron_port.parity.run_record import RankTrace
-from megatron_port.session.assemble import build_engine
+from megatron_port.core.config.fine_tuning import FineTuningConfig
+from megatron_port.core.config.schema import LayoutConfig, RunConfig, TrainingConfig
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.data.indexed import CorpusMeta, IndexedDataset, IndexedWriter
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.engine.native import NativeEngine
+from megatron_port.run.build import build_engine
+from megatron_port.tools.inference.reference import WholeDocuments, log_probabilities
+from megatron_port.tools.parity.comparison import FP64, Run, compare
+from megatron_port.tools.parity.run_record import RankTrace
 
 LLAMA = {"num_layers": 2, "activation": "swiglu", "normalization": "rmsnorm", "position_embedding": "rope",
          "add_bias": False, "tie_embeddings": False, "num_query_groups": 2, "ffn_hidden_size": 48}

@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from pool import RankPool
 
-from megatron_port.config.loader import load
-from megatron_port.config.schema import BackendConfig, PreflightConfig, RunConfig
-from megatron_port.errors import EnvironmentFault
-from megatron_port.preflight import exchange, groups, network
-from megatron_port.preflight.exchange import gather_place
-from megatron_port.preflight.network import NetworkResult, Sizes, check_network, render
-from megatron_port.preflight.session import network_check
-from megatron_port.runtime.discovery import ProcessInfo
-from megatron_port.session.assemble import topology_of
+from megatron_port.core.config.loader import load
+from megatron_port.core.config.schema import BackendConfig, PreflightConfig, RunConfig
+from megatron_port.core.dist.discovery import ProcessInfo
+from megatron_port.core.errors import EnvironmentFault
+from megatron_port.run.build import topology_of
+from megatron_port.tools.preflight import exchange, groups, network
+from megatron_port.tools.preflight.exchange import gather_place
+from megatron_port.tools.preflight.network import NetworkResult, Sizes, check_network, render
+from megatron_port.tools.preflight.session import network_check
 
 LIMITS = PreflightConfig(share_of_median=0.3)
 SIZES = Sizes(4096, 1 << 18, 1 << 20)

@@ -9,9 +9,9 @@ from offload_matrix import State, Steps, advance, case, engine_of, state_of
 from pool import RankPool
 from step_tape import TapeRecorder
 
-from megatron_port.config.fine_tuning import FineTuningConfig
-from megatron_port.config.schema import RunConfig
-from megatron_port.parallel.topology import Topology
+from megatron_port.core.config.fine_tuning import FineTuningConfig
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.dist.topology import Topology
 
 CASES = {
     "zero 1": (case("fp16", 1), Topology(1, 1, 2)),

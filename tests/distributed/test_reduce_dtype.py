@@ -11,7 +11,7 @@ from pool import RankPool
 from twin.half import sample_rows
 from twin.model import initial, no_dropout, parameters_of, token_losses
 
-from megatron_port.config.schema import (
+from megatron_port.core.config.schema import (
     BackendConfig,
     BatchConfig,
     LayoutConfig,
@@ -19,11 +19,11 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.data.batch import MicroBatch
-from megatron_port.engine.native import NativeEngine
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.topology import Topology
-from megatron_port.session.assemble import build_engine
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.engine.native import NativeEngine
+from megatron_port.run.build import build_engine
 
 SEED, REPLICAS, MICRO_BATCHES = 3, 2, 2
 MODEL: dict[str, Any] = {

@@ -13,22 +13,22 @@ import torch.distributed as dist
 from cases import make_config
 from pool import RankPool
 
-from megatron_port.backend.providers import torch_providers
-from megatron_port.checkpoint.format import SavedState, directory_name
-from megatron_port.checkpoint.peers import peers_of
-from megatron_port.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron_port.checkpoint.writer import save_checkpoint
-from megatron_port.config.schema import MoEConfig, RunConfig
-from megatron_port.data.loader import build_loaders
-from megatron_port.engine.api import Engine, StepResult
-from megatron_port.model.saved_state import state_records
-from megatron_port.model.shapes import buffer_shapes, parameter_shapes
-from megatron_port.optim.rules import ADAMW, mixed_kinds, state_kinds
-from megatron_port.optim.schedules import BatchSchedule, learning_rate
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.positions import sequence_partition
-from megatron_port.parallel.topology import Topology
-from megatron_port.session.assemble import build_engine
+from megatron_port.core.checkpoint.format import SavedState, directory_name
+from megatron_port.core.checkpoint.peers import peers_of
+from megatron_port.core.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron_port.core.checkpoint.writer import save_checkpoint
+from megatron_port.core.config.schema import MoEConfig, RunConfig
+from megatron_port.core.data.loader import build_loaders
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.positions import sequence_partition
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.engine.api import Engine, StepResult
+from megatron_port.core.model.shapes import buffer_shapes, parameter_shapes
+from megatron_port.core.optim.rules import ADAMW, mixed_kinds, state_kinds
+from megatron_port.core.optim.schedules import BatchSchedule, learning_rate
+from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.ext.memory.saved_state import state_records
+from megatron_port.run.build import build_engine
 
 STEPS = 10
 SAVES = (1, 3, 4, 7, 9)

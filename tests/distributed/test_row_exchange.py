@@ -10,13 +10,13 @@ import torch
 from cases import make_batches, make_config, providers_of
 from pool import RankPool
 
-from megatron_port.backend.deepep import DeepEP
-from megatron_port.backend.mori import Mori
-from megatron_port.config.schema import MoEConfig, RunConfig
-from megatron_port.engine.native import NativeEngine
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.topology import Topology
-from megatron_port.session.assemble import build_engine
+from megatron_port.core.config.schema import MoEConfig, RunConfig
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.engine.native import NativeEngine
+from megatron_port.ext.kernels.deepep import DeepEP
+from megatron_port.ext.kernels.mori import Mori
+from megatron_port.run.build import build_engine
 
 MAKERS = {
     "torch": lambda: None, "deepep": lambda: DeepEP(fake_exchanges.deep_ep),

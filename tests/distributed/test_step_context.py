@@ -11,12 +11,12 @@ import torch
 from cases import LR, make_batches, make_config, providers_of, release_deepspeed
 from pool import RankPool
 
-from megatron_port.config.schema import RunConfig
-from megatron_port.model.layers import TransformerLayer
-from megatron_port.model.loss import StageLoss
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.topology import Topology
-from megatron_port.session.assemble import build_engine
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.model.layers import TransformerLayer
+from megatron_port.core.model.loss import StageLoss
+from megatron_port.run.build import build_engine
 
 COEFFICIENT = 0.3
 

@@ -11,19 +11,19 @@ import torch
 from cases import LR, make_batches, make_config, run_cases, single_run, within_rounding
 from pool import RankPool
 
-from megatron_port.backend.jit_guard import prebuilt_deepspeed_ops
-from megatron_port.backend.providers import torch_providers
-from megatron_port.config.schema import RunConfig
-from megatron_port.data.batch import MicroBatch
-from megatron_port.data.dataset import SyntheticDataset
-from megatron_port.data.loader import ReplicaShare, StepLoader
-from megatron_port.data.rank_view import RankView
-from megatron_port.engine.api import Engine
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.state import StatePiece, StateReader
-from megatron_port.parallel.topology import Topology
-from megatron_port.parity.comparison import FP64, Run, compare
-from megatron_port.session.assemble import build_engine
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.data.dataset import SyntheticDataset
+from megatron_port.core.data.loader import ReplicaShare, StepLoader
+from megatron_port.core.data.rank_view import RankView
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.state import StatePiece, StateReader
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.engine.api import Engine
+from megatron_port.ext.kernels.jit_guard import prebuilt_deepspeed_ops
+from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.run.build import build_engine
+from megatron_port.tools.parity.comparison import FP64, Run, compare
 
 MODEL = {"tie_embeddings": True, "hidden_dropout": 0.1}
 

@@ -12,12 +12,12 @@ from cases import LR, make_batches, make_config, providers_of
 from pool import RankPool
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_port.config.schema import RunConfig
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.topology import Topology
-from megatron_port.pipeline.boundary import Payload
-from megatron_port.pipeline.transfer import StageLink
-from megatron_port.session.assemble import build_engine
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.pipeline.boundary import Payload
+from megatron_port.core.pipeline.transfer import StageLink
+from megatron_port.run.build import build_engine
 
 MICRO_BATCHES = 24
 

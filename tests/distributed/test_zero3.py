@@ -14,15 +14,15 @@ from fuzz import failures, run_draws
 from matrix import zero3_matrix
 from pool import RankPool
 
-from megatron_port.config.schema import RunConfig
-from megatron_port.optim.unit_gather import UnitGather
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.record import record_of
-from megatron_port.parallel.step import StepSlot
-from megatron_port.parallel.topology import Topology
-from megatron_port.parity.run_record import RankTrace, Slice
-from megatron_port.session.assemble import build_engine, build_model
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.record import record_of
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.step import StepSlot
+from megatron_port.core.optim.unit_gather import UnitGather
+from megatron_port.run.build import build_engine, build_model
+from megatron_port.tools.parity.run_record import RankTrace, Slice
 
 Case = tuple[RunConfig, Topology]
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from megatron_port.backend.router import Routed
-from megatron_port.model.router import Router
-from megatron_port.parallel.step import StepContext
-from megatron_port.parity.comparison import SPREAD_FACTOR, Deviation
+from megatron_port.core.layers.expert_choice import Routed
+from megatron_port.core.layers.step import StepContext
+from megatron_port.core.model.router import Router
+from megatron_port.tools.parity.comparison import SPREAD_FACTOR, Deviation
 
 Token = tuple[int, int, int, int]
 """Step, layer, sample, position."""

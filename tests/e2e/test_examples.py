@@ -13,8 +13,8 @@ import pytest
 import torch
 from commands import Commands
 
-from megatron_port.live.follow import FollowedRun
-from megatron_port.live.sections import sections
+from megatron_port.tools.live.follow import FollowedRun
+from megatron_port.tools.live.sections import sections
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -167,7 +167,7 @@ def test_signum_is_the_papers_formula() -> None:
     code = """
 import torch
 from signum_rule import SIGNUM
-from megatron_port.optim.rules import UpdateSettings
+from megatron_port.core.optim.rules import UpdateSettings
 torch.manual_seed(0)
 master, state = torch.randn(5, dtype=torch.float64), {"exp_avg": torch.zeros(5, dtype=torch.float64)}
 w, m = master.tolist(), [0.0] * 5

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from commands import Commands
 
-from megatron_port.checkpoint.reader import open_checkpoint
+from megatron_port.core.checkpoint.reader import open_checkpoint
 
 RUN = """
 engine = "native"

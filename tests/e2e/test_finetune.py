@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from megatron_port.cli.main import main
-from megatron_port.config.loader import load
-from megatron_port.data.indexed import IndexedDataset
-from megatron_port.data.loader import build_loaders
-from megatron_port.data.source_files import ReadOptions
-from megatron_port.data.tokenizer import get_tokenizer
-from megatron_port.data.train_bpe import train_bpe
-from megatron_port.session.weights import Weights
+from megatron_port.core.config.loader import load
+from megatron_port.core.data.indexed import IndexedDataset
+from megatron_port.core.data.loader import build_loaders
+from megatron_port.ext.corpora.source_files import ReadOptions
+from megatron_port.ext.corpora.tokenizer import get_tokenizer
+from megatron_port.ext.corpora.train_bpe import train_bpe
+from megatron_port.run.weights import Weights
 
 if TYPE_CHECKING:
     from commands import Commands

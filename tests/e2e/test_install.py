@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from megatron_port import errors
+from megatron_port.core import errors
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -201,7 +201,7 @@ def test_wheel_ships_the_configs(tmp_path: Path) -> None:
     assert "megatron_port/py.typed" in names and "megatron_port/cli/main.py" in names
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron_port").rglob("*.py")}
     assert sources | {"megatron_port/_version.py"} == {name for name in names if name.endswith(".py")}
-    assert {"megatron_port/live/page.js"} <= set(names)
+    assert {"megatron_port/tools/live/page.js"} <= set(names)
 
 
 def test_the_pages_list_every_exit_code() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_port.errors import EXIT_ENVIRONMENT, EXIT_OK
+from megatron_port.core.errors import EXIT_ENVIRONMENT, EXIT_OK
 
 pytest.importorskip("deepspeed", reason="deepspeed is not installed")
 
@@ -72,9 +72,9 @@ import importlib.abc, sys
 
 class AfterTheLoop(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name == "megatron_port.train.trainer" and self in sys.meta_path:
+        if name == "megatron_port.run.trainer" and self in sys.meta_path:
             sys.meta_path.remove(self)
-            import megatron_port.engine.deepspeed_engine as engine
+            import megatron_port.ext.deepspeed.deepspeed_engine as engine
             real = engine.DeepSpeedEngine.train_step
             def train_step(self, *args, **kwargs):
                 WAY

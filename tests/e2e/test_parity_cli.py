@@ -23,7 +23,7 @@ def late(native):
         wrong = self.config.layout.sequence_parallel and step > 0
         return real(self, batches, step=step, lr=lr * (20 if wrong else 1), **more)
     native.NativeEngine.train_step = train_step
-plants = {"megatron_port.parallel.linear": row, "megatron_port.engine.native": late}
+plants = {"megatron_port.core.layers.linear": row, "megatron_port.core.engine.native": late}
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         plant = plants.pop(name, None)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from commands import Commands
 
-from megatron_port.data.writer import IndexedWriter
-from megatron_port.interop.hf_check import our_logits
-from megatron_port.session.weights import open_weights
+from megatron_port.core.data.writer import IndexedWriter
+from megatron_port.run.weights import open_weights
+from megatron_port.tools.interop.hf_check import our_logits
 
 RUN = """
 [batch]

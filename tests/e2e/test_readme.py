@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_port.cli.main import main
-from megatron_port.data.tokenizer import gpt2_directory
-from megatron_port.errors import DataError
+from megatron_port.core.errors import DataError
+from megatron_port.ext.corpora.tokenizer import gpt2_directory
 
 ROOT = Path(__file__).resolve().parents[2]
 

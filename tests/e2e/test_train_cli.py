@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import pytest
 from commands import Commands
 
-from megatron_port import errors
+from megatron_port.core import errors
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 50

@@ -28,8 +28,8 @@ LIMIT = 1 << 30
 FIRST_BATCH_S = 2.0
 FIRST_BATCH = """
 import json, sys, time
-from megatron_port.config.loader import load
-from megatron_port.data.loader import build_loaders
+from megatron_port.core.config.loader import load
+from megatron_port.core.data.loader import build_loaders
 run = load(sys.argv[1]).config
 started = time.perf_counter()
 loaders = build_loaders(run, dp_rank=0, dp_size=1, need_tokens=True, need_labels=True)

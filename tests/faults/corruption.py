@@ -23,21 +23,21 @@ from typing import Any
 import torch
 import xxhash
 
-from megatron_port.backend.providers import torch_providers
-from megatron_port.checkpoint.digest import Digest
-from megatron_port.checkpoint.format import SavedState, shard_name
-from megatron_port.checkpoint.lineage import Committer
-from megatron_port.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron_port.checkpoint.shard import bytes_of, plan_shard
-from megatron_port.checkpoint.writer import commit, prepare, write_part
-from megatron_port.config.dump import as_dict
-from megatron_port.config.schema import BackendConfig, CheckpointConfig, LayoutConfig, ModelConfig, RunConfig
-from megatron_port.engine.api import Engine
-from megatron_port.errors import DamagedCheckpoint
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.topology import Topology
-from megatron_port.session.assemble import build_engine
-from megatron_port.train import loading, state
+from megatron_port.core.checkpoint.digest import Digest
+from megatron_port.core.checkpoint.format import SavedState, shard_name
+from megatron_port.core.checkpoint.lineage import Committer
+from megatron_port.core.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron_port.core.checkpoint.shard import bytes_of, plan_shard
+from megatron_port.core.checkpoint.writer import commit, prepare, write_part
+from megatron_port.core.config.dump import as_dict
+from megatron_port.core.config.schema import BackendConfig, CheckpointConfig, LayoutConfig, ModelConfig, RunConfig
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.engine.api import Engine
+from megatron_port.core.errors import DamagedCheckpoint
+from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.run import loading, state
+from megatron_port.run.build import build_engine
 
 RANKS = 4
 GOOD, BAD = 10, 20

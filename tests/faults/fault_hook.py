@@ -1,8 +1,8 @@
 """Faults in a chosen rank at a chosen step, from outside of the package: no test code and no switch is in it.
 
 ``write_hook(folder, …)`` makes a folder for PYTHONPATH with a module ``fault_in_loop`` that patches
-``megatron_port.train.loop`` when a process imports it. What to do is in ``fault.json`` beside it; ``fired`` is written
-the moment it happens.
+``megatron_port.core.train.loop`` when a process imports it. What to do is in ``fault.json`` beside it; ``fired`` is
+written the moment it happens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 FAULT = '''
 import ctypes, json, os, pathlib, re, signal, time
-from megatron_port.train import loop
+from megatron_port.core.train import loop
 def fire(here): (pathlib.Path(here) / "fired").write_text(json.dumps([time.time(), os.getpid()]))
 def hubs():
     found = []
@@ -20,7 +20,7 @@ def hubs():
         try:
             ours = os.getsid(int(path.name)) == os.getsid(0)
             words = (path / "cmdline").read_bytes().split(bytes(1))
-            if ours and b"megatron_port.watch.hub" in words: found.append(int(path.name))
+            if ours and b"megatron_port.tools.watch.hub" in words: found.append(int(path.name))
         except OSError: pass
     return found
 def end_hub(how, here):
@@ -64,7 +64,7 @@ def act(kind, want):
         flat = zero.single_partition_of_fp32_groups[0]
         zero.optimizer.state[flat]["exp_avg"].view(-1).view(torch.int32)[5] ^= 1 << 12
     elif kind == "error":
-        from megatron_port.errors import PortError
+        from megatron_port.core.errors import PortError
         raise PortError("a fault of this rank alone")
     elif kind == "bug": raise KeyError("a bug of this rank alone")
     else: raise AssertionError(kind)

@@ -61,9 +61,9 @@ class Corpus:
     def _checkpoint(self) -> None:
         import torch
 
-        from megatron_port.checkpoint.format import SavedState
-        from megatron_port.checkpoint.writer import save_checkpoint
-        from megatron_port.parallel.state import StatePiece
+        from megatron_port.core.checkpoint.format import SavedState
+        from megatron_port.core.checkpoint.writer import save_checkpoint
+        from megatron_port.core.dist.state import StatePiece
 
         tensors = {"layers.0.weight": torch.arange(48.0).reshape(6, 8), "layers.1.bias": torch.ones(5)}
         pieces = []
@@ -84,7 +84,7 @@ class Corpus:
         self.shard = (self.checkpoint / self.shard_name).read_bytes()
 
     def _index(self) -> None:
-        from megatron_port.data.indexed import CorpusMeta, IndexedWriter
+        from megatron_port.core.data.indexed import CorpusMeta, IndexedWriter
 
         self.prefix = self.folder / "corpus"
         with IndexedWriter(self.prefix, vocab_size=300) as writer:
@@ -110,7 +110,7 @@ def _with_hash(body: Any, r: random.Random) -> bytes:
 
 
 def _read_checkpoint(path: Path) -> None:
-    from megatron_port.checkpoint.reader import checkpoints_in, open_checkpoint
+    from megatron_port.core.checkpoint.reader import checkpoints_in, open_checkpoint
 
     checkpoints_in(path.parent)
     checkpoint = open_checkpoint(path)
@@ -164,8 +164,8 @@ def fuzz_shard(corpus: Corpus, r: random.Random) -> None:
 
 def fuzz_index(corpus: Corpus, r: random.Random) -> None:
     """.idx, now and then .bin or the sidecar; then everything that reads it."""
-    from megatron_port.data.indexed import IndexedDataset
-    from megatron_port.data.verify import verify
+    from megatron_port.core.data.indexed import IndexedDataset
+    from megatron_port.ext.corpora.verify import verify
 
     which = r.choice(("idx", "idx", "idx", "idx", "bin", "meta"))
     idx = damage_bytes(corpus.idx, r) if which == "idx" else corpus.idx
@@ -193,8 +193,8 @@ def fuzz_index(corpus: Corpus, r: random.Random) -> None:
 
 def _load(prefix: Path) -> None:
     """As training does, in both orders."""
-    from megatron_port.config.loader import load
-    from megatron_port.data.loader import build_loaders
+    from megatron_port.core.config.loader import load
+    from megatron_port.core.data.loader import build_loaders
 
     for order in ("stateless", "megatron"):
         config = load(None, [
@@ -209,8 +209,8 @@ def _load(prefix: Path) -> None:
 
 def fuzz_run_file(corpus: Corpus, r: random.Random) -> None:
     """A run file or an override, read, checked and resolved."""
-    from megatron_port.config.checks import check, resolve
-    from megatron_port.config.loader import load
+    from megatron_port.core.config.checks import check, resolve
+    from megatron_port.core.config.loader import load
 
     path = corpus.folder / "run.toml"
     mild = r.random() < 0.3
@@ -247,7 +247,7 @@ def _memory(field: str) -> int:
 
 def _judge_one(corpus: Corpus, target: str, seed: int) -> dict[str, Any]:
     """What became of one input."""
-    from megatron_port.errors import PortError
+    from megatron_port.core.errors import PortError
 
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before, started = _memory("VmHWM"), time.process_time()

@@ -1,6 +1,6 @@
 """A run resumes in another layout, engine or precision: the state arrives to the bit, the losses within tolerance.
 
-``draw(seed)`` is a pure function of the seed. The judge is parity/comparison.py: fp64 and the first step of fp32
+``draw(seed)`` is a pure function of the seed. The judge is tools/parity/comparison.py: fp64 and the first step of fp32
 against its fixed bounds, everything else against twice the spread of one process under the eight committed
 reorderings, which starts from the same checkpoint. Run many, resumably, with
 ``python tests/faults/resharding.py --seeds 0-29 --out FILE``.
@@ -28,20 +28,20 @@ import torch.distributed as dist
 from cases import LR, REORDERINGS, Reordering, make_batches, make_config, providers_of
 from pool import RankPool
 
-from megatron_port.checkpoint.format import SavedState, directory_name
-from megatron_port.checkpoint.peers import peers_of
-from megatron_port.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron_port.checkpoint.writer import save_checkpoint
-from megatron_port.config.schema import LayoutConfig, RunConfig
-from megatron_port.engine.api import Engine
-from megatron_port.model.saved_state import state_records
-from megatron_port.model.shapes import parameter_shapes
-from megatron_port.optim.rules import ADAMW, mixed_kinds, state_kinds
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.topology import Topology
-from megatron_port.parity.comparison import FP32, FP64, SPREAD_FACTOR, Deviation, Run, Tolerance, compare, spread
-from megatron_port.parity.reduction_order import apply_reduction_order
-from megatron_port.session.assemble import build_engine
+from megatron_port.core.checkpoint.format import SavedState, directory_name
+from megatron_port.core.checkpoint.peers import peers_of
+from megatron_port.core.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron_port.core.checkpoint.writer import save_checkpoint
+from megatron_port.core.config.schema import LayoutConfig, RunConfig
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.engine.api import Engine
+from megatron_port.core.model.shapes import parameter_shapes
+from megatron_port.core.optim.rules import ADAMW, mixed_kinds, state_kinds
+from megatron_port.ext.memory.saved_state import state_records
+from megatron_port.run.build import build_engine
+from megatron_port.tools.parity.comparison import FP32, FP64, SPREAD_FACTOR, Deviation, Run, Tolerance, compare, spread
+from megatron_port.tools.parity.reduction_order import apply_reduction_order
 
 SAVE_AT = 3
 MORE = 3

@@ -23,10 +23,10 @@ from pool import RankPool
 from resharding import Side, resume, state_faults, train_and_save
 from resharding_zero import main
 
-from megatron_port.config.schema import MoEConfig
-from megatron_port.model.shapes import buffer_shapes, parameter_shapes
-from megatron_port.parallel.topology import Topology
-from megatron_port.parity.comparison import FP32
+from megatron_port.core.config.schema import MoEConfig
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.model.shapes import buffer_shapes, parameter_shapes
+from megatron_port.tools.parity.comparison import FP32
 
 COUNT = 26
 EXPERTS = MoEConfig(

@@ -26,8 +26,8 @@ from offload_matrix import offloaded
 from pool import RankPool
 from resharding import Side, resume, state_faults, train_and_save
 
-from megatron_port.model.shapes import parameter_shapes
-from megatron_port.parallel.topology import Topology
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.model.shapes import parameter_shapes
 
 COUNT = 30
 Cross = Callable[[RankPool, int, Path], dict[str, Any]]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_port.checkpoint.reader import checkpoints_in, open_checkpoint
+from megatron_port.core.checkpoint.reader import checkpoints_in, open_checkpoint
 
 RUN_FILE = """
 engine = "native"

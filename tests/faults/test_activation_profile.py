@@ -12,16 +12,16 @@ import pytest
 from pool import RankPool
 from test_numerics import config_of, session_of
 
-from megatron_port.config.schema import ActivationsConfig, RunConfig
-from megatron_port.errors import ConfigError
-from megatron_port.model.activation_sites import RECOMPUTED
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.topology import Topology
-from megatron_port.plan.activation_file import NAME, parsed
-from megatron_port.plan.case import Machine, case_of
-from megatron_port.plan.memory import stage_memory
-from megatron_port.train.activations import ActivationPlanner
-from megatron_port.train.trainer import Trainer
+from megatron_port.core.config.schema import ActivationsConfig, RunConfig
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.errors import ConfigError
+from megatron_port.core.model.activation_sites import RECOMPUTED
+from megatron_port.ext.memory.activations import ActivationPlanner
+from megatron_port.run.trainer import Trainer
+from megatron_port.tools.plan.activation_file import NAME, parsed
+from megatron_port.tools.plan.case import Machine, case_of
+from megatron_port.tools.plan.memory import stage_memory
 
 TWO_STAGES = Topology(1, 2, 1)
 

@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from corruption import KINDS, CheckpointCase, campaign
 
-from megatron_port.errors import DamagedCheckpoint
-from megatron_port.train import loading, state
+from megatron_port.core.errors import DamagedCheckpoint
+from megatron_port.run import loading, state
 
 
 def check(folder: Path, count: int) -> None:

@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from corruption import GOOD, CheckpointCase
 from forgeries import CASES, Change, forge, put
 
-from megatron_port.checkpoint.reader import open_checkpoint
 from megatron_port.cli.main import main
-from megatron_port.errors import CheckpointError
-from megatron_port.train import loading, state
+from megatron_port.core.checkpoint.reader import open_checkpoint
+from megatron_port.core.errors import CheckpointError
+from megatron_port.run import loading, state
 
 SECONDS = 20
 """For what takes a tenth of one: waiting for a pipe, a terabyte or a quadratic sweep takes longer."""

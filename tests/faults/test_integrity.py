@@ -25,12 +25,12 @@ from pool import RankPool
 from test_numerics import config_of, session_of
 from test_watch import run
 
-from megatron_port.checkpoint.reader import checkpoints_in
-from megatron_port.config.schema import RunConfig
-from megatron_port.errors import NumericsError
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.topology import Coordinates, Topology
-from megatron_port.train.trainer import Trainer
+from megatron_port.core.checkpoint.reader import checkpoints_in
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.topology import Coordinates, Topology
+from megatron_port.core.errors import NumericsError
+from megatron_port.run.trainer import Trainer
 
 STEP = 3
 """Updates made before the bit is flipped."""

@@ -23,18 +23,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 from cases import make_config, providers_of
 from pool import RankFailed, RankPool
 
-from megatron_port.backend.device import choose_device
-from megatron_port.config.checks import resolve
-from megatron_port.config.schema import CheckpointConfig, NumericsConfig, RunConfig
-from megatron_port.errors import NumericsError
-from megatron_port.health.numerics import LeftOut
-from megatron_port.health.replicas import check_replicas
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.topology import Topology
-from megatron_port.runtime.discovery import ProcessInfo
-from megatron_port.runtime.logging import Logger
-from megatron_port.session.session import Session
-from megatron_port.train.trainer import Trainer
+from megatron_port.core.config.checks import resolve
+from megatron_port.core.config.schema import CheckpointConfig, NumericsConfig, RunConfig
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.device import choose_device
+from megatron_port.core.dist.discovery import ProcessInfo
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.errors import NumericsError
+from megatron_port.core.io.logging import Logger
+from megatron_port.ext.health.numerics import LeftOut
+from megatron_port.ext.health.replicas import check_replicas
+from megatron_port.run.session import Session
+from megatron_port.run.trainer import Trainer
 
 STEPS, BATCH = 6, 8
 
@@ -304,7 +304,7 @@ def test_fp16_overflow_stays_a_normal_skip(worlds: RankPool, tmp_path: Path) -> 
 
 def test_own_kernels_refuse_on_the_device(worlds: RankPool, tmp_path: Path) -> None:
     """The own AdamW: a spike's update is vetoed without the host; the rest as with torch's, within rounding."""
-    from megatron_port.backend.kernels import kernels_status
+    from megatron_port.ext.kernels.kernels import kernels_status
 
     if reason := kernels_status("cpu")[1]:
         pytest.skip(reason)

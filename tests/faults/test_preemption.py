@@ -19,9 +19,9 @@ import pytest
 from commands import Command, Commands
 from small_runs import Layout, Run, resumed_at, trajectory
 
-from megatron_port.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE
-from megatron_port.launch import record as records
-from megatron_port.launch.attempts import read_history
+from megatron_port.core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE
+from megatron_port.tools.launch import record as records
+from megatron_port.tools.launch.attempts import read_history
 
 LAYOUT = Layout(tp=2)
 STEPS = 10

@@ -13,12 +13,12 @@ from pathlib import Path
 from commands import Command, Commands
 from small_runs import Layout, Run, resumed_at, trajectory
 
-from megatron_port.checkpoint.reader import checkpoints_in
-from megatron_port.errors import EXIT_CHECKPOINT, EXIT_CONFIG
-from megatron_port.runtime.holder import Holder
-from megatron_port.runtime.lease import lease_file, newest_epoch, read_holder
-from megatron_port.session.identity import read_identity
-from megatron_port.telemetry.run_data import read_run
+from megatron_port.core.checkpoint.reader import checkpoints_in
+from megatron_port.core.dist.holder import Holder
+from megatron_port.core.dist.lease import lease_file, newest_epoch, read_holder
+from megatron_port.core.errors import EXIT_CHECKPOINT, EXIT_CONFIG
+from megatron_port.run.identity import read_identity
+from megatron_port.tools.report.run_data import read_run
 
 SETS = ("checkpoint.save_interval=4", "checkpoint.keep=2")
 

@@ -178,7 +178,7 @@ class Answers(TorchDispatchMode):
 
 def use_kernels(library: Path) -> None:
     """Have the package load the project's kernels for CUDA from this file."""
-    from megatron_port.backend import kernels
+    from megatron_port.ext.kernels import kernels
 
     found = kernels.library_path
     kernels.library_path = lambda kind, *rest: (library, "") if kind == "cuda" else found(kind, *rest)

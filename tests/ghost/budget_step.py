@@ -26,14 +26,14 @@ from torch.nn.attention import SDPBackend
 
 from benchmarks.compare.sizes import sizes
 from benchmarks.compare.worker import settled
-from megatron_port.backend import attention
-from megatron_port.backend.choose import choose_providers
-from megatron_port.backend.device import choose_device
-from megatron_port.config.schema import BackendConfig
-from megatron_port.data.batch import MicroBatch
-from megatron_port.parallel import linear_kernels
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.session.assemble import DTYPES, build_engine
+from megatron_port.core.config.schema import BackendConfig
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.device import choose_device
+from megatron_port.core.layers import fused_attention as attention
+from megatron_port.core.layers import linear_kernels
+from megatron_port.ext.kernels.choose import choose_providers
+from megatron_port.run.build import DTYPES, build_engine
 
 STEPS, RECORDED_STEPS = 3, 6
 

@@ -47,9 +47,9 @@ def planned_bytes(name: str, layers: int, micro: int, batch: int) -> float:
     """Return the allocator's peak as the planner predicts it for this size on an H200."""
     from benchmarks.compare.sizes import sizes
     from benchmarks.compare.worker import settled
-    from megatron_port.config.loader import load
-    from megatron_port.plan.case import case_of, machine_of
-    from megatron_port.plan.memory import stage_memory
+    from megatron_port.core.config.loader import load
+    from megatron_port.tools.plan.case import case_of, machine_of
+    from megatron_port.tools.plan.memory import stage_memory
 
     described = load("clusters/h200").config
     size = settled(sizes()[name], {"layers": layers, "micro_batch": micro, "global_batch": batch})

@@ -85,9 +85,9 @@ def settings(layout: dict[str, Any]) -> tuple[int, list[str]]:
 
 def planned(run: Path, sets: list[str], world: int) -> list[float]:
     """Return the planner's peak of the allocator by stage, on H200."""
-    from megatron_port.config.loader import load
-    from megatron_port.plan.case import case_of, machine_of
-    from megatron_port.plan.memory import plan_memory
+    from megatron_port.core.config.loader import load
+    from megatron_port.tools.plan.case import case_of, machine_of
+    from megatron_port.tools.plan.memory import plan_memory
 
     described, config = load("clusters/h200").config, load(run, sets).config
     config = replace(config, cluster=replace(described.cluster, nodes=0), hardware=described.hardware,

@@ -85,7 +85,7 @@ def beside(x: torch.Tensor, *, join: bool) -> None:
 
 
 def said_of(call: Callable[[torch.Tensor], Any]) -> str:
-    """Capture a call as ``engine.step_graphs`` captures a step, and replay it; return the error, or ""."""
+    """Capture a call as ``kernels.step_graphs`` captures a step, and replay it; return the error, or ""."""
     device = torch.device("cuda", 0)
     x = torch.ones(8, 8, device=device)
     x @ x  # the library's handle and workspace

@@ -27,9 +27,9 @@ from ordering import PEAK, STEP_BEGINS, STEP_ENDS
 from torch.nn.attention import SDPBackend
 
 import megatron_port
-from megatron_port.backend import attention
-from megatron_port.engine.native import NativeEngine
-from megatron_port.parallel import linear_kernels
+from megatron_port.core.engine.native import NativeEngine
+from megatron_port.core.layers import fused_attention as attention
+from megatron_port.core.layers import linear_kernels
 
 
 def program(argv: list[str]) -> None:

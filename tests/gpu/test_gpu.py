@@ -14,14 +14,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from megatron_port.backend.choose import choose_providers
-from megatron_port.backend.choose_fp8 import choose_fp8, device_formats
-from megatron_port.backend.device import choose_device
-from megatron_port.backend.fp8 import Fp8, quantise
-from megatron_port.backend.mask import AttentionMask
-from megatron_port.backend.providers import torch_providers
-from megatron_port.config.attention import CAUSAL, MaskNeeds
-from megatron_port.config.schema import (
+from megatron_port.core.config.attention import CAUSAL, MaskNeeds
+from megatron_port.core.config.schema import (
     BackendConfig,
     BatchConfig,
     ModelConfig,
@@ -29,15 +23,21 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.data.batch import MicroBatch
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.context_attention import mask_of_rows
-from megatron_port.parallel.init import initial_values
-from megatron_port.parallel.positions import Positions, Run
-from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.record import InitSpec
-from megatron_port.parallel.step import pack_documents
-from megatron_port.session.assemble import build_engine
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.device import choose_device
+from megatron_port.core.dist.init import initial_values
+from megatron_port.core.dist.positions import Positions, Run
+from megatron_port.core.dist.record import InitSpec
+from megatron_port.core.layers.context_attention import mask_of_rows
+from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.mask import AttentionMask
+from megatron_port.core.layers.step import pack_documents
+from megatron_port.ext.kernels.choose import choose_providers
+from megatron_port.ext.kernels.choose_fp8 import choose_fp8, device_formats
+from megatron_port.ext.kernels.fp8 import Fp8, quantise
+from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.run.build import build_engine
 
 Recipe = Literal["none", "tensorwise", "rowwise"]
 

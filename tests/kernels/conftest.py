@@ -13,8 +13,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from megatron_port.backend import kernels
-from megatron_port.errors import EnvironmentFault
+from megatron_port.core.errors import EnvironmentFault
+from megatron_port.ext.kernels import kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 EMULATED = ROOT / "build" / "emulated"

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from reference import DTYPES, compare, random_shapes
 from torch.utils.checkpoint import checkpoint
 
-from megatron_port.backend import kernels
-from megatron_port.backend.ops import activation
+from megatron_port.ext.kernels import kernels
+from megatron_port.ext.kernels.ops import activation
 
 # 2056 and 6200: two strips of columns and more, with 8 and with 4 elements a thread; 1029: five in single steps.
 SHAPES = random_shapes(2, 20, wide=(2056, 6200, 1029))

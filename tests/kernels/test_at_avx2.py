@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_port.backend import kernels
-from megatron_port.runtime.variables import CPU_LEVEL
+from megatron_port.core.io.variables import CPU_LEVEL
+from megatron_port.ext.kernels import kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2", CPU_LEVEL: "v3"}
 # pytest.main in a process that has seen that the switches hold.
 CODE = """\
 import sys, pytest, torch
-from megatron_port.backend import kernels
+from megatron_port.ext.kernels import kernels
 found = torch.backends.cpu.get_cpu_capability(), kernels.load("cpu")
 assert found == ("AVX2", "libmp_cpu-v3.so (cpu v3)"), found
 sys.exit(pytest.main(sys.argv[1:]))

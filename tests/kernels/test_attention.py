@@ -15,13 +15,13 @@ from reference import DTYPES, compare
 from torch.utils.checkpoint import checkpoint
 from twin.streams import dropout_factors
 
-from megatron_port.backend import kernels
-from megatron_port.backend.attention import math_attention
-from megatron_port.backend.fused import ProbabilityDropout
-from megatron_port.backend.mask import AttentionMask
-from megatron_port.backend.ops.attention import attention, packed_attention
-from megatron_port.parallel.positions import Positions
-from megatron_port.parallel.random import DropoutStream
+from megatron_port.core.dist.positions import Positions
+from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.fused import ProbabilityDropout
+from megatron_port.core.layers.fused_attention import math_attention
+from megatron_port.core.layers.mask import AttentionMask
+from megatron_port.ext.kernels import kernels
+from megatron_port.ext.kernels.ops.attention import attention, packed_attention
 
 
 @pytest.fixture(autouse=True)

@@ -16,12 +16,12 @@ from reference import compare
 from torch.utils.checkpoint import checkpoint
 from twin.streams import dropout_factors
 
-from megatron_port.backend.attention import math_attention
-from megatron_port.backend.fused import ProbabilityDropout
-from megatron_port.backend.mask import AttentionMask, key_ends
-from megatron_port.backend.ops.attention import attention, packed_attention
-from megatron_port.parallel.positions import Positions, Run
-from megatron_port.parallel.random import DropoutStream
+from megatron_port.core.dist.positions import Positions, Run
+from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.fused import ProbabilityDropout
+from megatron_port.core.layers.fused_attention import math_attention
+from megatron_port.core.layers.mask import AttentionMask, key_ends
+from megatron_port.ext.kernels.ops.attention import attention, packed_attention
 
 HALVES = (torch.bfloat16, torch.float16)
 SAMPLES = (3, 1 << 33)

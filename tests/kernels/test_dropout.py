@@ -1,4 +1,4 @@
-"""Bias, dropout and residual add: masks equal to those of parallel/random.py bit for bit, values, gradients."""
+"""Bias, dropout and residual add: masks equal to those of core/layers/dropout.py bit for bit, values, gradients."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from reference import DTYPES, compare, random_shapes
 from torch.utils.checkpoint import checkpoint
 
-from megatron_port.backend.ops.dropout import bias_dropout_add, drop_threshold
-from megatron_port.parallel.positions import Positions
-from megatron_port.parallel.random import DropoutStream, keep_mask, op_key
+from megatron_port.core.dist.positions import Positions
+from megatron_port.core.layers.dropout import DropoutStream, keep_mask, op_key
+from megatron_port.ext.kernels.ops.dropout import bias_dropout_add, drop_threshold
 
 # 4104 columns: more than one strip of columns in half precision, 2051: not in vectors.
 SHAPES = random_shapes(3, 20, wide=(4104, 2051))

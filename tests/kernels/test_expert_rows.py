@@ -13,8 +13,8 @@ import torch
 from reference import DTYPES
 from torch import Tensor
 
-from megatron_port.backend import kernels
-from megatron_port.backend.experts import ExpertOps, own_experts, torch_experts
+from megatron_port.core.layers.expert_products import ExpertOps, own_experts, torch_experts
+from megatron_port.ext.kernels import kernels
 
 NAN = float("nan")
 # (tokens, k, columns, share of copies dropped): one row and column, whole vectors and none, more than a lane or a chunk

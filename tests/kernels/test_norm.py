@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from reference import DTYPES, compare, random_shapes
 
-from megatron_port.backend.ops import norm
+from megatron_port.ext.kernels.ops import norm
 
 EPS = 1e-5
 # 4104, 9000: more than one 16-byte piece a thread in half precision, and sums in shared memory backward in fp32; 16392,

@@ -11,9 +11,9 @@ import pytest
 import torch
 from reference import DTYPES, assert_accurate
 
-from megatron_port.backend import kernels
-from megatron_port.backend.ops import optimizer
-from megatron_port.optim.fused import AdamWGroup, FusedAdamW
+from megatron_port.ext.kernels import kernels
+from megatron_port.ext.kernels.ops import optimizer
+from megatron_port.ext.rules.fused import AdamWGroup, FusedAdamW
 
 Tensors = list[torch.Tensor]
 HYPER = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 0.02, "weight_decay": 0.1}

@@ -12,10 +12,10 @@ import torch
 from test_fp8 import config, steps
 from torch import Tensor
 
-from megatron_port.backend import kernels
-from megatron_port.backend.fp8 import FNUZ, OCP, Quantised, own_quantiser, torch_quantiser
-from megatron_port.backend.ops import quantise
-from megatron_port.config.schema import BackendConfig
+from megatron_port.core.config.schema import BackendConfig
+from megatron_port.ext.kernels import kernels
+from megatron_port.ext.kernels.fp8 import FNUZ, OCP, Quantised, own_quantiser, torch_quantiser
+from megatron_port.ext.kernels.ops import quantise
 
 FORMATS = [OCP.precise, OCP.wide, FNUZ.precise, FNUZ.wide]
 INPUTS = [torch.bfloat16, torch.float32]

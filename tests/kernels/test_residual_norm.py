@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from reference import DTYPES, compare, random_shapes
 from torch.utils.checkpoint import checkpoint
 
-from megatron_port.backend.ops import norm
-from megatron_port.backend.ops.dropout import bias_dropout_add
-from megatron_port.backend.ops.residual_norm import bias_dropout_add_norm
-from megatron_port.parallel.positions import Positions
-from megatron_port.parallel.random import DropoutStream, op_key
+from megatron_port.core.dist.positions import Positions
+from megatron_port.core.layers.dropout import DropoutStream, op_key
+from megatron_port.ext.kernels.ops import norm
+from megatron_port.ext.kernels.ops.dropout import bias_dropout_add
+from megatron_port.ext.kernels.ops.residual_norm import bias_dropout_add_norm
 
 EPS = 1e-5
 # In half precision 4104 columns are two pieces a thread backward, 9000 more than the backward kernel takes (the ops one

@@ -11,11 +11,11 @@ import torch
 from reference import DTYPES, compare
 from torch.utils.checkpoint import checkpoint
 
-from megatron_port.backend.fused import torch_split_rotary
-from megatron_port.backend.ops import rotary
-from megatron_port.config.schema import ModelConfig
-from megatron_port.model.rotary import RotaryTables
-from megatron_port.parallel.positions import Positions
+from megatron_port.core.config.schema import ModelConfig
+from megatron_port.core.dist.positions import Positions
+from megatron_port.core.layers.fused import torch_split_rotary
+from megatron_port.core.model.rotary import RotaryTables
+from megatron_port.ext.kernels.ops import rotary
 
 POSITIONS = 40
 Shape = tuple[int, int, int, int, int]

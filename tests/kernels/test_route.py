@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_port.backend import kernels, router
-from megatron_port.backend.experts import ExpertOps, own_experts, own_limit, torch_experts
+from megatron_port.core.layers import expert_choice as router
+from megatron_port.core.layers.expert_products import ExpertOps, own_experts, own_limit, torch_experts
+from megatron_port.ext.kernels import kernels
 
 INFINITY = float("inf")
 ULP = float(torch.finfo(torch.float32).eps)

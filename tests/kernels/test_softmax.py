@@ -11,10 +11,10 @@ from reference import DTYPES, compare
 from torch.utils.checkpoint import checkpoint
 from twin.streams import dropout_factors
 
-from megatron_port.backend.fused import ProbabilityDropout
-from megatron_port.backend.ops.softmax import causal_softmax
-from megatron_port.parallel.positions import Positions, Run
-from megatron_port.parallel.random import DropoutStream
+from megatron_port.core.dist.positions import Positions, Run
+from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.fused import ProbabilityDropout
+from megatron_port.ext.kernels.ops.softmax import causal_softmax
 
 SCALE = 0.3
 

@@ -16,7 +16,7 @@ from jobs import losses, settings, train_here
 from test_launch import SHORT, Runs, runs  # noqa: F401 - runs is a fixture
 from test_record import Login
 
-from megatron_port.config.machine import ClusterConfig
+from megatron_port.core.config.machine import ClusterConfig
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 

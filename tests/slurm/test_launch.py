@@ -19,7 +19,7 @@ import pytest
 from cluster import Cluster, Options, parse_job, start_cluster, why_not
 from jobs import ROOT, environment, losses, metrics, settings, steps, train_here
 
-from megatron_port.config.machine import ClusterConfig
+from megatron_port.core.config.machine import ClusterConfig
 
 pytestmark = pytest.mark.slurm
 

@@ -13,16 +13,16 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_port.backend.providers import torch_providers
-from megatron_port.config.checks import check, resolve
-from megatron_port.config.schema import RunConfig
-from megatron_port.data.batch import MicroBatch
-from megatron_port.engine.api import Engine
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.positions import sequence_partition
-from megatron_port.parallel.ring_attention import RingStep
-from megatron_port.pipeline.transfer import Arrival
-from megatron_port.session.assemble import build_engine, topology_of
+from megatron_port.core.config.checks import check, resolve
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.positions import sequence_partition
+from megatron_port.core.engine.api import Engine
+from megatron_port.core.layers.ring_attention import RingStep
+from megatron_port.core.pipeline.transfer import Arrival
+from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.run.build import build_engine, topology_of
 
 
 @contextmanager

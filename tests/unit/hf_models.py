@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron_port.config.schema import ModelConfig
-from megatron_port.interop.hf_names import MODULE_HEAD, hf_mapping
-from megatron_port.model.families import family_named
-from megatron_port.parallel.state import WEIGHT
+from megatron_port.core.config.schema import ModelConfig
+from megatron_port.core.dist.state import WEIGHT
+from megatron_port.ext.families import family_named
+from megatron_port.tools.interop.hf_names import MODULE_HEAD, hf_mapping
 
 VOCABULARY = 101
 LLAMA3 = {

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import torch
 
-from megatron_port.checkpoint.format import SavedState
-from megatron_port.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron_port.checkpoint.writer import save_checkpoint
-from megatron_port.config.dump import as_dict
-from megatron_port.config.schema import LayoutConfig, ModelConfig, MoEConfig, RunConfig
-from megatron_port.interop.commit import whole
-from megatron_port.model.shapes import buffer_shapes, parameter_shapes
-from megatron_port.optim.rules import mixed_kinds
-from megatron_port.parallel.state import BUFFER
+from megatron_port.core.checkpoint.format import SavedState
+from megatron_port.core.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron_port.core.checkpoint.writer import save_checkpoint
+from megatron_port.core.config.dump import as_dict
+from megatron_port.core.config.schema import LayoutConfig, ModelConfig, MoEConfig, RunConfig
+from megatron_port.core.dist.state import BUFFER
+from megatron_port.core.model.shapes import buffer_shapes, parameter_shapes
+from megatron_port.core.optim.rules import mixed_kinds
+from megatron_port.tools.interop.commit import whole
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 GPT2 = ModelConfig(num_layers=3, hidden_size=32, num_attention_heads=4, vocab_size=53, seq_length=16)

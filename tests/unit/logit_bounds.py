@@ -13,18 +13,18 @@ from typing import Any
 import hf_models as hf
 import torch
 
-from megatron_port.backend.providers import torch_providers
-from megatron_port.config.schema import LayoutConfig, ModelConfig
-from megatron_port.engine.module import read_local, recorded_parameters
-from megatron_port.interop.hf_files import HFFolder
-from megatron_port.model.build import BuildContext, BuildOptions
-from megatron_port.model.gpt import GPTStage
-from megatron_port.parallel.buffers import recorded_buffers
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.state import BUFFER, WEIGHT
-from megatron_port.parallel.step import StepSlot
-from megatron_port.session.weights import Weights
+from megatron_port.core.config.schema import LayoutConfig, ModelConfig
+from megatron_port.core.dist.buffers import recorded_buffers
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.state import BUFFER, WEIGHT
+from megatron_port.core.engine.module import read_local, recorded_parameters
+from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.step import StepSlot
+from megatron_port.core.model.build import BuildContext, BuildOptions
+from megatron_port.core.model.gpt import GPTStage
+from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.run.weights import Weights
+from megatron_port.tools.interop.hf_files import HFFolder
 
 FP64 = 1e-12
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from rank_memory import measure, measure_among_others
 
-from megatron_port.config.checks import problems
-from megatron_port.config.schema import (
+from megatron_port.core.config.checks import problems
+from megatron_port.core.config.schema import (
     ActivationsConfig,
     BackendConfig,
     BatchConfig,
@@ -30,8 +30,8 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.plan.case import Machine, case_of
-from megatron_port.plan.memory import stage_memory
+from megatron_port.tools.plan.case import Machine, case_of
+from megatron_port.tools.plan.memory import stage_memory
 
 LLAMA = {
     "activation": "swiglu", "normalization": "rmsnorm", "position_embedding": "rope", "add_bias": False,

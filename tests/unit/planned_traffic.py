@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_port.model.decoder_spec import model_spec
-from megatron_port.model.spec import MoESpec
-from megatron_port.parallel.mesh import REPLICAS, SHARDED, WORLD, purposes
-from megatron_port.parallel.topology import Topology
-from megatron_port.plan.case import Case
-from megatron_port.plan.context import context_bytes
-from megatron_port.plan.elements import (
+from megatron_port.core.dist.mesh import REPLICAS, SHARDED, WORLD, purposes
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.model.decoder_spec import model_spec
+from megatron_port.core.model.spec import MoESpec
+from megatron_port.tools.plan.case import Case
+from megatron_port.tools.plan.context import context_bytes
+from megatron_port.tools.plan.elements import (
     bucket_elements,
     expert_elements,
     gathered_elements,
@@ -23,8 +23,8 @@ from megatron_port.plan.elements import (
     stage_kinds,
     trained_elements,
 )
-from megatron_port.plan.experts import routed
-from megatron_port.plan.layer import ends_at_product
+from megatron_port.tools.plan.experts import routed
+from megatron_port.tools.plan.layer import ends_at_product
 
 Key = tuple[str, str]
 """(axis: tp | kv_copies | cp | dp | dp+cp | dp_shard+cp | dp_replicate | ep | expert_shard | expert_replicate |

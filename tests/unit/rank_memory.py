@@ -13,16 +13,16 @@ import torch.distributed as dist
 from fake_ranks import batches, fake_rank
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_port.backend import cpu_upcast
-from megatron_port.backend.providers import torch_providers
-from megatron_port.config.checks import check, resolve
-from megatron_port.config.schema import RunConfig
-from megatron_port.data.batch import MicroBatch
-from megatron_port.optim import sharded, unit_gather
-from megatron_port.parallel import collectives
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.pipeline.transfer import Departure
-from megatron_port.session.assemble import build_engine, topology_of
+from megatron_port.core.config.checks import check, resolve
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.dist import collectives
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.layers import cpu_upcast
+from megatron_port.core.optim import sharded, unit_gather
+from megatron_port.core.pipeline.transfer import Departure
+from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.run.build import build_engine, topology_of
 
 
 @dataclass(frozen=True)

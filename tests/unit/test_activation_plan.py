@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_port.backend.providers import torch_providers
-from megatron_port.config.checks import problems
-from megatron_port.config.dump import to_toml
-from megatron_port.config.layout import with_values
-from megatron_port.config.loader import load
-from megatron_port.config.schema import (
+from megatron_port.core.config.checks import problems
+from megatron_port.core.config.dump import to_toml
+from megatron_port.core.config.layout import with_values
+from megatron_port.core.config.loader import load
+from megatron_port.core.config.schema import (
     ActivationsConfig,
     BackendConfig,
     BatchConfig,
@@ -26,23 +25,24 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.data.batch import MicroBatch
-from megatron_port.engine.native import NativeEngine
-from megatron_port.errors import ConfigError
-from megatron_port.model.activation_sites import RECOMPUTED, Site
-from megatron_port.model.decoder_spec import model_spec
-from megatron_port.model.flops import hardware_flops
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.plan.activation_cover import Item, Swap, cover, saved
-from megatron_port.plan.activation_plan import AFTER, describe, plan_activations, with_activation_plan
-from megatron_port.plan.case import Case, Machine, case_of, machine_of
-from megatron_port.plan.layer import layer_cost, site_costs
-from megatron_port.plan.links import Links, span
-from megatron_port.plan.memory import plan_memory, stage_memory
-from megatron_port.plan.rates import Rates
-from megatron_port.plan.step import chunk_costs, plan_step
-from megatron_port.plan.swap import HostLink
-from megatron_port.session.assemble import build_engine
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.engine.native import NativeEngine
+from megatron_port.core.errors import ConfigError
+from megatron_port.core.model.activation_sites import RECOMPUTED, Site
+from megatron_port.core.model.decoder_spec import model_spec
+from megatron_port.core.model.flops import hardware_flops
+from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.run.build import build_engine
+from megatron_port.tools.plan.activation_cover import Item, Swap, cover, saved
+from megatron_port.tools.plan.activation_plan import AFTER, describe, plan_activations, with_activation_plan
+from megatron_port.tools.plan.case import Case, Machine, case_of, machine_of
+from megatron_port.tools.plan.layer import layer_cost, site_costs
+from megatron_port.tools.plan.links import Links, span
+from megatron_port.tools.plan.memory import plan_memory, stage_memory
+from megatron_port.tools.plan.rates import Rates
+from megatron_port.tools.plan.step import chunk_costs, plan_step
+from megatron_port.tools.plan.swap import HostLink
 
 
 def by_trying(items: tuple[Item, ...], layers: int, held: float, lacking: float) -> float | None:

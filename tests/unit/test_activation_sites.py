@@ -12,10 +12,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_port.backend.choose import choose_providers
-from megatron_port.backend.device import choose_device
-from megatron_port.config.schema import BackendConfig, LayoutConfig, ModelConfig
-from megatron_port.model.activation_sites import (
+from megatron_port.core.config.schema import BackendConfig, LayoutConfig, ModelConfig
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.device import choose_device
+from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.step import StepSlot
+from megatron_port.core.model.activation_sites import (
     RECOMPUTED,
     REPLICATED,
     SITES,
@@ -24,16 +26,14 @@ from megatron_port.model.activation_sites import (
     Site,
     decided,
 )
-from megatron_port.model.build import BuildContext, BuildOptions
-from megatron_port.model.decoder_spec import model_spec
-from megatron_port.model.layers import TransformerLayer
-from megatron_port.model.site_tape import SiteTape
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.step import StepSlot
-from megatron_port.plan.activations import site_bytes
-from megatron_port.plan.case import Case
-from megatron_port.plan.engines import Engine
+from megatron_port.core.model.build import BuildContext, BuildOptions
+from megatron_port.core.model.decoder_spec import model_spec
+from megatron_port.core.model.layers import TransformerLayer
+from megatron_port.ext.kernels.choose import choose_providers
+from megatron_port.ext.memory.site_tape import SiteTape
+from megatron_port.tools.plan.activations import site_bytes
+from megatron_port.tools.plan.case import Case
+from megatron_port.tools.plan.engines import Engine
 
 LLAMA: dict[str, Any] = {
     "activation": "swiglu", "normalization": "rmsnorm", "position_embedding": "rope", "add_bias": False,

@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.config.schema import LaunchConfig
-from megatron_port.errors import DataError, EnvironmentFault, LauncherFault
-from megatron_port.launch import continuation
-from megatron_port.launch import record as records
-from megatron_port.launch.attempts import (
+from megatron_port.core.config.schema import LaunchConfig
+from megatron_port.core.dist.job import Fate, Job, attempt_name, clock_seconds, current_job, fate_of, job_record
+from megatron_port.core.errors import DataError, EnvironmentFault, LauncherFault
+from megatron_port.ext.telemetry.metrics import MetricsWriter
+from megatron_port.tools.launch import continuation
+from megatron_port.tools.launch import record as records
+from megatron_port.tools.launch.attempts import (
     HISTORY,
     Attempt,
     after,
@@ -24,11 +26,9 @@ from megatron_port.launch.attempts import (
     read_history,
     steps_done,
 )
-from megatron_port.launch.continuation import asked_fields, chain_command, continue_job
-from megatron_port.launch.outcome import AttemptOutcome, read_failure, read_outcome, record_failure, write_outcome
-from megatron_port.launch.srun_log import first_srun_failure, refused_by_srun
-from megatron_port.runtime.job import Fate, Job, attempt_name, clock_seconds, current_job, fate_of, job_record
-from megatron_port.telemetry.metrics import MetricsWriter
+from megatron_port.tools.launch.continuation import asked_fields, chain_command, continue_job
+from megatron_port.tools.launch.outcome import AttemptOutcome, read_failure, read_outcome, record_failure, write_outcome
+from megatron_port.tools.launch.srun_log import first_srun_failure, refused_by_srun
 
 LAUNCH = LaunchConfig()
 JOB = Job("12", 0, "12", "n[1-4]")
@@ -406,7 +406,7 @@ class Slurm:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *records: str) -> None:
         self.records, self.calls = list(records), []
         monkeypatch.setattr(continuation, "run_tool", self.run)
-        monkeypatch.setattr("megatron_port.runtime.job.run_tool", self.run)
+        monkeypatch.setattr("megatron_port.core.dist.job.run_tool", self.run)
 
     def run(self, command, **_: object) -> tuple[int, str]:
         self.calls.append(list(command))

@@ -10,23 +10,23 @@ import pytest
 import torch
 from twin.streams import dropout_factors
 
-from megatron_port.backend import kernels
-from megatron_port.backend.attention import Attention, math_attention, math_attention_with
-from megatron_port.backend.choose import choose_providers
-from megatron_port.backend.device import choose_device
-from megatron_port.backend.fused import ProbabilityDropout
-from megatron_port.backend.mask import AttentionMask
-from megatron_port.backend.ops import attention as own
-from megatron_port.backend.ops.softmax import causal_softmax
-from megatron_port.backend.providers import Providers, torch_providers
-from megatron_port.config.schema import BackendConfig, LayoutConfig, ModelConfig
-from megatron_port.model.attention import SelfAttention
-from megatron_port.model.build import BuildContext, BuildOptions
-from megatron_port.model.decoder_spec import attention_spec
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.positions import Positions
-from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.step import StepSlot
+from megatron_port.core.config.schema import BackendConfig, LayoutConfig, ModelConfig
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.device import choose_device
+from megatron_port.core.dist.positions import Positions
+from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.fused import ProbabilityDropout
+from megatron_port.core.layers.fused_attention import Attention, math_attention, math_attention_with
+from megatron_port.core.layers.mask import AttentionMask
+from megatron_port.core.layers.step import StepSlot
+from megatron_port.core.model.attention import SelfAttention
+from megatron_port.core.model.build import BuildContext, BuildOptions
+from megatron_port.core.model.decoder_spec import attention_spec
+from megatron_port.ext.kernels import kernels
+from megatron_port.ext.kernels.choose import choose_providers
+from megatron_port.ext.kernels.ops import attention as own
+from megatron_port.ext.kernels.ops.softmax import causal_softmax
+from megatron_port.ext.kernels.providers import Providers, torch_providers
 
 CPU = torch.device("cpu")
 SEED, STEP, SAMPLES, P = 5, 9, (3, 1 << 33), 0.4

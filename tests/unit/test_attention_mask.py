@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_port.backend import kernels
-from megatron_port.backend.attention import Attention, flash_attention, math_attention, sdpa_attention
-from megatron_port.backend.fused import torch_causal_softmax, torch_split_rotary
-from megatron_port.backend.mask import AttentionMask, key_ends
-from megatron_port.backend.ops import attention as own
-from megatron_port.backend.packed_math import packed_math_attention
-from megatron_port.parallel.context_attention import mask_of_rows
-from megatron_port.parallel.positions import Positions, Run
-from megatron_port.parallel.step import pack_documents
+from megatron_port.core.dist.positions import Positions, Run
+from megatron_port.core.layers.context_attention import mask_of_rows
+from megatron_port.core.layers.fused import torch_causal_softmax, torch_split_rotary
+from megatron_port.core.layers.fused_attention import Attention, flash_attention, math_attention, sdpa_attention
+from megatron_port.core.layers.mask import AttentionMask, key_ends
+from megatron_port.core.layers.packed_math import packed_math_attention
+from megatron_port.core.layers.step import pack_documents
+from megatron_port.ext.kernels import kernels
+from megatron_port.ext.kernels.ops import attention as own
 
 SEQ, BATCH, HEADS, GROUPS, SIZE = 13, 2, 4, 2, 6
 STARTS = torch.tensor([[0, 0, 0, 3, 4, 4, 4, 4, 4, 9, 9, 9, 12], [0, 1, 1, 1, 1, 1, 1, 1, 8, 8, 8, 8, 8]],

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from benchmarks import attention_providers
-from megatron_port.backend import attention as attn
-from megatron_port.backend import choose_attention as choice
-from megatron_port.backend.attention_table import AttentionShape, lookup, parse, shipped_table
-from megatron_port.backend.device import DeviceInfo
-from megatron_port.backend.fused import torch_causal_softmax
-from megatron_port.config.attention import CAUSAL, MaskNeeds
-from megatron_port.config.schema import BackendConfig
-from megatron_port.errors import ConfigError
+from megatron_port.core.config.attention import CAUSAL, MaskNeeds
+from megatron_port.core.config.schema import BackendConfig
+from megatron_port.core.dist.device import DeviceInfo
+from megatron_port.core.errors import ConfigError
+from megatron_port.core.layers import fused_attention as attn
+from megatron_port.core.layers.fused import torch_causal_softmax
+from megatron_port.ext.kernels import choose_attention as choice
+from megatron_port.ext.kernels.attention_table import AttentionShape, lookup, parse, shipped_table
 
 GPU = DeviceInfo("cuda", torch.device("cuda", 0), "nccl", "H", 0, "test")
 SHAPE = AttentionShape("sm_90", "bf16", 128, 4096)

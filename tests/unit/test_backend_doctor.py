@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_port.backend.device import Accelerators, DeviceInfo
 from megatron_port.cli import doctor, doctor_backend, doctor_machine
 from megatron_port.cli.doctor_report import CheckResult, render, strictly
 from megatron_port.cli.main import main
-from megatron_port.config.schema import BackendConfig, PrecisionConfig, RunConfig
+from megatron_port.core.config.schema import BackendConfig, PrecisionConfig, RunConfig
+from megatron_port.core.dist.device import Accelerators, DeviceInfo
 
 NATIVE, DEEPSPEED = RunConfig(engine="native"), RunConfig(engine="deepspeed")
 
@@ -185,7 +185,7 @@ def test_strict_refuses_a_run_whose_op_is_not_prebuilt(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
-    import megatron_port.runtime.deepspeed_import  # noqa: F401, I001
+    import megatron_port.ext.deepspeed.deepspeed_import  # noqa: F401, I001
     import deepspeed.git_version_info as built
 
     command = ["doctor", "--device", "cpu", "--set", "precision.dtype=\"fp32\"", "--set", "engine=deepspeed"]

@@ -11,8 +11,8 @@ from forked import ForkServer
 
 HEAD = """
 import torch
-from megatron_port.backend.jit_guard import install_guard, prepare_deepspeed, prebuilt_deepspeed_ops
-from megatron_port.errors import EnvironmentFault
+from megatron_port.ext.kernels.jit_guard import install_guard, prepare_deepspeed, prebuilt_deepspeed_ops
+from megatron_port.core.errors import EnvironmentFault
 
 def refused(function, *words):
     try:
@@ -269,7 +269,7 @@ refused(AmpC().jit_load, "apex op 'amp_C'", "APEX_BUILD_AMP_C=1", "--no-build-is
 
 def test_a_prebuild_command_keeps_the_ops_that_are_there(prepared: ForkServer) -> None:
     prepared.run("""
-from megatron_port.backend import compile_entry_points
+from megatron_port.ext.kernels import compile_entry_points
 import deepspeed.git_version_info as built
 for op in built.installed_ops:
     built.installed_ops[op] = op in ("cpu_adam", "cpu_lion")
@@ -329,9 +329,9 @@ if not prebuilt_deepspeed_ops()["cpu_lion"]:
 
 def test_the_optimizer_follows_what_is_prebuilt(prepared: ForkServer) -> None:
     prepared.run("""
-from megatron_port.backend.device import choose_device
-from megatron_port.backend.choose import choose_providers
-from megatron_port.config.schema import BackendConfig
+from megatron_port.core.dist.device import choose_device
+from megatron_port.ext.kernels.choose import choose_providers
+from megatron_port.core.config.schema import BackendConfig
 cpu = choose_device("cpu")
 def provider(optimizer, dtype=torch.float32):
     return choose_providers(BackendConfig(optimizer=optimizer), cpu, dtype, engine="deepspeed").table[-1]

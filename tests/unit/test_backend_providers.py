@@ -15,17 +15,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_port.backend import choose_attention, kernels
-from megatron_port.backend.attention import flash_attention, fold_batch, gpu_kernels, math_attention, sdpa_attention
-from megatron_port.backend.choose import choose_providers
-from megatron_port.backend.device import Accelerators, DeviceInfo, choose_device, describe_device, identity_of
-from megatron_port.backend.experts import own_experts, torch_experts
-from megatron_port.backend.fused import ProbabilityDropout, torch_layer_norm, torch_rms_norm, torch_split_rotary
-from megatron_port.backend.providers import torch_providers
-from megatron_port.config.attention import CAUSAL, MaskNeeds
-from megatron_port.config.moe import MoEConfig
-from megatron_port.config.schema import BackendConfig
-from megatron_port.errors import EnvironmentFault
+from megatron_port.core.config.attention import CAUSAL, MaskNeeds
+from megatron_port.core.config.moe import MoEConfig
+from megatron_port.core.config.schema import BackendConfig
+from megatron_port.core.dist.device import Accelerators, DeviceInfo, choose_device, describe_device, identity_of
+from megatron_port.core.errors import EnvironmentFault
+from megatron_port.core.layers.expert_products import own_experts, torch_experts
+from megatron_port.core.layers.fused import ProbabilityDropout, torch_layer_norm, torch_rms_norm, torch_split_rotary
+from megatron_port.core.layers.fused_attention import (
+    flash_attention,
+    fold_batch,
+    gpu_kernels,
+    math_attention,
+    sdpa_attention,
+)
+from megatron_port.ext.kernels import choose_attention, kernels
+from megatron_port.ext.kernels.choose import choose_providers
+from megatron_port.ext.kernels.providers import torch_providers
 
 CPU = DeviceInfo("cpu", torch.device("cpu"), "gloo", "cpu", 0, "test")
 GPU = DeviceInfo("cuda", torch.device("cuda", 0), "nccl", "H", 0, "test")

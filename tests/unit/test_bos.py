@@ -15,21 +15,21 @@ from bos_cases import LINES, POSTS, sentencepiece_model, tokenizer_json
 from interop_cases import LLAMA
 from test_hf_tokenizer import checkpoint_of
 
-from megatron_port.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron_port.cli.main import main
-from megatron_port.config.schema import ModelConfig, RunConfig
-from megatron_port.data.fingerprint import data_fingerprint
-from megatron_port.data.format import meta_path, read_meta
-from megatron_port.data.indexed import IndexedDataset
-from megatron_port.data.loader import _tokenizer
-from megatron_port.data.tokenizer import get_tokenizer
-from megatron_port.data.tokenizer_base import encode_whole
-from megatron_port.errors import DataError
-from megatron_port.inference.generation import text_after
-from megatron_port.inference.lm_eval_adapter import Questions
-from megatron_port.interop.hf_tokenizer import write_tokenizer
-from megatron_port.session.document_starts import check_document_starts
-from megatron_port.session.weights import open_weights
+from megatron_port.core.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron_port.core.config.schema import ModelConfig, RunConfig
+from megatron_port.core.data.format import meta_path, read_meta
+from megatron_port.core.data.indexed import IndexedDataset
+from megatron_port.core.data.loader import _tokenizer
+from megatron_port.core.errors import DataError
+from megatron_port.ext.corpora.fingerprint import data_fingerprint
+from megatron_port.ext.corpora.tokenizer import get_tokenizer
+from megatron_port.ext.corpora.tokenizer_base import encode_whole
+from megatron_port.run.document_starts import check_document_starts
+from megatron_port.run.weights import open_weights
+from megatron_port.tools.inference.generation import text_after
+from megatron_port.tools.inference.lm_eval_adapter import Questions
+from megatron_port.tools.interop.hf_tokenizer import write_tokenizer
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")

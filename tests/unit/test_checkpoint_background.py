@@ -15,19 +15,20 @@ import pytest
 import torch
 from test_checkpoint_roundtrip import ThreadPeers, over_threads, state, whole
 
-from megatron_port.checkpoint import background, disk
-from megatron_port.checkpoint.background import BackgroundSave, Finished, HostBuffer
-from megatron_port.checkpoint.peers import Peers
-from megatron_port.checkpoint.reader import find_latest, open_checkpoint
-from megatron_port.checkpoint.shard import bytes_of, plan_shard
-from megatron_port.checkpoint.writer import save_checkpoint, write_part
-from megatron_port.config.schema import CheckpointConfig, ModelConfig, RunConfig
-from megatron_port.errors import CheckpointError
-from megatron_port.model.shapes import parameter_shapes
-from megatron_port.parallel.state import StatePiece
-from megatron_port.session.folders import FOLDER, run_folder
-from megatron_port.train.saving import Saving
-from megatron_port.train.state import Position
+from megatron_port.core.checkpoint import disk
+from megatron_port.core.checkpoint.peers import Peers
+from megatron_port.core.checkpoint.reader import find_latest, open_checkpoint
+from megatron_port.core.checkpoint.shard import bytes_of, plan_shard
+from megatron_port.core.checkpoint.writer import save_checkpoint, write_part
+from megatron_port.core.config.schema import CheckpointConfig, ModelConfig, RunConfig
+from megatron_port.core.dist.state import StatePiece
+from megatron_port.core.errors import CheckpointError
+from megatron_port.core.model.shapes import parameter_shapes
+from megatron_port.core.train.folders import FOLDER, run_folder
+from megatron_port.ext.storage import background
+from megatron_port.ext.storage.background import BackgroundSave, Finished, HostBuffer
+from megatron_port.run.saving import Saving
+from megatron_port.run.state import Position
 
 
 def part(rank: int, tensor: torch.Tensor) -> StatePiece:
@@ -295,7 +296,7 @@ def test_a_save_in_flight_is_waited_for_before_the_next(tmp_path: Path, monkeypa
         real(*args, **kwargs)
 
     monkeypatch.setattr(background, "write_part", slow)
-    monkeypatch.setattr("megatron_port.train.saving._NOTICEABLE", 0.1)
+    monkeypatch.setattr("megatron_port.run.saving._NOTICEABLE", 0.1)
     saving = Saving(stub, stub.session)  # type: ignore[arg-type]
     saving.save(at(5))
     saving.poll()

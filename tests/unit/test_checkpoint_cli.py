@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_port.checkpoint.format import SavedState
-from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.cli import checkpoint as command
 from megatron_port.cli import checkpoint_diff
-from megatron_port.config.dump import as_dict
-from megatron_port.config.schema import LayoutConfig, OptimizerConfig, RunConfig
-from megatron_port.errors import CheckpointError, ConfigError
-from megatron_port.parallel.state import StatePiece
+from megatron_port.core.checkpoint.format import SavedState
+from megatron_port.core.checkpoint.writer import save_checkpoint
+from megatron_port.core.config.dump import as_dict
+from megatron_port.core.config.schema import LayoutConfig, OptimizerConfig, RunConfig
+from megatron_port.core.dist.state import StatePiece
+from megatron_port.core.errors import CheckpointError, ConfigError
 
 
 def save(folder: Path, step: int, config: RunConfig | None = None, **tensors: torch.Tensor) -> Path:

@@ -13,14 +13,14 @@ import pytest
 import torch
 import xxhash
 
-from megatron_port.checkpoint import reader
-from megatron_port.checkpoint.digest import Digest
-from megatron_port.checkpoint.format import SavedState
-from megatron_port.checkpoint.reader import find_latest, open_checkpoint
-from megatron_port.checkpoint.shard import parse_header
-from megatron_port.checkpoint.writer import save_checkpoint
-from megatron_port.errors import CheckpointError, DamagedCheckpoint
-from megatron_port.parallel.state import StatePiece
+from megatron_port.core.checkpoint import reader
+from megatron_port.core.checkpoint.digest import Digest
+from megatron_port.core.checkpoint.format import SavedState
+from megatron_port.core.checkpoint.reader import find_latest, open_checkpoint
+from megatron_port.core.checkpoint.shard import parse_header
+from megatron_port.core.checkpoint.writer import save_checkpoint
+from megatron_port.core.dist.state import StatePiece
+from megatron_port.core.errors import CheckpointError, DamagedCheckpoint
 
 SHARD = "rank-00000.safetensors"
 

@@ -12,16 +12,16 @@ import torch
 import xxhash
 from test_checkpoint_roundtrip import state, whole
 
-from megatron_port.checkpoint import writer
-from megatron_port.checkpoint.background import BackgroundSave
-from megatron_port.checkpoint.format import encode_manifest, read_manifest
-from megatron_port.checkpoint.lineage import Committer, Lineage, Parent
-from megatron_port.checkpoint.peers import Peers
-from megatron_port.checkpoint.reader import checkpoints_in, find_latest, open_checkpoint
-from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.cli.main import main
-from megatron_port.errors import CheckpointError, DamagedCheckpoint
-from megatron_port.runtime.lease import Fence, LeaseLost
+from megatron_port.core.checkpoint import writer
+from megatron_port.core.checkpoint.format import encode_manifest, read_manifest
+from megatron_port.core.checkpoint.lineage import Committer, Lineage, Parent
+from megatron_port.core.checkpoint.peers import Peers
+from megatron_port.core.checkpoint.reader import checkpoints_in, find_latest, open_checkpoint
+from megatron_port.core.checkpoint.writer import save_checkpoint
+from megatron_port.core.dist.lease import Fence, LeaseLost
+from megatron_port.core.errors import CheckpointError, DamagedCheckpoint
+from megatron_port.ext.storage.background import BackgroundSave
 
 
 class Attempt(Fence):

@@ -19,13 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from megatron_port.checkpoint.format import SavedState
-from megatron_port.checkpoint.peers import Peers
-from megatron_port.checkpoint.reader import find_latest, open_checkpoint
-from megatron_port.checkpoint.writer import save_checkpoint
-from megatron_port.config.schema import RunConfig
-from megatron_port.errors import CheckpointError
-from megatron_port.parallel.state import StatePiece
+from megatron_port.core.checkpoint.format import SavedState
+from megatron_port.core.checkpoint.peers import Peers
+from megatron_port.core.checkpoint.reader import find_latest, open_checkpoint
+from megatron_port.core.checkpoint.writer import save_checkpoint
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.dist.state import StatePiece
+from megatron_port.core.errors import CheckpointError
 
 Shape = tuple[int, ...]
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.checkpoint.slices import FlatRange, cover_fault, range_slices, stacked
+from megatron_port.core.checkpoint.slices import FlatRange, cover_fault, range_slices, stacked
 
 
 @dataclasses.dataclass(frozen=True)

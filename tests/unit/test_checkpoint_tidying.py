@@ -12,10 +12,10 @@ import pytest
 import torch
 from test_checkpoint_roundtrip import ThreadPeers, over_threads, state, whole
 
-from megatron_port.checkpoint.background import BackgroundSave
-from megatron_port.checkpoint.lineage import Committer
-from megatron_port.checkpoint.reader import find_latest, open_checkpoint
-from megatron_port.checkpoint.writer import save_checkpoint
+from megatron_port.core.checkpoint.lineage import Committer
+from megatron_port.core.checkpoint.reader import find_latest, open_checkpoint
+from megatron_port.core.checkpoint.writer import save_checkpoint
+from megatron_port.ext.storage.background import BackgroundSave
 
 OTHERS = "of-another-member"
 """A file that marks a folder which cannot be removed."""

@@ -20,15 +20,15 @@ from test_report import make
 from megatron_port.cli.arguments import confirm
 from megatron_port.cli.main import COMMANDS, main
 from megatron_port.cli.progress import ProgressBar
-from megatron_port.config.loader import load
-from megatron_port.config.run_names import run_folder_of
-from megatron_port.config.unsupported import COMMANDS as ELSEWHERE
-from megatron_port.config.unsupported import KEYS, VALUES
-from megatron_port.config.urls import local_path
-from megatron_port.data import fetch
-from megatron_port.errors import ConfigError, DataError
-from megatron_port.runtime.work import Tally
-from megatron_port.telemetry.run_state import ENDED, FAILED, FINISHED, NEW, SAVED, run_state
+from megatron_port.core.config.loader import load
+from megatron_port.core.config.run_names import run_folder_of
+from megatron_port.core.config.unsupported import COMMANDS as ELSEWHERE
+from megatron_port.core.config.unsupported import KEYS, VALUES
+from megatron_port.core.config.urls import local_path
+from megatron_port.core.dist.work import Tally
+from megatron_port.core.errors import ConfigError, DataError
+from megatron_port.ext.corpora import fetch
+from megatron_port.ext.telemetry.run_state import ENDED, FAILED, FINISHED, NEW, SAVED, run_state
 
 RUN = 'extends = "models/gpt-tiny"\nname = "mine"\noutput_dir = "{out}"\n[training]\nsteps = 7\n'
 
@@ -96,9 +96,9 @@ def test_words_from_elsewhere_are_not_taken_for_misspelt_ones(capsys: pytest.Cap
 
 
 def test_no_word_from_elsewhere_is_one_of_ours() -> None:
-    from megatron_port.config.choices import CHOICES
-    from megatron_port.config.dump import leaves
-    from megatron_port.config.schema import RunConfig
+    from megatron_port.core.config.choices import CHOICES
+    from megatron_port.core.config.dump import leaves
+    from megatron_port.core.config.schema import RunConfig
 
     names = dict(leaves(RunConfig()))
     assert not set(KEYS) & set(names) and not set(ELSEWHERE) & set(COMMANDS)

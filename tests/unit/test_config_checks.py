@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_port.cli.config import field_texts
-from megatron_port.config.checks import check, legal_neighbour, problems, resolve, topology_sizes
-from megatron_port.config.choices import CHOICES
-from megatron_port.config.layout import divisors, legal_tensor_sizes, nearest, with_values
-from megatron_port.config.loader import load, shipped_names
-from megatron_port.config.schema import RunConfig
-from megatron_port.errors import ConfigError
+from megatron_port.core.config.checks import check, legal_neighbour, problems, resolve, topology_sizes
+from megatron_port.core.config.choices import CHOICES
+from megatron_port.core.config.layout import divisors, legal_tensor_sizes, nearest, with_values
+from megatron_port.core.config.loader import load, shipped_names
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.errors import ConfigError
 
 BASE = with_values(
     RunConfig(), {"data.synthetic": True, "model.hidden_size": 48, "model.seq_length": 16, "precision.dtype": "fp32"}

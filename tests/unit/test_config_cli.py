@@ -13,14 +13,14 @@ import pytest
 
 from megatron_port.cli import main as cli
 from megatron_port.cli.main import main
-from megatron_port.config.checks import topology_sizes
-from megatron_port.config.choices import CHOICES
-from megatron_port.config.dump import leaves
-from megatron_port.config.layout import with_values
-from megatron_port.config.loader import load, to_toml
-from megatron_port.config.schema import RunConfig
-from megatron_port.errors import EXIT_CONFIG, DataError
-from megatron_port.runtime.rank_zero import is_rank_zero
+from megatron_port.core.config.checks import topology_sizes
+from megatron_port.core.config.choices import CHOICES
+from megatron_port.core.config.dump import leaves
+from megatron_port.core.config.layout import with_values
+from megatron_port.core.config.loader import load, to_toml
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.dist.rank_zero import is_rank_zero
+from megatron_port.core.errors import EXIT_CONFIG, DataError
 
 WORLDS = {"runs/quickstart": 8, "runs/frontier-22b": 16, "runs/frontier-1t": 3072, "runs/gpt2-124m-1gpu": 1}
 LEAVES = dict(leaves(RunConfig()))

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.config.loader import as_dict, config_hash, field_help, load, shipped_names, to_toml
-from megatron_port.config.schema import (
+from megatron_port.core.config.loader import as_dict, config_hash, field_help, load, shipped_names, to_toml
+from megatron_port.core.config.schema import (
     ActivationsConfig,
     BatchConfig,
     DataConfig,
@@ -21,7 +21,7 @@ from megatron_port.config.schema import (
     ModelConfig,
     RunConfig,
 )
-from megatron_port.errors import ConfigError
+from megatron_port.core.errors import ConfigError
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -323,7 +323,7 @@ def test_loading_and_checking_never_imports_torch() -> None:
 def test_cold_import_is_fast() -> None:
     """User time, not wall time: the machine may be busy."""
     code = (
-        "import os\nbefore = os.times().user\nimport megatron_port.config.loader\nprint(os.times().user - before)"
+        "import os\nbefore = os.times().user\nimport megatron_port.core.config.loader\nprint(os.times().user - before)"
     )
     times = [float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout) for _ in "123"]
     assert min(times) < 0.15, times

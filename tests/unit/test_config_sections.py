@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_port.config.conflicts import Above, Conflict, Rule, Table, contradictions, native_only
-from megatron_port.config.layout import with_values
-from megatron_port.config.schema import RunConfig
-from megatron_port.registry import CONFLICTS
+from megatron_port.core.config.conflicts import Above, Conflict, Rule, Table, contradictions, native_only
+from megatron_port.core.config.layout import with_values
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.registry import CONFLICTS
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = next(
@@ -63,11 +63,11 @@ def python(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     """Run Python with the plugin of CONTRIBUTING.md; in a process of its own, which it stays registered in."""
     (folder / "depth_plugin.py").write_text(PLUGIN)
     head = f"import sys; sys.path[:0] = [{str(folder)!r}, {str(ROOT)!r}]\n" + textwrap.dedent("""
-        from megatron_port.config.checks import problems
-        from megatron_port.config.dump import config_hash, to_toml
-        from megatron_port.config.loader import load
-        from megatron_port.config.schema import RunConfig
-        from megatron_port.errors import ConfigError
+        from megatron_port.core.config.checks import problems
+        from megatron_port.core.config.dump import config_hash, to_toml
+        from megatron_port.core.config.loader import load
+        from megatron_port.core.config.schema import RunConfig
+        from megatron_port.core.errors import ConfigError
 
         def made(*sets):
             return load(None, ['plugins=["depth_plugin"]', "data.synthetic=true", *sets]).config

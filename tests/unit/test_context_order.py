@@ -8,9 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.backend.mask import AttentionMask
-from megatron_port.data.sample import document_starts
-from megatron_port.parallel.balance import (
+from megatron_port.core.data.balance import (
     GOOD,
     attention_work,
     balanced_chunks,
@@ -20,6 +18,8 @@ from megatron_port.parallel.balance import (
     runs_of,
     zigzag_chunks,
 )
+from megatron_port.core.data.sample import document_starts
+from megatron_port.core.layers.mask import AttentionMask
 
 
 def drawn_starts(draw: np.random.Generator, seq: int, batch: int) -> np.ndarray:

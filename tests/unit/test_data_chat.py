@@ -11,22 +11,22 @@ import numpy as np
 import pytest
 
 from megatron_port.cli.main import main
-from megatron_port.config.checks import problems
-from megatron_port.config.loader import load
-from megatron_port.data import chat_tokens, sources, template_process
-from megatron_port.data import prepare as preparing
-from megatron_port.data.chat_template import BUILT_IN, ChatTemplate, find_template
-from megatron_port.data.chat_tokens import ChatRecipe, chat_recipe
-from megatron_port.data.conversations import ConversationRefusal
-from megatron_port.data.fingerprint import check_tokenizers
-from megatron_port.data.format import chat_path, mask_path
-from megatron_port.data.indexed import IndexedDataset
-from megatron_port.data.prepare import prepare
-from megatron_port.data.source_files import ReadOptions
-from megatron_port.data.tokenizer import get_tokenizer
-from megatron_port.data.train_bpe import train_bpe
-from megatron_port.data.verify import verify
-from megatron_port.errors import DataError
+from megatron_port.core.config.checks import problems
+from megatron_port.core.config.loader import load
+from megatron_port.core.data.format import chat_path, mask_path
+from megatron_port.core.data.indexed import IndexedDataset
+from megatron_port.core.errors import DataError
+from megatron_port.ext.corpora import chat_tokens, sources, template_process
+from megatron_port.ext.corpora import prepare as preparing
+from megatron_port.ext.corpora.chat_template import BUILT_IN, ChatTemplate, find_template
+from megatron_port.ext.corpora.chat_tokens import ChatRecipe, chat_recipe
+from megatron_port.ext.corpora.conversations import ConversationRefusal
+from megatron_port.ext.corpora.fingerprint import check_tokenizers
+from megatron_port.ext.corpora.prepare import prepare
+from megatron_port.ext.corpora.source_files import ReadOptions
+from megatron_port.ext.corpora.tokenizer import get_tokenizer
+from megatron_port.ext.corpora.train_bpe import train_bpe
+from megatron_port.ext.corpora.verify import verify
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|head|>")
 HEADS = (

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.data.dataset import (
+from megatron_port.core.data.dataset import (
     PERIOD,
     BlendedDataset,
     GPTDataset,
@@ -15,8 +15,8 @@ from megatron_port.data.dataset import (
     quantised,
     split_positions,
 )
-from megatron_port.data.indexed import IndexedDataset, IndexedWriter
-from megatron_port.errors import DataError
+from megatron_port.core.data.indexed import IndexedDataset, IndexedWriter
+from megatron_port.core.errors import DataError
 
 
 def corpus(path, lengths, vocab=60000):

@@ -13,20 +13,20 @@ import numpy as np
 import pytest
 
 from megatron_port.cli.main import main
-from megatron_port.config.loader import load
-from megatron_port.data.blend import as_toml, blend
-from megatron_port.data.fingerprint import changes, data_fingerprint
-from megatron_port.data.format import meta_path
-from megatron_port.data.index_cache import cached_arrays
-from megatron_port.data.indexed import IndexedDataset
-from megatron_port.data.loader import build_loaders
-from megatron_port.data.prepare import prepare
-from megatron_port.data.run_datasets import build_sample_index
-from megatron_port.data.source_files import ReadOptions
-from megatron_port.data.tokenizer import ByteTokenizer
-from megatron_port.data.train_bpe import train_bpe
-from megatron_port.errors import DataError
-from megatron_port.session.changes import check_data_fingerprint
+from megatron_port.core.config.loader import load
+from megatron_port.core.data.blend import as_toml, blend
+from megatron_port.core.data.format import meta_path
+from megatron_port.core.data.index_cache import cached_arrays
+from megatron_port.core.data.indexed import IndexedDataset
+from megatron_port.core.data.loader import build_loaders
+from megatron_port.core.data.run_datasets import build_sample_index
+from megatron_port.core.errors import DataError
+from megatron_port.ext.corpora.fingerprint import changes, data_fingerprint
+from megatron_port.ext.corpora.prepare import prepare
+from megatron_port.ext.corpora.source_files import ReadOptions
+from megatron_port.ext.corpora.tokenizer import ByteTokenizer
+from megatron_port.ext.corpora.train_bpe import train_bpe
+from megatron_port.run.changes import check_data_fingerprint
 
 
 def corpus(folder, name, text, tokenizer=None):
@@ -48,7 +48,7 @@ def loaders(run):
 
 def test_an_exchanged_tokenizer_is_noticed(tmp_path):
     pytest.importorskip("tokenizers")
-    from megatron_port.data.tokenizer import get_tokenizer, identity_of
+    from megatron_port.ext.corpora.tokenizer import get_tokenizer, identity_of
 
     (tmp_path / "t.txt").write_text("the cat and the other cat " * 40)
     train_bpe([tmp_path / "t.txt"], tmp_path / "t.json", vocab_size=270)

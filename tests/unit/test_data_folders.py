@@ -17,10 +17,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from megatron_port.data.prepare import prepare
-from megatron_port.data.source_files import ReadOptions
-from megatron_port.data.tokenizer import ByteTokenizer
-from megatron_port.errors import DataError
+from megatron_port.core.errors import DataError
+from megatron_port.ext.corpora.prepare import prepare
+from megatron_port.ext.corpora.source_files import ReadOptions
+from megatron_port.ext.corpora.tokenizer import ByteTokenizer
 
 pyarrow = pytest.importorskip("pyarrow")
 zstandard = pytest.importorskip("zstandard")

@@ -11,14 +11,14 @@ import tarfile
 
 import pytest
 
-from megatron_port.data import json_values, sources
-from megatron_port.data.chat_tokens import chat_recipe
-from megatron_port.data.conversations import ChatFields
-from megatron_port.data.indexed import IndexedDataset
-from megatron_port.data.prepare import prepare
-from megatron_port.data.source_files import ReadOptions
-from megatron_port.data.tokenizer import ByteTokenizer
-from megatron_port.errors import DataError
+from megatron_port.core.data.indexed import IndexedDataset
+from megatron_port.core.errors import DataError
+from megatron_port.ext.corpora import json_values, sources
+from megatron_port.ext.corpora.chat_tokens import chat_recipe
+from megatron_port.ext.corpora.conversations import ChatFields
+from megatron_port.ext.corpora.prepare import prepare
+from megatron_port.ext.corpora.source_files import ReadOptions
+from megatron_port.ext.corpora.tokenizer import ByteTokenizer
 
 BYTE = ByteTokenizer()
 

@@ -7,14 +7,14 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron_port.config.schema import DataConfig, RunConfig
-from megatron_port.data import checked_tokens, format
-from megatron_port.data.checked_tokens import CheckedTokens, TimeLimit
-from megatron_port.data.dataset import GPTDataset
-from megatron_port.data.format import CorpusMeta
-from megatron_port.data.indexed import IndexedDataset, IndexedWriter, open_all
-from megatron_port.data.run_datasets import open_corpora
-from megatron_port.errors import DataError
+from megatron_port.core.config.schema import DataConfig, RunConfig
+from megatron_port.core.data import checked_tokens, format
+from megatron_port.core.data.checked_tokens import CheckedTokens, TimeLimit
+from megatron_port.core.data.dataset import GPTDataset
+from megatron_port.core.data.format import CorpusMeta
+from megatron_port.core.data.indexed import IndexedDataset, IndexedWriter, open_all
+from megatron_port.core.data.run_datasets import open_corpora
+from megatron_port.core.errors import DataError
 
 TOKENS = 40_000
 

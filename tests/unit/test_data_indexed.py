@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.data.indexed import (
+from megatron_port.core.data.indexed import (
     CorpusMeta,
     IndexedDataset,
     IndexedWriter,
@@ -20,8 +20,8 @@ from megatron_port.data.indexed import (
     meta_path,
     unigram_entropy,
 )
-from megatron_port.data.verify import verify
-from megatron_port.errors import DataError
+from megatron_port.core.errors import DataError
+from megatron_port.ext.corpora.verify import verify
 
 META = CorpusMeta(tokenizer="byte", vocab_size=257, eod_id=256)
 

@@ -9,13 +9,13 @@ import zlib
 
 import pytest
 
-from megatron_port.data import sources, unpack
-from megatron_port.data.indexed import IndexedDataset
-from megatron_port.data.prepare import prepare
-from megatron_port.data.source_files import ReadOptions
-from megatron_port.data.tokenizer import ByteTokenizer
-from megatron_port.data.verify import verify
-from megatron_port.errors import DataError
+from megatron_port.core.data.indexed import IndexedDataset
+from megatron_port.core.errors import DataError
+from megatron_port.ext.corpora import sources, unpack
+from megatron_port.ext.corpora.prepare import prepare
+from megatron_port.ext.corpora.source_files import ReadOptions
+from megatron_port.ext.corpora.tokenizer import ByteTokenizer
+from megatron_port.ext.corpora.verify import verify
 
 BYTE = ByteTokenizer()
 TEXTS = ["one", "zwei é", "日本語\n\n", "x" * 5000, "<|endoftext|> is text", "last 🎭"]

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_port.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig, TrainingConfig
-from megatron_port.data.dataset import GPTDataset, SyntheticDataset
-from megatron_port.data.indexed import CorpusMeta, IndexedDataset, IndexedWriter
-from megatron_port.data.loader import ReplicaShare, StepLoader, build_loaders
-from megatron_port.data.packing import PackedDataset
-from megatron_port.data.rank_view import RankView
-from megatron_port.errors import DataError
-from megatron_port.parallel.positions import SequencePartition, divide
+from megatron_port.core.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig, TrainingConfig
+from megatron_port.core.data.dataset import GPTDataset, SyntheticDataset
+from megatron_port.core.data.indexed import CorpusMeta, IndexedDataset, IndexedWriter
+from megatron_port.core.data.loader import ReplicaShare, StepLoader, build_loaders
+from megatron_port.core.data.packing import PackedDataset
+from megatron_port.core.data.rank_view import RankView
+from megatron_port.core.dist.positions import SequencePartition, divide
+from megatron_port.core.errors import DataError
 
 
 def corpus(path, documents=40, length=25, vocab=257, tokenizer="byte", eod=256, seed=0, meta=True):
@@ -256,7 +256,7 @@ def test_refusals_carry_numbers(tmp_path, order):
 
 def test_the_training_blend_uses_the_training_weights(tmp_path):
     """The order is built at the first sample; by then the other splits, with other shares, have been set up."""
-    from megatron_port.data import megatron_order as mo
+    from megatron_port.core.data import megatron_order as mo
 
     # Documents of very different lengths: the corpora's shares differ from split to split.
     long_first = [200] * 30 + [12] * 10

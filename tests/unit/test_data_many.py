@@ -9,10 +9,10 @@ import resource
 import numpy as np
 import pytest
 
-from megatron_port.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig
-from megatron_port.data.indexed import IndexedWriter
-from megatron_port.data.run_datasets import corpus_datasets, open_corpora
-from megatron_port.errors import DataError
+from megatron_port.core.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig
+from megatron_port.core.data.indexed import IndexedWriter
+from megatron_port.core.data.run_datasets import corpus_datasets, open_corpora
+from megatron_port.core.errors import DataError
 
 CORPORA = 300
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_port.data import megatron_order as mo
-from megatron_port.data.dataset import MegatronGPTDataset
-from megatron_port.data.indexed import IndexedDataset, IndexedWriter
-from megatron_port.data.verify import verify
+from megatron_port.core.data import megatron_order as mo
+from megatron_port.core.data.dataset import MegatronGPTDataset
+from megatron_port.core.data.indexed import IndexedDataset, IndexedWriter
+from megatron_port.ext.corpora.verify import verify
 
 
 @pytest.fixture(scope="module")
@@ -188,8 +188,8 @@ def test_a_whole_blend_through_megatrons_own_builder(oracle, tmp_path):
     """Two corpora, three splits, several epochs: every index array and every sample, byte for byte."""
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
-    from megatron_port.config.loader import load
-    from megatron_port.data.loader import build_loaders
+    from megatron_port.core.config.loader import load
+    from megatron_port.core.data.loader import build_loaders
 
     random = np.random.default_rng(3)
     prefixes = [str(corpus(tmp_path / name, random.integers(1, 90, count), seed))

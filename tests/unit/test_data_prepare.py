@@ -8,14 +8,14 @@ import json
 import pytest
 
 from megatron_port.cli import data as cli
-from megatron_port.data import fetch as fetching
-from megatron_port.data import sources as sources_module
-from megatron_port.data.indexed import IndexedDataset
-from megatron_port.data.prepare import prepare
-from megatron_port.data.source_files import ReadOptions
-from megatron_port.data.tokenizer import ByteTokenizer
-from megatron_port.data.verify import verify
-from megatron_port.errors import DataError
+from megatron_port.core.data.indexed import IndexedDataset
+from megatron_port.core.errors import DataError
+from megatron_port.ext.corpora import fetch as fetching
+from megatron_port.ext.corpora import sources as sources_module
+from megatron_port.ext.corpora.prepare import prepare
+from megatron_port.ext.corpora.source_files import ReadOptions
+from megatron_port.ext.corpora.tokenizer import ByteTokenizer
+from megatron_port.ext.corpora.verify import verify
 
 BYTE = ByteTokenizer()
 

@@ -9,12 +9,12 @@ import signal
 
 import pytest
 
-from megatron_port.data import prepare as preparing
-from megatron_port.data import sources
-from megatron_port.data.prepare import prepare
-from megatron_port.data.tokenizer import ByteTokenizer
-from megatron_port.errors import DataError, EnvironmentFault
-from megatron_port.runtime.atomic import write_bytes
+from megatron_port.core.errors import DataError, EnvironmentFault
+from megatron_port.core.io.atomic import write_bytes
+from megatron_port.ext.corpora import prepare as preparing
+from megatron_port.ext.corpora import sources
+from megatron_port.ext.corpora.prepare import prepare
+from megatron_port.ext.corpora.tokenizer import ByteTokenizer
 
 BYTE = ByteTokenizer()
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.data.tokenizer import ByteTokenizer, get_tokenizer, gpt2_directory
-from megatron_port.errors import DataError
+from megatron_port.core.errors import DataError
+from megatron_port.ext.corpora.tokenizer import ByteTokenizer, get_tokenizer, gpt2_directory
 
 TEXT = ("To be, or not to be: that's the question.\n\n  HAMLET.\tWe'll see 1,234 ghosts — naïve façade, 日本語 🎭"
         "\n\n\n   trailing   \n")

@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_port.data import unpack
-from megatron_port.data.source_files import ReadOptions, Source
-from megatron_port.data.sources import Reader
-from megatron_port.errors import DataError
+from megatron_port.core.errors import DataError
+from megatron_port.ext.corpora import unpack
+from megatron_port.ext.corpora.source_files import ReadOptions, Source
+from megatron_port.ext.corpora.sources import Reader
 
 TEXTS = [b'{"text": "one"}\n' * 40, b'{"text": "two"}\n' * 700, b'{"text": "three"}\n']
 

@@ -10,11 +10,11 @@ import struct
 import numpy as np
 import pytest
 
-from megatron_port.data import format as fmt
-from megatron_port.data.format import BlockHashes, bin_path, idx_path, meta_path
-from megatron_port.data.indexed import CorpusMeta, IndexedWriter
-from megatron_port.data.verify import verify
-from megatron_port.errors import DataError
+from megatron_port.core.data import format as fmt
+from megatron_port.core.data.format import BlockHashes, bin_path, idx_path, meta_path
+from megatron_port.core.data.indexed import CorpusMeta, IndexedWriter
+from megatron_port.core.errors import DataError
+from megatron_port.ext.corpora.verify import verify
 
 LENGTHS = [3, 0, 40, 7, 100, 12]
 N = len(LENGTHS)

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 
 from megatron_port import load_config, run_training
-from megatron_port.data.objective import Objective
-from megatron_port.errors import ConfigError
-from megatron_port.live.follow import FollowedRun
-from megatron_port.live.sections import sections
-from megatron_port.registry import OBJECTIVES
-from megatron_port.runtime.metric import Chart, Metric
-from megatron_port.runtime.step_metrics import CHARTS, METRICS, OWN, declare, step_metrics
-from megatron_port.telemetry.console import cells
-from megatron_port.telemetry.declared import FILE_NAME, known_metrics, write_declared
-from megatron_port.telemetry.metrics import MetricsWriter, encode, read_metrics
-from megatron_port.telemetry.run_data import read_run
-from megatron_port.telemetry.run_report import render
-from megatron_port.telemetry.trackers import finite
+from megatron_port.core.data.objective import Objective
+from megatron_port.core.errors import ConfigError
+from megatron_port.core.io.metric import Chart, Metric
+from megatron_port.core.io.step_metrics import CHARTS, METRICS, OWN, declare, step_metrics
+from megatron_port.core.registry import OBJECTIVES
+from megatron_port.ext.telemetry.console import cells
+from megatron_port.ext.telemetry.declared import FILE_NAME, known_metrics, write_declared
+from megatron_port.ext.telemetry.metrics import MetricsWriter, encode, read_metrics
+from megatron_port.ext.telemetry.trackers import finite
+from megatron_port.tools.live.follow import FollowedRun
+from megatron_port.tools.live.sections import sections
+from megatron_port.tools.report.run_data import read_run
+from megatron_port.tools.report.run_report import render
 
 ROOT = Path(__file__).resolve().parents[2]
 NORM = Metric("a_norm", float, unit="m", label="a norm", form="{:.2f}", chart="A norm", summary="max", help="Its norm.")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_port.config.loader import load
-from megatron_port.config.schema import RunConfig
-from megatron_port.errors import EXIT_ENVIRONMENT
+from megatron_port.core.config.loader import load
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.errors import EXIT_ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT = """

@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from hf_models import gpt2
 from transformers import AutoModelForCausalLM
 
-from megatron_port.backend.providers import torch_providers
-from megatron_port.config.checks import problems, resolve
-from megatron_port.config.distillation import DistillationConfig
-from megatron_port.config.loader import load
-from megatron_port.config.schema import (
+from megatron_port.core.config.checks import problems, resolve
+from megatron_port.core.config.distillation import DistillationConfig
+from megatron_port.core.config.loader import load
+from megatron_port.core.config.schema import (
     BackendConfig,
     BatchConfig,
     DataConfig,
@@ -27,22 +26,23 @@ from megatron_port.config.schema import (
     RunConfig,
     TrainingConfig,
 )
-from megatron_port.data.batch import MicroBatch
-from megatron_port.errors import CheckpointError, ConfigError
-from megatron_port.interop.hf_files import HFFolder
-from megatron_port.objectives.distillation import open_teacher
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.distillation import Objective, vocab_parallel_distillation
-from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.record import record_of
-from megatron_port.parallel.step import StepSlot
-from megatron_port.parallel.stored_teacher import Stored
-from megatron_port.parallel.vocab_top import vocab_parallel_top
-from megatron_port.plan.case import case_of, machine_of
-from megatron_port.plan.memory import teacher_bytes
-from megatron_port.plan.step import chunk_costs
-from megatron_port.session.assemble import build_engine, build_model, topology_of
-from megatron_port.session.dry_run import build_every_rank
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.record import record_of
+from megatron_port.core.errors import CheckpointError, ConfigError
+from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.step import StepSlot
+from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.ext.objectives.distillation import Objective, vocab_parallel_distillation
+from megatron_port.ext.objectives.distilled import open_teacher
+from megatron_port.ext.objectives.stored_teacher import Stored
+from megatron_port.ext.objectives.vocab_top import vocab_parallel_top
+from megatron_port.run.build import build_engine, build_model, topology_of
+from megatron_port.run.dry_run import build_every_rank
+from megatron_port.tools.interop.hf_files import HFFolder
+from megatron_port.tools.plan.case import case_of, machine_of
+from megatron_port.tools.plan.memory import teacher_bytes
+from megatron_port.tools.plan.step import chunk_costs
 
 OBJECTIVES = (
     Objective(0.3, 2.5), Objective(0.3, 2.5, reverse=True), Objective(0.0, 1.0), Objective(0.9, 0.7, reverse=True),

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_port.cli.main import COMMANDS, _top_parser
-from megatron_port.config.loader import load
+from megatron_port.core.config.loader import load
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")),

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_port.config.checks import problems
-from megatron_port.config.elastic import elastic_layout
-from megatron_port.config.layout import divisors, layout_problems, legal_tensor_sizes, topology_sizes, with_values
-from megatron_port.config.schema import (
+from megatron_port.core.config.checks import problems
+from megatron_port.core.config.elastic import elastic_layout
+from megatron_port.core.config.layout import divisors, layout_problems, legal_tensor_sizes, topology_sizes, with_values
+from megatron_port.core.config.schema import (
     BatchConfig,
     ClusterConfig,
     DataConfig,
@@ -21,7 +21,7 @@ from megatron_port.config.schema import (
     MoEConfig,
     RunConfig,
 )
-from megatron_port.errors import ConfigError
+from megatron_port.core.errors import ConfigError
 
 
 def run(

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_port.backend.choose_exchange import choose_exchange
-from megatron_port.backend.compile_entry_points import ENTRY_POINTS
-from megatron_port.backend.deepep import DeepEP
-from megatron_port.backend.device import DeviceInfo
-from megatron_port.backend.row_exchange import Manifest, arrangement
-from megatron_port.config.conflicts import contradictions
-from megatron_port.config.layout import with_values
-from megatron_port.config.loader import load
-from megatron_port.config.moe import CONFLICTS
-from megatron_port.config.schema import BackendConfig
-from megatron_port.errors import EnvironmentFault
+from megatron_port.core.config.conflicts import contradictions
+from megatron_port.core.config.layout import with_values
+from megatron_port.core.config.loader import load
+from megatron_port.core.config.moe import CONFLICTS
+from megatron_port.core.config.schema import BackendConfig
+from megatron_port.core.dist.device import DeviceInfo
+from megatron_port.core.errors import EnvironmentFault
+from megatron_port.ext.kernels.choose_exchange import choose_exchange
+from megatron_port.ext.kernels.compile_entry_points import ENTRY_POINTS
+from megatron_port.ext.kernels.deepep import DeepEP
+from megatron_port.ext.kernels.row_exchange import Manifest, arrangement
 
 
 def device(kind: str) -> DeviceInfo:

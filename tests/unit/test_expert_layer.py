@@ -16,21 +16,21 @@ import torch.nn.functional as F
 from cases import make_batches, make_config, providers_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_port.backend.providers import torch_providers
-from megatron_port.config.moe import MoEConfig
-from megatron_port.config.schema import LayoutConfig, ModelConfig
-from megatron_port.engine.native import NativeEngine
-from megatron_port.model.build import BuildContext
-from megatron_port.model.decoder_spec import model_spec
-from megatron_port.model.flops import active_count, model_flops
-from megatron_port.model.moe import MoE
-from megatron_port.model.router import tally_specs
-from megatron_port.parallel.buffers import recorded_buffers
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.experts import grouped_linear
-from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.step import StepContext, StepShared, StepSlot, Tallies
-from megatron_port.session.assemble import build_engine
+from megatron_port.core.config.moe import MoEConfig
+from megatron_port.core.config.schema import LayoutConfig, ModelConfig
+from megatron_port.core.dist.buffers import recorded_buffers
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.engine.native import NativeEngine
+from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.experts import grouped_linear
+from megatron_port.core.layers.step import StepContext, StepShared, StepSlot, Tallies
+from megatron_port.core.model.build import BuildContext
+from megatron_port.core.model.decoder_spec import model_spec
+from megatron_port.core.model.flops import active_count, model_flops
+from megatron_port.core.model.moe import MoE
+from megatron_port.core.model.router import tally_specs
+from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.run.build import build_engine
 
 SEQ, BATCH, HIDDEN, EXPERTS = 8, 3, 16, 6
 SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "num_attention_heads": 2, "seq_length": SEQ, "vocab_size": 53,

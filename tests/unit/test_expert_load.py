@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_port.config.moe import MoEConfig, RoutesConfig
-from megatron_port.config.schema import ModelConfig, RunConfig, TrainingConfig
-from megatron_port.runtime.lease import LeaseLost
-from megatron_port.telemetry.expert_file import ROWS, ExpertFile, is_row_due, read_rows
-from megatron_port.telemetry.expert_load import LayerCounts, StarvingExperts
-from megatron_port.telemetry.expert_report import COLUMNS, FILLS, ExpertHistory, layer_map
-from megatron_port.telemetry.metrics import read_metrics
-from megatron_port.telemetry.run_data import read_run
-from megatron_port.telemetry.run_report import render
-from megatron_port.telemetry.sinks import Telemetry
+from megatron_port.core.config.moe import MoEConfig, RoutesConfig
+from megatron_port.core.config.schema import ModelConfig, RunConfig, TrainingConfig
+from megatron_port.core.dist.lease import LeaseLost
+from megatron_port.ext.telemetry.expert_file import ROWS, ExpertFile, is_row_due, read_rows
+from megatron_port.ext.telemetry.expert_load import LayerCounts, StarvingExperts
+from megatron_port.ext.telemetry.metrics import read_metrics
+from megatron_port.ext.telemetry.sinks import Telemetry
+from megatron_port.tools.report.expert_report import COLUMNS, FILLS, ExpertHistory, layer_map
+from megatron_port.tools.report.run_data import read_run
+from megatron_port.tools.report.run_report import render
 
 K, LAYERS, EXPERTS = 2, 3, 4
 MODEL = ModelConfig(seq_length=20, moe=MoEConfig(

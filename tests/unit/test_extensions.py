@@ -13,22 +13,22 @@ import torch
 from fake_ranks import fake_rank
 
 from megatron_port import build_engine, build_loaders, load_config, open_session
-from megatron_port.backend.choose import Candidate, choose_providers
-from megatron_port.backend.device import choose_device
-from megatron_port.backend.fused import torch_swiglu
-from megatron_port.config.checks import problems
-from megatron_port.config.dump import config_hash
-from megatron_port.config.schema import BackendConfig, RunConfig
-from megatron_port.data.loader import build_loaders as loaders_of
-from megatron_port.errors import ConfigError, DataError, EnvironmentFault
-from megatron_port.parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron_port.pipeline.actions import Action, Kind, peak_in_flight
-from megatron_port.pipeline.check import check
-from megatron_port.pipeline.schedules import make_schedule
-from megatron_port.plan.case import case_of
-from megatron_port.plan.ledger import peak_of
-from megatron_port.plan.timeline import timeline
-from megatron_port.registry import LOSSES, PROVIDERS, SCHEDULES, SOURCES
+from megatron_port.core.config.checks import problems
+from megatron_port.core.config.dump import config_hash
+from megatron_port.core.config.schema import BackendConfig, RunConfig
+from megatron_port.core.data.loader import build_loaders as loaders_of
+from megatron_port.core.dist.device import choose_device
+from megatron_port.core.errors import ConfigError, DataError, EnvironmentFault
+from megatron_port.core.layers.cross_entropy import vocab_parallel_cross_entropy
+from megatron_port.core.layers.fused import torch_swiglu
+from megatron_port.core.pipeline.actions import Action, Kind, peak_in_flight
+from megatron_port.core.pipeline.check import check
+from megatron_port.core.pipeline.schedules import make_schedule
+from megatron_port.core.registry import LOSSES, PROVIDERS, SCHEDULES, SOURCES
+from megatron_port.ext.kernels.choose import Candidate, choose_providers
+from megatron_port.tools.plan.case import case_of
+from megatron_port.tools.plan.ledger import peak_of
+from megatron_port.tools.plan.timeline import timeline
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

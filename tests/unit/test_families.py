@@ -21,30 +21,30 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_model_spec import differing, stage_records
 
-from megatron_port.checkpoint.reader import open_checkpoint
 from megatron_port.cli.main import main
-from megatron_port.config.checks import CHOICES  # type: ignore[attr-defined]
-from megatron_port.config.dump import config_hash
-from megatron_port.config.loader import load
-from megatron_port.config.moe import MoEConfig
-from megatron_port.config.same_model import model_differences
-from megatron_port.config.schema import ModelConfig, RunConfig
-from megatron_port.errors import CheckpointError, ConfigError
-from megatron_port.interop.export_hf import export_hf, exported_model
-from megatron_port.interop.hf_config import another_family, family_for, hf_config, model_from_hf
-from megatron_port.interop.hf_files import HFFolder
-from megatron_port.interop.hf_names import hf_mapping, hf_tensors
-from megatron_port.interop.names import megatron_names
-from megatron_port.interop.run_import import import_checkpoint
-from megatron_port.model.decoder_spec import model_spec
-from megatron_port.model.families import family_named, family_names
-from megatron_port.model.flops import parameter_count
-from megatron_port.model.shapes import model_records
-from megatron_port.parallel.topology import Topology
-from megatron_port.plan.case import Case
-from megatron_port.plan.elements import stage_elements
-from megatron_port.plan.engines import ENGINES
-from megatron_port.registry import FAMILIES
+from megatron_port.core.checkpoint.reader import open_checkpoint
+from megatron_port.core.config.checks import CHOICES  # type: ignore[attr-defined]
+from megatron_port.core.config.dump import config_hash
+from megatron_port.core.config.loader import load
+from megatron_port.core.config.moe import MoEConfig
+from megatron_port.core.config.same_model import model_differences
+from megatron_port.core.config.schema import ModelConfig, RunConfig
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.errors import CheckpointError, ConfigError
+from megatron_port.core.model.decoder_spec import model_spec
+from megatron_port.core.model.flops import parameter_count
+from megatron_port.core.model.shapes import model_records
+from megatron_port.core.registry import FAMILIES
+from megatron_port.ext.families import family_named, family_names
+from megatron_port.tools.interop.export_hf import export_hf, exported_model
+from megatron_port.tools.interop.hf_config import another_family, family_for, hf_config, model_from_hf
+from megatron_port.tools.interop.hf_files import HFFolder
+from megatron_port.tools.interop.hf_names import hf_mapping, hf_tensors
+from megatron_port.tools.interop.names import megatron_names
+from megatron_port.tools.interop.run_import import import_checkpoint
+from megatron_port.tools.plan.case import Case
+from megatron_port.tools.plan.elements import stage_elements
+from megatron_port.tools.plan.engines import ENGINES
 
 transformers = pytest.importorskip("transformers")
 SHAPES = {
@@ -301,5 +301,5 @@ def test_shipped_shapes_are_their_familys(family_name: str, shape: str, tmp_path
 
 
 def test_families_need_no_torch() -> None:
-    code = "import sys, megatron_port.model.families; sys.exit('torch' in sys.modules)"
+    code = "import sys, megatron_port.ext.families; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -12,9 +12,8 @@ import torch
 from hf_models import gpt2, llama
 from transformers import AutoModelForCausalLM
 
-from megatron_port.backend.providers import torch_providers
-from megatron_port.config.checks import problems
-from megatron_port.config.schema import (
+from megatron_port.core.config.checks import problems
+from megatron_port.core.config.schema import (
     BackendConfig,
     BatchConfig,
     DataConfig,
@@ -25,11 +24,12 @@ from megatron_port.config.schema import (
     QuantisationConfig,
     RunConfig,
 )
-from megatron_port.data.batch import MicroBatch
-from megatron_port.interop.hf_files import HFFolder
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.few_bits import on_grid
-from megatron_port.session.assemble import build_engine
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.ext.kernels.few_bits import on_grid
+from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.run.build import build_engine
+from megatron_port.tools.interop.hf_files import HFFolder
 
 KINDS = ("int8", "int4", "binary")
 

@@ -12,13 +12,13 @@ import hf_models as hf
 import pytest
 import torch
 
-from megatron_port.config.schema import ModelConfig
-from megatron_port.errors import CheckpointError
-from megatron_port.interop.hf_config import model_from_hf
-from megatron_port.model.families import family_named, family_names
-from megatron_port.model.families.fields import HARMLESS
-from megatron_port.model.families.known import FILE, known_fields
-from megatron_port.model.rotary import frequencies, yarn_factor
+from megatron_port.core.config.schema import ModelConfig
+from megatron_port.core.errors import CheckpointError
+from megatron_port.core.model.rotary import frequencies, yarn_factor
+from megatron_port.ext.families import family_named, family_names
+from megatron_port.ext.families.fields import HARMLESS
+from megatron_port.ext.families.known import FILE, known_fields
+from megatron_port.tools.interop.hf_config import model_from_hf
 
 transformers = pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[2]

@@ -12,11 +12,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 from test_published import apart
 
-from megatron_port.errors import CheckpointError
-from megatron_port.interop import hf_check
-from megatron_port.interop.hf_files import HFFolder
-from megatron_port.interop.run_import import import_checkpoint
-from megatron_port.model.families import family_named, family_names
+from megatron_port.core.errors import CheckpointError
+from megatron_port.ext.families import family_named, family_names
+from megatron_port.tools.interop import hf_check
+from megatron_port.tools.interop.hf_files import HFFolder
+from megatron_port.tools.interop.run_import import import_checkpoint
 
 transformers = pytest.importorskip("transformers")
 

@@ -10,10 +10,29 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_port.backend.choose import choose_providers
-from megatron_port.backend.choose_fp8 import choose_fp8, device_formats, torch_problem
-from megatron_port.backend.device import DeviceInfo, choose_device
-from megatron_port.backend.fp8 import (
+from megatron_port.core.config.checks import problems
+from megatron_port.core.config.loader import load
+from megatron_port.core.config.schema import (
+    ActivationsConfig,
+    BackendConfig,
+    BatchConfig,
+    DataConfig,
+    LayoutConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RunConfig,
+)
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.device import DeviceInfo, choose_device
+from megatron_port.core.engine.native import NativeEngine
+from megatron_port.core.errors import ConfigError, EnvironmentFault
+from megatron_port.core.layers.linear import WgradAccumulator, linear
+from megatron_port.core.layers.linear_kernels import PLAIN, QuantizedWeightCache, make_linear_kernels
+from megatron_port.ext.kernels.choose import choose_providers
+from megatron_port.ext.kernels.choose_fp8 import choose_fp8, device_formats, torch_problem
+from megatron_port.ext.kernels.fp8 import (
     FNUZ,
     OCP,
     Fp8,
@@ -26,31 +45,12 @@ from megatron_port.backend.fp8 import (
     torch_quantiser,
     torch_scaled_mm,
 )
-from megatron_port.backend.providers import torch_providers
-from megatron_port.config.checks import problems
-from megatron_port.config.loader import load
-from megatron_port.config.schema import (
-    ActivationsConfig,
-    BackendConfig,
-    BatchConfig,
-    DataConfig,
-    LayoutConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    RunConfig,
-)
-from megatron_port.data.batch import MicroBatch
-from megatron_port.engine.native import NativeEngine
-from megatron_port.errors import ConfigError, EnvironmentFault
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.linear import WgradAccumulator, linear
-from megatron_port.parallel.linear_kernels import PLAIN, QuantizedWeightCache, make_linear_kernels
-from megatron_port.plan.case import case_of, machine_of
-from megatron_port.plan.fp8 import copy_bytes
-from megatron_port.plan.memory import plan_memory
-from megatron_port.plan.step import plan_step
-from megatron_port.session.assemble import build_engine
+from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.run.build import build_engine
+from megatron_port.tools.plan.case import case_of, machine_of
+from megatron_port.tools.plan.fp8 import copy_bytes
+from megatron_port.tools.plan.memory import plan_memory
+from megatron_port.tools.plan.step import plan_step
 
 CPU = choose_device("cpu")
 RECIPES = ["tensorwise", "rowwise"]
@@ -350,7 +350,7 @@ def test_devices_without_8_bit_products() -> None:
 def test_the_reference_is_taken_when_asked_for_only(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen, row = choose_fp8(BackendConfig(scaled_mm="reference"), recipe, CPU)
     assert chosen.product is reference_scaled_mm and row.provider == "reference" and "for tests" in row.why
-    monkeypatch.setattr("megatron_port.backend.choose_fp8.torch_scaled_mm", _absent)
+    monkeypatch.setattr("megatron_port.ext.kernels.choose_fp8.torch_scaled_mm", _absent)
     for asked in ("auto", "torch"):
         with pytest.raises(EnvironmentFault, match=r'has no .* products on cpu: not here; .*scaled_mm = "reference"'):
             choose_fp8(BackendConfig(scaled_mm=asked), recipe, CPU)

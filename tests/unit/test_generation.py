@@ -14,23 +14,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.backend.providers import torch_providers
-from megatron_port.config import dump
-from megatron_port.config.checks import problems
-from megatron_port.config.schema import LayoutConfig, ModelConfig, RunConfig
-from megatron_port.data.tokenizer import ByteTokenizer
-from megatron_port.errors import ConfigError, DataError
-from megatron_port.inference.generation import Sampling, draw, filter_logits
-from megatron_port.inference.kv_cache import CacheSlot, KeyValueCache
-from megatron_port.inference.lm_eval_adapter import Questions
-from megatron_port.inference.perplexity import StreamWindows
-from megatron_port.inference.scoring import score
-from megatron_port.model.attention import SelfAttention
-from megatron_port.model.build import BuildContext
-from megatron_port.model.gpt import GPTStage
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.step import StepSlot
+from megatron_port.core.config import dump
+from megatron_port.core.config.checks import problems
+from megatron_port.core.config.schema import LayoutConfig, ModelConfig, RunConfig
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.errors import ConfigError, DataError
+from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.step import StepSlot
+from megatron_port.core.model.attention import SelfAttention
+from megatron_port.core.model.build import BuildContext
+from megatron_port.core.model.gpt import GPTStage
+from megatron_port.ext.corpora.tokenizer import ByteTokenizer
+from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.tools.inference.generation import Sampling, draw, filter_logits
+from megatron_port.tools.inference.kv_cache import CacheSlot, KeyValueCache
+from megatron_port.tools.inference.lm_eval_adapter import Questions
+from megatron_port.tools.inference.perplexity import StreamWindows
+from megatron_port.tools.inference.scoring import score
 
 LOGITS = torch.tensor([[0.0, 2.0, 1.0, -1.0], [3.0, 3.0, 0.0, 0.5]])
 
@@ -188,7 +188,7 @@ def test_a_task_of_the_harness(tmp_path: Path, capsys: pytest.CaptureFixture[str
     import hf_models as hf
 
     from megatron_port.cli.main import main
-    from megatron_port.interop import hf_tokenizer
+    from megatron_port.tools.interop import hf_tokenizer
 
     for name in ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"):
         monkeypatch.setenv(name, "1")

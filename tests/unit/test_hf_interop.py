@@ -17,22 +17,22 @@ from interop_cases import read_all, saved
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from megatron_port.checkpoint.reader import open_checkpoint
 from megatron_port.cli.main import main
-from megatron_port.config.same_model import model_differences
-from megatron_port.config.schema import ModelConfig
-from megatron_port.data.tokenizer_files import HFTokenizer
-from megatron_port.errors import CheckpointError, DamagedCheckpoint
-from megatron_port.interop import export_hf as export_module
-from megatron_port.interop.export_hf import export_hf, tensor_slabs
-from megatron_port.interop.hf_config import family_for, hf_config, model_from_hf
-from megatron_port.interop.hf_files import HFFolder
-from megatron_port.interop.hf_names import hf_mapping, hf_tensors
-from megatron_port.interop.import_hf import read_hf
-from megatron_port.interop.run_import import import_checkpoint
-from megatron_port.interop.staged import Shape, Stage
-from megatron_port.model.flops import parameter_count
-from megatron_port.session.weights import open_weights
+from megatron_port.core.checkpoint.reader import open_checkpoint
+from megatron_port.core.config.same_model import model_differences
+from megatron_port.core.config.schema import ModelConfig
+from megatron_port.core.errors import CheckpointError, DamagedCheckpoint
+from megatron_port.core.model.flops import parameter_count
+from megatron_port.ext.corpora.tokenizer_files import HFTokenizer
+from megatron_port.run.weights import open_weights
+from megatron_port.tools.interop import export_hf as export_module
+from megatron_port.tools.interop.export_hf import export_hf, tensor_slabs
+from megatron_port.tools.interop.hf_config import family_for, hf_config, model_from_hf
+from megatron_port.tools.interop.hf_files import HFFolder
+from megatron_port.tools.interop.hf_names import hf_mapping, hf_tensors
+from megatron_port.tools.interop.import_hf import read_hf
+from megatron_port.tools.interop.run_import import import_checkpoint
+from megatron_port.tools.interop.staged import Shape, Stage
 
 transformers = pytest.importorskip("transformers")
 
@@ -253,9 +253,9 @@ def test_names_without_prefix_and_old_buffers(folders: dict[str, Path], tmp_path
 
 @pytest.mark.parametrize("name", ["byte", "gpt2"])
 def test_our_tokenizers_in_their_form(name: str, tmp_path: Path) -> None:
-    from megatron_port.data.tokenizer import get_tokenizer
-    from megatron_port.errors import DataError
-    from megatron_port.interop.hf_tokenizer import write_tokenizer
+    from megatron_port.core.errors import DataError
+    from megatron_port.ext.corpora.tokenizer import get_tokenizer
+    from megatron_port.tools.interop.hf_tokenizer import write_tokenizer
 
     try:
         ours = get_tokenizer(name)
@@ -278,7 +278,7 @@ def test_the_commands(folders: dict[str, Path], tmp_path: Path, capsys: pytest.C
     assert main(["checkpoint", "import", str(folders[LLAMA]), str(tmp_path / "in"), "--from", "hf"]) == 0
     step = tmp_path / "in" / "step-00000000"
     assert str(tmp_path / "in" / "model.toml") in capsys.readouterr().out
-    from megatron_port.config.loader import load
+    from megatron_port.core.config.loader import load
 
     assert not model_differences(load(tmp_path / "in" / "model.toml").config.model, open_weights(step).model)
     export = ["checkpoint", "export", str(step), str(tmp_path / "out"), "--to", "hf"]

@@ -15,9 +15,9 @@ import pytest
 import torch
 from logit_bounds import FP64, errors_of, logit_errors, stage_of, to_double
 
-from megatron_port.engine.module import recorded_parameters
-from megatron_port.interop.hf_files import HFFolder
-from megatron_port.parity.comparison import gradient_deviation
+from megatron_port.core.engine.module import recorded_parameters
+from megatron_port.tools.interop.hf_files import HFFolder
+from megatron_port.tools.parity.comparison import gradient_deviation
 
 pytest.importorskip("transformers")
 

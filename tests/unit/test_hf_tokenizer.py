@@ -12,24 +12,24 @@ import pytest
 import torch
 from interop_cases import GPT2, LLAMA, random_state
 
-from megatron_port.checkpoint.format import SavedState
-from megatron_port.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.cli.main import main
-from megatron_port.config.dump import as_dict
-from megatron_port.config.schema import LayoutConfig, ModelConfig, RunConfig
-from megatron_port.data.chat_tokens import chat_recipe
-from megatron_port.data.fingerprint import data_fingerprint
-from megatron_port.data.format import read_meta, tokenizer_name
-from megatron_port.data.indexed import IndexedDataset
-from megatron_port.data.prepare import prepare
-from megatron_port.data.tokenizer import get_tokenizer, identity
-from megatron_port.data.train_bpe import train_bpe
-from megatron_port.errors import DataError
-from megatron_port.interop.commit import whole
-from megatron_port.interop.hf_tokenizer import write_tokenizer
-from megatron_port.interop.pinned_tokenizer import PROBES, pinned_file, trained_with
-from megatron_port.model.shapes import parameter_shapes
+from megatron_port.core.checkpoint.format import SavedState
+from megatron_port.core.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron_port.core.checkpoint.writer import save_checkpoint
+from megatron_port.core.config.dump import as_dict
+from megatron_port.core.config.schema import LayoutConfig, ModelConfig, RunConfig
+from megatron_port.core.data.format import read_meta, tokenizer_name
+from megatron_port.core.data.indexed import IndexedDataset
+from megatron_port.core.errors import DataError
+from megatron_port.core.model.shapes import parameter_shapes
+from megatron_port.ext.corpora.chat_tokens import chat_recipe
+from megatron_port.ext.corpora.fingerprint import data_fingerprint
+from megatron_port.ext.corpora.prepare import prepare
+from megatron_port.ext.corpora.tokenizer import get_tokenizer, identity
+from megatron_port.ext.corpora.train_bpe import train_bpe
+from megatron_port.tools.interop.commit import whole
+from megatron_port.tools.interop.hf_tokenizer import write_tokenizer
+from megatron_port.tools.interop.pinned_tokenizer import PROBES, pinned_file, trained_with
 
 pytest.importorskip("tokenizers")
 MODEL = replace(GPT2, vocab_size=300)
@@ -184,7 +184,7 @@ def other_split(body: dict[str, Any]) -> None:
 def test_our_own_tokenizers_in_a_folder_are_compared(
     name: str, change: Callable[[dict[str, Any]], None] | None, tmp_path: Path
 ) -> None:
-    from megatron_port.interop import hf_tokenizer
+    from megatron_port.tools.interop import hf_tokenizer
 
     try:
         known = identity(name)
@@ -246,7 +246,7 @@ def test_sentencepiece_s_own_file_is_exported(tmp_path: Path) -> None:
 def test_generation_and_evaluation_take_the_pinned_file_too(
     tmp_path: Path, two: tuple[bytes, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_port.session.weights import open_weights
+    from megatron_port.run.weights import open_weights
 
     step = trained(tmp_path / "old", two[0]).path
     weights = open_weights(step)
@@ -393,7 +393,7 @@ def test_the_chat_template_travels(
 
 
 def test_a_model_without_a_template_cannot_chat(tmp_path: Path, two: tuple[bytes, bytes]) -> None:
-    from megatron_port.session.weights import open_weights
+    from megatron_port.run.weights import open_weights
 
     weights = open_weights(trained(tmp_path, two[0]).path)
     with pytest.raises(DataError, match="not trained on conversations, and no chat template came with it"):
@@ -404,7 +404,7 @@ def test_a_run_keeps_the_small_files_of_the_model_it_began_as(tmp_path: Path, tw
     """Beside its own checkpoints, from a folder or from a checkpoint that has them; its own resume changes nothing."""
     from types import SimpleNamespace
 
-    from megatron_port.session.weights import carry_companions
+    from megatron_port.run.weights import carry_companions
 
     session: Any = SimpleNamespace(
         is_rank_zero=True, config=RunConfig(name="r", output_dir=str(tmp_path)), ctx=SimpleNamespace(coords=()))

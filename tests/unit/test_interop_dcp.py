@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interop_cases import EXPERTS, GPT2, KINDS, LLAMA, random_state, same, saved
 
-from megatron_port.checkpoint.reader import open_checkpoint
-from megatron_port.checkpoint.slices import slabs
-from megatron_port.config.schema import ModelConfig
-from megatron_port.errors import CheckpointError
-from megatron_port.interop.export_dcp import _Planner, dcp_key, export_dcp
-from megatron_port.interop.folder import building
-from megatron_port.interop.inert import Inert, read_inert
-from megatron_port.interop.run_import import find_format, import_checkpoint
+from megatron_port.core.checkpoint.reader import open_checkpoint
+from megatron_port.core.checkpoint.slices import slabs
+from megatron_port.core.config.schema import ModelConfig
+from megatron_port.core.errors import CheckpointError
+from megatron_port.tools.interop.export_dcp import _Planner, dcp_key, export_dcp
+from megatron_port.tools.interop.folder import building
+from megatron_port.tools.interop.inert import Inert, read_inert
+from megatron_port.tools.interop.run_import import find_format, import_checkpoint
 
 READER = """
 import json, sys, torch, torch.distributed.checkpoint as dcp

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_port.checkpoint.reader import open_checkpoint
-from megatron_port.errors import CheckpointError
-from megatron_port.interop.inert import read_inert
-from megatron_port.interop.megatron_files import find_files, name_layers, name_without_pipeline
-from megatron_port.interop.megatron_model import model_from_args
-from megatron_port.interop.names import megatron_names
-from megatron_port.interop.pickle_size import check_size, check_torch_file
-from megatron_port.interop.run_import import import_checkpoint
-from megatron_port.interop.sandbox import forbid_network_and_programs
-from megatron_port.interop.unpickle import Stubbed, read_pickles
+from megatron_port.core.checkpoint.reader import open_checkpoint
+from megatron_port.core.errors import CheckpointError
+from megatron_port.tools.interop.inert import read_inert
+from megatron_port.tools.interop.megatron_files import find_files, name_layers, name_without_pipeline
+from megatron_port.tools.interop.megatron_model import model_from_args
+from megatron_port.tools.interop.names import megatron_names
+from megatron_port.tools.interop.pickle_size import check_size, check_torch_file
+from megatron_port.tools.interop.run_import import import_checkpoint
+from megatron_port.tools.interop.sandbox import forbid_network_and_programs
+from megatron_port.tools.interop.unpickle import Stubbed, read_pickles
 
 ARGS: dict[str, Any] = {
     "num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "padded_vocab_size": 32, "max_position_embeddings": 8,
@@ -85,7 +85,7 @@ def test_nothing_of_the_file_runs(tmp_path: Path) -> None:
 
 PROBE = """
 import json, socket, subprocess, sys
-from megatron_port.interop.sandbox import forbid_network_and_programs, limit
+from megatron_port.tools.interop.sandbox import forbid_network_and_programs, limit
 limit(memory=1 << 40, file_bytes=1000, seconds=60)
 why = forbid_network_and_programs()
 out = {"why": why}

@@ -10,12 +10,12 @@ import pytest
 import torch
 from interop_cases import EXPERTS, GPT2, LLAMA, random_state, same, saved
 
-from megatron_port.checkpoint.reader import open_checkpoint
-from megatron_port.config.schema import ModelConfig
-from megatron_port.errors import CheckpointError
-from megatron_port.interop.export_universal import export_universal
-from megatron_port.interop.names import megatron_names
-from megatron_port.interop.run_import import find_format, import_checkpoint
+from megatron_port.core.checkpoint.reader import open_checkpoint
+from megatron_port.core.config.schema import ModelConfig
+from megatron_port.core.errors import CheckpointError
+from megatron_port.tools.interop.export_universal import export_universal
+from megatron_port.tools.interop.names import megatron_names
+from megatron_port.tools.interop.run_import import find_format, import_checkpoint
 
 
 class Pretender:

@@ -8,10 +8,10 @@ from functools import partial
 
 import torch
 
-from megatron_port.backend.mask import AttentionMask
-from megatron_port.parallel.key_blocks import key_blocks, key_ranges
-from megatron_port.parallel.positions import Positions, Run, SequencePartition, divide
-from megatron_port.parallel.step import earliest_start
+from megatron_port.core.dist.positions import Positions, Run, SequencePartition, divide
+from megatron_port.core.layers.key_blocks import key_blocks, key_ranges
+from megatron_port.core.layers.mask import AttentionMask
+from megatron_port.core.layers.step import earliest_start
 
 
 def drawn(r: random.Random, seq: int) -> Positions:

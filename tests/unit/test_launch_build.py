@@ -110,7 +110,7 @@ def test_everything_is_built_in_order_with_the_sites_modules(site: Site) -> None
 
 
 def test_the_modules_are_those_of_the_cluster_file(site: Site) -> None:
-    from megatron_port.config.loader import load
+    from megatron_port.core.config.loader import load
 
     site.run()
     loaded = [call.removeprefix("module load ") for call in site.calls() if call.startswith("module load ")]

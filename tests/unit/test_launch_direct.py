@@ -17,17 +17,17 @@ from test_lease import no_job  # noqa: F401 - a fixture for every test here
 
 from megatron_port.api import load_config
 from megatron_port.cli.main import main
-from megatron_port.config.schema import RunConfig
-from megatron_port.errors import ConfigError, DataError
-from megatron_port.launch import control, direct, status, submit
-from megatron_port.launch import record as records
-from megatron_port.launch.attempts import read_history
-from megatron_port.launch.outcome import AttemptOutcome, write_outcome
-from megatron_port.launch.script import Order
-from megatron_port.runtime import processes
-from megatron_port.runtime.discovery import ProcessInfo
-from megatron_port.runtime.holder import Holder, this_process
-from megatron_port.runtime.lease import FOLDER, LeaseLost, lease_file
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.dist import processes
+from megatron_port.core.dist.discovery import ProcessInfo
+from megatron_port.core.dist.holder import Holder, this_process
+from megatron_port.core.dist.lease import FOLDER, LeaseLost, lease_file
+from megatron_port.core.errors import ConfigError, DataError
+from megatron_port.tools.launch import control, direct, status, submit
+from megatron_port.tools.launch import record as records
+from megatron_port.tools.launch.attempts import read_history
+from megatron_port.tools.launch.outcome import AttemptOutcome, write_outcome
+from megatron_port.tools.launch.script import Order
 
 INFO = ProcessInfo(0, 8, 0, 4, 0, 2, "n1", 1, "torchrun", "n1")
 WHO = "ann@login1"
@@ -152,7 +152,7 @@ def test_a_process_of_another_host_reads_the_mark(run: Path) -> None:
 
 def test_output_in_a_file_is_the_log(run: Path, tmp_path: Path) -> None:
     log = tmp_path / "out.log"
-    code = "from megatron_port.launch.direct import stdout_file; print(stdout_file())"
+    code = "from megatron_port.tools.launch.direct import stdout_file; print(stdout_file())"
     with log.open("w") as stream:
         subprocess.run([sys.executable, "-c", code], stdout=stream, check=True)
     assert log.read_text().strip() == str(log)

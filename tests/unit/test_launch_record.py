@@ -12,14 +12,14 @@ import pytest
 from test_launch_submit import here, tool  # noqa: F401 - here is a fixture
 
 from megatron_port.cli.main import main
-from megatron_port.config.loader import load
-from megatron_port.errors import ConfigError
-from megatron_port.launch import record as records
-from megatron_port.launch import snapshot
-from megatron_port.launch.opening import open_record, with_record
-from megatron_port.launch.record import QueuedJob, RecordFault
-from megatron_port.launch.submit import new_folder, order_of
-from megatron_port.runtime.job import Job
+from megatron_port.core.config.loader import load
+from megatron_port.core.dist.job import Job
+from megatron_port.core.errors import ConfigError
+from megatron_port.tools.launch import record as records
+from megatron_port.tools.launch import snapshot
+from megatron_port.tools.launch.opening import open_record, with_record
+from megatron_port.tools.launch.record import QueuedJob, RecordFault
+from megatron_port.tools.launch.submit import new_folder, order_of
 
 SBATCH = 'echo "$@" >> sbatched; echo 123\n'
 SCONTROL = """\
@@ -132,7 +132,7 @@ def test_where_slurm_does_not_answer_nothing_is_queued_twice(queue: Path, capsys
 
 
 def test_of_many_submissions_at_once_one_has_the_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_port.launch.submit.ask_queue", dict)
+    monkeypatch.setattr("megatron_port.tools.launch.submit.ask_queue", dict)
     won, lost = [], []
 
     def one() -> None:

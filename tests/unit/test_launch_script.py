@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.config.layout import with_values
-from megatron_port.config.loader import load
-from megatron_port.config.schema import RunConfig
-from megatron_port.errors import ConfigError
-from megatron_port.launch.quote import sbatch_quote, shell_fill, shell_quote
-from megatron_port.launch.script import Order, render, sbatch_lines
+from megatron_port.core.config.layout import with_values
+from megatron_port.core.config.loader import load
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.errors import ConfigError
+from megatron_port.tools.launch.quote import sbatch_quote, shell_fill, shell_quote
+from megatron_port.tools.launch.script import Order, render, sbatch_lines
 
 STUB = r"""
 port_user='so me'

@@ -14,14 +14,14 @@ from test_launch_record import SBATCH, queue, squeue, submit, tool  # noqa: F401
 from test_launch_submit import here  # noqa: F401 - a fixture that queue needs
 
 from megatron_port.cli.main import main
-from megatron_port.config.schema import LaunchConfig
-from megatron_port.errors import ConfigError
-from megatron_port.launch import control, notify, status, sweep
-from megatron_port.launch import record as records
-from megatron_port.launch.attempts import after, before
-from megatron_port.launch.outcome import AttemptOutcome, write_outcome
-from megatron_port.launch.record import Planned, QueuedJob, Record
-from megatron_port.runtime.job import Job, QueueEntry
+from megatron_port.core.config.schema import LaunchConfig
+from megatron_port.core.dist.job import Job, QueueEntry
+from megatron_port.core.errors import ConfigError
+from megatron_port.tools.launch import control, notify, status, sweep
+from megatron_port.tools.launch import record as records
+from megatron_port.tools.launch.attempts import after, before
+from megatron_port.tools.launch.outcome import AttemptOutcome, write_outcome
+from megatron_port.tools.launch.record import Planned, QueuedJob, Record
 
 NOW = 1e9
 RUNNING = {"7": QueueEntry("7", "RUNNING", nodes="2")}

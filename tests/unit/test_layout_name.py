@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_port.config.layout_name import AXES, layout_name, parse_layout
-from megatron_port.config.schema import LayoutConfig
-from megatron_port.errors import ConfigError
+from megatron_port.core.config.layout_name import AXES, layout_name, parse_layout
+from megatron_port.core.config.schema import LayoutConfig
+from megatron_port.core.errors import ConfigError
 
 BASE = LayoutConfig()
 

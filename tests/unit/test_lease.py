@@ -18,10 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_port.errors import EXIT_CONFIG, ConfigError, EnvironmentFault
-from megatron_port.runtime import lease as leases
-from megatron_port.runtime.holder import Holder, Life, look, this_process
-from megatron_port.runtime.lease import (
+from megatron_port.core.dist import lease as leases
+from megatron_port.core.dist.holder import Holder, Life, look, this_process
+from megatron_port.core.dist.lease import (
     FOLDER,
     FolderInUse,
     LeaseLost,
@@ -32,8 +31,9 @@ from megatron_port.runtime.lease import (
     refuse_array_in_one_folder,
     refuse_if_held,
 )
-from megatron_port.telemetry.metrics import MetricsWriter, read_metrics
-from megatron_port.telemetry.sinks import MetricsSink
+from megatron_port.core.errors import EXIT_CONFIG, ConfigError, EnvironmentFault
+from megatron_port.ext.telemetry.metrics import MetricsWriter, read_metrics
+from megatron_port.ext.telemetry.sinks import MetricsSink
 
 QUICK = 0.6
 """Seconds of silence after which these tests call a holder dead."""

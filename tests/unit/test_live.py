@@ -15,16 +15,16 @@ import pytest
 from test_report import Checked, make
 
 from megatron_port.cli.main import main
-from megatron_port.errors import EnvironmentFault
-from megatron_port.live.follow import FollowedRun, MetricsFollower
-from megatron_port.live.ranks import ranks_part, read_now
-from megatron_port.live.sections import document, sections
-from megatron_port.live.server import HEADERS, LiveServer
-from megatron_port.runtime.progress import PHASES
-from megatron_port.telemetry.metrics import MetricsWriter
-from megatron_port.telemetry.run_data import read_run
-from megatron_port.watch.now import MOST_RANKS, NOW, NowFile, snapshot
-from megatron_port.watch.rules import Beat, Rank, RankIdentity
+from megatron_port.core.dist.progress import PHASES
+from megatron_port.core.errors import EnvironmentFault
+from megatron_port.ext.telemetry.metrics import MetricsWriter
+from megatron_port.tools.live.follow import FollowedRun, MetricsFollower
+from megatron_port.tools.live.ranks import ranks_part, read_now
+from megatron_port.tools.live.sections import document, sections
+from megatron_port.tools.live.server import HEADERS, LiveServer
+from megatron_port.tools.report.run_data import read_run
+from megatron_port.tools.watch.now import MOST_RANKS, NOW, NowFile, snapshot
+from megatron_port.tools.watch.rules import Beat, Rank, RankIdentity
 
 
 def ranks(world: int, *, silent: int = -1) -> dict[int, Rank]:
@@ -95,7 +95,7 @@ def test_the_page_is_whole_without_its_script_and_loads_only_that(server: LiveSe
 
 def test_data_is_sent_when_it_has_changed(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     path = f"/{server.token}/data"
-    monkeypatch.setattr("megatron_port.live.server.FRESH_S", 0.0)
+    monkeypatch.setattr("megatron_port.tools.live.server.FRESH_S", 0.0)
     monkeypatch.setattr(time, "time", lambda: 2e9)  # ages stand still
     status, headers, body = ask(server, path)
     parts = json.loads(body)

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from megatron_port import load_config, open_session
-from megatron_port.config.checks import problems
-from megatron_port.config.schema import RunConfig
-from megatron_port.data.batch import MicroBatch
-from megatron_port.errors import ConfigError, NumericsError
-from megatron_port.registry import LOOP_HOOKS
-from megatron_port.train.hooks import Ending, LoopHook, LoopState, TakenStep, every
-from megatron_port.train.trainer import Trainer
+from megatron_port.core.config.checks import problems
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.errors import ConfigError, NumericsError
+from megatron_port.core.registry import LOOP_HOOKS
+from megatron_port.core.train.hooks import Ending, LoopHook, LoopState, TakenStep, every
+from megatron_port.run.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN = ["DamageCheck", "Reporting", "Recovery", "SaveInFlight", "Evaluation", "ReplicaCheck", "PeriodicSave",
@@ -98,8 +98,8 @@ def test_a_plain_run_has_few_hooks_and_loads_no_module_of_others() -> None:
         "run_training(config)\n"
         "ours = [m.split('.')[1] for m in sys.modules if m.startswith('megatron_port.')]\n"
         "print(len(ours), sorted({'interop', 'inference', 'compress', 'tune', 'bench', 'preflight'} & set(ours)),"
-        " [m for m in sys.modules if m in ('megatron_port.plan.memory', 'megatron_port.train.routes',"
-        " 'megatron_port.train.activations', 'megatron_port.train.profile', 'megatron_port.train.loading')])"
+        " [m for m in sys.modules if m in ('megatron_port.tools.plan.memory', 'megatron_port.ext.telemetry.routes',"
+        " 'megatron_port.ext.memory.activations', 'megatron_port.ext.health.profile', 'megatron_port.run.loading')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr

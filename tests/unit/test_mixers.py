@@ -14,33 +14,33 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_port.backend.choose import choose_providers
-from megatron_port.backend.device import choose_device
-from megatron_port.config.checks import problems
-from megatron_port.config.loader import load
-from megatron_port.config.mixer import MixerKind
-from megatron_port.config.schema import BackendConfig, DataConfig, LayoutConfig, ModelConfig, RunConfig
-from megatron_port.errors import CheckpointError, ConfigError
-from megatron_port.inference.generation import Generator, Sampling
-from megatron_port.interop.hf_config import family_for
-from megatron_port.model.activation_sites import SITES, LayerActivations
-from megatron_port.model.attention import SelfAttention
-from megatron_port.model.build import BuildContext
-from megatron_port.model.decoder_spec import attention_spec, model_spec
-from megatron_port.model.flops import causal_flops, model_flops, parameter_count
-from megatron_port.model.layers import TransformerLayer
-from megatron_port.model.ops import Op
-from megatron_port.model.spec import GroupedAttentionSpec
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.random import DropoutStream
-from megatron_port.parity.emulation import RoundingEmulation
-from megatron_port.plan.activations import site_bytes
-from megatron_port.plan.case import Case, case_of, machine_of
-from megatron_port.plan.chunk import layer_bytes
-from megatron_port.plan.engines import Engine
-from megatron_port.plan.memory import stage_memory
-from megatron_port.plan.step import plan_step
-from megatron_port.registry import MIXERS
+from megatron_port.core.config.checks import problems
+from megatron_port.core.config.loader import load
+from megatron_port.core.config.mixer import MixerKind
+from megatron_port.core.config.schema import BackendConfig, DataConfig, LayoutConfig, ModelConfig, RunConfig
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.device import choose_device
+from megatron_port.core.errors import CheckpointError, ConfigError
+from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.model.activation_sites import SITES, LayerActivations
+from megatron_port.core.model.attention import SelfAttention
+from megatron_port.core.model.build import BuildContext
+from megatron_port.core.model.decoder_spec import attention_spec, model_spec
+from megatron_port.core.model.flops import causal_flops, model_flops, parameter_count
+from megatron_port.core.model.layers import TransformerLayer
+from megatron_port.core.model.ops import Op
+from megatron_port.core.model.spec import GroupedAttentionSpec
+from megatron_port.core.registry import MIXERS
+from megatron_port.ext.kernels.choose import choose_providers
+from megatron_port.tools.inference.generation import Generator, Sampling
+from megatron_port.tools.interop.hf_config import family_for
+from megatron_port.tools.parity.emulation import RoundingEmulation
+from megatron_port.tools.plan.activations import site_bytes
+from megatron_port.tools.plan.case import Case, case_of, machine_of
+from megatron_port.tools.plan.chunk import layer_bytes
+from megatron_port.tools.plan.engines import Engine
+from megatron_port.tools.plan.memory import stage_memory
+from megatron_port.tools.plan.step import plan_step
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "mixer"
 MODEL = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=12, vocab_size=100)
@@ -166,8 +166,8 @@ def test_counts_and_seconds_follow_the_statement(delta: ModelConfig) -> None:
 
 def test_planning_needs_no_torch() -> None:
     code = (
-        "import sys; from megatron_port.config.loader import load; from megatron_port.plan.case import case_of; "
-        "from megatron_port.plan.chunk import layer_bytes; "
+        "import sys; from megatron_port.core.config.loader import load; from megatron_port.tools.plan.case import case_of; "
+        "from megatron_port.tools.plan.chunk import layer_bytes; "
         f"c = load('{EXAMPLE / 'gated_delta_net.toml'}').config; layer_bytes(case_of(c)[0], 0); "
         "print('torch' in sys.modules)"
     )

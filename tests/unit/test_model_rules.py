@@ -14,9 +14,7 @@ from twin import model as twin_model
 from twin.half import sample_rows
 from twin.model import no_dropout, token_losses
 
-from megatron_port.backend.choose import choose_providers
-from megatron_port.backend.device import choose_device
-from megatron_port.config.schema import (
+from megatron_port.core.config.schema import (
     BackendConfig,
     BatchConfig,
     LayoutConfig,
@@ -25,15 +23,17 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.data.batch import MicroBatch
-from megatron_port.engine.native import NativeEngine
-from megatron_port.engine.native_update import make_update
-from megatron_port.model.rotary import RotaryTables
-from megatron_port.model.shapes import model_records
-from megatron_port.optim.step_values import StepNumbers, StepValues
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.positions import Positions
-from megatron_port.session.assemble import DTYPES, build_engine
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.device import choose_device
+from megatron_port.core.dist.positions import Positions
+from megatron_port.core.engine.native import NativeEngine
+from megatron_port.core.engine.native_update import make_update
+from megatron_port.core.model.rotary import RotaryTables
+from megatron_port.core.model.shapes import model_records
+from megatron_port.core.optim.step_values import StepNumbers, StepValues
+from megatron_port.ext.kernels.choose import choose_providers
+from megatron_port.run.build import DTYPES, build_engine
 
 DType = Literal["fp32", "fp64"]
 Own = Literal["on", "off"]

@@ -11,20 +11,20 @@ from math import prod
 import pytest
 import torch
 
-from megatron_port.backend.providers import torch_providers
-from megatron_port.config.schema import LayoutConfig, ModelConfig
-from megatron_port.model.build import BuildContext
-from megatron_port.model.decoder_spec import model_spec
-from megatron_port.model.flops import parameter_count, unit_costs
-from megatron_port.model.gpt import GPTStage
-from megatron_port.model.shapes import model_records, parameter_shapes
-from megatron_port.model.spec import GroupedAttentionSpec, LayerSpec, ParameterSpec
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.embedding import padded_vocab_size
-from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.record import ParameterRecord, record_of
-from megatron_port.parallel.step import StepSlot
-from megatron_port.parallel.topology import Topology
+from megatron_port.core.config.schema import LayoutConfig, ModelConfig
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.record import ParameterRecord, record_of
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.embedding import padded_vocab_size
+from megatron_port.core.layers.step import StepSlot
+from megatron_port.core.model.build import BuildContext
+from megatron_port.core.model.decoder_spec import model_spec
+from megatron_port.core.model.flops import parameter_count, unit_costs
+from megatron_port.core.model.gpt import GPTStage
+from megatron_port.core.model.shapes import model_records, parameter_shapes
+from megatron_port.core.model.spec import GroupedAttentionSpec, LayerSpec, ParameterSpec
+from megatron_port.ext.kernels.providers import torch_providers
 
 SMALL = ModelConfig(num_layers=2, hidden_size=48, num_attention_heads=4, vocab_size=53, seq_length=16)
 LLAMA = replace(
@@ -170,6 +170,6 @@ def test_normed_heads_are_partial_whatever_the_layout() -> None:
 
 def test_specs_need_no_torch() -> None:
     """The planner, the tuner and the configuration's commands read them on a login node."""
-    modules = "megatron_port.model.flops, megatron_port.model.decoder_spec"
+    modules = "megatron_port.core.model.flops, megatron_port.core.model.decoder_spec"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

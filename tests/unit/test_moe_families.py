@@ -15,24 +15,24 @@ import torch
 from interop_cases import GPT2, saved
 from logit_bounds import stage_of
 
-from megatron_port.backend.providers import torch_providers
-from megatron_port.checkpoint.reader import open_checkpoint
-from megatron_port.config.layout import with_values
-from megatron_port.config.loader import load
-from megatron_port.config.moe import MoEConfig
-from megatron_port.config.schema import ModelConfig, RunConfig
-from megatron_port.errors import CheckpointError
-from megatron_port.interop.export_hf import export_hf
-from megatron_port.interop.hf_config import model_from_hf
-from megatron_port.interop.hf_files import HFFolder
-from megatron_port.interop.run_import import import_checkpoint
-from megatron_port.model.flops import parameter_count
-from megatron_port.model.mlp import activate
-from megatron_port.model.shapes import buffer_shapes
-from megatron_port.parallel.init import initial_values
-from megatron_port.parallel.record import InitSpec
-from megatron_port.parallel.state import BUFFER
-from megatron_port.session.weights import open_initial
+from megatron_port.core.checkpoint.reader import open_checkpoint
+from megatron_port.core.config.layout import with_values
+from megatron_port.core.config.loader import load
+from megatron_port.core.config.moe import MoEConfig
+from megatron_port.core.config.schema import ModelConfig, RunConfig
+from megatron_port.core.dist.init import initial_values
+from megatron_port.core.dist.record import InitSpec
+from megatron_port.core.dist.state import BUFFER
+from megatron_port.core.errors import CheckpointError
+from megatron_port.core.model.flops import parameter_count
+from megatron_port.core.model.mlp import activate
+from megatron_port.core.model.shapes import buffer_shapes
+from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.run.weights import open_initial
+from megatron_port.tools.interop.export_hf import export_hf
+from megatron_port.tools.interop.hf_config import model_from_hf
+from megatron_port.tools.interop.hf_files import HFFolder
+from megatron_port.tools.interop.run_import import import_checkpoint
 
 transformers = pytest.importorskip("transformers")
 

@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from twin.model import Shape, Weights, activated, attention, no_dropout, normed, parameters_of, product
 
-from megatron_port.backend.providers import torch_providers
-from megatron_port.config.checks import check
-from megatron_port.config.schema import (
+from megatron_port.core.config.checks import check
+from megatron_port.core.config.schema import (
     BackendConfig,
     BatchConfig,
     DataConfig,
@@ -26,15 +25,16 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.data.batch import MicroBatch
-from megatron_port.engine.native import NativeEngine
-from megatron_port.errors import ConfigError
-from megatron_port.model.flops import model_flops, parameter_count
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.embedding import VocabParallelEmbedding
-from megatron_port.parallel.linear import WgradAccumulator
-from megatron_port.parallel.record import ParameterRecord
-from megatron_port.session.assemble import build_engine
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.record import ParameterRecord
+from megatron_port.core.engine.native import NativeEngine
+from megatron_port.core.errors import ConfigError
+from megatron_port.core.layers.embedding import VocabParallelEmbedding
+from megatron_port.core.layers.linear import WgradAccumulator
+from megatron_port.core.model.flops import model_flops, parameter_count
+from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.run.build import build_engine
 
 SEQ, VOCAB, WEIGHT = 8, 31, 0.7
 MODEL: dict[str, Any] = {

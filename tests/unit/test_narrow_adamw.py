@@ -12,12 +12,8 @@ import pytest
 import torch
 from record_torchao import HYPER, RECORD, blocks, weights_and_gradients
 
-from megatron_port.backend.kernels import kernels_status
-from megatron_port.backend.kernels import load as load_kernels
-from megatron_port.backend.ops.narrow_adamw import BLOCK
-from megatron_port.backend.providers import torch_providers
-from megatron_port.config.checks import problems
-from megatron_port.config.schema import (
+from megatron_port.core.config.checks import problems
+from megatron_port.core.config.schema import (
     BatchConfig,
     DataConfig,
     LayoutConfig,
@@ -27,10 +23,18 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.data.batch import MicroBatch
-from megatron_port.engine.api import StepLimits
-from megatron_port.optim.bucket_memory import StateShard
-from megatron_port.optim.narrow_adamw import (
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.counter import random_bits
+from megatron_port.core.dist.record import InitSpec, ParameterRecord
+from megatron_port.core.engine.api import StepLimits
+from megatron_port.core.optim.bucket_memory import StateShard
+from megatron_port.core.optim.rules import BlockRule, UpdateSettings, state_bytes
+from megatron_port.ext.kernels.kernels import kernels_status
+from megatron_port.ext.kernels.kernels import load as load_kernels
+from megatron_port.ext.kernels.ops.narrow_adamw import BLOCK
+from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.ext.rules.narrow_adamw import (
     ADAMW_8BIT,
     ADAMW_BF16,
     code_values,
@@ -38,11 +42,7 @@ from megatron_port.optim.narrow_adamw import (
     quantise_,
     round_stochastically,
 )
-from megatron_port.optim.rules import BlockRule, UpdateSettings, state_bytes
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.counter import random_bits
-from megatron_port.parallel.record import InitSpec, ParameterRecord
-from megatron_port.session.assemble import build_engine
+from megatron_port.run.build import build_engine
 
 CPU = torch.device("cpu")
 TORCHAO = json.loads(RECORD.read_text())

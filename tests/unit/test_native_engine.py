@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_port.backend.providers import torch_providers
-from megatron_port.config.schema import (
+from megatron_port.core.config.schema import (
     ActivationsConfig,
     BackendConfig,
     BatchConfig,
@@ -23,15 +22,16 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.data.batch import MicroBatch
-from megatron_port.data.dataset import SyntheticDataset
-from megatron_port.data.loader import ReplicaShare, StepLoader
-from megatron_port.data.rank_view import RankView
-from megatron_port.engine.api import EvalResult
-from megatron_port.engine.native import NativeEngine
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.linear import WgradAccumulator, linear
-from megatron_port.session.assemble import build_engine
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.data.dataset import SyntheticDataset
+from megatron_port.core.data.loader import ReplicaShare, StepLoader
+from megatron_port.core.data.rank_view import RankView
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.engine.api import EvalResult
+from megatron_port.core.engine.native import NativeEngine
+from megatron_port.core.layers.linear import WgradAccumulator, linear
+from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.run.build import build_engine
 
 
 def make_engine(

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_port.backend import kernels
-from megatron_port.engine.native_gradients import GradientSink
+from megatron_port.core.engine.native_gradients import GradientSink
+from megatron_port.ext.kernels import kernels
 
 
 @pytest.fixture(autouse=True)

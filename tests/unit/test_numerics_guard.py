@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.config.checks import problems
-from megatron_port.config.schema import (
+from megatron_port.core.config.checks import problems
+from megatron_port.core.config.schema import (
     DataConfig,
     ModelConfig,
     NumericsConfig,
@@ -21,11 +21,11 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.engine.api import NO_LIMITS, StepLimits, StepResult
-from megatron_port.engine.probe import Probe, StepDiagnostics, trace_diagnostics
-from megatron_port.health.anomaly import _culprit, chosen_micro_batch, same_bits
-from megatron_port.health.numerics import LeftOut, NumericsGuard, position
-from megatron_port.optim.loss_scale import LossScaler
+from megatron_port.core.engine.api import NO_LIMITS, StepLimits, StepResult
+from megatron_port.core.engine.probe import Probe, StepDiagnostics, trace_diagnostics
+from megatron_port.core.optim.loss_scale import LossScaler
+from megatron_port.ext.health.anomaly import _culprit, chosen_micro_batch, same_bits
+from megatron_port.ext.health.numerics import LeftOut, NumericsGuard, position
 
 
 def guard(*, dtype: Literal["bf16", "fp16"] = "bf16", clip: float = 1.0, **numerics: Any) -> NumericsGuard:

@@ -12,21 +12,21 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_port.config.checks import problems
-from megatron_port.config.distillation import DistillationConfig
-from megatron_port.config.loader import load
-from megatron_port.config.schema import RunConfig
-from megatron_port.data.batch import MicroBatch
-from megatron_port.data.objective import Objective, WholeSamples, objective_of
-from megatron_port.data.rank_view import RankView
-from megatron_port.engine.loss_reduction import global_count
-from megatron_port.errors import ConfigError
-from megatron_port.objectives.distillation import DistillationObjective
-from megatron_port.objectives.dpo import PairObjective
-from megatron_port.objectives.multi_token import MultiTokenObjective
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.positions import Division, SequencePartition
-from megatron_port.registry import OBJECTIVES
+from megatron_port.core.config.checks import problems
+from megatron_port.core.config.distillation import DistillationConfig
+from megatron_port.core.config.loader import load
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.data.objective import Objective, WholeSamples, objective_of
+from megatron_port.core.data.rank_view import RankView
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.positions import Division, SequencePartition
+from megatron_port.core.engine.loss_reduction import global_count
+from megatron_port.core.errors import ConfigError
+from megatron_port.core.registry import OBJECTIVES
+from megatron_port.ext.objectives.distilled import DistillationObjective
+from megatron_port.ext.objectives.dpo import PairObjective
+from megatron_port.ext.objectives.multi_token import MultiTokenObjective
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "objective"
 

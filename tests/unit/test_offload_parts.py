@@ -19,15 +19,11 @@ from fake_ranks import batches, fake_rank
 from stream_order import OrderChecker, StreamRace
 from test_checkpoint_roundtrip import state
 
-from megatron_port.backend import kernels
-from megatron_port.backend.providers import torch_providers
-from megatron_port.checkpoint import background
-from megatron_port.checkpoint.background import BackgroundSave
-from megatron_port.checkpoint.peers import Peers
-from megatron_port.config.checks import problems
-from megatron_port.config.dump import to_toml
-from megatron_port.config.offload import OffloadConfig
-from megatron_port.config.schema import (
+from megatron_port.core.checkpoint.peers import Peers
+from megatron_port.core.config.checks import problems
+from megatron_port.core.config.dump import to_toml
+from megatron_port.core.config.offload import OffloadConfig
+from megatron_port.core.config.schema import (
     BackendConfig,
     BatchConfig,
     CheckpointConfig,
@@ -38,18 +34,22 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.engine.api import StepLimits
-from megatron_port.engine.native import NativeEngine
-from megatron_port.errors import ConfigError, EnvironmentFault
-from megatron_port.optim import disk_state
-from megatron_port.optim.disk_state import StateFile
-from megatron_port.optim.offload import offloaded_numbers
-from megatron_port.optim.unit_gather import GatherGroup
-from megatron_port.parallel import device_streams
-from megatron_port.parallel.device_streams import COPY_IN, COPY_OUT, HOST, observed_by
-from megatron_port.parallel.staging import ALIGN, StagingRing
-from megatron_port.session import session
-from megatron_port.session.weights import Weights, inference_config
+from megatron_port.core.dist import device_streams
+from megatron_port.core.dist.device_streams import COPY_IN, COPY_OUT, HOST, observed_by
+from megatron_port.core.engine.api import StepLimits
+from megatron_port.core.engine.native import NativeEngine
+from megatron_port.core.errors import ConfigError, EnvironmentFault
+from megatron_port.core.optim.unit_gather import GatherGroup
+from megatron_port.ext.kernels import kernels
+from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.ext.memory import disk_state
+from megatron_port.ext.memory.disk_state import StateFile
+from megatron_port.ext.memory.offload import offloaded_numbers
+from megatron_port.ext.memory.staging import ALIGN, StagingRing
+from megatron_port.ext.storage import background
+from megatron_port.ext.storage.background import BackgroundSave
+from megatron_port.run import session
+from megatron_port.run.weights import Weights, inference_config
 
 DP = 2
 

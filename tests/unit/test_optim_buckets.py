@@ -8,9 +8,9 @@ from contexts import rank_of, slice_record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.optim.buckets import ALIGN, plan_buckets, shard_ranges
-from megatron_port.parallel.record import SEQUENCE, InitSpec, ParameterRecord, Shard, make_record
-from megatron_port.parallel.topology import Topology
+from megatron_port.core.dist.record import SEQUENCE, InitSpec, ParameterRecord, Shard, make_record
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.optim.buckets import ALIGN, plan_buckets, shard_ranges
 
 kinds = st.sampled_from(["plain", "partial", "tied", "shared"])
 parameters = st.lists(st.tuples(st.integers(1, 5000), kinds), min_size=1, max_size=12)

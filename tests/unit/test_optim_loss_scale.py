@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.config.schema import PrecisionConfig
-from megatron_port.errors import EXIT_NUMERICS, NumericsError
-from megatron_port.optim.loss_scale import LossScaler
+from megatron_port.core.config.schema import PrecisionConfig
+from megatron_port.core.errors import EXIT_NUMERICS, NumericsError
+from megatron_port.core.optim.loss_scale import LossScaler
 
 
 def scaler(**changes: float) -> LossScaler:

@@ -13,12 +13,11 @@ import pytest
 import torch
 from contexts import slice_record
 
-from megatron_port.backend.providers import torch_providers
-from megatron_port.checkpoint.format import kinds_fault, read_manifest
-from megatron_port.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron_port.checkpoint.writer import save_checkpoint
-from megatron_port.config.rule_options import AdagradOptions, SGDOptions
-from megatron_port.config.schema import (
+from megatron_port.core.checkpoint.format import kinds_fault, read_manifest
+from megatron_port.core.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron_port.core.checkpoint.writer import save_checkpoint
+from megatron_port.core.config.rule_options import AdagradOptions, SGDOptions
+from megatron_port.core.config.schema import (
     BatchConfig,
     CheckpointConfig,
     ModelConfig,
@@ -26,31 +25,32 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.data.batch import MicroBatch
-from megatron_port.engine.native import NativeEngine
-from megatron_port.errors import CheckpointError, ConfigError, DamagedCheckpoint
-from megatron_port.interop.commit import commit_import
-from megatron_port.interop.export_dcp import export_dcp
-from megatron_port.interop.export_universal import export_universal
-from megatron_port.interop.import_dcp import read_dcp
-from megatron_port.interop.staged import Stage
-from megatron_port.model import layers
-from megatron_port.model.build import BuildContext
-from megatron_port.model.saved_state import state_records
-from megatron_port.optim.bucket_memory import StateShard
-from megatron_port.optim.buckets import ALIGN, plan_buckets
-from megatron_port.optim.rules import BlockRule, ElementwiseRule, StateKind, UpdateSettings, rule_of
-from megatron_port.optim.state_layout import state_layouts
-from megatron_port.parallel.buffers import add_buffer, recorded_buffers
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.record import InitSpec, ParameterRecord, Shard
-from megatron_port.parallel.state import StatePiece
-from megatron_port.parallel.topology import Topology
-from megatron_port.registry import OPTIMIZERS
-from megatron_port.session.assemble import build_engine
-from megatron_port.session.changes import check_rule, starts_fresh
-from megatron_port.train.loading import check_resumable
-from megatron_port.train.state import Position, shapes_of, state_of
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.dist.buffers import add_buffer, recorded_buffers
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.record import InitSpec, ParameterRecord, Shard
+from megatron_port.core.dist.state import StatePiece
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.engine.native import NativeEngine
+from megatron_port.core.errors import CheckpointError, ConfigError, DamagedCheckpoint
+from megatron_port.core.model import layers
+from megatron_port.core.model.build import BuildContext
+from megatron_port.core.optim.bucket_memory import StateShard
+from megatron_port.core.optim.buckets import ALIGN, plan_buckets
+from megatron_port.core.optim.rules import BlockRule, ElementwiseRule, StateKind, UpdateSettings, rule_of
+from megatron_port.core.optim.state_layout import state_layouts
+from megatron_port.core.registry import OPTIMIZERS
+from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.ext.memory.saved_state import state_records
+from megatron_port.run.build import build_engine
+from megatron_port.run.changes import check_rule, starts_fresh
+from megatron_port.run.loading import check_resumable
+from megatron_port.run.state import Position, shapes_of, state_of
+from megatron_port.tools.interop.commit import commit_import
+from megatron_port.tools.interop.export_dcp import export_dcp
+from megatron_port.tools.interop.export_universal import export_universal
+from megatron_port.tools.interop.import_dcp import read_dcp
+from megatron_port.tools.interop.staged import Stage
 
 MODEL = ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=19, seq_length=8)
 
@@ -233,7 +233,7 @@ def test_kinds_of_a_manifest_are_checked(mixed: RunConfig, tmp_path: Path) -> No
     body = json.loads((path / "manifest.json").read_text())
     text = json.dumps(body)
     assert "velocity" in text
-    from megatron_port.checkpoint.schema import field_fault
+    from megatron_port.core.checkpoint.schema import field_fault
 
     inner = body.get("manifest", body)
     assert field_fault(inner, 2) is None
@@ -312,7 +312,7 @@ def test_a_tensor_of_another_shape_than_declared_is_not_committed(
         save_checkpoint(tmp_path, replace(saved, shapes=shapes), engine.state_pieces(), expected=shapes_of(records))
     path = save_checkpoint(tmp_path, saved, engine.state_pieces(), expected=shapes_of(records))
     body = json.loads((path / "manifest.json").read_text())["manifest"]
-    from megatron_port.checkpoint.format import _Parser
+    from megatron_port.core.checkpoint.format import _Parser
 
     with pytest.raises(DamagedCheckpoint, match="the shapes of .* differ from kind to kind"):
         _Parser("here", 3).manifest({**body, "shapes": {}})

@@ -11,16 +11,16 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from megatron_port.backend.fused import torch_layer_norm, torch_rms_norm
-from megatron_port.backend.mask import AttentionMask, masked_softmax
-from megatron_port.config.moe import MoEConfig
-from megatron_port.config.schema import ModelConfig
-from megatron_port.model.decoder_spec import model_spec
-from megatron_port.model.rotary import RotaryTables, frequencies, score_factor, yarn_factor
-from megatron_port.parallel.counter import key_of
-from megatron_port.parallel.init import initial_values
-from megatron_port.parallel.positions import Positions
-from megatron_port.parallel.record import InitSpec
+from megatron_port.core.config.moe import MoEConfig
+from megatron_port.core.config.schema import ModelConfig
+from megatron_port.core.dist.counter import key_of
+from megatron_port.core.dist.init import initial_values
+from megatron_port.core.dist.positions import Positions
+from megatron_port.core.dist.record import InitSpec
+from megatron_port.core.layers.fused import torch_layer_norm, torch_rms_norm
+from megatron_port.core.layers.mask import AttentionMask, masked_softmax
+from megatron_port.core.model.decoder_spec import model_spec
+from megatron_port.core.model.rotary import RotaryTables, frequencies, score_factor, yarn_factor
 
 CPU = torch.device("cpu")
 

@@ -13,9 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.backend.providers import torch_providers
-from megatron_port.config.moe import MoEConfig
-from megatron_port.config.schema import (
+from megatron_port.core.config.moe import MoEConfig
+from megatron_port.core.config.schema import (
     BackendConfig,
     BatchConfig,
     DataConfig,
@@ -25,15 +24,16 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.data.batch import MicroBatch
-from megatron_port.model.build import BuildContext
-from megatron_port.model.decoder_spec import model_spec
-from megatron_port.model.router import Router, tally_specs
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.positions import WHOLE_SEQUENCE
-from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.step import StepShared, StepSlot, Tallies
-from megatron_port.session.assemble import build_engine
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.positions import WHOLE_SEQUENCE
+from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.step import StepShared, StepSlot, Tallies
+from megatron_port.core.model.build import BuildContext
+from megatron_port.core.model.decoder_spec import model_spec
+from megatron_port.core.model.router import Router, tally_specs
+from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.run.build import build_engine
 
 HIDDEN, FACTOR = 16, 0.25
 

@@ -14,9 +14,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
-from megatron_port.compress.request import Request
-from megatron_port.config.schema import ParameterGroup, RunConfig
-from megatron_port.inference.generation import Sampling
+from megatron_port.core.config.schema import ParameterGroup, RunConfig
+from megatron_port.tools.compress.request import Request
+from megatron_port.tools.inference.generation import Sampling
 
 if sys.version_info >= (3, 11):
     import tomllib

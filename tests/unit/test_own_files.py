@@ -1,7 +1,7 @@
 """Every file that a run leaves behind, with values of other types in it: its readers answer, or say what is wrong.
 
 A case is one key of one file with one wrong value, or a whole file that is none. Readers may refuse it with an error of
-``megatron_port.errors``; nothing else may leave them, and nothing may wait.
+``megatron_port.core.errors``; nothing else may leave them, and nothing may wait.
 """
 
 from __future__ import annotations
@@ -23,40 +23,42 @@ from typing import Any, Literal
 
 import pytest
 
-from megatron_port.backend import attention_table, kernels
 from megatron_port.cli import runs as runs_cli
 from megatron_port.cli.arguments import print_json
 from megatron_port.cli.main import main
-from megatron_port.config.loader import load
-from megatron_port.config.schema import LaunchConfig, PreflightConfig
-from megatron_port.data import fetch, prepare, reference
-from megatron_port.data.format import CorpusMeta, read_meta, tokenizer_name
-from megatron_port.data.index_cache import _whole as cache_is_whole
-from megatron_port.data.writer import Written
-from megatron_port.errors import PortError
-from megatron_port.launch import attempts, control, direct, snapshot, status
-from megatron_port.launch import record as records
-from megatron_port.launch.attempts import Attempt
-from megatron_port.launch.continuation import chain_command
-from megatron_port.launch.outcome import AttemptOutcome, Failure
-from megatron_port.launch.record import Planned, QueuedJob, Record
-from megatron_port.live.follow import FollowedRun
-from megatron_port.live.sections import document
-from megatron_port.plan import activation_file, compare
-from megatron_port.preflight.preflight_report import make_report, read_network, read_nodes
-from megatron_port.preflight.preflight_report import render as render_preflight
-from megatron_port.runtime import lease
-from megatron_port.runtime.holder import Holder, judge, this_process
-from megatron_port.runtime.job import Job
-from megatron_port.runtime.typed_json import Natural, WrongContent, typed
-from megatron_port.session.identity import Identity, read_identity
-from megatron_port.telemetry import run_report, run_state
-from megatron_port.telemetry.expert_file import read_rows as read_expert_rows
-from megatron_port.telemetry.metrics import read_metrics
-from megatron_port.telemetry.route_file import RouteFolder
-from megatron_port.telemetry.run_data import read_run
-from megatron_port.tune import lease as tune_lease
-from megatron_port.tune.results import Results, Trial, run_key
+from megatron_port.core.config.loader import load
+from megatron_port.core.config.schema import LaunchConfig, PreflightConfig
+from megatron_port.core.data.format import CorpusMeta, read_meta, tokenizer_name
+from megatron_port.core.data.index_cache import _whole as cache_is_whole
+from megatron_port.core.data.writer import Written
+from megatron_port.core.dist import lease
+from megatron_port.core.dist.holder import Holder, judge, this_process
+from megatron_port.core.dist.job import Job
+from megatron_port.core.errors import PortError
+from megatron_port.core.io.typed_json import Natural, WrongContent, typed
+from megatron_port.ext.corpora import fetch, prepare
+from megatron_port.ext.kernels import attention_table, kernels
+from megatron_port.ext.objectives import reference_losses as reference
+from megatron_port.ext.telemetry import run_state
+from megatron_port.ext.telemetry.expert_file import read_rows as read_expert_rows
+from megatron_port.ext.telemetry.metrics import read_metrics
+from megatron_port.ext.telemetry.route_file import RouteFolder
+from megatron_port.run.identity import Identity, read_identity
+from megatron_port.tools.launch import attempts, control, direct, snapshot, status
+from megatron_port.tools.launch import record as records
+from megatron_port.tools.launch.attempts import Attempt
+from megatron_port.tools.launch.continuation import chain_command
+from megatron_port.tools.launch.outcome import AttemptOutcome, Failure
+from megatron_port.tools.launch.record import Planned, QueuedJob, Record
+from megatron_port.tools.live.follow import FollowedRun
+from megatron_port.tools.live.sections import document
+from megatron_port.tools.plan import activation_file, compare
+from megatron_port.tools.preflight.preflight_report import make_report, read_network, read_nodes
+from megatron_port.tools.preflight.preflight_report import render as render_preflight
+from megatron_port.tools.report import run_report
+from megatron_port.tools.report.run_data import read_run
+from megatron_port.tools.tune import lease as tune_lease
+from megatron_port.tools.tune.results import Results, Trial, run_key
 
 CONFIG = load("runs/quickstart").config
 JOB = Job("12", 1, "12", "n[1-2]")

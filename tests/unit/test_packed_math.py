@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_port.backend import kernels
-from megatron_port.backend.attention import math_attention
-from megatron_port.backend.fused import ProbabilityDropout, torch_causal_softmax, torch_split_rotary
-from megatron_port.backend.ops.softmax import causal_softmax
-from megatron_port.backend.packed_math import packed_math_attention
-from megatron_port.parallel.positions import Positions
-from megatron_port.parallel.random import DropoutStream
+from megatron_port.core.dist.positions import Positions
+from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.fused import ProbabilityDropout, torch_causal_softmax, torch_split_rotary
+from megatron_port.core.layers.fused_attention import math_attention
+from megatron_port.core.layers.packed_math import packed_math_attention
+from megatron_port.ext.kernels import kernels
+from megatron_port.ext.kernels.ops.softmax import causal_softmax
 
 
 def dropout_of(p: float, batch: int, seq: int) -> ProbabilityDropout | None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.parallel.counter import key_of, normal_from_uniform, random_bits, uniform
+from megatron_port.core.dist.counter import key_of, normal_from_uniform, random_bits, uniform
 
 N = 1 << 18
 KEYS = st.integers(-(1 << 63), (1 << 63) - 1)

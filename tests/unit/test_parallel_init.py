@@ -15,19 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-from megatron_port.backend.providers import torch_providers
-from megatron_port.config.schema import LayoutConfig, ModelConfig
-from megatron_port.model.build import BuildContext
-from megatron_port.model.gpt import GPTStage, build_stage
-from megatron_port.parallel import init
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.embedding import padded_vocab_size
-from megatron_port.parallel.init import initial_reader, initial_values
-from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.record import InitSpec, ParameterRecord, record_of
-from megatron_port.parallel.step import StepSlot
-from megatron_port.parallel.topology import Topology
-from megatron_port.pipeline.partition import balanced_layers
+from megatron_port.core.config.schema import LayoutConfig, ModelConfig
+from megatron_port.core.dist import init
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.init import initial_reader, initial_values
+from megatron_port.core.dist.record import InitSpec, ParameterRecord, record_of
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.embedding import padded_vocab_size
+from megatron_port.core.layers.step import StepSlot
+from megatron_port.core.model.build import BuildContext
+from megatron_port.core.model.gpt import GPTStage, build_stage
+from megatron_port.core.pipeline.partition import balanced_layers
+from megatron_port.ext.kernels.providers import torch_providers
 
 NORMAL = InitSpec("normal", 0.02)
 

@@ -10,10 +10,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_port.parallel.compat import widening_addmm
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.linear import ColumnParallelLinear, RowParallelLinear, WgradAccumulator, add_product, linear
-from megatron_port.parallel.record import InitSpec
+from megatron_port.core.dist.compat import widening_addmm
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.record import InitSpec
+from megatron_port.core.layers.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    WgradAccumulator,
+    add_product,
+    linear,
+)
 
 MICRO_BATCHES = 3
 HALF = (torch.bfloat16, torch.float16)

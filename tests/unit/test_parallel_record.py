@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron_port.engine.module import ScratchBuffer, logical_pieces, read_local, read_range, recorded_parameters
-from megatron_port.parallel.record import InitSpec, ParameterRecord, attach, record_of
+from megatron_port.core.dist.record import InitSpec, ParameterRecord, attach, record_of
+from megatron_port.core.engine.module import ScratchBuffer, logical_pieces, read_local, read_range, recorded_parameters
 
 NORMAL = InitSpec("normal", 0.02)
 Shape = tuple[int, ...]

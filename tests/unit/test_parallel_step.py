@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_port.data.batch import MicroBatch
-from megatron_port.model.recompute import recompute
-from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.step import AuxiliarySums, StepShared, StepSlot
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.step import AuxiliarySums, StepShared, StepSlot
+from megatron_port.core.model.recompute import recompute
 
 CPU = torch.device("cpu")
 

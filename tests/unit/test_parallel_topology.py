@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.errors import ConfigError, EnvironmentFault
-from megatron_port.parallel.context import ParallelContext, planned
-from megatron_port.parallel.topology import Coordinates, Topology
+from megatron_port.core.dist.context import ParallelContext, planned
+from megatron_port.core.dist.topology import Coordinates, Topology
+from megatron_port.core.errors import ConfigError, EnvironmentFault
 
 AXES = ("tp", "pp", "dp")
 TOPOLOGIES = st.builds(Topology, tp=st.integers(1, 9), pp=st.integers(1, 9), dp=st.integers(1, 9))

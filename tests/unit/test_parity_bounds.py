@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_port.config.schema import ModelConfig, RunConfig
-from megatron_port.parity.comparison import (
+from megatron_port.core.config.schema import ModelConfig, RunConfig
+from megatron_port.tools.parity.comparison import (
     DISTANCE,
     FIRST_STEP,
     FP32,
@@ -23,7 +23,7 @@ from megatron_port.parity.comparison import (
     distances,
     first_step,
 )
-from megatron_port.parity.half_precision import SingleRuns, within_rounding
+from megatron_port.tools.parity.half_precision import SingleRuns, within_rounding
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "parity.md").read_text(encoding="utf-8")
 MODEL = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=7, seq_length=4)

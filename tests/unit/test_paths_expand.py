@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from megatron_port.cli.main import COMMANDS, main
-from megatron_port.config.choices import leaf_types
-from megatron_port.config.loader import load
-from megatron_port.config.ranges import path_mark
-from megatron_port.config.schema import RunConfig
-from megatron_port.config.urls import expanded, expanded_tokenizer, local_path
-from megatron_port.errors import ConfigError
+from megatron_port.core.config.choices import leaf_types
+from megatron_port.core.config.loader import load
+from megatron_port.core.config.ranges import path_mark
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.config.urls import expanded, expanded_tokenizer, local_path
+from megatron_port.core.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)

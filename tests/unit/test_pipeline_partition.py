@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.config.schema import ModelConfig
-from megatron_port.errors import ConfigError
-from megatron_port.model.flops import unit_costs
-from megatron_port.pipeline.partition import balanced_layers, search_split
+from megatron_port.core.config.schema import ModelConfig
+from megatron_port.core.errors import ConfigError
+from megatron_port.core.model.flops import unit_costs
+from megatron_port.core.pipeline.partition import balanced_layers, search_split
 
 COSTS = st.integers(0, 20).map(float)
 

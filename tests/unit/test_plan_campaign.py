@@ -7,9 +7,9 @@ import math
 import pytest
 
 from megatron_port.cli.main import main
-from megatron_port.config.loader import load
-from megatron_port.errors import ConfigError
-from megatron_port.plan.campaign import (
+from megatron_port.core.config.loader import load
+from megatron_port.core.errors import ConfigError
+from megatron_port.tools.plan.campaign import (
     CURVES,
     FAILURE_HOURS,
     Terms,
@@ -19,7 +19,7 @@ from megatron_port.plan.campaign import (
     longest_job,
     straggler,
 )
-from megatron_port.plan.campaign_text import offers
+from megatron_port.tools.plan.campaign_text import offers
 
 
 def test_the_best_interval_is_best() -> None:

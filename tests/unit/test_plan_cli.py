@@ -16,19 +16,19 @@ from typing import Any
 import pytest
 
 from megatron_port.cli.main import main
-from megatron_port.config.checks import check, problems
-from megatron_port.config.layout import with_values
-from megatron_port.config.loader import load, shipped_names
-from megatron_port.config.machine import CalibrationConfig, HardwareConfig
-from megatron_port.errors import ConfigError
-from megatron_port.model.flops import model_flops
-from megatron_port.plan import arithmetic
-from megatron_port.plan.assumed import with_assumed_hardware
-from megatron_port.plan.case import case_of, machine_of, machine_problems
-from megatron_port.plan.fastest import fastest, kinds_of, states_of
-from megatron_port.plan.memory import plan_memory
-from megatron_port.plan.refine import refined
-from megatron_port.plan.search import (
+from megatron_port.core.config.checks import check, problems
+from megatron_port.core.config.layout import with_values
+from megatron_port.core.config.loader import load, shipped_names
+from megatron_port.core.config.machine import CalibrationConfig, HardwareConfig
+from megatron_port.core.errors import ConfigError
+from megatron_port.core.model.flops import model_flops
+from megatron_port.tools.plan import arithmetic
+from megatron_port.tools.plan.assumed import with_assumed_hardware
+from megatron_port.tools.plan.case import case_of, machine_of, machine_problems
+from megatron_port.tools.plan.fastest import fastest, kinds_of, states_of
+from megatron_port.tools.plan.memory import plan_memory
+from megatron_port.tools.plan.refine import refined
+from megatron_port.tools.plan.search import (
     Candidate,
     flags_of,
     fullest,
@@ -38,8 +38,8 @@ from megatron_port.plan.search import (
     search,
     settings_of,
 )
-from megatron_port.plan.step import plan_step
-from megatron_port.plan.verdict import make_plan
+from megatron_port.tools.plan.step import plan_step
+from megatron_port.tools.plan.verdict import make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -318,5 +318,6 @@ def test_every_described_cluster_can_be_planned_for(name: str) -> None:
 
 
 def test_planning_needs_no_torch() -> None:
-    code = "import sys, megatron_port.plan.verdict, megatron_port.plan.text; sys.exit('torch' in sys.modules)"
+    modules = "megatron_port.tools.plan.verdict, megatron_port.tools.plan.text"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

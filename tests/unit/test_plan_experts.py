@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from megatron_port.config.checks import problems
-from megatron_port.config.layout import expert_cuts
-from megatron_port.config.loader import load
-from megatron_port.config.moe import MoEConfig, RoutesConfig
-from megatron_port.config.schema import (
+from megatron_port.core.config.checks import problems
+from megatron_port.core.config.layout import expert_cuts
+from megatron_port.core.config.loader import load
+from megatron_port.core.config.moe import MoEConfig, RoutesConfig
+from megatron_port.core.config.schema import (
     BatchConfig,
     DataConfig,
     LayoutConfig,
@@ -20,22 +20,22 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.model.decoder_spec import model_spec
-from megatron_port.model.flops import parameter_count
-from megatron_port.parallel.mesh import Mesh
-from megatron_port.plan.case import Case, Machine, case_of, machine_of
-from megatron_port.plan.elements import bucket_elements, expert_elements, stage_elements
-from megatron_port.plan.engines import ENGINES
-from megatron_port.plan.experts import exchange_seconds, expert_cost
-from megatron_port.plan.guard import memory_problem
-from megatron_port.plan.layer import layer_cost
-from megatron_port.plan.links import Links, span
-from megatron_port.plan.memory import held_bytes, plan_memory
-from megatron_port.plan.rates import Rates
-from megatron_port.plan.search import options_of, search, settings_of
-from megatron_port.plan.step import chunk_costs, plan_step
-from megatron_port.plan.text import explain, render
-from megatron_port.plan.verdict import make_plan
+from megatron_port.core.dist.mesh import Mesh
+from megatron_port.core.model.decoder_spec import model_spec
+from megatron_port.core.model.flops import parameter_count
+from megatron_port.tools.plan.case import Case, Machine, case_of, machine_of
+from megatron_port.tools.plan.elements import bucket_elements, expert_elements, stage_elements
+from megatron_port.tools.plan.engines import ENGINES
+from megatron_port.tools.plan.experts import exchange_seconds, expert_cost
+from megatron_port.tools.plan.guard import memory_problem
+from megatron_port.tools.plan.layer import layer_cost
+from megatron_port.tools.plan.links import Links, span
+from megatron_port.tools.plan.memory import held_bytes, plan_memory
+from megatron_port.tools.plan.rates import Rates
+from megatron_port.tools.plan.search import options_of, search, settings_of
+from megatron_port.tools.plan.step import chunk_costs, plan_step
+from megatron_port.tools.plan.text import explain, render
+from megatron_port.tools.plan.verdict import make_plan
 
 MODEL = ModelConfig(
     num_layers=4, hidden_size=512, num_attention_heads=8, vocab_size=1024, seq_length=256, activation="swiglu",

@@ -12,20 +12,20 @@ import pytest
 
 from megatron_port.api import run_training
 from megatron_port.cli.main import main
-from megatron_port.config.checks import problems
-from megatron_port.config.loader import load
-from megatron_port.config.offload import OffloadConfig
-from megatron_port.config.schema import OptimizerConfig, RunConfig
-from megatron_port.plan.advice import ways_to_fit
-from megatron_port.plan.case import case_of, machine_of
-from megatron_port.plan.elements import stage_elements
-from megatron_port.plan.guard import memory_problem, planned_memory
-from megatron_port.plan.memory import stage_memory
-from megatron_port.plan.offload import offloaded
-from megatron_port.plan.rule_cost import rule_cost
-from megatron_port.plan.starved import starved_stages
-from megatron_port.plan.verdict import make_plan
-from megatron_port.runtime.discovery import ProcessInfo
+from megatron_port.core.config.checks import problems
+from megatron_port.core.config.loader import load
+from megatron_port.core.config.offload import OffloadConfig
+from megatron_port.core.config.schema import OptimizerConfig, RunConfig
+from megatron_port.core.dist.discovery import ProcessInfo
+from megatron_port.tools.plan.advice import ways_to_fit
+from megatron_port.tools.plan.case import case_of, machine_of
+from megatron_port.tools.plan.elements import stage_elements
+from megatron_port.tools.plan.guard import memory_problem, planned_memory
+from megatron_port.tools.plan.memory import stage_memory
+from megatron_port.tools.plan.offload import offloaded
+from megatron_port.tools.plan.rule_cost import rule_cost
+from megatron_port.tools.plan.starved import starved_stages
+from megatron_port.tools.plan.verdict import make_plan
 
 TOO_FEW = "layout.pipeline_parallel_size=4"
 ONE_DEVICE = ["cluster.nodes=1", "cluster.gpus_per_node=1", "layout.pipeline_parallel_size=1"]
@@ -102,7 +102,7 @@ def small(tmp_path: Path) -> Path:
 def test_train_stops_with_2_before_any_process_meets(
     small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_port.runtime.local.run_local", lambda *a, **k: pytest.fail("ranks were started"))
+    monkeypatch.setattr("megatron_port.core.dist.local.run_local", lambda *a, **k: pytest.fail("ranks were started"))
     out = f"output_dir={tmp_path / 'runs'}"
     for arguments in (["--nproc", "2"], ["--dry-run"]):
         assert main(["train", str(small), "--set", out, *arguments]) == 2
@@ -130,7 +130,7 @@ def test_starved_stages_are_told_by_plan_dry_run_and_training_alike(
     sets = [word for one in few for word in ("--set", one)]
     assert main(["train", str(small), "--dry-run", *sets]) == 0
     assert f"warning: {text}" in capsys.readouterr().out
-    monkeypatch.setattr("megatron_port.session.session.open_session", lambda *a, **k: pytest.fail("reached"))
+    monkeypatch.setattr("megatron_port.run.session.open_session", lambda *a, **k: pytest.fail("reached"))
     with pytest.raises(pytest.fail.Exception, match="reached"):
         run_training(config, cast(ProcessInfo, SimpleNamespace(rank=0, world_size=8)))
     assert f"warning: {text}" in capsys.readouterr().err

@@ -8,9 +8,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from megatron_port.backend.providers import torch_providers
-from megatron_port.config.loader import load
-from megatron_port.config.schema import (
+from megatron_port.core.config.loader import load
+from megatron_port.core.config.schema import (
     ActivationsConfig,
     BackendConfig,
     LayoutConfig,
@@ -18,19 +17,20 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.model.decoder_spec import model_spec
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.step import StepSlot
-from megatron_port.parallel.topology import Topology
-from megatron_port.plan.activations import layer_activation_bytes
-from megatron_port.plan.case import Case, Machine, balanced_split, case_of, machine_of
-from megatron_port.plan.elements import stage_elements
-from megatron_port.plan.engines import Engine
-from megatron_port.plan.layer import attention_seconds
-from megatron_port.plan.memory import plan_memory, stage_memory
-from megatron_port.plan.rates import Rates
-from megatron_port.session.assemble import build_model
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.step import StepSlot
+from megatron_port.core.model.decoder_spec import model_spec
+from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.run.build import build_model
+from megatron_port.tools.plan.activations import layer_activation_bytes
+from megatron_port.tools.plan.case import Case, Machine, balanced_split, case_of, machine_of
+from megatron_port.tools.plan.elements import stage_elements
+from megatron_port.tools.plan.engines import Engine
+from megatron_port.tools.plan.layer import attention_seconds
+from megatron_port.tools.plan.memory import plan_memory, stage_memory
+from megatron_port.tools.plan.rates import Rates
 
 GIB, MIB = 2**30, 2**20
 MEASURED_175B = (

@@ -10,10 +10,10 @@ import torch
 from fake_ranks import fake_rank
 from rank_memory import held_bytes, measure, padding
 
-from megatron_port.config.fine_tuning import FineTuningConfig
-from megatron_port.config.layout import with_values
-from megatron_port.config.moe import MoEConfig
-from megatron_port.config.schema import (
+from megatron_port.core.config.fine_tuning import FineTuningConfig
+from megatron_port.core.config.layout import with_values
+from megatron_port.core.config.moe import MoEConfig
+from megatron_port.core.config.schema import (
     ActivationsConfig,
     BackendConfig,
     BatchConfig,
@@ -24,16 +24,16 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.model.activation_sites import RECOMPUTED, REPLICATED, SITES, choice
-from megatron_port.model.shapes import model_records
-from megatron_port.optim.rules import ElementwiseRule
-from megatron_port.parallel.record import ParameterRecord
-from megatron_port.plan.case import Machine, case_of
-from megatron_port.plan.elements import window_elements
-from megatron_port.plan.memory import stage_memory
-from megatron_port.registry import OPTIMIZERS
-from megatron_port.session.assemble import topology_of
-from megatron_port.session.dry_run import build_every_rank
+from megatron_port.core.dist.record import ParameterRecord
+from megatron_port.core.model.activation_sites import RECOMPUTED, REPLICATED, SITES, choice
+from megatron_port.core.model.shapes import model_records
+from megatron_port.core.optim.rules import ElementwiseRule
+from megatron_port.core.registry import OPTIMIZERS
+from megatron_port.run.build import topology_of
+from megatron_port.run.dry_run import build_every_rank
+from megatron_port.tools.plan.case import Machine, case_of
+from megatron_port.tools.plan.elements import window_elements
+from megatron_port.tools.plan.memory import stage_memory
 
 GPT = {"num_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "vocab_size": 1000, "seq_length": 128}
 LLAMA = {

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from megatron_port.config.loader import load
-from megatron_port.config.schema import CalibrationConfig
-from megatron_port.errors import ConfigError
-from megatron_port.model.decoder_spec import model_spec
-from megatron_port.plan.case import Machine, case_of, machine_of, table_of
-from megatron_port.plan.cost import Cost
-from megatron_port.plan.engines import ENGINES
-from megatron_port.plan.kernel_table import Entry, KernelTable, band, between, held_out_errors, read_table, to_csv
-from megatron_port.plan.layer import layer_cost, start_seconds
-from megatron_port.plan.links import Links, span
-from megatron_port.plan.rates import Rates
-from megatron_port.plan.step import plan_step
+from megatron_port.core.config.loader import load
+from megatron_port.core.config.schema import CalibrationConfig
+from megatron_port.core.errors import ConfigError
+from megatron_port.core.model.decoder_spec import model_spec
+from megatron_port.tools.plan.case import Machine, case_of, machine_of, table_of
+from megatron_port.tools.plan.cost import Cost
+from megatron_port.tools.plan.engines import ENGINES
+from megatron_port.tools.plan.kernel_table import Entry, KernelTable, band, between, held_out_errors, read_table, to_csv
+from megatron_port.tools.plan.layer import layer_cost, start_seconds
+from megatron_port.tools.plan.links import Links, span
+from megatron_port.tools.plan.rates import Rates
+from megatron_port.tools.plan.step import plan_step
 
 
 def test_a_ratio_that_is_the_same_everywhere_is_found_everywhere() -> None:

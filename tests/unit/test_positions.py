@@ -10,18 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.backend.choose import choose_providers
-from megatron_port.backend.device import choose_device
-from megatron_port.backend.providers import Providers, torch_providers
-from megatron_port.config.schema import BackendConfig, LayoutConfig, ModelConfig
-from megatron_port.model.attention import SelfAttention
-from megatron_port.model.build import BuildContext
-from megatron_port.model.decoder_spec import attention_spec, model_spec
-from megatron_port.model.gpt import GPTStage
-from megatron_port.model.layers import Embedding
-from megatron_port.model.norm import Norm
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.positions import (
+from megatron_port.core.config.schema import BackendConfig, LayoutConfig, ModelConfig
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.device import choose_device
+from megatron_port.core.dist.positions import (
     WHOLE_SEQUENCE,
     Division,
     Positions,
@@ -30,9 +22,17 @@ from megatron_port.parallel.positions import (
     divide,
     sequence_partition,
 )
-from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.step import StepSlot
-from megatron_port.parallel.topology import Topology
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.step import StepSlot
+from megatron_port.core.model.attention import SelfAttention
+from megatron_port.core.model.build import BuildContext
+from megatron_port.core.model.decoder_spec import attention_spec, model_spec
+from megatron_port.core.model.gpt import GPTStage
+from megatron_port.core.model.layers import Embedding
+from megatron_port.core.model.norm import Norm
+from megatron_port.ext.kernels.choose import choose_providers
+from megatron_port.ext.kernels.providers import Providers, torch_providers
 
 CPU = torch.device("cpu")
 SEQ, BATCH = 32, 2

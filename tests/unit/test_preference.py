@@ -15,24 +15,24 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_port.backend.providers import torch_providers
 from megatron_port.cli.main import main
-from megatron_port.config.checks import problems
-from megatron_port.config.schema import BatchConfig, DataConfig, RunConfig, TrainingConfig
-from megatron_port.data.conversations import ConversationRefusal
-from megatron_port.data.indexed import IndexedDataset
-from megatron_port.data.loader import Loaders, build_loaders
-from megatron_port.data.preferences import preference_of
-from megatron_port.data.reference import read_reference, reference_path
-from megatron_port.data.tokenizer import get_tokenizer
-from megatron_port.data.verify import verify
-from megatron_port.engine.native import NativeEngine
-from megatron_port.errors import DataError
-from megatron_port.interop.hf_files import HFFolder
-from megatron_port.objectives.dpo import PairObjective, pair_loss_sum
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parity.comparison import gradient_deviation
-from megatron_port.session.assemble import build_engine
+from megatron_port.core.config.checks import problems
+from megatron_port.core.config.schema import BatchConfig, DataConfig, RunConfig, TrainingConfig
+from megatron_port.core.data.indexed import IndexedDataset
+from megatron_port.core.data.loader import Loaders, build_loaders
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.engine.native import NativeEngine
+from megatron_port.core.errors import DataError
+from megatron_port.ext.corpora.conversations import ConversationRefusal
+from megatron_port.ext.corpora.tokenizer import get_tokenizer
+from megatron_port.ext.corpora.verify import verify
+from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.ext.objectives.dpo import PairObjective, pair_loss_sum
+from megatron_port.ext.objectives.preferences import preference_of
+from megatron_port.ext.objectives.reference_losses import read_reference, reference_path
+from megatron_port.run.build import build_engine
+from megatron_port.tools.interop.hf_files import HFFolder
+from megatron_port.tools.parity.comparison import gradient_deviation
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "chat"
 USER, GOOD, BAD = ({"role": role, "content": text} for role, text in (

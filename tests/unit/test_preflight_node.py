@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_port.config.schema import ClusterConfig, LaunchConfig, RunConfig
-from megatron_port.preflight.core import (
+from megatron_port.core.config.schema import ClusterConfig, LaunchConfig, RunConfig
+from megatron_port.tools.preflight.core import (
     Window,
     accounted_seconds,
     enough,
@@ -18,8 +18,8 @@ from megatron_port.preflight.core import (
     rate_of,
     stopped_seconds,
 )
-from megatron_port.preflight.node import compare_environment, wanted_environment
-from megatron_port.preflight.probe import (
+from megatron_port.tools.preflight.node import compare_environment, wanted_environment
+from megatron_port.tools.preflight.probe import (
     ABSENT,
     HUNG,
     DeviceProbe,
@@ -29,7 +29,7 @@ from megatron_port.preflight.probe import (
     missing_devices,
     unmeasured,
 )
-from megatron_port.preflight.vendor import parse_amd_ecc, parse_nvidia, parse_rocm
+from megatron_port.tools.preflight.vendor import parse_amd_ecc, parse_nvidia, parse_rocm
 
 NVIDIA = """\
 0, NVIDIA H100 80GB HBM3, 550.54.15, 41, 1980, 1980, 81559, 0x0000000000000000, 0, 0, No, No

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.table import Table
 
-from megatron_port.checkpoint.format import SavedState
-from megatron_port.checkpoint.writer import save_checkpoint
 from megatron_port.cli.main import main
-from megatron_port.parallel.state import StatePiece
-from megatron_port.runtime.logging import Logger
-from megatron_port.runtime.printable import SafeStream, one_line, printable, safe_output, trusted
+from megatron_port.core.checkpoint.format import SavedState
+from megatron_port.core.checkpoint.writer import save_checkpoint
+from megatron_port.core.dist.state import StatePiece
+from megatron_port.core.io.logging import Logger
+from megatron_port.core.io.printable import SafeStream, one_line, printable, safe_output, trusted
 
 CLEAR = "\x1b[2J\x1b[Hstep-00000009: whole"
 TITLE = "\x9d0;owned\x9c"

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_port.config.checks import problems
-from megatron_port.config.ranges import are_ranges, parse_ranges, within
-from megatron_port.config.schema import RunConfig, TelemetryConfig, TrainingConfig
-from megatron_port.runtime.logging import Logger
-from megatron_port.runtime.progress import BACKWARD, FORWARD, ProgressTracker
-from megatron_port.telemetry.trace import FOLDER, MERGED, SPAN, main, merge, rank_events, trace_name
-from megatron_port.train.profile import StepProfiler
+from megatron_port.core.config.checks import problems
+from megatron_port.core.config.ranges import are_ranges, parse_ranges, within
+from megatron_port.core.config.schema import RunConfig, TelemetryConfig, TrainingConfig
+from megatron_port.core.dist.progress import BACKWARD, FORWARD, ProgressTracker
+from megatron_port.core.io.logging import Logger
+from megatron_port.ext.health.profile import StepProfiler
+from megatron_port.ext.telemetry.trace import FOLDER, MERGED, SPAN, main, merge, rank_events, trace_name
 
 
 def session(tmp_path: Path, rank: int = 0, **telemetry: Any) -> Any:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from published_configs import PUBLISHED, REFUSED, cut
 
-from megatron_port.errors import CheckpointError
-from megatron_port.interop.hf_check import our_logits
-from megatron_port.interop.hf_config import model_from_hf
-from megatron_port.interop.hf_files import HFFolder
+from megatron_port.core.errors import CheckpointError
+from megatron_port.tools.interop.hf_check import our_logits
+from megatron_port.tools.interop.hf_config import model_from_hf
+from megatron_port.tools.interop.hf_files import HFFolder
 
 transformers = pytest.importorskip("transformers")
 BOUND = {"deepseek_v2": 1e-6}  # it turns its heads in complex64

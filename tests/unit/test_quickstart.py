@@ -14,10 +14,10 @@ from types import ModuleType
 
 import pytest
 
-from megatron_port.config.checks import problems
-from megatron_port.config.dump import config_hash
-from megatron_port.config.loader import load
-from megatron_port.model.flops import active_count
+from megatron_port.core.config.checks import problems
+from megatron_port.core.config.dump import config_hash
+from megatron_port.core.config.loader import load
+from megatron_port.core.model.flops import active_count
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -192,7 +192,7 @@ def test_the_loss_never_rises_above_its_start(tmp_path: Path, monkeypatch: pytes
     first, and the mean of the last five 0.57 to 0.60.
     """
     from megatron_port.cli.main import main
-    from megatron_port.telemetry.metrics import read_metrics
+    from megatron_port.ext.telemetry.metrics import read_metrics
 
     texts = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "megatron_port").rglob("*.py"))]
     (tmp_path / "text.txt").write_text("\n\n\n".join(path.read_text() for path in texts))

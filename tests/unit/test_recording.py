@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_port.parity.recording import _write, read_recorded
-from megatron_port.parity.run_record import RankTrace, Slice
+from megatron_port.tools.parity.recording import _write, read_recorded
+from megatron_port.tools.parity.run_record import RankTrace, Slice
 
 
 def test_two_slices_of_one_name_are_two(tmp_path: Path) -> None:

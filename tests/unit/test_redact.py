@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from megatron_port.config.checks import problems
-from megatron_port.config.schema import DataConfig, RunConfig
-from megatron_port.config.secrets import secret_name, secret_problems
-from megatron_port.errors import EnvironmentFault
-from megatron_port.launch.outcome import read_failure, record_failure
-from megatron_port.preflight.files import write_json
-from megatron_port.runtime.redact import redact, redacted
-from megatron_port.watch.watch_report import add_event
+from megatron_port.core.config.checks import problems
+from megatron_port.core.config.schema import DataConfig, RunConfig
+from megatron_port.core.config.secrets import secret_name, secret_problems
+from megatron_port.core.errors import EnvironmentFault
+from megatron_port.core.io.redact import redact, redacted
+from megatron_port.tools.launch.outcome import read_failure, record_failure
+from megatron_port.tools.preflight.files import write_json
+from megatron_port.tools.watch.watch_report import add_event
 
 KEY = "d41d8cd98f00b204e9800998ecf8427e"
 ENVIRON = {"WANDB_API_KEY": KEY, "MEGATRON_PORT_SECRET": "0123456789abcdef", "HOME": "/home/somebody", "TOKEN": "short"}

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_port.config.checks import problems
-from megatron_port.config.loader import load
-from megatron_port.errors import ConfigError
-from megatron_port.registry import OPTIMIZERS, REGISTRIES, Registry
+from megatron_port.core.config.checks import problems
+from megatron_port.core.config.loader import load
+from megatron_port.core.errors import ConfigError
+from megatron_port.core.registry import OPTIMIZERS, REGISTRIES, Registry
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "optimizer"
@@ -63,7 +63,8 @@ def test_the_package_finds_its_own() -> None:
 def test_a_plugin_is_loaded_before_the_checks_and_without_torch(tmp_path: Path) -> None:
     run = run_file(tmp_path, 'engine = "native"\nplugins = ["signum"]\n[optimizer]\nname = "signum"')
     found = python(
-        f"import sys; from megatron_port.config.loader import load; from megatron_port.config.checks import problems\n"
+        "import sys; from megatron_port.core.config.loader import load\n"
+        "from megatron_port.core.config.checks import problems\n"
         f"config = load({str(run)!r}).config; print(config.plugins, problems(config), 'torch' in sys.modules)\n"
         f"load({str(run)!r})",  # a second time in a process is nothing new
         EXAMPLE,
@@ -78,7 +79,8 @@ def test_a_plugin_is_loaded_before_the_checks_and_without_torch(tmp_path: Path) 
     (None, "ModuleNotFoundError: No module named 'my_plugin'"),
     ("import nothing_here", "ModuleNotFoundError: No module named 'nothing_here'"),
     ("1 / 0", "ZeroDivisionError: division by zero"),
-    ("from megatron_port.registry import OPTIMIZERS\nOPTIMIZERS.add('adamw', 1)", "'adamw' is megatron_port's own"),
+    ("from megatron_port.core.registry import OPTIMIZERS\nOPTIMIZERS.add('adamw', 1)",
+     "'adamw' is megatron_port's own"),
 ])
 def test_a_plugin_that_cannot_be_loaded_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str | None, says: str
@@ -100,7 +102,7 @@ def test_an_entry_point_is_found_where_a_name_is_not_known(tmp_path: Path) -> No
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: signum-package\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[megatron_port.plugins]\nlion = signum\nbroken = not_installed\n")
     code = (
-        "from megatron_port.config.loader import load\nfrom megatron_port.registry import OPTIMIZERS\n"
+        "from megatron_port.core.config.loader import load\nfrom megatron_port.core.registry import OPTIMIZERS\n"
         "load(None, ['optimizer.name={}'])\nprint(OPTIMIZERS.added)"
     )
     assert python(code.format("adamw"), EXAMPLE, tmp_path).stdout.strip() == "()"  # not even looked at

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import megatron_port.health.replicas as replicas
-from megatron_port.health.replicas import BitsHash
-from megatron_port.parallel.row_hashes import odd_ones
+import megatron_port.ext.health.replicas as replicas
+from megatron_port.core.dist.row_hashes import odd_ones
+from megatron_port.ext.health.replicas import BitsHash
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

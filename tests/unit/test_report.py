@@ -8,14 +8,14 @@ from html.parser import HTMLParser
 
 import pytest
 
-from megatron_port.charts.lines import Mark, line_chart
-from megatron_port.charts.lines import Series as Curve
-from megatron_port.charts.numbers import ticks
 from megatron_port.cli.main import main
-from megatron_port.errors import ConfigError
-from megatron_port.telemetry.metrics import MetricsWriter
-from megatron_port.telemetry.run_data import POINTS, Series, read_run
-from megatron_port.telemetry.run_report import Comparison, render
+from megatron_port.core.errors import ConfigError
+from megatron_port.core.io.numbers import ticks
+from megatron_port.ext.telemetry.metrics import MetricsWriter
+from megatron_port.tools.charts.lines import Mark, line_chart
+from megatron_port.tools.charts.lines import Series as Curve
+from megatron_port.tools.report.run_data import POINTS, Series, read_run
+from megatron_port.tools.report.run_report import Comparison, render
 
 
 class Checked(HTMLParser):
@@ -144,8 +144,8 @@ def test_the_command(run, capsys):
 
 
 def test_predicted_and_measured(tmp_path, capsys):
-    from megatron_port.config.dump import to_toml
-    from megatron_port.config.loader import load
+    from megatron_port.core.config.dump import to_toml
+    from megatron_port.core.config.loader import load
 
     folder = make(tmp_path / "planned")
     (folder / "config.toml").write_text(to_toml(load(["models/gpt2-124m", "clusters/h200"]).config))

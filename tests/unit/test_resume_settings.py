@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_checkpoint_roundtrip import whole
 
-from megatron_port.checkpoint.format import Manifest, SavedState, read_manifest
-from megatron_port.checkpoint.lineage import Committer
-from megatron_port.checkpoint.writer import save_checkpoint
-from megatron_port.config.checks import resolve
-from megatron_port.config.schema import (
+from megatron_port.core.checkpoint.format import Manifest, SavedState, read_manifest
+from megatron_port.core.checkpoint.lineage import Committer
+from megatron_port.core.checkpoint.writer import save_checkpoint
+from megatron_port.core.config.checks import resolve
+from megatron_port.core.config.schema import (
     BatchConfig,
     CheckpointConfig,
     ModelConfig,
@@ -26,18 +26,18 @@ from megatron_port.config.schema import (
     RunConfig,
     TrainingConfig,
 )
-from megatron_port.errors import CheckpointError, ConfigError
-from megatron_port.optim.schedules import BatchSchedule
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.runtime.lease import Fence
-from megatron_port.session.changes import changes_since, check_batch, check_seed, ended_rampup
-from megatron_port.session.folders import FOLDER, run_folder
-from megatron_port.session.identity import read_identity, settle
-from megatron_port.session.provenance import record_event, record_failure_event
-from megatron_port.telemetry.metrics import MetricsWriter
-from megatron_port.telemetry.run_data import read_run
-from megatron_port.train.closing import finished_line
-from megatron_port.train.state import Position, find_checkpoints, state_of
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.lease import Fence
+from megatron_port.core.errors import CheckpointError, ConfigError
+from megatron_port.core.optim.schedules import BatchSchedule
+from megatron_port.core.train.folders import FOLDER, run_folder
+from megatron_port.ext.telemetry.metrics import MetricsWriter
+from megatron_port.run.changes import changes_since, check_batch, check_seed, ended_rampup
+from megatron_port.run.closing import finished_line
+from megatron_port.run.identity import read_identity, settle
+from megatron_port.run.provenance import record_event, record_failure_event
+from megatron_port.run.state import Position, find_checkpoints, state_of
+from megatron_port.tools.report.run_data import read_run
 
 BASE = RunConfig(
     name="run", model=ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=11, seq_length=4),
@@ -51,7 +51,7 @@ def saved(config: RunConfig, step: int, samples: int | None = None) -> Manifest:
     engine: Any = SimpleNamespace(scalar_state=dict)
     count = BatchSchedule(config.batch, 1).samples_before(step) if samples is None else samples
     state: SavedState = state_of(engine, config, Position(step=step, samples=count, skipped=0))
-    from megatron_port.config.dump import as_dict
+    from megatron_port.core.config.dump import as_dict
 
     return Manifest(state=replace(state, config=as_dict(config)), saved_at=0.0, versions={}, files={}, pieces=())
 

@@ -13,16 +13,16 @@ import torch
 from contexts import rank_of
 from safetensors.torch import load_file
 
-from megatron_port.config.moe import MoEConfig, RoutesConfig
-from megatron_port.config.schema import ModelConfig, RunConfig, TrainingConfig
-from megatron_port.data.batch import MicroBatch
-from megatron_port.errors import ConfigError, DataError
-from megatron_port.parallel.random import DropoutStream
-from megatron_port.parallel.step import StepContext, StepSlot
-from megatron_port.parallel.topology import Topology
-from megatron_port.runtime.lease import Fence, LeaseLost
-from megatron_port.telemetry import route_writer
-from megatron_port.telemetry.route_file import (
+from megatron_port.core.config.moe import MoEConfig, RoutesConfig
+from megatron_port.core.config.schema import ModelConfig, RunConfig, TrainingConfig
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.dist.lease import Fence, LeaseLost
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.errors import ConfigError, DataError
+from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.step import StepContext, StepSlot
+from megatron_port.ext.telemetry import route_writer
+from megatron_port.ext.telemetry.route_file import (
     RankRoutes,
     RouteFolder,
     RouteIdentity,
@@ -31,7 +31,7 @@ from megatron_port.telemetry.route_file import (
     write_identity,
     write_steps,
 )
-from megatron_port.train.routes import RunRoutes
+from megatron_port.ext.telemetry.routes import RunRoutes
 
 LAYERS, SEQ, GLOBAL = 6, 8, 8
 CORPORA = [{"prefix": "corpus", "tokens": 1000, "bin_xxh3": "abc"}]

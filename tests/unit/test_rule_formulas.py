@@ -14,14 +14,14 @@ from fake_ranks import fake_rank
 from rule_twins import Twin
 from torch import nn
 
-from megatron_port.config.rule_options import (
+from megatron_port.core.config.rule_options import (
     AdafactorOptions,
     AdagradOptions,
     CAMEOptions,
     LAMBOptions,
     MuonOptions,
 )
-from megatron_port.config.schema import (
+from megatron_port.core.config.schema import (
     BatchConfig,
     DataConfig,
     LayoutConfig,
@@ -30,16 +30,16 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.engine.native import NativeEngine
-from megatron_port.engine.native_update import make_update
-from megatron_port.optim.matrices import assign, shapes_of
-from megatron_port.optim.muon import orthogonalized
-from megatron_port.optim.rules import rule_of, state_bytes
-from megatron_port.optim.sharded import ShardedParameters, ShardSettings
-from megatron_port.optim.step_values import StepNumbers, StepValues
-from megatron_port.optim.sums import rectangles
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.record import InitSpec, ParameterRecord, attach
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.record import InitSpec, ParameterRecord, attach
+from megatron_port.core.engine.native import NativeEngine
+from megatron_port.core.engine.native_update import make_update
+from megatron_port.core.optim.rules import rule_of, state_bytes
+from megatron_port.core.optim.sharded import ShardedParameters, ShardSettings
+from megatron_port.core.optim.step_values import StepNumbers, StepValues
+from megatron_port.core.optim.sums import rectangles
+from megatron_port.ext.rules.matrices import assign, shapes_of
+from megatron_port.ext.rules.muon import orthogonalized
 
 STEPS, LR = 6, 0.02
 SHAPES: dict[str, tuple[tuple[int, ...], bool, tuple[int, ...]]] = {

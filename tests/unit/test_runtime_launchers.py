@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.errors import EnvironmentFault, LauncherFault
-from megatron_port.runtime.discovery import ProcessInfo, discover
-from megatron_port.runtime.local import run_local
+from megatron_port.core.dist.discovery import ProcessInfo, discover
+from megatron_port.core.dist.local import run_local
+from megatron_port.core.errors import EnvironmentFault, LauncherFault
 
 Env = dict[str, str]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_port.checkpoint.disk import write_chunks
 from megatron_port.cli.main import main
-from megatron_port.launch.outcome import FINISHED, OUTCOME, AttemptOutcome, write_outcome
-from megatron_port.runtime.atomic import write_bytes, write_output
-from megatron_port.runtime.permissions import tighten
+from megatron_port.core.checkpoint.disk import write_chunks
+from megatron_port.core.io.atomic import write_bytes, write_output
+from megatron_port.core.io.permissions import tighten
+from megatron_port.tools.launch.outcome import FINISHED, OUTCOME, AttemptOutcome, write_outcome
 
 
 @pytest.fixture(autouse=True)

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_port.config.loader import load
-from megatron_port.config.schema import RunConfig
-from megatron_port.errors import ConfigError, EnvironmentFault
-from megatron_port.runtime import rendezvous
-from megatron_port.runtime.discovery import SECRET, ProcessInfo, discover
-from megatron_port.runtime.fingerprint import Fingerprint, installed_versions
-from megatron_port.runtime.master_store import connect, listen
-from megatron_port.runtime.rendezvous import meet, places
-from megatron_port.runtime.sockets import holder_of_port, is_own_address, own_addresses
-from megatron_port.session.session import open_session
+from megatron_port.core.config.loader import load
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.dist import rendezvous
+from megatron_port.core.dist.discovery import SECRET, ProcessInfo, discover
+from megatron_port.core.dist.fingerprint import Fingerprint, installed_versions
+from megatron_port.core.dist.master_store import connect, listen
+from megatron_port.core.dist.rendezvous import meet, places
+from megatron_port.core.dist.sockets import holder_of_port, is_own_address, own_addresses
+from megatron_port.core.errors import ConfigError, EnvironmentFault
+from megatron_port.run.session import open_session
 
 SAME = Fingerprint({"world size": "4", "torch": "2.13.0"}, {"training.steps": "10", "seed": "1"})
 

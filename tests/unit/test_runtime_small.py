@@ -12,12 +12,12 @@ import threading
 import pytest
 import torch
 
-from megatron_port.errors import DataError, EnvironmentFault
-from megatron_port.parallel.context import ParallelContext, planned
-from megatron_port.parallel.topology import Topology
-from megatron_port.runtime.agreement import agree
-from megatron_port.runtime.logging import Logger, ranks_text
-from megatron_port.runtime.signals import EXIT_CODES, StopRequest, name_of
+from megatron_port.core.dist.agreement import agree
+from megatron_port.core.dist.context import ParallelContext, planned
+from megatron_port.core.dist.signals import EXIT_CODES, StopRequest, name_of
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.errors import DataError, EnvironmentFault
+from megatron_port.core.io.logging import Logger, ranks_text
 
 
 def test_only_rank_0_speaks_unless_a_rank_must() -> None:
@@ -59,7 +59,7 @@ def test_peak_memory_is_this_programs_not_its_parents() -> None:
     """A parent with 300 MB more than the program needs; ru_maxrss would give them to it."""
     ballast = bytearray(b"x") * (300 << 20)
     program = (
-        "import resource\nfrom megatron_port.runtime.memory import peak_resident_bytes\n"
+        "import resource\nfrom megatron_port.core.io.memory import peak_resident_bytes\n"
         "before = peak_resident_bytes()\n"
         "held = bytearray(b'x') * (64 << 20)\ndel held\n"
         "print(before, peak_resident_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)"

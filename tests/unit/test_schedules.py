@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
-from megatron_port.config.checks import problems
-from megatron_port.config.schema import BatchConfig, OptimizerConfig, RunConfig
-from megatron_port.errors import ConfigError
-from megatron_port.optim.schedules import BatchSchedule, learning_rate
-from megatron_port.registry import LR_SCHEDULES
+from megatron_port.core.config.checks import problems
+from megatron_port.core.config.schema import BatchConfig, OptimizerConfig, RunConfig
+from megatron_port.core.errors import ConfigError
+from megatron_port.core.optim.schedules import BatchSchedule, learning_rate
+from megatron_port.core.registry import LR_SCHEDULES
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 from test_checkpoint_roundtrip import ThreadPeers, over_threads, state
 
-from megatron_port.checkpoint import background, shard, writer
-from megatron_port.checkpoint.background import BackgroundSave
-from megatron_port.checkpoint.reader import find_latest, open_checkpoint
-from megatron_port.checkpoint.writer import save_checkpoint
-from megatron_port.errors import CheckpointError
-from megatron_port.parallel.state import StatePiece
+from megatron_port.core.checkpoint import shard, writer
+from megatron_port.core.checkpoint.reader import find_latest, open_checkpoint
+from megatron_port.core.checkpoint.writer import save_checkpoint
+from megatron_port.core.dist.state import StatePiece
+from megatron_port.core.errors import CheckpointError
+from megatron_port.ext.storage import background
+from megatron_port.ext.storage.background import BackgroundSave
 
 KINDS = {"weight": torch.float32, "exp_avg": torch.bfloat16, "exp_avg_sq": torch.float64, "codes": torch.uint8}
 SIZE = 9001

@@ -14,9 +14,8 @@ from torch.ao.pruning import WeightNormSparsifier
 from torch.nn.utils import prune
 from transformers import AutoModelForCausalLM
 
-from megatron_port.backend.providers import torch_providers
-from megatron_port.config.checks import problems
-from megatron_port.config.schema import (
+from megatron_port.core.config.checks import problems
+from megatron_port.core.config.schema import (
     BackendConfig,
     BatchConfig,
     DataConfig,
@@ -27,13 +26,14 @@ from megatron_port.config.schema import (
     RunConfig,
     SparsityConfig,
 )
-from megatron_port.data.batch import MicroBatch
-from megatron_port.interop.hf_files import HFFolder
-from megatron_port.model.shapes import parameter_shapes
-from megatron_port.model.sparse_reader import SparseWeights
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.state import WEIGHT
-from megatron_port.session.assemble import build_engine
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.state import WEIGHT
+from megatron_port.core.model.shapes import parameter_shapes
+from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.ext.weights.sparse_reader import SparseWeights
+from megatron_port.run.build import build_engine
+from megatron_port.tools.interop.hf_files import HFFolder
 
 NAME, OTHER = "layers.0.mlp.down.weight", "layers.0.mlp.experts.up.weight"
 TWO_FOUR, SHARE = SparsityConfig(method="2:4"), SparsityConfig(method="magnitude", ratio=0.37)

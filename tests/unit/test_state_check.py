@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_port.optim.state_check import StateCheck, StateEntry, StateTensor, chosen_interval
-from megatron_port.parallel.row_hashes import ROW, RowHashes
+from megatron_port.core.dist.row_hashes import ROW, RowHashes
+from megatron_port.core.optim.state_check import StateCheck, StateEntry, StateTensor, chosen_interval
 
 CPU = torch.device("cpu")
 

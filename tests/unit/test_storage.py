@@ -20,20 +20,20 @@ s3fs = pytest.importorskip("s3fs")
 from test_checkpoint_roundtrip import over_threads, state, whole  # noqa: E402
 from test_data_loader import corpus, loaders, rows, run_config  # noqa: E402
 
-from megatron_port.checkpoint import mirror  # noqa: E402
-from megatron_port.checkpoint.lineage import Committer, Parent  # noqa: E402
-from megatron_port.checkpoint.mirror import Mirror, copy_name, pull, push, push_file  # noqa: E402
-from megatron_port.checkpoint.reader import open_checkpoint  # noqa: E402
-from megatron_port.checkpoint.writer import save_checkpoint  # noqa: E402
-from megatron_port.config.checks import problems  # noqa: E402
-from megatron_port.config.dump import config_hash  # noqa: E402
-from megatron_port.config.schema import CheckpointConfig, RunConfig  # noqa: E402
-from megatron_port.data.indexed import IndexedDataset  # noqa: E402
-from megatron_port.data.remote import RemoteCache, RemoteTokens  # noqa: E402
-from megatron_port.errors import CheckpointError, DamagedCheckpoint, DataError  # noqa: E402
-from megatron_port.storage import store as store_module  # noqa: E402
-from megatron_port.storage.blocks import DIGEST, Blocks  # noqa: E402
-from megatron_port.storage.store import Store  # noqa: E402
+from megatron_port.core.checkpoint.lineage import Committer, Parent  # noqa: E402
+from megatron_port.core.checkpoint.reader import open_checkpoint  # noqa: E402
+from megatron_port.core.checkpoint.writer import save_checkpoint  # noqa: E402
+from megatron_port.core.config.checks import problems  # noqa: E402
+from megatron_port.core.config.dump import config_hash  # noqa: E402
+from megatron_port.core.config.schema import CheckpointConfig, RunConfig  # noqa: E402
+from megatron_port.core.data.indexed import IndexedDataset  # noqa: E402
+from megatron_port.core.errors import CheckpointError, DamagedCheckpoint, DataError  # noqa: E402
+from megatron_port.ext.corpora.remote import RemoteCache, RemoteTokens  # noqa: E402
+from megatron_port.ext.storage import mirror  # noqa: E402
+from megatron_port.ext.storage import store as store_module  # noqa: E402
+from megatron_port.ext.storage.blocks import DIGEST, Blocks  # noqa: E402
+from megatron_port.ext.storage.mirror import Mirror, copy_name, pull, push, push_file  # noqa: E402
+from megatron_port.ext.storage.store import Store  # noqa: E402
 
 BUCKET = "tokens"
 
@@ -123,7 +123,7 @@ def test_other_bytes_than_the_sidecar_records_are_refused(bucket, tmp_path):
 
 
 def test_large_blocks_are_verified_by_the_hash_of_their_hashes(bucket, tmp_path, monkeypatch):
-    from megatron_port.data import format as corpus_format
+    from megatron_port.core.data import format as corpus_format
 
     monkeypatch.setattr(corpus_format, "LEAF_BYTES", 64)
     monkeypatch.setattr(corpus_format, "MOST_BLOCKS", 8)
@@ -144,8 +144,8 @@ def test_any_range_over_any_blocks(bucket, tmp_path, start, stop):
 
 
 def test_the_cache_keeps_to_its_limit(bucket, tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_port.storage.blocks.LOOK_EVERY", 2)
-    monkeypatch.setattr("megatron_port.storage.blocks.IN_MEMORY", 0)
+    monkeypatch.setattr("megatron_port.ext.storage.blocks.LOOK_EVERY", 2)
+    monkeypatch.setattr("megatron_port.ext.storage.blocks.IN_MEMORY", 0)
     content = os.urandom(6400)
     bucket.pipe_file(f"{BUCKET}/x", content)
     blocks = Blocks(Store(f"s3://{BUCKET}", DataError), "x", 6400, tmp_path / "x", block_bytes=64, limit=800)

@@ -20,18 +20,18 @@ from twin import streams
 from twin.model import Shape
 from twin.model import initial as twin_initial
 
-from megatron_port.backend.providers import torch_providers
-from megatron_port.config.schema import LayoutConfig, ModelConfig
-from megatron_port.data.dataset import BlendedDataset, quantised
-from megatron_port.data.order import derive, permute
-from megatron_port.model.build import BuildContext, BuildOptions
-from megatron_port.model.gpt import GPTStage
-from megatron_port.model.shapes import model_records
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.counter import key_of
-from megatron_port.parallel.init import initial_reader, initial_values
-from megatron_port.parallel.random import DropoutStream, op_key
-from megatron_port.parallel.step import StepSlot
+from megatron_port.core.config.schema import LayoutConfig, ModelConfig
+from megatron_port.core.data.dataset import BlendedDataset, quantised
+from megatron_port.core.data.order import derive, permute
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.counter import key_of
+from megatron_port.core.dist.init import initial_reader, initial_values
+from megatron_port.core.layers.dropout import DropoutStream, op_key
+from megatron_port.core.layers.step import StepSlot
+from megatron_port.core.model.build import BuildContext, BuildOptions
+from megatron_port.core.model.gpt import GPTStage
+from megatron_port.core.model.shapes import model_records
+from megatron_port.ext.kernels.providers import torch_providers
 
 CPU = torch.device("cpu")
 SEEDS = st.integers(0, 2**63 - 1)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_port.config.schema import OptimizerConfig, RunConfig, TelemetryConfig, TrainingConfig
-from megatron_port.telemetry import background
-from megatron_port.telemetry.background import BackgroundSink
-from megatron_port.telemetry.metrics import read_metrics
-from megatron_port.telemetry.sinks import Telemetry
+from megatron_port.core.config.schema import OptimizerConfig, RunConfig, TelemetryConfig, TrainingConfig
+from megatron_port.ext.telemetry import background
+from megatron_port.ext.telemetry.background import BackgroundSink
+from megatron_port.ext.telemetry.metrics import read_metrics
+from megatron_port.ext.telemetry.sinks import Telemetry
 
 
 def run(folder, warn, trackers, steps=5, resumed=0):

@@ -10,16 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_port.backend.kernels import kernels_status
-from megatron_port.backend.kernels import load as load_kernels
-from megatron_port.backend.providers import torch_providers
-from megatron_port.checkpoint.reader import open_checkpoint
-from megatron_port.checkpoint.writer import save_checkpoint
-from megatron_port.config.checks import problems
-from megatron_port.config.dump import config_hash, to_toml
-from megatron_port.config.loader import load
-from megatron_port.config.optimizer import parameter_class
-from megatron_port.config.schema import (
+from megatron_port.core.checkpoint.reader import open_checkpoint
+from megatron_port.core.checkpoint.writer import save_checkpoint
+from megatron_port.core.config.checks import problems
+from megatron_port.core.config.dump import config_hash, to_toml
+from megatron_port.core.config.loader import load
+from megatron_port.core.config.optimizer import parameter_class
+from megatron_port.core.config.schema import (
     BatchConfig,
     DataConfig,
     ModelConfig,
@@ -30,17 +27,20 @@ from megatron_port.config.schema import (
     RunConfig,
     TrainingConfig,
 )
-from megatron_port.data.batch import MicroBatch
-from megatron_port.engine.native import NativeEngine
-from megatron_port.errors import CheckpointError, ConfigError
-from megatron_port.model.saved_state import state_records
-from megatron_port.model.shapes import parameter_shapes
-from megatron_port.optim.clipping import NormStatistics
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.registry import OPTIMIZERS
-from megatron_port.session.assemble import build_engine
-from megatron_port.session.averaged import AveragedCheckpoint
-from megatron_port.train.state import Position, state_of
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.engine.native import NativeEngine
+from megatron_port.core.errors import CheckpointError, ConfigError
+from megatron_port.core.model.shapes import parameter_shapes
+from megatron_port.core.optim.clipping import NormStatistics
+from megatron_port.core.registry import OPTIMIZERS
+from megatron_port.ext.kernels.kernels import kernels_status
+from megatron_port.ext.kernels.kernels import load as load_kernels
+from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.ext.memory.saved_state import state_records
+from megatron_port.ext.weights.averaged import AveragedCheckpoint
+from megatron_port.run.build import build_engine
+from megatron_port.run.state import Position, state_of
 
 MODEL = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, seq_length=16, init_std=0.1)
 

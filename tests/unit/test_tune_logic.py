@@ -18,20 +18,20 @@ import numpy as np
 import pytest
 
 from megatron_port.cli.main import main
-from megatron_port.config.checks import problems
-from megatron_port.config.layout import with_values
-from megatron_port.config.loader import load
-from megatron_port.errors import ConfigError, EnvironmentFault
-from megatron_port.plan.search import Candidate
-from megatron_port.runtime.processes import born
-from megatron_port.tune.importance import importance, importance_line
-from megatron_port.tune.lease import claim, hold_folder
-from megatron_port.tune.results import FAILED, OK, OUT_OF_MEMORY, TIMEOUT, Results, Trial, key_of
-from megatron_port.tune.settle import merged, repeat_near_best
-from megatron_port.tune.space import PARAMETERS, Space, best_legal, make_space, parameters
-from megatron_port.tune.strategies import AtRandom, ByModel, make_strategy
-from megatron_port.tune.trial import Launcher, choose_launcher, run_trial, trial_overrides
-from megatron_port.tune.tuner import label_of, rank_correlation, render, tune, write_winner
+from megatron_port.core.config.checks import problems
+from megatron_port.core.config.layout import with_values
+from megatron_port.core.config.loader import load
+from megatron_port.core.dist.processes import born
+from megatron_port.core.errors import ConfigError, EnvironmentFault
+from megatron_port.tools.plan.search import Candidate
+from megatron_port.tools.tune.importance import importance, importance_line
+from megatron_port.tools.tune.lease import claim, hold_folder
+from megatron_port.tools.tune.results import FAILED, OK, OUT_OF_MEMORY, TIMEOUT, Results, Trial, key_of
+from megatron_port.tools.tune.settle import merged, repeat_near_best
+from megatron_port.tools.tune.space import PARAMETERS, Space, best_legal, make_space, parameters
+from megatron_port.tools.tune.strategies import AtRandom, ByModel, make_strategy
+from megatron_port.tools.tune.trial import Launcher, choose_launcher, run_trial, trial_overrides
+from megatron_port.tools.tune.tuner import label_of, rank_correlation, render, tune, write_winner
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = "runs/frontier-22b"

@@ -19,11 +19,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.config.schema import WatchConfig
-from megatron_port.runtime.discovery import ProcessInfo
-from megatron_port.runtime.logging import ranks_text
-from megatron_port.runtime.processes import born, kill
-from megatron_port.runtime.progress import (
+from megatron_port.core.config.schema import WatchConfig
+from megatron_port.core.dist.discovery import ProcessInfo
+from megatron_port.core.dist.processes import born, kill
+from megatron_port.core.dist.progress import (
     DATA,
     FORWARD,
     IDLE,
@@ -35,15 +34,16 @@ from megatron_port.runtime.progress import (
     ProgressTracker,
     describe,
 )
-from megatron_port.watch import client as client_module
-from megatron_port.watch import hub_process, judge, wire
-from megatron_port.watch.client import Client, python_stacks
-from megatron_port.watch.format import FOREIGN, waits_in
-from megatron_port.watch.hub import Hub
-from megatron_port.watch.hub_process import HubProcess
-from megatron_port.watch.rules import Alarm, Beat, Rank, RankIdentity, Rules
-from megatron_port.watch.stragglers import Stragglers
-from megatron_port.watch.watch_report import add_event, write_hang
+from megatron_port.core.io.logging import ranks_text
+from megatron_port.tools.watch import client as client_module
+from megatron_port.tools.watch import hub_process, judge, wire
+from megatron_port.tools.watch.client import Client, python_stacks
+from megatron_port.tools.watch.format import FOREIGN, waits_in
+from megatron_port.tools.watch.hub import Hub
+from megatron_port.tools.watch.hub_process import HubProcess
+from megatron_port.tools.watch.rules import Alarm, Beat, Rank, RankIdentity, Rules
+from megatron_port.tools.watch.stragglers import Stragglers
+from megatron_port.tools.watch.watch_report import add_event, write_hang
 
 # Messages.
 

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_port.config.schema import WatchConfig
-from megatron_port.runtime.progress import DATA, EVALUATE, FORWARD, REDUCE, SAVE, START, STEP, TRANSFER
-from megatron_port.watch import judge
-from megatron_port.watch.rules import MARGIN_S, Alarm, Beat, RankIdentity, Rules
+from megatron_port.core.config.schema import WatchConfig
+from megatron_port.core.dist.progress import DATA, EVALUATE, FORWARD, REDUCE, SAVE, START, STEP, TRANSFER
+from megatron_port.tools.watch import judge
+from megatron_port.tools.watch.rules import MARGIN_S, Alarm, Beat, RankIdentity, Rules
 
 TORCH = ("/site/torch/distributed/distributed_c10d.py", 3252, "all_reduce")
 BARRIER = ("/site/torch/distributed/distributed_c10d.py", 5356, "barrier")
 WRAPPER = ("/site/torch/distributed/c10d_logger.py", 83, "wrapper")
-OURS = ("/x/megatron_port/engine/native.py", 150, "train_step")
-LOADER = ("/x/megatron_port/data/loader.py", 71, "step")
+OURS = ("/x/megatron_port/core/engine/native.py", 150, "train_step")
+LOADER = ("/x/megatron_port/core/data/loader.py", 71, "step")
 
 
 class Run:

@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_port.backend.cross_entropy import CrossEntropyOps, own_cross_entropy, torch_cross_entropy
-from megatron_port.backend.kernels import load as load_kernels
-from megatron_port.backend.providers import torch_providers
-from megatron_port.config.schema import BatchConfig, ModelConfig, PrecisionConfig, RunConfig, TrainingConfig
-from megatron_port.data.batch import MicroBatch
-from megatron_port.parallel.context import ParallelContext
-from megatron_port.parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron_port.session.assemble import build_engine
+from megatron_port.core.config.schema import BatchConfig, ModelConfig, PrecisionConfig, RunConfig, TrainingConfig
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.layers.cross_entropy import vocab_parallel_cross_entropy
+from megatron_port.core.layers.cross_entropy_kernel import CrossEntropyOps, own_cross_entropy, torch_cross_entropy
+from megatron_port.ext.kernels.kernels import load as load_kernels
+from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.run.build import build_engine
 
 Z = 0.03
 MODEL = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=19, seq_length=8, init_std=0.3)

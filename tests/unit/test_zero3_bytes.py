@@ -8,7 +8,7 @@ import pytest
 import torch
 from fake_ranks import Traffic, batches, fake_rank
 
-from megatron_port.config.schema import (
+from megatron_port.core.config.schema import (
     ActivationsConfig,
     BatchConfig,
     DataConfig,
@@ -18,13 +18,13 @@ from megatron_port.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.optim.bucket_memory import Bucket
-from megatron_port.optim.sharded import ShardedParameters
-from megatron_port.pipeline.actions import Kind
-from megatron_port.pipeline.schedules import make_schedule
-from megatron_port.plan.case import case_of
-from megatron_port.plan.elements import gathered_elements as planned_elements
-from megatron_port.plan.elements import stage_elements
+from megatron_port.core.optim.bucket_memory import Bucket
+from megatron_port.core.optim.sharded import ShardedParameters
+from megatron_port.core.pipeline.actions import Kind
+from megatron_port.core.pipeline.schedules import make_schedule
+from megatron_port.tools.plan.case import case_of
+from megatron_port.tools.plan.elements import gathered_elements as planned_elements
+from megatron_port.tools.plan.elements import stage_elements
 
 DP, LAYERS = 4, 6
 """Replicas, layers of a stage."""

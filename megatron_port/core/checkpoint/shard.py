@@ -1,0 +1,224 @@
+"""One rank's data file: the safetensors format, planned first, then written from tensors or from a snapshot of them.
+
+The library's own writer wants all tensors in host memory at once; this one holds
+one piece at a time, so saving costs a rank no more memory than its largest piece.
+Format: 8 bytes little-endian header length, a JSON header padded with blanks to a
+multiple of 8, the data without holes. A file is hashed while it is written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_port.core.checkpoint.digest import CHUNK, Digest, SpanHashes, block_bytes
+from megatron_port.core.checkpoint.disk import disk_error, write_chunks
+from megatron_port.core.checkpoint.format import DTYPES, FileEntry, PieceEntry
+from megatron_port.core.checkpoint.slices import range_fault
+from megatron_port.core.dist.state import StatePiece
+from megatron_port.core.errors import CheckpointError, DamagedCheckpoint
+
+_WIDTHS = dict(DTYPES.values())
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return ``float32`` for ``torch.float32``. Raises CheckpointError for a dtype that the format does not hold."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise CheckpointError(f"a tensor of dtype {dtype} cannot be saved; the format holds {', '.join(DTYPES)}")
+    return name
+
+
+def piece_entry(piece: StatePiece, file: str, key: str) -> PieceEntry:
+    """The manifest's line for a piece. Raises CheckpointError if the piece contradicts itself."""
+    if piece.tensor.dim() != 1:
+        raise ValueError(f"{piece.kind} of {piece.name}: a piece is 1-D, this one is {tuple(piece.tensor.shape)}")
+    entry = PieceEntry(
+        name=piece.name,
+        kind=piece.kind,
+        global_shape=tuple(piece.global_shape),
+        dtype=dtype_name(piece.tensor.dtype),
+        offset=tuple(piece.offset),
+        shape=tuple(piece.shape),
+        flat_start=piece.flat_start,
+        numel=piece.tensor.numel(),
+        file=file,
+        key=key,
+    )
+    fault = range_fault(entry, entry.global_shape)
+    if fault:
+        raise CheckpointError(f"{piece.kind} of {piece.name}: {fault}")
+    return entry
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """Where everything of a file goes. Holds no data, only references to the pieces' tensors."""
+
+    head: bytes
+    """The safetensors length and header."""
+    pieces: tuple[StatePiece, ...]
+    """In the order of the file; widest elements first, so that every tensor is aligned to its element size."""
+    entries: tuple[PieceEntry, ...]
+    spans: tuple[tuple[int, int], ...]
+    """First and last + 1 byte of each piece, counted from the end of the header."""
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes after the header."""
+        return self.spans[-1][1] if self.spans else 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return len(self.head) + self.data_bytes
+
+
+def plan_shard(file: str, pieces: Iterable[StatePiece], *, last: ShardPlan | None = None) -> ShardPlan:
+    """Lay out a file called ``file``. Raises CheckpointError if a piece contradicts itself.
+
+    ``last``: the plan of an earlier file of that name; where all pieces but their values are the same it is used again.
+    """
+    ordered = tuple(sorted(pieces, key=lambda p: -p.tensor.element_size()))
+    if last is not None and len(last.entries) == len(ordered) and all(map(_fits, last.entries, ordered)):
+        return replace(last, pieces=ordered)
+    entries: list[PieceEntry] = []
+    spans: list[tuple[int, int]] = []
+    header: dict[str, dict[str, object]] = {}
+    position = 0
+    for piece in ordered:
+        entry = piece_entry(piece, file, _key(piece, header))
+        code, width = DTYPES[entry.dtype]
+        end = position + entry.numel * width
+        header[entry.key] = {"dtype": code, "shape": [entry.numel], "data_offsets": [position, end]}
+        entries.append(entry)
+        spans.append((position, end))
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return ShardPlan(len(text).to_bytes(8, "little") + text, ordered, tuple(entries), tuple(spans))
+
+
+def _fits(entry: PieceEntry, piece: StatePiece) -> bool:
+    """Whether ``entry`` is what ``piece_entry`` would say of the piece."""
+    tensor = piece.tensor
+    return (
+        entry.name == piece.name and entry.kind == piece.kind and entry.flat_start == piece.flat_start
+        and entry.offset == piece.offset and entry.shape == piece.shape and entry.global_shape == piece.global_shape
+        and entry.numel == tensor.numel() and tensor.dim() == 1 and f"torch.{entry.dtype}" == str(tensor.dtype)
+    )
+
+
+def write_planned(
+    path: Path, plan: ShardPlan, data: Iterable[memoryview], *, proceed: Callable[[], None] | None = None
+) -> tuple[FileEntry, tuple[PieceEntry, ...]]:
+    """Write a planned file whose data are given in order, in parts of any size; what the manifest says of it.
+
+    ``proceed`` is called before each mebibyte; what it raises ends the writing.
+    """
+    width = block_bytes(plan.size)
+    digest, pieces = Digest(width), SpanHashes(plan.spans, width)
+
+    def chunks() -> Iterator[memoryview]:
+        digest.update(plan.head)
+        yield memoryview(plan.head)
+        for part in data:
+            for start in range(0, len(part), CHUNK):
+                if proceed is not None:
+                    proceed()
+                chunk = part[start : start + CHUNK]
+                digest.update(chunk)
+                pieces.update(chunk)
+                yield chunk
+
+    write_chunks(path, plan.size, chunks())
+    return digest.entry(), tuple(replace(e, hash=h) for e, h in zip(plan.entries, pieces.hashes, strict=True))
+
+
+def check_written(path: Path, entry: FileEntry) -> None:
+    """Read a file back and compare: what the file system returns is what was hashed on the way in.
+
+    Raises:
+        CheckpointError: it is not, or cannot be read.
+    """
+    digest = Digest(entry.block_bytes)
+    buffer = memoryview(bytearray(min(CHUNK, max(entry.size, 1))))
+    try:
+        with open(path, "rb", buffering=0) as stream:
+            while count := stream.readinto(buffer):
+                digest.update(buffer[:count])
+    except OSError as error:
+        raise disk_error(error, path) from error
+    found = digest.entry()
+    if found.size != entry.size:
+        raise CheckpointError(f"{path}: {found.size} bytes came back right after {entry.size} were written")
+    for i, (got, want) in enumerate(zip(found.blocks, entry.blocks)):
+        if got != want:
+            raise CheckpointError(
+                f"{path}: block {i} (bytes {i * entry.block_bytes} and on) came back changed right after it was "
+                "written: the memory or the file system of this host is faulty; do not trust this node"
+            )
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The elements of a 1-D tensor as bytes, on the host; a view where that is possible."""
+    flat = tensor.detach().cpu().contiguous()
+    # One element counts as contiguous whatever its stride, but cannot be viewed as bytes then.
+    flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8).numpy().data
+
+
+def parse_header(text: bytes, data_bytes: int, where: str) -> dict[str, tuple[str, int, int]]:
+    """Key → (dtype code, first byte, last byte + 1) of a safetensors header, offsets counted from its end.
+
+    Nothing is allocated from a number in the text. Only this package's files are expected: 1-D tensors.
+
+    Raises:
+        DamagedCheckpoint: it is not a header, or an entry leaves the file's ``data_bytes``.
+    """
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{where}: its header is damaged: {error}") from None
+    if not isinstance(header, dict):
+        raise DamagedCheckpoint(f"{where}: its header is damaged: not an object")
+    out = {}
+    for key, value in header.items():
+        if key == "__metadata__":
+            continue
+        place = _place(value, data_bytes)
+        if place is None:
+            raise DamagedCheckpoint(f"{where}: its header is damaged at {key!r:.200}")
+        out[key] = place
+    return out
+
+
+def _place(value: Any, data_bytes: int) -> tuple[str, int, int] | None:
+    if not isinstance(value, dict):
+        return None
+    code, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
+    if not isinstance(code, str) or code not in _WIDTHS:
+        return None
+    if not isinstance(shape, list) or len(shape) > 1 or not isinstance(offsets, list) or len(offsets) != 2:
+        return None
+    if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 63 for n in (*shape, *offsets)):
+        return None
+    start, stop = offsets
+    if not start <= stop <= data_bytes or stop - start != prod(shape) * _WIDTHS[code]:
+        return None
+    return code, start, stop
+
+
+def _key(piece: StatePiece, taken: dict[str, dict[str, object]]) -> str:
+    key = base = f"{piece.kind}/{piece.name}@{piece.flat_start}"
+    n = 1
+    while key in taken:
+        n += 1
+        key = f"{base}#{n}"
+    return key

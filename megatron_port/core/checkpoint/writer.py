@@ -1,0 +1,307 @@
+"""Saving: every rank writes its own file, rank 0 commits, and a crash at any moment loses no whole checkpoint.
+
+1. Rank 0 removes leftovers (``tidying``) and makes ``step-N.eE.tmp`` (E: the epoch of this attempt's lease).
+2. Every rank writes ``rank-K.safetensors`` (hashed while written, fsynced, read back and compared) and ``rank-K.json``,
+   its list of pieces.
+3. Rank 0 reads the lists, proves that the pieces tile every tensor, writes the manifest, fsyncs, and renames the
+   directory: that rename is the commit. Then it updates ``latest`` and removes checkpoints beyond ``keep``; what
+   cannot be removed fails no save.
+
+Before each rename and each deletion rank 0 looks whether another attempt has taken the folder over
+(``dist.lease``). After each stage the ranks agree (``peers.together``), so a full disk on one rank ends the save on
+all of them.
+``background`` runs the same stages beside training.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from megatron_port.core.checkpoint.disk import disk_error, write_text
+from megatron_port.core.checkpoint.format import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    PieceEntry,
+    SavedState,
+    check_cover,
+    directory_name,
+    encode_manifest,
+    kinds_fault,
+    read_manifest,
+    shard_name,
+    step_of,
+)
+from megatron_port.core.checkpoint.lineage import Committer
+from megatron_port.core.checkpoint.peers import Peers, together
+from megatron_port.core.checkpoint.schema import plain
+from megatron_port.core.checkpoint.shard import ShardPlan, bytes_of, check_written, plan_shard, write_planned
+from megatron_port.core.checkpoint.snapshot_hashes import SnapshotHashes
+from megatron_port.core.checkpoint.tidying import Note, move_into_place, remove_leftovers, step_aside, tidy, work_folder
+from megatron_port.core.dist.fingerprint import package_versions
+from megatron_port.core.dist.state import StatePiece
+from megatron_port.core.errors import CheckpointError
+from megatron_port.core.io.atomic import fsync_directory
+
+_PACKAGES = ("megatron_port", "torch", "deepspeed", "numpy", "safetensors", "xxhash")
+LONGEST_NAP = 0.5
+VISIBLE_SECONDS = 30.0
+"""How long one rank's file may take to appear to another; network file systems cache."""
+
+
+class Cancelled(Exception):
+    """Signal that another rank failed, so that this one's part is of no use."""
+
+
+def save_checkpoint(
+    directory: Path,
+    state: SavedState,
+    pieces: Iterable[StatePiece],
+    *,
+    keep: int = 0,
+    peers: Peers | None = None,
+    expected: Mapping[str, tuple[int, ...]] | None = None,
+    note: Note | None = None,
+    verify: bool = True,
+    compare: bool = False,
+    visible_seconds: float = VISIBLE_SECONDS,
+    committer: Committer | None = None,
+) -> Path:
+    """Commit ``directory/step-N``. Collective over ``peers``.
+
+    Args:
+        directory: where checkpoints live; the same shared folder on every rank.
+        state: step, counters and JSON state; rank 0's is written.
+        pieces: what this rank saves; over all ranks every element of every kind exactly once. Tensors stay where
+            they are until their turn to be written, so views cost nothing.
+        keep: newest checkpoints kept, this one included; 0: all.
+        peers: ranks that save; None: this process alone.
+        expected: name → global shape of every parameter; a checkpoint that lacks one is not committed.
+        note: called on rank 0 with things worth a line that are no failure.
+        verify: read every file back before the commit. It comes from the page cache as a rule: that proves what the
+            file system was given, not what the platter holds.
+        compare: compare what is written with the pieces (``snapshot_hashes``).
+        visible_seconds: how long rank 0's directory may take to appear to another rank.
+        committer: of the run, where there is one; the same object for all of its saves. On every rank the same epoch.
+
+    Returns:
+        The committed directory.
+
+    Raises:
+        CheckpointError: on every rank, if any rank failed. Earlier checkpoints are untouched.
+    """
+    peers = peers or Peers()
+    committer = committer or Committer()
+    final = directory / directory_name(state.step)
+    work = work_folder(final, committer)
+    lead = peers.rank == 0
+    try:
+        together(peers, lambda: prepare(directory, work, state, committer) if lead else None)
+        together(peers, lambda: _write_rank(peers.rank, work, pieces, verify, visible_seconds, compare))
+        together(peers, lambda: commit(work, final, state, peers.world_size, expected, committer) if lead else None)
+    except BaseException:
+        if lead:
+            shutil.rmtree(work, ignore_errors=True)
+        raise
+    if lead:
+        tidy(directory, final, keep, note, committer)
+    return final
+
+
+def prepare(directory: Path, work: Path, state: SavedState, committer: Committer) -> None:
+    """Rank 0: an empty ``work`` in ``directory``. Raises CheckpointError; LeaseLost: it is another attempt's by now."""
+    # Found now, before gigabytes are written: state that a manifest cannot hold.
+    for part in vars(state).values():
+        plain(part)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(directory, committer)
+        step_aside(work, work.with_name(directory_name(state.step)), committer)
+        work.mkdir()  # durable with the commit; until then it is of no use
+    except OSError as error:
+        raise disk_error(error, work) from error
+
+
+def _write_rank(
+    rank: int, work: Path, pieces: Iterable[StatePiece], verify: bool, visible_seconds: float, compare: bool
+) -> None:
+    await_visible(lambda: "" if work.is_dir() else f"{work} was made by rank 0 but is not visible here",
+                  visible_seconds)
+    plan = plan_shard(shard_name(rank), (piece for piece in pieces if piece.tensor.numel()))
+    data: Iterator[memoryview] = (bytes_of(piece.tensor) for piece in plan.pieces)
+    if compare:
+        data = SnapshotHashes(plan.pieces).compared(data)
+    write_part(rank, work, plan, data, verify=verify)
+
+
+def write_part(
+    rank: int,
+    work: Path,
+    plan: ShardPlan,
+    data: Iterable[memoryview],
+    *,
+    verify: bool,
+    proceed: Callable[[], None] | None = None,
+) -> None:
+    """A rank's data file and then its list, whose appearance says that the data are durable. Raises CheckpointError."""
+    listing: dict[str, Any] = {"file": None, "pieces": []}
+    if plan.pieces:
+        path = work / shard_name(rank)
+        entry, entries = write_planned(path, plan, data, proceed=proceed)
+        if verify:
+            check_written(path, entry)
+        listing = {"file": asdict(entry), "pieces": [asdict(e) for e in entries]}
+    write_text(work / listing_name(rank), json.dumps(listing))
+    try:
+        fsync_directory(work)
+    except OSError as error:
+        raise disk_error(error, work) from error
+
+
+def await_visible(
+    absent: Callable[[], str], seconds: float, *, since: Event | None = None, cancel: Event | None = None
+) -> None:
+    """Wait until what other ranks wrote is visible here.
+
+    Args:
+        absent: says what is not there yet; empty: nothing.
+        since: the ``seconds`` count from when it is set; None: from now.
+        cancel: set when the save is lost anyway.
+
+    Raises:
+        CheckpointError: something was not visible in time.
+        Cancelled: ``cancel`` was set.
+    """
+    nap, deadline, cancel = 0.002, math.inf, cancel or Event()
+    while what := absent():
+        now = time.monotonic()
+        if since is None or since.is_set():
+            deadline = min(deadline, now + seconds)
+        if now >= deadline:
+            raise CheckpointError(
+                f"{what} after {seconds:g} s: checkpoints need a directory that all nodes share; set output_dir to a "
+                "path on the shared file system"
+            )
+        if cancel.wait(nap):
+            raise Cancelled
+        nap = min(2 * nap, LONGEST_NAP)
+
+
+def absent_parts(work: Path, world_size: int) -> str:
+    """Say of how many ranks nothing is in the directory; empty: every rank has written its part."""
+    there = set(os.listdir(work)) if work.is_dir() else set()
+    missing = [rank for rank in range(world_size) if listing_name(rank) not in there]
+    first = f"(first: rank {missing[0]})" if missing else ""
+    return f"{work}: nothing visible from {len(missing)} of {world_size} ranks {first}" if missing else ""
+
+
+def listing_name(rank: int) -> str:
+    """``rank-00003.json``: what a rank wrote."""
+    return f"rank-{rank:05d}.json"
+
+
+def commit(
+    work: Path, final: Path, state: SavedState, world_size: int, expected: Mapping[str, tuple[int, ...]] | None,
+    committer: Committer,
+) -> None:
+    """Rank 0, when every rank has written its part: manifest, fsync, rename.
+
+    Raises:
+        CheckpointError: something is missing, or the file system refused.
+        LeaseLost: the folder is another attempt's by now; nothing was renamed.
+    """
+    files, pieces = _gather(work, world_size)
+    where = f"step {state.step} was not saved"
+    check_cover(pieces, where)
+    _check_complete(pieces, state, expected, where)
+    lineage = committer.lineage(0 if committer.counting else _highest_commit(final.parent))
+    manifest = Manifest(
+        state=state, saved_at=time.time(), files=files, pieces=pieces, lineage=lineage,
+        versions={"python": platform.python_version(), **package_versions(_PACKAGES)},
+    )
+    write_text(work / MANIFEST, encode_manifest(manifest))
+    try:
+        for rank in range(world_size):
+            (work / listing_name(rank)).unlink()
+        fsync_directory(work)
+        committer.fence.check()
+        move_into_place(work, final, committer)
+        committer.committed(lineage, state.step)
+        fsync_directory(final.parent)
+    except OSError as error:
+        raise disk_error(error, final) from error
+
+
+def _highest_commit(directory: Path) -> int:
+    """The highest commit number in a folder; 0 without any that can be read."""
+    highest = 0
+    for path in directory.iterdir():
+        if step_of(path.name) is not None:
+            with suppress(CheckpointError):
+                highest = max(highest, read_manifest(path).lineage.commit)
+    return highest
+
+
+def _gather(work: Path, world_size: int) -> tuple[dict[str, FileEntry], tuple[PieceEntry, ...]]:
+    """Read the ranks' lists from the shared directory and check each file's size on disk."""
+    files: dict[str, FileEntry] = {}
+    pieces: list[PieceEntry] = []
+    await_visible(lambda: absent_parts(work, world_size), 0.0)
+    for rank in range(world_size):
+        try:
+            listing = json.loads((work / listing_name(rank)).read_bytes())
+            if listing["file"] is None:
+                continue
+            entry = FileEntry(**{**listing["file"], "blocks": tuple(listing["file"]["blocks"])})
+            size = (work / shard_name(rank)).stat().st_size
+        except OSError as error:
+            raise disk_error(error, work / shard_name(rank)) from error
+        except ValueError as error:
+            path = work / listing_name(rank)
+            raise CheckpointError(f"{path}: damaged right after it was written: {error}") from error
+        if size != entry.size:
+            raise CheckpointError(f"{work / shard_name(rank)}: {size} bytes on disk, {entry.size} were written")
+        files[shard_name(rank)] = entry
+        for item in listing["pieces"]:
+            for name in ("global_shape", "offset", "shape"):
+                item[name] = tuple(item[name])
+            pieces.append(PieceEntry(**item))
+    return files, tuple(pieces)
+
+
+def _check_complete(
+    pieces: tuple[PieceEntry, ...], state: SavedState, expected: Mapping[str, tuple[int, ...]] | None, where: str
+) -> None:
+    """Every name has its kinds, and all that are expected are there, with their shapes."""
+    fault = kinds_fault(pieces, state.kinds)
+    if fault:
+        raise CheckpointError(f"{where}: {fault}")
+    if expected is None:
+        return
+    shapes: dict[str, tuple[int, ...]] = {}
+    for piece in pieces:
+        said = state.shapes.get(piece.name, {}).get(piece.kind)
+        if said is None:
+            shapes[piece.name] = piece.global_shape
+        elif tuple(said) != piece.global_shape:
+            raise CheckpointError(
+                f"{where}: {piece.kind} of {piece.name} was saved as {piece.global_shape}; the optimizer's rule says "
+                f"{tuple(said)}"
+            )
+    missing = [name for name in expected if name not in shapes]
+    if missing:
+        raise CheckpointError(f"{where}: no rank saved {missing[0]} ({len(missing)} of {len(expected)} are missing)")
+    for name, shape in expected.items():
+        if tuple(shape) != shapes[name]:
+            raise CheckpointError(f"{where}: {name} was saved as {shapes[name]}; the model has {tuple(shape)}")

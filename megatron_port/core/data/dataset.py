@@ -1,0 +1,349 @@
+"""Samples: seq + 1 tokens each, from a corpus, a blend of corpora, or an integer hash."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from megatron_port.core.data import megatron_order as mo
+from megatron_port.core.data.index_cache import Make, cached_arrays, content_key
+from megatron_port.core.data.indexed import IndexedDataset, bad_token
+from megatron_port.core.data.order import derive, mix, sample_at
+from megatron_port.core.data.sample import Sample, document_starts
+from megatron_port.core.errors import DataError
+
+PERIOD = 1 << 16
+"""Samples after which a stateless blend repeats: weights are rounded to multiples of 1 / 65536."""
+
+
+class TokenDataset(Protocol):
+    """Samples of ``seq_length + 1`` tokens."""
+
+    @property
+    def masked(self) -> bool:
+        """Whether samples may have labels that do not count."""
+
+    def __len__(self) -> int:
+        """Samples in one epoch."""
+
+    def sample(self, index: int) -> Sample:
+        """Return sample ``index`` in stored order."""
+
+    def draw(self, seed: int, k: int) -> Sample:
+        """Return sample k of a training run, counted from its start."""
+
+    def starts(self, index: int) -> np.ndarray | None:
+        """Return the ``starts`` of sample ``index`` without reading its tokens."""
+
+    def drawn_starts(self, seed: int, k: int) -> np.ndarray | None:
+        """Return the ``starts`` of sample k of a training run without reading its tokens."""
+
+
+def split_positions(data: IndexedDataset, fractions: Sequence[float], seq_length: int) -> list[tuple[int, int]]:
+    """Return [start, stop) of the token stream for each split, cut at the document boundary nearest to its share.
+
+    Where that would leave a split without one sample although its share holds one
+    (few, long documents), all cuts are made at the exact token instead.
+    """
+    total = float(sum(fractions))
+    edges, running = [0], 0.0
+    for share in fractions:
+        running += share / total
+        edges.append(min(round(running * data.num_tokens), data.num_tokens))
+    edges[-1] = data.num_tokens
+    exact = list(zip(edges, edges[1:]))
+    cuts = [data.nearest_document(edge) for edge in edges]
+    cuts[0], cuts[-1] = 0, data.num_tokens
+    rounded = [(lo, hi) if share else (lo, lo) for lo, hi, share in zip(cuts, cuts[1:], fractions)]
+    lost = any(b - a > seq_length >= hi - lo for (a, b), (lo, hi) in zip(exact, rounded))
+    return exact if lost else rounded
+
+
+def checked(tokens: np.ndarray, vocab_size: int, data: IndexedDataset, position: int) -> np.ndarray:
+    """Return ``tokens``, read from ``position`` on. DataError: an id that the model has no embedding for."""
+    if int(tokens.max()) >= vocab_size or int(tokens.min()) < 0:
+        at = int(np.flatnonzero((tokens >= vocab_size) | (tokens < 0))[0])
+        raise bad_token(data.prefix, position + at, int(tokens[at]), vocab_size)
+    return tokens
+
+
+class GPTDataset:
+    """The tokens [start, stop) of a corpus as samples at stride ``seq_length``; each epoch a permutation.
+
+    ``documents``: samples say where their documents start.
+
+    Raises:
+        DataError: fewer than seq_length + 1 tokens; on reading, an id that is not below ``vocab_size``.
+    """
+
+    def __init__(self, data: IndexedDataset, *, seq_length: int, vocab_size: int,
+                 start: int = 0, stop: int | None = None, documents: bool = False) -> None:
+        self.data, self.seq_length, self.vocab_size, self.start = data, seq_length, vocab_size, start
+        self.masked = data.masked
+        self.documents = documents
+        self.tokens = (data.num_tokens if stop is None else stop) - start
+        if self.tokens <= seq_length:
+            raise too_small(data.prefix, self.tokens, seq_length)
+        self._samples = (self.tokens - 1) // seq_length
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def _position(self, index: int) -> int:
+        if not 0 <= index < self._samples:
+            raise ValueError(f"sample {index} of {self._samples}")
+        return self.start + index * self.seq_length
+
+    def sample(self, index: int) -> Sample:
+        position = self._position(index)
+        tokens = checked(self.data.read(position, self.seq_length + 1), self.vocab_size, self.data, position)
+        return Sample(tokens, self.starts(index), self.data.read_mask(position + 1, self.seq_length))
+
+    def draw(self, seed: int, k: int) -> Sample:
+        return self.sample(sample_at(seed, k, self._samples)[1])
+
+    def starts(self, index: int) -> np.ndarray | None:
+        if not self.documents:
+            return None
+        return document_starts(self.data.documents_in(self._position(index), self.seq_length), self.seq_length)
+
+    def drawn_starts(self, seed: int, k: int) -> np.ndarray | None:
+        return self.starts(sample_at(seed, k, self._samples)[1]) if self.documents else None
+
+
+def too_small(prefix: Path, tokens: int, seq_length: int) -> DataError:
+    """Return the error for a split that does not hold one sample."""
+    return DataError(f"{prefix}: {tokens} tokens in this split, one sample needs model.seq_length + 1 = "
+                     f"{seq_length + 1}; use a larger corpus, another data.split or a shorter sequence")
+
+
+class MegatronGPTDataset:
+    """Documents [first, end) of a corpus in Megatron-LM's order; the indices are built at the first sample.
+
+    ``num_samples``: samples that the run draws (None: one epoch); the order depends on it.
+    ``check``: compare indices that are there with their hashes. ``documents``: samples say where their documents start.
+    """
+
+    def __init__(self, data: IndexedDataset, *, first: int, end: int, seq_length: int, vocab_size: int,
+                 num_samples: int | None, seed: int, cache: Path, check: bool = False,
+                 documents: bool = False) -> None:
+        self.check, self.documents = check, documents
+        self.data, self.first, self.end, self.masked = data, first, end, data.masked
+        self.seq_length, self.vocab_size = seq_length, vocab_size
+        self.num_samples, self.seed, self.cache = num_samples, seed, cache
+        self.tokens = data.sequence_start(end) - data.sequence_start(first)
+        if self.tokens <= seq_length:
+            raise too_small(data.prefix, self.tokens, seq_length)
+
+    def __len__(self) -> int:
+        return mo.samples_built(self.tokens, self.seq_length, self.num_samples)
+
+    @cached_property
+    def indices(self) -> mo.MegatronIndices:
+        """Return the three arrays, from the cache if it has them."""
+        lengths = self.data.lengths
+        key = content_key("gpt", 1, self.first, self.end, self.seq_length, self.num_samples, self.seed,
+                          arrays=[lengths])
+
+        def build(make: Make) -> None:
+            mo.build_indices(lengths, self.first, self.end, seq_length=self.seq_length,
+                             num_samples=self.num_samples, seed=self.seed, make=make)
+
+        names = ("document", "sample", "shuffle")
+        return mo.MegatronIndices(*cached_arrays(self.cache, key, names, build, check=self.check))
+
+    def _pieces(self, index: int) -> Iterator[tuple[int, int]]:
+        """Yield (position in the stream, tokens) of each document's part of a sample, in order; none is empty."""
+        if not 0 <= index < len(self):
+            raise DataError(f"{self.data.prefix}: sample {index} of {len(self)} in the Megatron order, which was "
+                            f"built for {self.num_samples} samples")
+        row = int(self.indices.shuffle[index])
+        entry, offset = (int(v) for v in self.indices.sample[row])
+        need = self.seq_length + 1
+        while need:
+            document = int(self.indices.document[entry])
+            count = min(need, int(self.data.lengths[document]) - offset)
+            if count:
+                yield self.data.sequence_start(document) + offset, count
+            need, entry, offset = need - count, entry + 1, 0
+
+    def sample(self, index: int) -> Sample:
+        pieces = list(self._pieces(index))
+        parts = [checked(self.data.read(position, count), self.vocab_size, self.data, position)
+                 for position, count in pieces]
+        masks = [mask for position, count in pieces if (mask := self.data.read_mask(position, count)) is not None]
+        # The label of a position is the token after it.
+        return Sample(np.concatenate(parts), self.starts(index), np.concatenate(masks)[1:] if masks else None)
+
+    def draw(self, seed: int, k: int) -> Sample:
+        """Return sample k in Megatron's order, which has a seed of its own; ``seed`` is ignored."""
+        return self.sample(k)
+
+    def starts(self, index: int) -> np.ndarray | None:
+        if not self.documents:
+            return None
+        return document_starts(np.cumsum([count for _, count in self._pieces(index)]), self.seq_length)
+
+    def drawn_starts(self, seed: int, k: int) -> np.ndarray | None:
+        return self.starts(k)
+
+
+def quantised(weights: Sequence[float]) -> list[int]:
+    """Return positive integers in proportion to ``weights`` that add up to at most ``PERIOD``.
+
+    They are rounded by largest remainders, then divided by their greatest common divisor.
+    """
+    if not weights or min(weights) <= 0:
+        raise DataError(f"data.weights: {list(weights)}; every weight must be above 0 (leave the corpus out instead)")
+    exact = np.asarray(mo.normalized(weights)) * PERIOD
+    counts = np.maximum(np.floor(exact).astype(np.int64), 1)
+    # Corpora of nearly no weight still get one sample; those with more pay for it.
+    while counts.sum() > PERIOD:
+        counts[int(np.argmax(np.where(counts > 1, counts - exact, -np.inf)))] -= 1
+    for i in np.argsort(-(exact - counts), kind="stable")[:PERIOD - int(counts.sum())]:
+        counts[i] += 1
+    found: list[int] = (counts // np.gcd.reduce(counts)).tolist()
+    return found
+
+
+class BlendedDataset:
+    """Several datasets mixed by weight; the dataset that serves sample k is a function of k alone.
+
+    Within a period corpus d serves c_d samples, the j-th of them at the place nearest to
+    (j + ½) / c_d of the period, so every stretch of the run has the proportions of the whole.
+    In stored order (evaluation) each sample of each corpus comes once: mixed until the first corpus has been used, then
+    what is left of the others, one after the other.
+    ``order`` (corpus [n], its sample [n]) replaces the pattern by a given sequence (Megatron's).
+    """
+
+    def __init__(self, datasets: Sequence[TokenDataset], weights: Sequence[float],
+                 order: Callable[[], Sequence[np.ndarray]] | None = None) -> None:
+        if len(datasets) != len(weights):
+            raise DataError(f"data.weights: {len(weights)} weights for {len(datasets)} corpora; give one for each")
+        self.datasets, self._order = list(datasets), order
+        self.counts = quantised(weights)
+        self.period = sum(self.counts)
+        share = np.concatenate([(np.arange(c) + 0.5) / c for c in self.counts])
+        owner = np.repeat(np.arange(len(self.counts)), self.counts)
+        place = np.argsort(share, kind="stable")
+        self._owner = owner[place].astype(np.int32)
+        self._rank = np.concatenate([np.arange(c) for c in self.counts])[place].astype(np.int32)
+
+    def __len__(self) -> int:
+        """Samples of all corpora."""
+        return sum(len(d) for d in self.datasets)
+
+    @cached_property
+    def _mixed(self) -> int:
+        """Samples in stored order until the first corpus has been used, and never more of a corpus than it has: within
+        a period it may be a sample ahead of its share."""
+        shares = (len(d) * self.period // c for d, c in zip(self.datasets, self.counts))
+        return min(*shares, *(self._place(i, len(d)) for i, d in enumerate(self.datasets)))
+
+    def _place(self, corpus: int, number: int) -> int:
+        """Return which sample of the blend is sample ``number`` of a corpus, counted without end."""
+        turns, rank = divmod(number, self.counts[corpus])
+        return turns * self.period + int(np.flatnonzero((self._owner == corpus) & (self._rank == rank))[0])
+
+    @cached_property
+    def _used(self) -> list[int]:
+        """Samples of each corpus among the mixed ones."""
+        turns, rest = divmod(self._mixed, self.period)
+        served = np.bincount(self._owner[:rest], minlength=len(self.counts))
+        return [turns * c + int(n) for c, n in zip(self.counts, served)]
+
+    @cached_property
+    def given(self) -> Sequence[np.ndarray] | None:
+        """The given order, computed at the first use."""
+        return self._order() if self._order else None
+
+    def locate(self, k: int) -> tuple[int, int]:
+        """Return (dataset, how many samples it served before) for sample k. O(1)."""
+        if self.given is not None:
+            if k >= len(self.given[0]):
+                raise DataError(f"sample {k} of a Megatron blend that was built for {len(self.given[0])} samples")
+            return int(self.given[0][k]), int(self.given[1][k])
+        turn, at = divmod(k, self.period)
+        owner = int(self._owner[at])
+        return owner, turn * self.counts[owner] + int(self._rank[at])
+
+    @property
+    def masked(self) -> bool:
+        """Whether one of the datasets is."""
+        return any(dataset.masked for dataset in self.datasets)
+
+    def _stored(self, index: int) -> tuple[TokenDataset, int]:
+        """Return (dataset, its sample) for sample ``index`` in stored order."""
+        left = index - self._mixed
+        if left < 0 or self._order is not None:
+            owner, local = self.locate(index)
+            return self.datasets[owner], local
+        for dataset, used in zip(self.datasets, self._used):
+            if left < len(dataset) - used:
+                return dataset, used + left
+            left -= len(dataset) - used
+        raise IndexError(f"sample {index} of {len(self)}")
+
+    def sample(self, index: int) -> Sample:
+        dataset, local = self._stored(index)
+        return dataset.sample(local)
+
+    def draw(self, seed: int, k: int) -> Sample:
+        owner, local = self.locate(k)
+        return self.datasets[owner].draw(derive(seed, owner), local)
+
+    def starts(self, index: int) -> np.ndarray | None:
+        dataset, local = self._stored(index)
+        return dataset.starts(local)
+
+    def drawn_starts(self, seed: int, k: int) -> np.ndarray | None:
+        owner, local = self.locate(k)
+        return self.datasets[owner].drawn_starts(derive(seed, owner), local)
+
+
+class SyntheticDataset:
+    """Tokens from an integer hash of (seed, sample, position): nothing to download, the same everywhere.
+
+    Positions come in runs of 8: a run starts at a token drawn with more weight on small
+    ids and counts upwards, so a model that learns "add one" predicts seven of eight.
+    ``documents``: a document starts at drawn positions, about four in a sample, whatever the runs.
+    """
+
+    RUN, DOCUMENTS = 8, 4
+    masked = False
+
+    def __init__(self, *, seq_length: int, vocab_size: int, seed: int, samples: int = 1 << 40,
+                 documents: bool = False) -> None:
+        self.seq_length, self.vocab_size, self.seed, self._samples = seq_length, vocab_size, seed, samples
+        self.documents = documents
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def sample(self, index: int) -> Sample:
+        position = np.arange(self.seq_length + 1, dtype=np.uint64)
+        run, step = position // np.uint64(self.RUN), position % np.uint64(self.RUN)
+        # 26 bits, squared: integer arithmetic, so no rounding differs between machines.
+        draw = mix(run + np.uint64(derive(self.seed, index))) >> np.uint64(38)
+        start = (((draw * draw) >> np.uint64(26)) * np.uint64(self.vocab_size)) >> np.uint64(26)
+        tokens = ((start + step) % np.uint64(self.vocab_size)).astype(np.int64)
+        return Sample(tokens, self.starts(index))
+
+    def draw(self, seed: int, k: int) -> Sample:
+        """Return sample k; ``seed`` is ignored, since the tokens depend on the dataset's own."""
+        return self.sample(k)
+
+    def starts(self, index: int) -> np.ndarray | None:
+        if not self.documents:
+            return None
+        position = np.arange(self.seq_length, dtype=np.uint64)
+        drawn = mix(position + np.uint64(derive(self.seed, index, 1)))
+        edges = np.flatnonzero(drawn % np.uint64(max(self.seq_length // self.DOCUMENTS, 1)) == 0)
+        return document_starts(edges, self.seq_length)
+
+    def drawn_starts(self, seed: int, k: int) -> np.ndarray | None:
+        return self.starts(k)

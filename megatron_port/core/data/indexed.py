@@ -1,0 +1,233 @@
+"""Reading token files in Megatron's ``.bin/.idx`` format (``data.format`` says how they look)."""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron_port.core.config.urls import is_remote
+from megatron_port.core.data.checked_tokens import CheckedTokens, TimeLimit, check_at_start
+from megatron_port.core.data.format import (
+    CHUNK,
+    DTYPES,
+    HEADER_BYTES,
+    MAGIC,
+    CorpusMeta,
+    bin_path,
+    idx_path,
+    mapped,
+    mask_path,
+    meta_path,
+    read_meta,
+    token_dtype,
+)
+from megatron_port.core.data.writer import IndexedWriter
+from megatron_port.core.errors import DataError
+from megatron_port.core.io.open_files import allow_open_files, too_many_open
+from megatron_port.ext.corpora.remote import RemoteCache, RemoteCorpus
+
+__all__ = ["CorpusMeta", "IndexedDataset", "IndexedWriter", "bad_token", "bin_path", "idx_path", "meta_path",
+           "read_meta", "token_dtype", "unigram_entropy"]
+
+
+class IndexedDataset:
+    """A memory-mapped corpus; opening it checks every size, reading copies only what is asked for.
+
+    Blocks of tokens are compared with the sidecar's hashes as they are first read (``data.checked_tokens``);
+    ``corpora.verify.verify(prefix)`` reads and checks all of it.
+
+    A corpus in a store (``prefix`` is a URL) is read by blocks, which ``cache`` keeps; see ``corpora.remote``.
+    ``checks``: time that comparisons may take, shared with other corpora.
+
+    Raises:
+        DataError: a file is missing, of another format, truncated or longer than its index says.
+    """
+
+    def __init__(
+        self, prefix: str | Path, cache: RemoteCache | None = None, checks: TimeLimit | None = None
+    ) -> None:
+        self.remote = RemoteCorpus(str(prefix), cache or RemoteCache()) if is_remote(prefix) else None
+        self.prefix = self.remote.prefix if self.remote else Path(prefix)
+        self.name = self.remote.url if self.remote else str(self.prefix)
+        """The prefix as the run file has it."""
+        path = idx_path(self.prefix)
+        for needed in (path, *(() if self.remote else (bin_path(prefix),))):
+            if not needed.is_file():
+                raise DataError(f"{needed}: no such file; make the corpus with `data prepare`, "
+                                "and give the prefix without .bin or .idx")
+        try:
+            with open(path, "rb") as stream:
+                header = stream.read(HEADER_BYTES)
+        except OSError as error:
+            raise DataError(f"{path}: {too_many_open(error) or error.strerror}") from error
+        if header[:9] != MAGIC or len(header) < HEADER_BYTES:
+            raise DataError(f"{path}: does not start with the {HEADER_BYTES}-byte header of a Megatron index")
+        version, code, self.num_sequences, boundaries = struct.unpack("<QBQQ", header[9:])
+        if version != 1 or code not in DTYPES:
+            raise DataError(f"{path}: version {version}, dtype code {code}; "
+                            f"expected version 1 and an integer code of {sorted(DTYPES)}")
+        self.dtype = np.dtype(DTYPES[code])
+        expected, found = HEADER_BYTES + 12 * self.num_sequences + 8 * boundaries, path.stat().st_size
+        if expected != found:
+            raise DataError(f"{path}: expected {expected} bytes for {self.num_sequences} sequences and {boundaries} "
+                            f"document boundaries, found {found}; copy or prepare the corpus again")
+        self._map_index(path, boundaries)
+        size = self.num_tokens * self.dtype.itemsize
+        found = self.remote.bin_bytes if self.remote else bin_path(self.prefix).stat().st_size
+        if size != found:
+            raise DataError(f"{self.name}.bin: expected {size} bytes for {self.num_tokens} tokens, found {found}; "
+                            "copy or prepare the corpus again")
+        self.meta = read_meta(self.prefix)
+        self._tokens = self.remote.tokens(self.dtype) if self.remote else CheckedTokens(
+            self.prefix, mapped(bin_path(self.prefix), self.dtype, 0, self.num_tokens), self.meta, checks)
+        self.masked = bool(self.meta and self.meta.mask_xxh3)
+        """Not every token counts as a label."""
+        self._mask = self._map_mask() if self.masked else np.zeros(0, np.uint8)
+
+    def _map_index(self, path: Path, boundaries: int) -> None:
+        count = self.num_sequences
+        arrays = mapped(path, "u1", HEADER_BYTES, 12 * count + 8 * boundaries)  # one open file for the three
+        self.lengths, self.pointers, self.documents = (
+            part.view(kind) for part, kind in zip(np.split(arrays, [4 * count, 12 * count]), ("<i4", "<i8", "<i8")))
+        if count and int(self.lengths.min()) < 0:
+            raise DataError(f"{path}: a sequence has a negative length; the file is damaged")
+        self.num_tokens = int(self.lengths.sum(dtype=np.int64))
+        last = int(self.pointers[-1]) // self.dtype.itemsize + int(self.lengths[-1]) if count else 0
+        first = int(self.pointers[0]) if count else 0
+        if first != 0 or last != self.num_tokens:
+            raise DataError(f"{path}: byte offsets run from {first} to token {last}, lengths add up to "
+                            f"{self.num_tokens} tokens; the file is damaged")
+        if boundaries and (int(self.documents[0]) != 0 or int(self.documents[-1]) != count):
+            raise DataError(f"{path}: documents run from sequence {int(self.documents[0])} to "
+                            f"{int(self.documents[-1])}, expected 0 to {count}; the file is damaged")
+
+    def _map_mask(self) -> np.ndarray:
+        path = mask_path(self.prefix)
+        found = path.stat().st_size if path.is_file() else -1
+        if found != self.num_tokens:
+            raise DataError(f"{path}: expected {self.num_tokens} bytes, one per token, found "
+                            f"{found if found >= 0 else 'no file'}; copy or prepare the corpus again")
+        return mapped(path, "u1", 0, self.num_tokens)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents in the corpus."""
+        return max(len(self.documents) - 1, 0)
+
+    def sequence_start(self, index: int) -> int:
+        """Position in the flat stream of sequence ``index``; ``num_sequences`` gives the end."""
+        if index >= self.num_sequences:
+            return self.num_tokens
+        start = int(self.pointers[index]) // self.dtype.itemsize if index >= 0 else -1
+        if not 0 <= start <= self.num_tokens:  # only the ends were checked when the corpus was opened
+            raise DataError(f"{idx_path(self.prefix)}: sequence {index} starts at token {start} of {self.num_tokens}; "
+                            "the file is damaged: `data verify` tells where")
+        return start
+
+    def document_start(self, index: int) -> int:
+        """Position in the flat stream of document ``index``; ``num_documents`` gives the end."""
+        return self.sequence_start(int(self.documents[index])) if self.num_documents else 0
+
+    def document_edges(self, first: int = 0, end: int | None = None) -> np.ndarray:
+        """Return where documents [first, end) start, and where the last ends, int64 [end - first + 1]; None: all.
+
+        Raises:
+            DataError: the index is damaged.
+        """
+        bounds = np.asarray(self.documents[first:(self.num_documents if end is None else end) + 1])
+        edges = np.full(len(bounds), self.num_tokens, dtype=np.int64)
+        inside = bounds < self.num_sequences
+        edges[inside] = np.asarray(self.pointers)[bounds[inside]] // self.dtype.itemsize
+        if len(edges) and (int(np.diff(edges, prepend=0).min()) < 0 or int(edges[-1]) > self.num_tokens):
+            raise DataError(f"{self.prefix}: document boundaries go backwards; `data verify` tells where")
+        return edges
+
+    def nearest_document(self, position: int) -> int:
+        """Return the document boundary closest to ``position``, as a position."""
+        after = bisect_left(range(self.num_documents + 1), position, key=self.document_start)
+        near = [self.document_start(i) for i in (after - 1, after) if 0 <= i <= self.num_documents]
+        return min(near, key=lambda start: abs(start - position)) if near else 0
+
+    def documents_in(self, position: int, count: int) -> np.ndarray:
+        """Return where documents start in the ``count`` tokens of the flat stream from ``position`` on: int64 offsets
+        from ``position``, ascending. Reads the index alone; an empty document is there too, where the next one starts.
+        """
+        numbers = range(self.num_documents)
+        first = bisect_left(numbers, position, key=self.document_start)
+        last = bisect_left(numbers, position + count, lo=first, key=self.document_start)
+        sequences = np.asarray(self.documents[first:last])
+        offsets: np.ndarray = self.pointers[sequences] // self.dtype.itemsize - position
+        return offsets
+
+    def read(self, position: int, count: int) -> np.ndarray:
+        """Return ``count`` tokens of the flat stream from ``position`` on, int64 [count]; a copy."""
+        if position < 0 or count < 0 or position + count > self.num_tokens:
+            raise ValueError(f"{self.prefix}: tokens {position} to {position + count} of {self.num_tokens}")
+        return self._tokens[position:position + count].astype(np.int64)
+
+    def read_mask(self, position: int, count: int) -> np.ndarray | None:
+        """Return which of ``count`` tokens from ``position`` on count as labels, bool [count]; None: all do."""
+        if position < 0 or count < 0 or position + count > self.num_tokens:
+            raise ValueError(f"{self.prefix}: tokens {position} to {position + count} of {self.num_tokens}")
+        return self._mask[position:position + count] != 0 if self.masked else None
+
+    def document(self, index: int) -> np.ndarray:
+        """Return the tokens of document ``index``, int64; a copy."""
+        if not 0 <= index < self.num_documents:
+            raise ValueError(f"{self.prefix}: document {index} of {self.num_documents}")
+        start, end = self.document_start(index), self.document_start(index + 1)
+        if end < start:
+            raise DataError(f"{idx_path(self.prefix)}: document {index} runs from token {start} to {end}; "
+                            "the file is damaged: `data verify` tells where")
+        return self.read(start, end - start)
+
+    def chunks(self, size: int = CHUNK) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield (position, tokens as stored) over the whole stream."""
+        for position in range(0, self.num_tokens, size):
+            yield position, self._tokens[position:position + size]
+
+
+def open_all(prefixes: Sequence[str | Path], cache: RemoteCache | None = None, *, further: int = 0
+             ) -> list[IndexedDataset]:
+    """Open corpora, and allow for the files that stay open: an index, tokens and a mask of each, and ``further``.
+
+    Raises:
+        DataError: one of them is missing or damaged, or too many files are open.
+    """
+    allow_open_files((3 + further) * len(prefixes))
+    checks = TimeLimit()
+    return [IndexedDataset(prefix, cache, checks) for prefix in prefixes]
+
+
+def check_local(corpora: Sequence[IndexedDataset]) -> None:
+    """Compare corpora on this machine with their hashes where that is quick. Raises DataError: they differ."""
+    check_at_start([(c.prefix, c.meta, c._tokens) for c in corpora if isinstance(c._tokens, CheckedTokens)])
+
+
+def bad_token(prefix: Path, position: int, token: int, vocab_size: int) -> DataError:
+    """Return the error for a token that is outside the model's vocabulary."""
+    return DataError(
+        f"{bin_path(prefix)}: position {position}: token id {token} is outside the vocabulary of {vocab_size}; "
+        "the corpus was made with another tokenizer: set model.vocab_size or prepare it again"
+    )
+
+
+def unigram_entropy(data: IndexedDataset | str | Path) -> float:
+    """Return the entropy of the token frequencies, nats per token. One pass; memory grows with the vocabulary only.
+
+    It is the loss of the best model that ignores context.
+    """
+    corpus = data if isinstance(data, IndexedDataset) else IndexedDataset(data)
+    counts = np.zeros(0, np.int64)
+    for _, tokens in corpus.chunks():
+        part = np.bincount(tokens.astype(np.int64), minlength=len(counts))
+        part[:len(counts)] += counts
+        counts = part
+    if not corpus.num_tokens:
+        raise DataError(f"{corpus.prefix}: the corpus holds no tokens")
+    p = counts[counts > 0] / corpus.num_tokens
+    return float(-(p * np.log(p)).sum())

@@ -1,0 +1,275 @@
+"""Loaders that turn datasets into the micro-batches of a step. The only state is the number of consumed samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.data.dataset import TokenDataset
+from megatron_port.core.data.format import BOS_BY_TEMPLATE, BOS_UNKNOWN, bos_ids, tokenizer_name
+from megatron_port.core.data.indexed import CorpusMeta, IndexedDataset, meta_path
+from megatron_port.core.data.rank_view import RankView
+from megatron_port.core.data.run_datasets import (
+    SPLITS,
+    corpus_datasets,
+    drawn_samples,
+    open_corpora,
+    synthetic_datasets,
+    within_documents,
+)
+from megatron_port.core.data.sample import Sample
+from megatron_port.core.dist.positions import WHOLE_SEQUENCE, SequencePartition
+from megatron_port.core.errors import DataError
+from megatron_port.core.registry import SOURCES
+from megatron_port.ext.corpora.fingerprint import check_tokenizers, data_fingerprint
+from megatron_port.ext.corpora.plugin_source import plugin_datasets
+from megatron_port.ext.corpora.remote import ReadAhead
+
+
+class ReplicaShare(NamedTuple):
+    """Share of a replica in each step: micro-batches ``rank``, ``rank`` + ``size`` … of ``micro_batch_size``
+    samples."""
+
+    micro_batch_size: int
+    rank: int = 0
+    size: int = 1
+
+
+class StepLoader:
+    """Micro-batches of one replica; a function of the sample number, so resuming needs no saved state.
+
+    Args:
+        share: this replica's part of a step.
+        eod_id: end-of-document id where the prediction made from it (the first token of an unrelated document) is left
+            out of the loss, as in Megatron-LM; None: it counts.
+        view: this rank's part of each micro-batch; no token is read where it has none.
+        documents: the dataset's samples say where their documents start, which every stage is told.
+        remote: a corpus is in a store; the samples of the step that follows are read beside training.
+    """
+
+    def __init__(
+        self, dataset: TokenDataset, share: ReplicaShare, *, seq_length: int, seed: int, view: RankView,
+        eod_id: int | None = None, documents: bool = False, remote: bool = False,
+    ) -> None:
+        self.micro_batch_size, self.dp_rank, self.dp_size = share
+        if not 0 <= self.dp_rank < self.dp_size or self.micro_batch_size < 1:
+            raise ValueError(f"replica {self.dp_rank} of {self.dp_size}, micro-batch {self.micro_batch_size}")
+        self.dataset, self.seq_length, self.seed, self.eod_id = dataset, seq_length, seed, eod_id
+        self.view, self.documents = view, documents
+        self.ahead = ReadAhead(lambda k: dataset.draw(seed, k)) if remote else None
+
+    def sample_ids(self, first_sample: int, global_batch: int) -> list[tuple[int, ...]]:
+        """Return the sample numbers of each micro-batch: n + (m·D + d)·b + i."""
+        b, replicas = self.micro_batch_size, self.dp_size
+        if global_batch < 1 or global_batch % (b * replicas):
+            raise DataError(f"a global batch of {global_batch} does not divide into micro-batches of {b} on "
+                            f"{replicas} replicas; make it a multiple of {b * replicas}")
+        starts = [first_sample + (m * replicas + self.dp_rank) * b for m in range(global_batch // (b * replicas))]
+        return [tuple(range(start, start + b)) for start in starts]
+
+    def step(self, first_sample: int, global_batch: int) -> list[MicroBatch]:
+        """Return the micro-batches of the step that consumes samples [first_sample, first_sample + global_batch).
+
+        Raises:
+            DataError: a token that the model has no embedding for; a batch that does not divide.
+        """
+        read, starts = partial(self.dataset.draw, self.seed), partial(self.dataset.drawn_starts, self.seed)
+        step = [self._pack(ids, read, starts, training=True) for ids in self.sample_ids(first_sample, global_batch)]
+        if self.ahead and self.view.reads:
+            self.ahead.read(k for ids in self.sample_ids(first_sample + global_batch, global_batch) for k in ids)
+        return step
+
+    def eval_batches(self, batches: int, global_batch: int) -> Iterator[list[MicroBatch]]:
+        """Yield the first ``batches`` global batches in stored order, the same at each evaluation.
+
+        Each sample counts once, whatever the batch and the replicas, and the last batch ends with the split's last
+        sample. Masked samples fill it up to whole micro-batches on all replicas.
+        """
+        size, unit = len(self.dataset), self.micro_batch_size * self.dp_size
+        for first in range(0, min(batches * global_batch, size), global_batch):
+            count = min(global_batch, size - first)
+            groups = self.sample_ids(first, -(-count // unit) * unit)
+            # A mask on every replica or on none: the tokens that count are summed over those that have one.
+            yield [self._pack(ids, self._stored, self._stored_starts,
+                              counted=min(max(first + count - ids[0], 0), len(ids)), masked=count % unit != 0)
+                   for ids in groups]
+
+    def _stored(self, index: int) -> Sample:
+        """A sample by its number in the split; zeros, one document, beyond the last."""
+        if index < len(self.dataset):
+            return self.dataset.sample(index)
+        return Sample(np.zeros(self.seq_length + 1, dtype=np.int64), self._stored_starts(index))
+
+    def _stored_starts(self, index: int) -> np.ndarray | None:
+        if index < len(self.dataset):
+            return self.dataset.starts(index)
+        return np.zeros(self.seq_length, dtype=np.int32) if self.documents else None
+
+    def _pack(
+        self, ids: tuple[int, ...], read: Callable[[int], Sample], starts: Callable[[int], np.ndarray | None], *,
+        counted: int | None = None, masked: bool = False, training: bool = False,
+    ) -> MicroBatch:
+        """Make a micro-batch of the samples ``ids``.
+
+        Args:
+            read, starts: give a sample by its number, and where its documents start without reading its tokens.
+            counted: of the samples, so many count (None: all).
+            masked: with a mask even where all do.
+            training: they are trained on, not evaluated.
+        """
+        masked = masked or self.eod_id is not None or self.dataset.masked
+        if not self.view.reads:
+            return self.view.micro_batch(ids, None, starts=map(starts, ids) if self.documents else (),
+                                         labels_masked=masked)
+        rows = [read(k) for k in ids]
+        tokens = np.stack([row.tokens for row in rows])
+        mask = self._mask(rows, tokens, counted) if self.view.need_labels and masked else None
+        return self.view.micro_batch(ids, tokens, mask=mask, labels_masked=masked, rows=rows, training=training,
+                                     starts=(row.starts for row in rows) if self.documents else ())
+
+    def _mask(self, rows: Sequence[Sample], tokens: np.ndarray, counted: int | None) -> torch.Tensor:
+        """Return which labels of the samples count, float32 [batch, seq]."""
+        read = torch.from_numpy(tokens[:, :-1])
+        mask = (read != self.eod_id).float() if self.eod_id is not None else torch.ones(read.shape)
+        if self.dataset.masked:
+            all_count = np.ones(self.seq_length, dtype=bool)
+            mask *= torch.from_numpy(np.stack([all_count if row.counted is None else row.counted for row in rows]))
+        if counted is not None:
+            mask[counted:] = 0.0
+        return mask
+
+
+@dataclass(frozen=True)
+class Loaders:
+    """Loaders of a run; None for a split without any sample."""
+
+    train: StepLoader
+    valid: StepLoader | None
+    test: StepLoader | None
+    tokenizer_name: str | None
+    """None: synthetic tokens, or a corpus that does not say."""
+    eod_id: int
+    """-1: unknown."""
+    tokenizer: dict[str, Any] = field(default_factory=dict)
+    """Name, vocab_size, eod_id and hash, by the sidecars; empty: unknown."""
+    data_fingerprint: list[dict[str, Any]] = field(default_factory=list)
+    """Fingerprint of each corpus (``corpora.fingerprint``), for checkpoints."""
+
+    def eval_batches(self, split: str, batches: int, global_batch: int) -> Iterator[list[MicroBatch]]:
+        """Return sequential batches of ``valid`` or ``test``. Raises DataError where the split is empty."""
+        loader = {"train": self.train, "valid": self.valid, "test": self.test}[split]
+        if loader is None:
+            raise DataError(f"data.split leaves no sample for {split}; give it a larger share or use a larger corpus")
+        return loader.eval_batches(batches, global_batch)
+
+
+def _tokenizer(run: RunConfig, corpora: Sequence[IndexedDataset]) -> tuple[str | None, int, dict[str, Any]]:
+    """(name, eod id, identity) that the sidecars agree on. DataError: they do not, or the model is too small."""
+    metas: list[tuple[IndexedDataset, CorpusMeta]] = [(c, c.meta) for c in corpora if c.meta is not None]
+    for corpus, meta in metas:
+        if meta.vocab_size > run.model.vocab_size:
+            raise DataError(f"{meta_path(corpus.prefix)}: tokenizer {meta.tokenizer} has {meta.vocab_size} ids, the "
+                            f"model {run.model.vocab_size}; set model.vocab_size = {meta.vocab_size}")
+    # By hash where all have one: the same tokenizer lies beside each corpus that it made, under another name.
+    hashed = all(meta.tokenizer_hash for _, meta in metas)
+    if len({(meta.tokenizer_hash if hashed else meta.tokenizer, meta.eod_id) for _, meta in metas}) > 1:
+        raise DataError("data.train: corpora of different tokenizers cannot be blended: "
+                        + ", ".join(f"{c.prefix} ({m.tokenizer}, hash {m.tokenizer_hash[:12] or 'unknown'}, eod "
+                                    f"{m.eod_id})" for c, m in metas))
+    _check_bos(metas)
+    asked = run.data.tokenizer
+    if metas:
+        corpus, meta = metas[0]
+        if asked not in ("auto", meta.tokenizer):
+            _check_asked(asked, corpus, meta)
+        found = {"name": meta.tokenizer, "vocab_size": meta.vocab_size, "eod_id": meta.eod_id}
+        bos = next((m.bos for _, m in metas if m.bos != BOS_BY_TEMPLATE), BOS_BY_TEMPLATE)
+        return tokenizer_name(corpus.prefix, meta), meta.eod_id, {
+            **found, "hash": meta.tokenizer_hash, **({"bos": bos} if bos else {})}
+    if asked != "auto":
+        from megatron_port.ext.corpora.tokenizer import get_tokenizer, identity_of
+        tokenizer = get_tokenizer(asked)
+        return asked, tokenizer.eod_id, {**identity_of(tokenizer), "bos": BOS_UNKNOWN}
+    if run.data.mask_eod_loss:
+        raise DataError(f"data.mask_eod_loss: {corpora[0].prefix} has no sidecar that names its end-of-document id; "
+                        "set data.tokenizer")
+    return None, -1, {}
+
+
+def _check_bos(metas: Sequence[tuple[IndexedDataset, CorpusMeta]]) -> None:
+    """Raise DataError where documents of some corpora begin with BOS and those of others do not; conversations begin
+    as their template does."""
+    begins = {c.prefix: bos_ids(m.bos) for c, m in metas}
+    if len({ids for ids in begins.values() if ids is not None}) > 1:
+        raise DataError("data.train: documents of these corpora do not begin alike: "
+                        + ", ".join(f"{prefix} (with {' '.join(map(str, ids)) or 'no BOS'})"
+                                    for prefix, ids in begins.items() if ids is not None)
+                        + "; prepare them again alike, all with --no-bos or all without it")
+
+
+def _check_asked(asked: str, corpus: IndexedDataset, meta: CorpusMeta) -> None:
+    """``data.tokenizer`` is not the sidecar's name; only a hash can say that it is the same. Raises DataError."""
+    from megatron_port.ext.corpora.tokenizer import NAMES, identity
+
+    if asked in NAMES or meta.tokenizer in NAMES or identity(asked)["hash"] != meta.tokenizer_hash:
+        raise DataError(f"data.tokenizer is {asked}, but {corpus.prefix} was made with {meta.tokenizer}; "
+                        "set data.tokenizer = \"auto\" or prepare the corpus again")
+
+
+def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tokens: bool, need_labels: bool,
+                  train_samples: int | None = None, partition: SequencePartition = WHOLE_SEQUENCE) -> Loaders:
+    """Return the loaders of a run for one replica and stage, with the positions that ``partition`` gives this rank.
+
+    ``need_tokens``, ``need_labels``: what the stage consumes; with neither, no token is read. ``train_samples``:
+    samples that the whole run consumes; only Megatron's order depends on it (default: training.steps ·
+    global_batch_size, right without a ramp-up).
+
+    Raises:
+        DataError: no corpus, a damaged one, one too small for a sample, or of another tokenizer; a plugin's source
+            without samples.
+    """
+    run, data = run_config, run_config.data
+    view = RankView.of(run, need_tokens=need_tokens, need_labels=need_labels, partition=partition)
+    name: str | None = None
+    eod = -1
+    tokenizer: dict[str, Any] = {}
+    fingerprint: list[dict[str, Any]] = []
+    remote = False
+    sets: list[TokenDataset | None]
+    if data.source in SOURCES.added:
+        sets = plugin_datasets(run, SPLITS)
+    elif data.synthetic:
+        sets = synthetic_datasets(run)
+    else:
+        if not data.train:
+            raise DataError("data.train is empty; name the prefixes of .bin/.idx pairs, or set data.synthetic = true")
+        if data.weights and len(data.weights) != len(data.train):
+            raise DataError(f"data.weights: {len(data.weights)} weights for {len(data.train)} corpora; "
+                            "give one for each, or none")
+        corpora = open_corpora(run)
+        remote = any(corpus.remote for corpus in corpora)
+        name, eod, tokenizer = _tokenizer(run, corpora)
+        fingerprint = data_fingerprint(corpora)
+        if dp_rank == 0 and need_tokens:  # a few ranks are enough, and files are not read by thousands
+            check_tokenizers(corpora)
+        sets = corpus_datasets(run, corpora, drawn_samples(run, train_samples))
+        if run.training.eval_batches and sets[1] is None:
+            raise DataError(f"data.split = {list(data.split)} leaves validation without a sample of "
+                            f"{run.model.seq_length + 1} tokens; use a larger share, a larger corpus, or "
+                            "training.eval_batches = 0")
+    loaders = [None if d is None else StepLoader(
+        d, ReplicaShare(run.batch.micro_batch_size, dp_rank, dp_size), seq_length=run.model.seq_length,
+        seed=run.seed, eod_id=eod if data.mask_eod_loss else None, view=view, documents=within_documents(run),
+        remote=remote) for d in sets]
+    assert loaders[0] is not None, "the training split was checked above"
+    consumed = run.training.steps * run.batch.global_batch_size if train_samples is None else train_samples
+    view.objective.open_side(consumed, whole=dp_rank == 0 and need_labels)
+    return Loaders(train=loaders[0], valid=loaders[1], test=loaders[2], tokenizer_name=name, eod_id=eod,
+                   tokenizer=tokenizer, data_fingerprint=fingerprint)

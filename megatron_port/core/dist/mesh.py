@@ -1,0 +1,259 @@
+"""The ranks of a run as a grid, and the groups of ranks along any of its axes. Pure: no processes, no torch.
+
+A pipeline stage has dp · cp · tp ranks, and two kinds of layer divide them differently. Dense layers see
+``dp × cp × tp``, tp fastest; experts see ``edp × ep`` over the same ranks (parallel folding, Liu et al.,
+arXiv 2504.14960). Cut a stage at every boundary of either division. Where the cuts form a chain, each dividing the
+next, the ratios of neighbouring cuts are *factors* of one refined grid, and every axis is a run of neighbouring
+factors. With tp 4, cp 2, dp 6 and ep 16 the cuts are 1, 4, 8, 16, 48 and the factors (3, 2, 2, 4), slowest first:
+``dp`` is the first two, ``cp`` the third, ``tp`` the last, ``ep`` the last three, ``edp`` the first.
+
+A set of axes is a set of factors. Groups, replicas and owners are arithmetic on such sets, and need to know neither
+how many axes there are nor what they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise, product
+from math import prod
+
+from megatron_port.core.errors import ConfigError
+
+Factors = frozenset[int]
+"""Indices of factors of a mesh, slowest first. Sizes of 1 make no factor, so an axis of one rank is the empty set."""
+
+DENSE = ("tp", "cp", "dp_shard", "dp_replicate")
+"""Axes of a stage for dense layers, fastest first: tensor-parallel ranks are neighbours, so they share a node."""
+JOINED: Mapping[str, tuple[str, ...]] = {"dp": ("dp_shard", "dp_replicate")}
+"""Axes that are runs of others: with hybrid sharding (Zhao et al., arXiv 2304.11277) optimizer state is split within
+``dp_shard`` and repeated along ``dp_replicate``."""
+
+BEYOND_EXPERTS: Mapping[str, tuple[str, ...]] = {
+    "expert_tp": ("tp",), "expert_shard": ("dp_shard", "cp"), "expert_replicate": ("dp_replicate",),
+}
+"""Axes that are what ep leaves of others: along them ranks hold copies of the same experts."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A grid of ranks.
+
+    ``sizes``: of its factors, slowest first; ``axes``: the factors that each axis is made of.
+    """
+
+    sizes: tuple[int, ...]
+    axes: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def of(
+        cls, sizes: Mapping[str, int], *, pp: int = 1, ep: int = 1, kv_copies: int = 1, order: tuple[str, ...] = DENSE,
+    ) -> Mesh:
+        """Return the mesh of a layout.
+
+        Axes: pp, those of ``order``, dp, ep, edp, and the two parts of tp: ``kv_copies``, neighbours that hold the same
+        key/value heads, and ``kv_heads``, ranks that hold different ones; and those of ``BEYOND_EXPERTS``.
+
+        Args:
+            sizes: of the axes of ``order``; 1 where one is not named.
+            ep: ranks among which the experts of a layer are divided, a run of neighbours in the stage.
+            kv_copies: tp ranks that hold the same key/value heads.
+            order: the dense layers' axes of a stage, fastest first.
+
+        Raises:
+            ConfigError: a size is below one, kv_copies does not divide tp, or the experts' division and the dense
+                layers' have no common refinement (tp 4 with ep 6).
+        """
+        for name, size in {"pp": pp, **sizes, "ep": ep, "kv_copies": kv_copies}.items():
+            if size < 1:
+                raise ConfigError(f"layout: {name} is {size}; each parallel size must be at least 1")
+        unknown = sorted(set(sizes) - set(order))
+        if unknown:
+            raise ConfigError(f"layout: no axis {', '.join(unknown)}; the axes of a stage are {', '.join(order)}")
+        spans = _spans([(name, sizes.get(name, 1)) for name in order])
+        stage = prod(sizes.values())
+        tp = sizes.get("tp", 1)
+        if tp % kv_copies:
+            raise ConfigError(f"layout: {kv_copies} copies of key/value heads do not divide tp {tp}")
+        if stage % ep:
+            raise ConfigError(f"layout: ep {ep} does not divide the {stage} ranks of a stage")
+        spans |= _spans([("ep", ep), ("edp", stage // ep)])
+        spans |= _spans([("kv_copies", kv_copies), ("kv_heads", tp // kv_copies)])
+        spans["pp"] = (stage, stage * pp)
+        cuts = sorted({cut for span in spans.values() for cut in span})
+        for low, high in pairwise(cuts):
+            if high % low:
+                raise ConfigError(
+                    f"layout: ep {ep} and {' × '.join(f'{n} {sizes.get(n, 1)}' for n in order)} divide the {stage} "
+                    f"ranks of a stage at {low} and at {high}, and {low} does not divide {high}; choose an ep that "
+                    f"divides, or is a multiple of, each product of the other sizes"
+                )
+        cuts.reverse()
+        axes = {
+            name: tuple(i for i, cut in enumerate(cuts[1:]) if low <= cut < high)
+            for name, (low, high) in spans.items()
+        }
+        for name, parts in JOINED.items():
+            axes[name] = tuple(sorted(i for part in parts for i in axes.get(part, ())))
+        for name, parts in BEYOND_EXPERTS.items():
+            axes[name] = tuple(sorted(i for part in parts for i in axes.get(part, ()) if i not in axes["ep"]))
+        return cls(tuple(high // low for high, low in pairwise(cuts)), axes)
+
+    @cached_property
+    def world(self) -> int:
+        """Number of ranks."""
+        return prod(self.sizes)
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Distance between neighbours along each factor, in ranks."""
+        return tuple(prod(self.sizes[i + 1 :]) for i in range(len(self.sizes)))
+
+    def factors(self, *axes: str) -> Factors:
+        """Return the factors of a set of axes. Raises KeyError for an axis that the mesh does not have."""
+        return frozenset(i for axis in axes for i in self.axes[axis])
+
+    @cached_property
+    def everything(self) -> Factors:
+        """All factors; their group is the world."""
+        return frozenset(range(len(self.sizes)))
+
+    @cached_property
+    def stage(self) -> Factors:
+        """All factors except the pipeline's; their group is a stage."""
+        return self.everything - self.factors("pp")
+
+    def size(self, over: Factors) -> int:
+        """Return the number of ranks of a group over these factors."""
+        return prod(self.sizes[i] for i in over)
+
+    def index(self, rank: int, over: Factors) -> int:
+        """Return the position of a rank in its group over these factors; 0 is the first."""
+        at = 0
+        for i in sorted(over):
+            at = at * self.sizes[i] + rank // self.strides[i] % self.sizes[i]
+        return at
+
+    def first(self, rank: int, over: Factors) -> int:
+        """Return the first rank of a rank's group over these factors."""
+        return rank - sum(rank // self.strides[i] % self.sizes[i] * self.strides[i] for i in over)
+
+    def _steps(self, over: Factors) -> list[int]:
+        """Distances of a group's members from its first, in order."""
+        spans = (range(0, self.sizes[i] * self.strides[i], self.strides[i]) for i in sorted(over))
+        return [sum(point) for point in product(*spans)]
+
+    def members(self, rank: int, over: Factors) -> tuple[int, ...]:
+        """Return the ranks that differ from ``rank`` along these factors only, itself among them, in order."""
+        first = self.first(rank, over)
+        return tuple(first + step for step in self._steps(over))
+
+    def groups(self, over: Factors) -> Iterator[tuple[int, ...]]:
+        """Yield all groups over these factors by their first ranks: the order in which every rank creates them."""
+        steps = self._steps(over)
+        for first in self._steps(self.everything - over):
+            yield tuple(first + step for step in steps)
+
+    def peer(self, rank: int, axis: str, position: int) -> int:
+        """Return the rank at another position along one axis, with the other coordinates unchanged."""
+        over = self.factors(axis)
+        return self.first(rank, over) + self._steps(over)[position]
+
+
+def _spans(axes: Iterable[tuple[str, int]]) -> dict[str, tuple[int, int]]:
+    """(distance between neighbours, that times the size) of nested axes, fastest first."""
+    spans, low = {}, 1
+    for name, size in axes:
+        spans[name] = (low, low * size)
+        low *= size
+    return spans
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """Use of a set of communicators, e.g. the pipeline's transfers.
+
+    ``ends``: include only the members at these positions of each group, e.g. the stages that share a tied embedding;
+    ``queue``: groups of the same ranks with another queue are another communicator, because the operations of one run
+    in order (gradients on their way back).
+    """
+
+    name: str
+    over: Factors
+    ends: tuple[int, ...] = ()
+    queue: int = 0
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """Communicators that every rank creates in the same order, one for each of ``groups``."""
+
+    names: tuple[str, ...]
+    """The purposes that share it."""
+    groups: tuple[tuple[int, ...], ...]
+
+
+def communicators(mesh: Mesh, purposes: Iterable[Purpose]) -> list[Communicator]:
+    """Return the communicators of these purposes, in the order in which every rank creates them.
+
+    The list is a function of mesh and purposes alone, so all ranks walk the same one. Purposes over the same ranks
+    share a communicator; groups of one rank need none.
+    """
+    found: dict[tuple[Factors, tuple[int, ...], int], list[str]] = {}
+    for purpose in purposes:
+        size = mesh.size(purpose.over)
+        ends = tuple(sorted({end % size for end in purpose.ends}))
+        if size > 1 and len(ends) != 1:  # one stage shares its embedding with no other
+            found.setdefault((purpose.over, ends, purpose.queue), []).append(purpose.name)
+    return [
+        Communicator(
+            tuple(names), tuple(tuple(g[e] for e in ends) if ends else g for g in mesh.groups(over))
+        )
+        for (over, ends, _), names in found.items()
+    ]
+
+
+REPLICAS = ("dp", "cp")
+"""Axes along which ranks see different tokens and hold copies of dense layers."""
+SHARDED = ("dp_shard", "cp")
+"""Axes over which ZeRO splits optimizer state; a part of ``REPLICAS``."""
+SETS = (
+    ("tp",), ("dp",), ("pp",), ("cp",), REPLICAS, SHARDED, ("kv_copies",), ("ep",),
+    ("dp_replicate",), ("expert_shard",), ("expert_replicate",), ("expert_tp",),
+)
+"""Sets of axes that some code asks for a group over; see ``ParallelContext.over``."""
+EMBEDDING, REVERSE, WORLD = "embedding", "pp_reverse", "world"
+SHARED = "layers of stages "
+"""Before the stages in the names of groups that hold copies of the same layers."""
+
+
+def shared_name(stages: Sequence[int]) -> str:
+    """Return the name of the group of stages that hold copies of the same layers."""
+    return SHARED + ",".join(map(str, stages))
+
+
+def purposes(
+    mesh: Mesh, *, tied_ends: bool, reverse: bool, shared: Iterable[tuple[int, ...]] = ()
+) -> list[Purpose]:
+    """Return the communicators of a run, from the layout alone.
+
+    They must not be taken from a rank's parameter records: stages hold different ones, and ranks that create different
+    lists deadlock.
+
+    Args:
+        tied_ends: the first and the last stage may hold copies of one embedding.
+        reverse: a second queue between stages, for gradients.
+        shared: sets of stages that hold copies of the same layers.
+    """
+    pipeline = mesh.factors("pp")
+    # Replicas that see other samples alone need none of their own: what they tell each other is little.
+    left_out = [("dp",)] if mesh.factors("cp") else []
+    listed = [Purpose("+".join(axes), mesh.factors(*axes)) for axes in SETS[:3] if axes not in left_out]
+    if tied_ends:
+        listed.append(Purpose(EMBEDDING, pipeline, ends=(0, -1), queue=2))  # its own, even with two stages
+    listed += [Purpose(shared_name(stages), pipeline, ends=stages, queue=3) for stages in shared]
+    if reverse:
+        listed.append(Purpose(REVERSE, pipeline, queue=1))
+    listed += [Purpose("+".join(axes), mesh.factors(*axes)) for axes in SETS[3:]]
+    return [*listed, Purpose(WORLD, mesh.everything)]

@@ -1,0 +1,210 @@
+"""One record for a parameter: the single source of its identity and its placement on the mesh.
+
+Initialisation, gradient reduction, grad norm, ZeRO ownership, checkpoints, the
+Hugging Face mapping and replica checks all read this record and decide nothing
+themselves.
+
+Two independent facts are stated. **Shards** say which ranks hold which part of the values. **partial_over** says along
+which axes each rank's gradient is only a part of the sum. Ranks along any other axis hold copies that compute the same
+gradient, so nothing is summed over it, and one of them owns the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.mesh import REPLICAS, Factors, Mesh
+from megatron_port.core.dist.state import WEIGHT
+
+
+@dataclass(frozen=True)
+class InitSpec:
+    """How a parameter starts: ``normal`` or ``uniform`` (mean 0, ``std``), ``zeros``, ``ones``, or ``row norms``, which
+    are not drawn (``weights.adapters``)."""
+
+    kind: str
+    std: float = 0.0
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Dimension ``dim`` is split over the group of ``axes``: equal runs, unless the layer says where its own are."""
+
+    dim: int
+    axes: tuple[str, ...]
+
+
+SEQUENCE = (*REPLICAS, "tp")
+"""Axes along which gradients are partial where sequence parallelism gives each tp rank its own tokens."""
+
+
+@dataclass(frozen=True)
+class ParameterRecord:
+    """Identity, logical shape and placement of a parameter on this rank.
+
+    ``shape`` is the logical, unsplit, unpadded shape. The rank's tensor has shape
+    ``local_shape``; its first ``extent[d]`` elements along each dimension are the
+    logical elements from ``offset[d]`` on; the rest is padding (rows
+    of a padded vocabulary) and is zero.
+    """
+
+    name: str
+    """Canonical name, e.g. ``layers.17.attention.qkv.weight``."""
+    shape: tuple[int, ...]
+    """Logical global shape."""
+    local_shape: tuple[int, ...]
+    """Shape of this rank's tensor, padding included."""
+    offset: tuple[int, ...]
+    """First logical element of this rank's slice, by dimension."""
+    extent: tuple[int, ...]
+    """Logical elements of this rank's slice, by dimension (may be 0)."""
+    shards: tuple[Shard, ...]
+    """How the values are split, in this order; along all other axes of a stage ranks hold copies."""
+    init: InitSpec
+    decay: bool
+    """Weight decay applies."""
+    lr_factor: float = field(default=1.0, kw_only=True)
+    """Factor on the learning rate (``optim.parameter_groups``)."""
+    weight_decay: float | None = field(default=None, kw_only=True)
+    """Weight decay of its own; None: the optimizer's where ``decay``."""
+    partial_over: tuple[str, ...] = REPLICAS
+    """Axes along which each rank's gradient is only its part of the sum: its samples' and positions', and with
+    ``kv_copies`` its query heads'."""
+    tied_key: str | None = None
+    """Copies with the same key (and name) on several stages are one parameter."""
+    tied_primary: bool = True
+    """Whether this is the one of the tied copies that is counted in norms and saved."""
+    trainable: bool = True
+    """Updates change it. Else it is frozen: it has no gradient, no master and no state, and is not saved."""
+    row_runs: tuple[int, ...] = ()
+    """Where one matrix stands for several: their rows in turn, so many of each, over and over (queries, key and value
+    of each key/value group)."""
+    kind: str = WEIGHT
+    """``WEIGHT``, or ``BUFFER``: state that no gradient changes, float32 in every run (``dist.buffers``)."""
+
+    # -- on the mesh -------------------------------------------------------------------------------------------------
+
+    def shard_factors(self, mesh: Mesh) -> Factors:
+        """Factors along which ranks hold different values."""
+        return mesh.factors(*(axis for shard in self.shards for axis in shard.axes))
+
+    def replicated_over(self, mesh: Mesh) -> Factors:
+        """Factors along which ranks of a stage hold copies, which a replica check compares."""
+        return mesh.stage - self.shard_factors(mesh)
+
+    def reduces_over(self, mesh: Mesh) -> Factors:
+        """Factors along which gradients are summed.
+
+        The ranks that share a parameter exchange tokens or activations within the layer, so the gradient of each is
+        whole for its slice; it is summed only over copies.
+        """
+        return mesh.factors(*self.partial_over) & self.replicated_over(mesh)
+
+    def sums_query_heads(self, mesh: Mesh) -> bool:
+        """Return whether the gradient is a sum over ranks that hold the same key/value heads.
+
+        Engine deepspeed reduces them apart from others that are summed over the same ranks: with three ranks and more a
+        ring rounds an element by its place in the buffer.
+        """
+        return "kv_copies" in self.partial_over and bool(mesh.factors("kv_copies"))
+
+    def is_owned(self, mesh: Mesh, rank: int, *, spread: Factors = frozenset()) -> bool:
+        """Return whether this rank's copy is the one that is saved, recorded and counted in the norm.
+
+        ``spread``: factors along which the optimizer state is divided (ZeRO); each rank along them owns its own piece.
+        """
+        return self.tied_primary and mesh.index(rank, self.replicated_over(mesh) - spread) == 0
+
+    @property
+    def split_dim(self) -> int | None:
+        """Dimension that is split over tensor-parallel ranks; None: whole on each of them."""
+        return next((shard.dim for shard in self.shards if set(shard.axes) & {"tp", "kv_heads"}), None)
+
+    # -- elements ----------------------------------------------------------------------------------------------------
+
+    @property
+    def place(self) -> tuple[str, tuple[int, ...]]:
+        """Name and offset: unique on a rank, which may hold two slices of one name."""
+        return self.name, self.offset
+
+    @property
+    def numel(self) -> int:
+        """Logical elements of the whole parameter."""
+        n = 1
+        for d in self.shape:
+            n *= d
+        return n
+
+    def local_view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the logical part of a tensor of ``local_shape``, without padding. A view."""
+        for d, n in enumerate(self.extent):
+            if n != tensor.shape[d]:
+                tensor = tensor.narrow(d, 0, n)
+        return tensor
+
+    def box(self) -> tuple[slice, ...]:
+        """Return this rank's slice of the logical tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.extent))
+
+
+def make_record(
+    name: str,
+    shape: tuple[int, ...],
+    ctx: ParallelContext,
+    *,
+    init: InitSpec,
+    decay: bool,
+    shards: Sequence[Shard] = (),
+    padded: int = 0,
+    partial_over: tuple[str, ...] = REPLICAS,
+    tied_key: str | None = None,
+    tied_primary: bool = True,
+    row_runs: tuple[int, ...] = (),
+) -> ParameterRecord:
+    """Return the record of this rank's slice of a parameter whose ``shards`` are equal runs.
+
+    Args:
+        shards: in the order of cutting; a second one of the same dimension cuts the runs of the first.
+        padded: size of the first shard's dimension after padding (0: no padding).
+
+    Raises:
+        ValueError: a dimension does not divide by its ranks (the configuration was not checked).
+    """
+    mesh, local, offset = ctx.mesh, list(shape), [0] * len(shape)
+    for number, shard in enumerate(shards):
+        over = mesh.factors(*shard.axes)
+        ranks, total = mesh.size(over), local[shard.dim]
+        if number == 0 and padded:
+            total = padded
+        if total % ranks:
+            raise ValueError(
+                f"{name}: dimension {shard.dim} has {total} elements, not divisible by {' × '.join(shard.axes)} {ranks}"
+            )
+        local[shard.dim] = total // ranks
+        offset[shard.dim] += mesh.index(ctx.rank, over) * local[shard.dim]
+    start = tuple(min(o, n) for o, n in zip(offset, shape))
+    stop = (min(o + n, whole) for o, n, whole in zip(offset, local, shape))
+    return ParameterRecord(
+        name, shape, tuple(local), start, tuple(b - a for a, b in zip(start, stop)), tuple(shards), init, decay,
+        partial_over=partial_over, tied_key=tied_key, tied_primary=tied_primary, row_runs=row_runs,
+    )
+
+
+def record_of(parameter: torch.Tensor) -> ParameterRecord:
+    """Return the record of a parameter. Raises AttributeError where it has none."""
+    record: ParameterRecord | None = getattr(parameter, "record", None)
+    if record is None:
+        raise AttributeError(f"a parameter of shape {tuple(parameter.shape)} has no ParameterRecord")
+    return record
+
+
+def attach(parameter: torch.nn.Parameter, record: ParameterRecord) -> torch.nn.Parameter:
+    """Put ``record`` on ``parameter`` (as ``.record``) and return it."""
+    if tuple(parameter.shape) != record.local_shape:
+        raise ValueError(f"{record.name}: tensor {tuple(parameter.shape)}, record {record.local_shape}")
+    parameter.record = record  # type: ignore[attr-defined]
+    return parameter

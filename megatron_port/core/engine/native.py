@@ -1,0 +1,287 @@
+"""The native engine: schedules as data, ZeRO-1 and ZeRO-2 that overlap with compute, every layout and dtype.
+
+It needs nothing but torch, runs in fp64 for proofs, and on one process it is
+the reference that every layout of either engine is compared with.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.data.objective import Objective
+from megatron_port.core.dist.buffers import recorded_buffers
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.mesh import REPLICAS
+from megatron_port.core.dist.progress import REDUCE, ProgressTracker
+from megatron_port.core.dist.record import ParameterRecord
+from megatron_port.core.dist.state import StatePiece, StateReader
+from megatron_port.core.engine import native_state
+from megatron_port.core.engine.api import NO_LIMITS, EvalResult, StepLimits, StepResult
+from megatron_port.core.engine.loss_reduction import global_count, shared_sums
+from megatron_port.core.engine.module import buffer_pieces, load_buffers, recorded_parameters, zero_moments
+from megatron_port.core.engine.native_gradients import GradientSink, ShardTarget
+from megatron_port.core.engine.native_passes import PassRunner, Stages
+from megatron_port.core.engine.native_sharding import shard_parameters
+from megatron_port.core.engine.native_step import (
+    ApplyUpdate,
+    Check,
+    Count,
+    GradientHook,
+    Mask,
+    Norm,
+    Record,
+    RecordAndGather,
+    Reduce,
+    RunPasses,
+    Show,
+    StepPart,
+    StepState,
+    SumLoss,
+    run_parts,
+)
+from megatron_port.core.engine.native_update import make_update
+from megatron_port.core.engine.probe import Probe
+from megatron_port.core.layers.step import AuxiliarySums, ModuleSums, StepSlot, Tallies
+from megatron_port.core.optim.bucket_memory import Bucket
+from megatron_port.core.optim.clipping import NormStatistics
+from megatron_port.core.optim.loss_scale import LossScaler
+from megatron_port.core.optim.sharded import ShardedParameters
+from megatron_port.core.optim.state_check import Damage, StateCheck, check_of
+from megatron_port.core.optim.step_values import StepNumbers, StepValues
+from megatron_port.ext.kernels.recorded_step import (
+    CheckReplayed,
+    DeferGather,
+    Gather,
+    Release,
+    ReplayGradients,
+    ReplayUpdate,
+)
+from megatron_port.ext.kernels.step_graphs import Recorder, StepGraphs, cuda_recorder
+from megatron_port.ext.weights.average import WeightAverage
+from megatron_port.ext.weights.masks import GradientMasks
+
+
+def _record_weights(check: StateCheck, sharded: weakref.ref[ShardedParameters], bucket: Bucket) -> None:
+    """Record a bucket's weights for the state check, once they have come from the other replicas."""
+    alive = sharded()
+    if check.recording and alive is not None:
+        check.record([alive.weight_tensor(bucket)])
+
+
+class NativeEngine:
+    """Engine (``engine.api.Engine``) without DeepSpeed. ``chunks``: this rank's stage modules, one per virtual stage.
+
+    ``objective``: what the step's mean divides by, and which frozen weights the run's checkpoints do not hold.
+    A step is a list of parts (``native_step``), which :meth:`_parts` shows.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Any], config: RunConfig, ctx: ParallelContext, step_slot: StepSlot, *,
+        dtype: torch.dtype, objective: Objective, optimizer_provider: str = "torch",
+        progress: ProgressTracker | None = None,
+    ) -> None:
+        self.objective = objective
+        self.chunks, self.config, self.ctx, self.dtype = list(chunks), config, ctx, dtype
+        self.step_slot, self.stream = step_slot, step_slot.stream
+        self.stage: nn.Module = self.chunks[0] if len(self.chunks) == 1 else nn.ModuleList(self.chunks)
+        self.progress = progress or ProgressTracker()
+        self.parameters = recorded_parameters(self.stage)
+        self.buffers = recorded_buffers(self.stage)
+        self.sharded = shard_parameters(self.chunks, config, ctx, dtype)
+        self.values = StepValues(ctx.device)
+        self.sums = ModuleSums(
+            AuxiliarySums(self.chunks[0].auxiliary_names, ctx.device), Tallies(self.chunks[0].tally_specs, ctx.device)
+        )
+        gradients = GradientSink(self.sharded, together=optimizer_provider == "own")
+        self.target = ShardTarget(gradients, self.sharded, self.values.loss_factor)
+        self.pass_runner = PassRunner(
+            Stages(self.chunks, ctx, step_slot, self.progress), config, objective, self.target, self.sharded,
+            self.values, self.sums,
+        )
+        self._attach(gradients)
+        self.update = make_update(optimizer_provider, self.sharded, config.optimizer, seed=config.seed)
+        self.norms, self.scaler = NormStatistics(config.optimizer), LossScaler(config.precision)
+        self.average = WeightAverage(self.sharded, config.optimizer.ema_decay) if config.optimizer.ema_decay else None
+        self._losses: list[torch.Tensor] = []
+        self.state_check, self.gradient_check = check_of(config, ctx), self.sharded.check
+        self.gradient_check.interval = self.state_check.interval
+        self._differing = 0
+        # Not a bound method: see GradientSink.
+        recording, sharded = self.state_check, weakref.ref(self.sharded)
+        self.sharded.on_gathered = lambda bucket: _record_weights(recording, sharded, bucket)
+        self.graphs: StepGraphs[StepState] | None = None
+        self._make_parts()
+        if config.backend.graphs == "step":
+            self.record_steps(cuda_recorder(config, ctx, optimizer_provider))
+
+    def _attach(self, gradients: GradientSink) -> None:
+        """Let backward passes add to the sums of gradients, and forward passes wait for their weights."""
+        for _, p in self.parameters:
+            p.wgrad_accumulator = self.target.accumulator  # type: ignore[attr-defined]  # see layers.linear
+            p.quantized_weight_cache = self.pass_runner.quantized_weight_cache  # type: ignore[attr-defined]  # see layers.linear_kernels
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(gradients.hook(p))
+        for chunk in self.chunks:
+            for unit in chunk.units:
+                self.sharded.wait_before(unit)
+
+    def _make_parts(self) -> None:
+        """Make the parts of a step: what the lists of :meth:`_parts` are put together from."""
+        sharded, ctx, progress, check = self.sharded, self.ctx, self.progress, self.state_check
+        self._count = Count(
+            self.objective, ctx, self.config.model.seq_length, self.values, self.scaler, self.norms, progress)
+        self._mask = Mask(sharded, GradientMasks((), self.config.sparsity))
+        self._show = Show(sharded, self.scaler)
+        self._gradient_parts: list[StepPart] = [
+            RunPasses(self.pass_runner, sharded, self.sums, self.stage), Reduce(sharded, progress), self._mask,
+            self._show, SumLoss(ctx, self.values, self.sums, progress), Norm(sharded, ctx, self.update, progress),
+        ]
+        self._check, self._record = Check(sharded, check), Record(sharded, check)
+        self._apply = ApplyUpdate(self.update, self.values, self.average, self.chunks, self.sums, sharded, check)
+
+    def _parts(self, *, replayed: bool) -> list[StepPart]:
+        """Return the parts of a step, in order. ``replayed``: work is recorded and replayed, where it can be."""
+        if self.graphs is None:
+            return [
+                self._count, *self._gradient_parts, self._check, self._apply,
+                RecordAndGather(self._record, self.sharded),
+            ]
+        ending: list[StepPart] = [DeferGather(self.sharded), self._record]
+        if not replayed:
+            return [
+                self._count, Release(self.graphs), *self._gradient_parts, self._check, self._apply, *ending]
+        gradients: list[StepPart] = [Gather(self.sharded), *self._gradient_parts]
+        return [
+            self._count, ReplayGradients(self.graphs, gradients, self.sharded, self.config.seed), self._check,
+            CheckReplayed(self.gradient_check), ReplayUpdate(self.graphs, self._apply), *ending,
+        ]
+
+    @property
+    def on_gradients(self) -> GradientHook | None:
+        """What sees every final gradient (summed over dp, unclipped, unscaled); costs a gather of all of them."""
+        return self._show.hook
+
+    @on_gradients.setter
+    def on_gradients(self, hook: GradientHook | None) -> None:
+        self._show.hook = hook
+
+    def record_steps(self, recorder: Recorder) -> None:
+        """Record steps and replay them, from the fourth on (``step_graphs``). Before the first step."""
+        self.graphs = StepGraphs(recorder, self.ctx.device)
+        self.gradient_check.recorded = self._record.waits = True
+        self.sharded.on_gathered = lambda bucket: None  # recorded with the rest of the state, once all are gathered
+
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float, limits: StepLimits = NO_LIMITS,
+        probe: Probe | None = None,
+    ) -> StepResult:
+        """Take one optimizer step (``engine.api.Engine``)."""
+        if not self.stage.training:  # walking through all modules takes as long as a layer's launches
+            self.stage.train()
+        self.stream.enabled = True
+        state = StepState(micro_batches, step, lr=lr, limits=limits, probe=probe)
+        run_parts(self._parts(replayed=probe is None and self.on_gradients is None), state)
+        self._losses = state.losses
+        # The step's one host synchronisation (one more for each mask's count and torch's AdamW).
+        found, auxiliary = state.read_outcome()
+        self._differing, used_scale = int(found.differing), self.scaler.scale
+        loss, finite = found.loss_sum / max(found.counted, 1.0), math.isfinite(found.norm)
+        if probe is None:
+            self.scaler.account(loss, found.norm, applied=not found.skipped)
+            if not found.skipped:
+                self.norms.account(found.norm)
+        return StepResult(
+            loss=loss, tokens=round(found.counted), grad_norm=found.norm if finite else None,
+            skipped=bool(found.skipped), loss_scale=used_scale,
+            auxiliary=dict(zip(self.sums.auxiliary.names, auxiliary)),
+            tallies={name: total.cpu() for name, total in state.totals.items()},
+        )
+
+    def record_state(self) -> None:
+        self.sharded.wait()
+        self._record.run()
+
+    def state_damage(self, *, now: bool = False) -> Damage | None:
+        """What changed since the last update; see ``engine.api.Engine``."""
+        if now:
+            self.sharded.wait()
+            self._check.run()
+            self._differing = int(self.state_check.differing)
+        if not self._differing:
+            return None
+        reduced = self.gradient_check.damage()  # first: the ranks whose copies differ meet
+        return self.state_check.damage() or reduced
+
+    def micro_batch_losses(self) -> Sequence[torch.Tensor]:
+        """Scalars, last stage only; see ``engine.api.Engine``."""
+        return self._losses
+
+    def nonfinite_gradients(self) -> list[str]:
+        """Names of this rank's shards whose gradient is not finite (``engine.api.Engine``)."""
+        bad = [p.record.name for p in self.sharded.pieces if not bool(torch.isfinite(p.gradient).all())]
+        return list(dict.fromkeys(bad))
+
+    @torch.no_grad()
+    def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
+        """Forward only; see ``engine.api.Engine``."""
+        self.stage.eval()
+        self.stream.enabled = False
+        self.progress.at(REDUCE, "tokens of the batch")
+        tokens = global_count(
+            micro_batches, self.objective, self.ctx, seq_length=self.config.model.seq_length
+        )
+        self.values.set(StepNumbers(tokens=tokens))
+        passes = self.pass_runner.run(micro_batches, 0)
+        self._losses = passes.losses
+        self.progress.at(REDUCE, "loss of the batch")
+        self.stream.enabled = True
+        loss_sum, count = shared_sums([passes.total, tokens / self.ctx.size(*REPLICAS)], self.ctx)
+        return EvalResult(loss_sum=loss_sum, tokens=round(count))
+
+    def evaluated_weights(self) -> AbstractContextManager[None]:
+        """Compute with the weights that evaluations are of; see ``engine.api.Engine``."""
+        wanted = self.average is not None and self.config.optimizer.ema_evaluate
+        return self.average.as_weights() if wanted and self.average is not None else nullcontext()
+
+    def named_parameters(self) -> Iterator[tuple[ParameterRecord, nn.Parameter]]:
+        """Yield this rank's parameters. Under ZeRO stage 3 collective, and a parameter's values are there until the
+        next one is asked for."""
+        yield from self.sharded.named_weights()
+
+    def state_pieces(self) -> Iterator[StatePiece]:
+        """Yield the buffers, and the pieces of masters and optimizer state, that this rank owns."""
+        yield from buffer_pieces(self.buffers, self.ctx)
+        yield from native_state.state_pieces(self.sharded)
+
+    def scalar_state(self) -> dict[str, float | int]:
+        """Optimizer steps taken, and the loss scale."""
+        return {"optimizer_steps": self.update.steps, **self.norms.state(), **self.scaler.state()}
+
+    @torch.no_grad()
+    def load_state(self, read: StateReader, scalars: dict[str, float | int]) -> None:
+        """Set masters, weights, optimizer state and counters. Each rank reads its own slices, without communication."""
+        with self.objective.add_frozen(read) as whole:
+            native_state.load_state(self.sharded, self.parameters, whole)
+            masks = GradientMasks(zip(self.sharded.owners, self.sharded.pieces), self.config.sparsity)
+            load_buffers(self.buffers, whole)
+        self._mask.masks = masks
+        self.sharded.loaded(on_final=masks.apply_to)
+        self.update.restore(int(scalars.get("optimizer_steps", 0)))
+        self.norms.load(scalars)
+        if self.average is not None:
+            self.average.restore(self.update.steps)
+        self.scaler.load(scalars)
+        self._record.run()
+
+    def load_weights(self, read: StateReader) -> None:
+        """Set weights and buffers; optimizer state and counters start afresh."""
+        self.load_state(zero_moments(read), {})

@@ -1,0 +1,122 @@
+"""Accumulation of the gradients that autograd returns (all but the linears' weights) in the engine's wide sums."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from megatron_port.core.engine.native_passes import BackwardTarget
+from megatron_port.core.layers.linear import WgradAccumulator
+from megatron_port.core.layers.table_rows import torch_add_rows
+from megatron_port.core.optim.sharded import ShardedParameters
+from megatron_port.ext.kernels.ops.optimizer import add_gradients_
+from megatron_port.ext.kernels.ops.table_rows import add_rows_
+
+_LARGEST_DEFERRED = 1 << 16
+"""Elements of a gradient that may wait for others: of biases and norms; the memory of a table's is to be freed."""
+
+
+class GradientSink:
+    """Sink of gradients for autograd's hooks, which must not keep the parameters' holder alive: a reference cycle
+    through them is collected late, and so are the process groups and their threads.
+
+    Args:
+        together: gradients are added by own kernels, small ones together: they wait until one arrives that is reduced
+            with others, and for the end of the pass. Else each is added by itself; the sums of small ones are the same
+            to the bit.
+    """
+
+    def __init__(self, sharded: ShardedParameters, *, together: bool) -> None:
+        self._alive, self._together = weakref.ref(sharded), together
+        self._waiting: list[torch.Tensor] = []
+        self._bucket: int | None = None
+
+    def _sharded(self) -> ShardedParameters:
+        sharded = self._alive()
+        assert sharded is not None, "a backward pass after its engine's end"
+        return sharded
+
+    def accumulator(self) -> WgradAccumulator:
+        """Return what adds the gradients of matrices and tables, which autograd does not see, to their sums."""
+        return WgradAccumulator(
+            self.added, self.total, self.unwritten, add_rows_ if self._together else torch_add_rows
+        )
+
+    def total(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the sum to add a gradient to; see ``ShardedParameters.gradient_of``."""
+        return self._sharded().gradient_of(parameter)
+
+    def unwritten(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the sum to write a first gradient over; see ``ShardedParameters.unwritten_gradient_of``."""
+        return self._sharded().unwritten_gradient_of(parameter)
+
+    def added(self, parameter: torch.Tensor) -> None:
+        """Note that a gradient has been added to its sum."""
+        sharded = self._alive()
+        if sharded is not None:
+            sharded.added(parameter)
+
+    def hook(self, parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        """Return the hook that adds to a parameter's wide sum what arrives as ``grad``, now or with the next
+        :meth:`flush`, and frees it."""
+        if not self._together or parameter.numel() > _LARGEST_DEFERRED:
+            return self._add
+        # Of one bucket only: its reduction is not to wait for another's gradients, and to give memory to those of
+        # another may take away that of the first.
+        bucket = self._sharded().reduced_with(parameter)
+
+        def wait(parameter: torch.Tensor) -> None:
+            if parameter.grad is None:  # layers.linear adds it itself
+                return
+            if bucket != self._bucket:
+                self.flush()
+                self._bucket = bucket
+            self._waiting.append(parameter)
+
+        return wait
+
+    def _add(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:  # else layers.linear adds it itself
+            first = self.unwritten(parameter)
+            if first is None:
+                self.total(parameter).add_(parameter.grad)
+            else:
+                first.copy_(parameter.grad)
+            parameter.grad = None
+            self.added(parameter)
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Add the gradients that wait to their sums. To be called at the end of every backward pass."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        sharded = self._sharded()
+        add_gradients_(
+            [sharded.gradient_of(p) for p in waiting], [p.grad for p in waiting if p.grad is not None]
+        )
+        for parameter in waiting:
+            parameter.grad = None
+            sharded.added(parameter)
+
+
+class ShardTarget(BackwardTarget):
+    """Passes' target that adds gradients to the engine's sums, which are reduced as they fill up."""
+
+    def __init__(self, sink: GradientSink, sharded: ShardedParameters, loss_gradient: torch.Tensor) -> None:
+        super().__init__(sink.accumulator(), loss_gradient)
+        self.sink, self.sharded = sink, sharded
+
+    def flush(self) -> None:
+        """Add what waits in the sink to the sums."""
+        self.sink.flush()
+
+    def end_pass(self, chunk: int) -> None:
+        """Note that a backward pass has ended: under ZeRO stage 2 the chunk's gradients are reduced."""
+        self.sharded.end_pass(chunk)
+
+    def sums(self) -> list[torch.Tensor]:
+        """Return this rank's own sums."""
+        return [gradient for _, gradient in self.sharded.local_gradients()]

@@ -1,0 +1,300 @@
+"""The passes of one rank's chunks: what the native engine computes for each action of a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.data.objective import Objective
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.progress import BACKWARD, FORWARD, ProgressTracker
+from megatron_port.core.dist.to_device import to_device_async
+from megatron_port.core.engine.loss_reduction import term_counts
+from megatron_port.core.engine.probe import Probe
+from megatron_port.core.layers.linear import WgradAccumulator
+from megatron_port.core.layers.linear_kernels import QuantizedWeightCache
+from megatron_port.core.layers.step import ModuleSums, StepShared, StepSlot
+from megatron_port.core.optim.sharded import ShardedParameters
+from megatron_port.core.optim.step_values import StepValues
+from megatron_port.core.pipeline.actions import Action, Kind, Schedule, most_held
+from megatron_port.core.pipeline.boundary import Boundary, Payload
+from megatron_port.core.pipeline.filling import fillers
+from megatron_port.core.pipeline.runner import Runner
+from megatron_port.core.pipeline.schedules import forward_only, make_schedule
+from megatron_port.core.pipeline.transfer import StageLink
+from megatron_port.ext.memory.site_clock import SiteClock
+
+PassKey = tuple[int, int]
+"""(chunk, micro-batch)"""
+
+
+def _floating(payload: Payload) -> Payload:
+    """The tensors that have gradients."""
+    return tuple(tensor for tensor in payload if tensor.is_floating_point())
+
+
+def _gradients_of(inputs: Payload) -> Payload:
+    """The gradients of a chunk's inputs, zero for one that it did not use; empty: it used none."""
+    found = _floating(inputs)
+    if all(tensor.grad is None for tensor in found):
+        return ()
+    return tuple(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in found)
+
+
+def unit_uses(chunks: Sequence[Any], actions: Sequence[Action]) -> list[torch.nn.Module]:
+    """Return the units whose weights the actions of a stage read, in order.
+
+    Deferred weight products read inputs and output gradients, no weights; nor do backward passes of units with
+    ``backward_reads_weights = False``. Units with ``training_only`` are not used while they are in evaluation mode.
+    """
+    units = [[u for u in c.units if u.training or not getattr(u, "training_only", False)] for c in chunks]
+    backward = [[u for u in reversed(mine) if getattr(u, "backward_reads_weights", True)] for mine in units]
+    out: list[torch.nn.Module] = []
+    for action in actions:
+        if action.kind is Kind.FORWARD:
+            out += units[action.chunk]
+        elif action.kind is not Kind.WEIGHT:
+            out += backward[action.chunk]
+    return out
+
+
+def reserve_swap(chunks: Sequence[Any], actions: Sequence[Action]) -> None:
+    """Tell each layer's swap space how many of a step's micro-batches wait in it at most."""
+    for chunk, held in most_held(actions).items():
+        for unit in chunks[chunk].units:
+            parking = getattr(unit, "parking", None)
+            if parking is not None and parking.swap is not None:
+                parking.swap.in_flight[unit.index] = held
+
+
+def _clock_of(chunk: Any) -> SiteClock | None:
+    """Return who measures a chunk's activations; None: nobody."""
+    parking = getattr(chunk, "parking", None)
+    return None if parking is None else parking.clock
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """Micro-batches of a step or an evaluation, and what their modules are told."""
+
+    micro_batches: Sequence[MicroBatch]
+    step: int
+    shared: StepShared = field(default_factory=StepShared)
+    keys: Sequence[torch.Tensor] = ()
+    """Memory with the dropout keys of each micro-batch's samples, in a recorded step."""
+
+    def announce(self, number: int, slot: StepSlot) -> None:
+        """Tell the modules which micro-batch comes; in a recorded step not its samples, which differ in each replay."""
+        batch, recorded = self.micro_batches[number], bool(self.keys)
+        slot.announce(
+            self.step, () if recorded else batch.sample_ids, self.shared, document_starts=batch.document_starts,
+            division=batch.division, side=batch.side, keys=self.keys[number] if recorded else None,
+        )
+
+
+class BackwardTarget:
+    """Target of the gradients of backward passes. This one leaves them with autograd.
+
+    Args:
+        accumulator: adds the gradients of matrices, at once or deferred.
+        loss_gradient: what the loss of the step is multiplied by for its gradient, a scalar on the device: loss scale
+            over tokens. The modules are told the number, ``StepShared.loss_factor``.
+    """
+
+    def __init__(self, accumulator: WgradAccumulator, loss_gradient: torch.Tensor) -> None:
+        self.accumulator, self.loss_gradient = accumulator, loss_gradient
+
+    def flush(self) -> None:
+        """Add what autograd returned in a backward pass to the sums."""
+
+    def end_pass(self, chunk: int) -> None:
+        """Note that a backward pass of a chunk has ended."""
+
+    def sums(self) -> list[torch.Tensor]:
+        """Return the gradients summed so far, for a probe."""
+        return []
+
+
+class Passes:
+    """Forward and backward passes of one step; a ``pipeline.runner.Worker``.
+
+    Args:
+        chunks: this rank's, in order; any module that follows ``engine.module.StageModule``.
+        slot: where the modules find the micro-batch in flight.
+        target: where gradients go.
+        probe: looks on, in a replay.
+        filled_by: by forward pass, the weight pass that fills its exchanges of rows (``pipeline.filling``).
+    """
+
+    def __init__(
+        self, chunks: Sequence[Any], ctx: ParallelContext, slot: StepSlot, progress: ProgressTracker, work: StepWork,
+        target: BackwardTarget, *, probe: Probe | None = None,
+        filled_by: Mapping[Action, Action] = MappingProxyType({}),
+    ) -> None:
+        self.chunks, self.ctx, self.slot, self.progress = chunks, ctx, slot, progress
+        self.work, self.target, self.probe, self.filled_by = work, target, probe, filled_by
+        self.total = torch.zeros((), dtype=torch.float64, device=ctx.device)
+        """Sum of this replica's token losses (0 except where the head is)."""
+        self.losses: list[torch.Tensor] = []
+        """The same by micro-batch."""
+        self._held: dict[PassKey, tuple[Payload | None, Payload]] = {}
+        self._weights: dict[PassKey, list[Callable[[], None]]] = {}
+
+    def run(self, action: Action, received: Payload | None) -> Payload | None:
+        """Compute one pass, as :meth:`pipeline.runner.Worker.run` describes."""
+        if action.kind is Kind.FORWARD:
+            with self._filled(action):
+                return self._forward(action, received)
+        self.progress.at(BACKWARD, "micro-batch", action.micro_batch)
+        if action.kind is Kind.WEIGHT:
+            self.target.accumulator.flush(self._weights.pop((action.chunk, action.micro_batch)))
+            return None
+        return self._backward(action, received)
+
+    def _filled(self, action: Action) -> AbstractContextManager[None]:
+        """Compute weight products of the pass that fills a forward pass while that exchanges rows of experts; where it
+        exchanges none, before it."""
+        weight = self.filled_by.get(action)
+        if weight is None:
+            return nullcontext()
+        products = self._weights[weight.chunk, weight.micro_batch]
+        exchanges = getattr(self.chunks[action.chunk], "row_exchanges", 0)
+        if not exchanges:
+            self.target.accumulator.flush(products)
+        return self.target.accumulator.filling(products, exchanges)
+
+    def _forward(self, action: Action, received: Payload | None) -> Payload:
+        number, chunk = action.micro_batch, self.chunks[action.chunk]
+        batch = self.work.micro_batches[number]
+        self.work.announce(number, self.slot)
+        self.progress.at(FORWARD, "micro-batch", number)
+        clock = _clock_of(chunk)
+        probe, virtual = self.probe, self.ctx.topology.virtual_stage(self.ctx.coords.pp, action.chunk)
+        with nullcontext() if probe is None else probe.forward(number, virtual), \
+                nullcontext() if clock is None else clock.timed(f"forward {action.chunk}"):
+            if received is None:
+                if batch.tokens is None:
+                    raise ValueError("the first stage got a micro-batch without tokens")
+                output: torch.Tensor = chunk(to_device_async(batch.tokens, self.ctx.device))
+            else:
+                for tensor in _floating(received):
+                    tensor.requires_grad_(torch.is_grad_enabled())
+                output = chunk(*received)
+        if virtual == self.ctx.topology.virtual_stages - 1:
+            output = self._loss_sum(chunk, output, batch)
+            self.losses.append(output.detach())
+            self.total += self.losses[-1]
+            if probe is not None:
+                probe.loss(number, output)
+        outputs: Payload = (output,) if isinstance(output, torch.Tensor) else output
+        if torch.is_grad_enabled():
+            self._held[action.chunk, number] = (received, outputs)
+        return outputs
+
+    def _loss_sum(self, chunk: Any, logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        if batch.labels is None:
+            raise ValueError("the last stage got a micro-batch without labels")
+        mask = to_device_async(batch.loss_mask, self.ctx.device) if batch.loss_mask is not None else None
+        loss: torch.Tensor = chunk.loss_sum(logits, to_device_async(batch.labels, self.ctx.device), mask)
+        return loss
+
+    def _backward(self, action: Action, received: Payload | None) -> Payload | None:
+        place = (action.chunk, action.micro_batch)
+        inputs, outputs = self._held.pop(place)
+        if action.kind is Kind.INPUT:
+            self.target.accumulator.deferred = self._weights[place] = []
+        try:
+            if received is None:
+                torch.autograd.backward(outputs, (self.target.loss_gradient.to(outputs[0].dtype),))
+            else:
+                torch.autograd.backward(_floating(outputs), received)
+        finally:
+            self.target.accumulator.deferred = None
+            self.target.flush()
+        gradients = () if inputs is None else _gradients_of(inputs)
+        if self.probe is not None:
+            virtual = self.ctx.topology.virtual_stage(self.ctx.coords.pp, action.chunk)
+            self.probe.after_backward(action.micro_batch, [*self.target.sums(), *gradients], virtual)
+        self.target.end_pass(action.chunk)
+        return gradients or None
+
+
+@dataclass(frozen=True)
+class Stages:
+    """One rank's chunks of the model, and where their modules find the micro-batch in flight."""
+
+    chunks: Sequence[Any]
+    ctx: ParallelContext
+    slot: StepSlot
+    progress: ProgressTracker
+
+
+class PassRunner:
+    """Runs the schedule of a step, or of an evaluation where no gradients are wanted.
+
+    Args:
+        target: where gradients go.
+        sharded: the stages' weights and gradients.
+        values: numbers of the step, set before :meth:`run`.
+        sums: what the modules add to.
+    """
+
+    def __init__(
+        self, stages: Stages, config: RunConfig, objective: Objective, target: BackwardTarget,
+        sharded: ShardedParameters, values: StepValues, sums: ModuleSums,
+    ) -> None:
+        self.stages, self.config, self.objective, self.target = stages, config, objective, target
+        self.sharded, self.values, self.sums = sharded, values, sums
+        self.runner = Runner(StageLink(stages.ctx), stages.progress)
+        self.quantized_weight_cache = QuantizedWeightCache()
+
+    def run(
+        self, micro_batches: Sequence[MicroBatch], step: int, *, probe: Probe | None = None,
+        keys: Sequence[torch.Tensor] = (),
+    ) -> Passes:
+        """Run all passes. ``keys``: of a recorded step."""
+        stages, schedule = self.stages, self._schedule(len(micro_batches))
+        plan = schedule.plans[stages.ctx.coords.pp]
+        passes = Passes(
+            stages.chunks, stages.ctx, stages.slot, stages.progress,
+            StepWork(
+                micro_batches=micro_batches, step=step, shared=self._shared(micro_batches, recorded=bool(keys)),
+                keys=keys,
+            ),
+            self.target, probe=probe, filled_by=fillers(plan),
+        )
+        sizes, length = [len(b.sample_ids) for b in micro_batches], self.config.model.seq_length
+        self.sharded.plan_gathers(unit_uses(stages.chunks, plan))
+        boundaries = {size: Boundary.of(stages.chunks[0].boundary(size, length)) for size in set(sizes)}
+        # Copies that lasted through the step would be whole weights again.
+        lasting = self.sharded.keeps_weights
+        with self.quantized_weight_cache.active() if lasting else nullcontext():
+            self.runner.run(schedule, passes, lambda m: boundaries[sizes[m]])
+        return passes
+
+    def _schedule(self, count: int) -> Schedule:
+        layout, topology = self.config.layout, self.stages.ctx.topology
+        if not torch.is_grad_enabled():
+            return forward_only(topology, count)
+        schedule = make_schedule(
+            layout.pipeline_schedule, topology.pp, count, layout.virtual_pipeline_size, exchanges=topology.ep > 1
+        )
+        reserve_swap(self.stages.chunks, schedule.plans[self.stages.ctx.coords.pp])
+        return schedule
+
+    def _shared(self, micro_batches: Sequence[MicroBatch], *, recorded: bool) -> StepShared:
+        values = self.values if recorded else self.values.host
+        shared = StepShared(
+            loss_factor=values.loss_factor, sample_factor=values.sample_factor, global_tokens=values.tokens
+        )
+        if not torch.is_grad_enabled():
+            return shared
+        counts = term_counts(micro_batches, self.objective, self.stages.ctx)
+        return replace(shared, term_counts=counts, auxiliary=self.sums.auxiliary, tallies=self.sums.tallies)

@@ -1,0 +1,301 @@
+"""An optimizer step of the native engine as a list of parts, which run one after the other on a :class:`StepState`.
+
+A plain step (:func:`plain_parts`): count, passes, reduce, mask, show, loss, norm, check, update, record, gather. ZeRO
+stages 0 to 3 differ in what their ``ShardedParameters`` do at reduce and gather, rules and offload in the update that
+is applied. A recorded step (``recorded_step``) has the same parts, in two of its own.
+
+No part keeps the engine: a cycle of references would keep process groups alive until a garbage collection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.data.objective import Objective
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.mesh import REPLICAS
+from megatron_port.core.dist.progress import OPTIMIZER, REDUCE, ProgressTracker
+from megatron_port.core.dist.record import ParameterRecord
+from megatron_port.core.engine.api import NO_LIMITS, StepLimits
+from megatron_port.core.engine.host_update import Update
+from megatron_port.core.engine.loss_reduction import (
+    device_sums,
+    global_count,
+    global_samples,
+    loss_weight,
+    reduced_auxiliary,
+    refused_loss,
+)
+from megatron_port.core.engine.native_passes import PassRunner
+from megatron_port.core.engine.probe import Probe
+from megatron_port.core.layers.step import ModuleSums
+from megatron_port.core.optim.clipping import NormStatistics
+from megatron_port.core.optim.gradients import global_square_norm, owned_gradients
+from megatron_port.core.optim.loss_scale import LossScaler
+from megatron_port.core.optim.sharded import ShardedParameters
+from megatron_port.core.optim.state_check import StateCheck
+from megatron_port.core.optim.step_values import StepNumbers, StepValues
+from megatron_port.ext.weights.average import WeightAverage
+from megatron_port.ext.weights.masks import GradientMasks
+
+GradientHook = Callable[[list[tuple[ParameterRecord, torch.Tensor]]], None]
+
+
+class StepOutcome(NamedTuple):
+    """Numbers of a step that the host reads at its end, all in one copy."""
+
+    loss_sum: float
+    """Sum of the losses of the global batch."""
+    counted: float
+    """What their mean divides by."""
+    norm: float
+    """Gradient norm, without loss scale and before clipping."""
+    skipped: float
+    """Not 0: nothing was applied."""
+    differing: float
+    """Rows of the state that changed though no update did it."""
+
+
+def pack_outcome(auxiliary: torch.Tensor, **numbers: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of :class:`StepOutcome`, by name, and ``auxiliary`` as one float64 tensor on the device."""
+    return torch.stack([*(numbers[name].double() for name in StepOutcome._fields), *auxiliary])
+
+
+@dataclass
+class StepState:
+    """Inputs of a step, and what its parts hand on to later ones."""
+
+    micro_batches: Sequence[MicroBatch]
+    step: int
+    lr: float = 0.0
+    limits: StepLimits = NO_LIMITS
+    probe: Probe | None = None
+    """Looks on, in a replay of the step, whose update is not applied."""
+    keys: Sequence[torch.Tensor] = ()
+    """Memory with the dropout keys of each micro-batch's samples, in a recorded step."""
+    losses: list[torch.Tensor] = field(default_factory=list)
+    """Sum of token losses of each micro-batch; empty but on the last stage."""
+    total: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    """Sum of this replica's losses."""
+    sums: torch.Tensor = field(default_factory=lambda: torch.zeros(2))
+    """Loss and count of the global batch, float64 [2], on the device as the tensors below."""
+    auxiliary: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    """Sums of what modules added, float64 [names]."""
+    veto: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    """Not zero: the update is not to be applied (float32 scalar)."""
+    square: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    """Squared norm of all gradients, with the loss scale (float64 scalar)."""
+    totals: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Tallies over all ranks."""
+    outcome: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    """:class:`StepOutcome` and ``auxiliary``, float64."""
+
+    def read_outcome(self) -> tuple[StepOutcome, list[float]]:
+        """Return the outcome and the auxiliary sums: the step's host synchronisation."""
+        values, size = self.outcome.tolist(), len(StepOutcome._fields)
+        return StepOutcome(*values[:size]), values[size:]
+
+
+class StepPart(Protocol):
+    """One part of a step."""
+
+    def run(self, state: StepState) -> None:
+        """Do it, reading and setting ``state``."""
+
+
+def run_parts(parts: Sequence[StepPart], state: StepState) -> None:
+    """Run parts in order."""
+    for part in parts:
+        part.run(state)
+
+
+class Count:
+    """Counts what the step's mean divides by, and sets the numbers that kernels read."""
+
+    def __init__(
+        self, objective: Objective, ctx: ParallelContext, seq_length: int, values: StepValues, scaler: LossScaler,
+        norms: NormStatistics, progress: ProgressTracker,
+    ) -> None:
+        self.objective, self.ctx, self.seq_length, self.values = objective, ctx, seq_length, values
+        self.scaler, self.norms, self.progress = scaler, norms, progress
+
+    def run(self, state: StepState) -> None:
+        """Run the part."""
+        self.progress.at(REDUCE, "tokens of the step")
+        tokens = global_count(state.micro_batches, self.objective, self.ctx, seq_length=self.seq_length)
+        scale, (largest_loss, largest_norm), (mean, deviation) = self.scaler.scale, state.limits.largest, self.norms.now
+        self.values.set(StepNumbers(
+            lr=state.lr, loss_factor=scale * loss_weight(tokens), tokens=tokens,
+            sample_factor=scale / global_samples(state.micro_batches, self.ctx),
+            replica_tokens=tokens / self.ctx.size(*REPLICAS), scale=scale, largest_loss=largest_loss,
+            largest_norm=largest_norm, norm_mean=mean, norm_deviation=deviation,
+        ))
+
+
+class RunPasses:
+    """Runs the forward and backward passes, whose gradients are reduced meanwhile."""
+
+    def __init__(
+        self, runner: PassRunner, sharded: ShardedParameters, sums: ModuleSums, stage: torch.nn.Module
+    ) -> None:
+        self.runner, self.sharded, self.sums, self.stage = runner, sharded, sums, stage
+
+    def run(self, state: StepState) -> None:
+        """Run the part."""
+        probe = state.probe
+        # A replay wants to see this rank's own gradients before any sum.
+        self.sharded.begin(len(state.micro_batches), early=probe is None)
+        self.sums.reset()
+        with nullcontext() if probe is None else probe.watch(self.stage):
+            passes = self.runner.run(state.micro_batches, state.step, probe=probe, keys=state.keys)
+        if probe is not None:
+            probe.own_gradients(self.sharded.local_gradients())
+        state.losses, state.total = passes.losses, passes.total
+
+
+class Reduce:
+    """Ends the sums of gradients over replicas, and of partial and tied ones."""
+
+    def __init__(self, sharded: ShardedParameters, progress: ProgressTracker) -> None:
+        self.sharded, self.progress = sharded, progress
+
+    def run(self, state: StepState) -> None:
+        """Run the part."""
+        self.progress.at(REDUCE, "gradients over the replicas, partial and tied ones over tp and the stages")
+        self.sharded.finish()
+
+
+class Mask:
+    """Clears the gradients of weights that stay zero. ``masks``: set when weights are loaded."""
+
+    def __init__(self, sharded: ShardedParameters, masks: GradientMasks) -> None:
+        self.sharded, self.masks = sharded, masks
+
+    def run(self, state: StepState) -> None:
+        """Run the part."""
+        if self.masks.some:
+            self.sharded.check.release(self.sharded.trained)
+            self.masks.apply()
+            self.sharded.check.record(self.sharded.trained)
+
+
+class Show:
+    """Shows every final gradient to ``hook``, where there is one; costs a gather of all of them."""
+
+    def __init__(self, sharded: ShardedParameters, scaler: LossScaler) -> None:
+        self.sharded, self.scaler = sharded, scaler
+        self.hook: GradientHook | None = None
+
+    def run(self, state: StepState) -> None:
+        """Run the part."""
+        if self.hook is not None:
+            scale = self.scaler.scale
+            self.hook([(record, g / scale) for record, g in self.sharded.whole_gradients()])
+
+
+class SumLoss:
+    """Sums the loss and the modules' sums over all ranks; decides whether the loss refuses the update."""
+
+    def __init__(self, ctx: ParallelContext, values: StepValues, sums: ModuleSums, progress: ProgressTracker) -> None:
+        self.ctx, self.values, self.sums, self.progress = ctx, values, sums, progress
+
+    def run(self, state: StepState) -> None:
+        """Run the part."""
+        self.progress.at(REDUCE, "loss of the step")
+        state.sums = sums = device_sums([state.total, self.values.replica_tokens], self.ctx)
+        state.auxiliary = reduced_auxiliary(self.sums.auxiliary, self.ctx)
+        replayed = state.probe is not None
+        state.veto = torch.ones((), device=sums.device) if replayed else refused_loss(sums, self.values.largest_loss)
+
+
+class Norm:
+    """Sums the squares of all gradients over all ranks."""
+
+    def __init__(
+        self, sharded: ShardedParameters, ctx: ParallelContext, update: Update, progress: ProgressTracker
+    ) -> None:
+        self.ctx, self.square_norm, self.progress = ctx, update.square_norm, progress
+        self.owned = owned_gradients(((p.record, p.gradient) for p in sharded.pieces), ctx, spread=sharded.spread)
+
+    def run(self, state: StepState) -> None:
+        """Run the part."""
+        self.progress.at(OPTIMIZER, "gradient norm and update")
+        state.square = global_square_norm(self.owned, self.ctx, self.square_norm)
+
+
+class Check:
+    """Compares the state with what was recorded after the last update, before this one changes it."""
+
+    def __init__(self, sharded: ShardedParameters, check: StateCheck) -> None:
+        self.sharded, self.check = sharded, check
+
+    def run(self, state: StepState | None = None) -> None:
+        """Run the part."""
+        if self.check.recorded:
+            self.sharded.settle_state()
+            self.check.verify()
+
+
+class ApplyUpdate:
+    """Updates masters and weights, the average of weights, and what modules change by their tallies."""
+
+    def __init__(
+        self, update: Update, values: StepValues, average: WeightAverage | None, chunks: Sequence[Any],
+        sums: ModuleSums, sharded: ShardedParameters, check: StateCheck,
+    ) -> None:
+        self.update, self.values, self.average, self.chunks, self.sums = update, values, average, chunks, sums
+        self.gradient_check, self.check, self.world = sharded.check, check, sharded.ctx.world_group
+
+    def run(self, state: StepState) -> None:
+        """Run the part."""
+        self.gradient_check.verify()
+        norm, refused = self.update.step(state.square, self.values, veto=state.veto)
+        if self.average is not None:
+            self.average.update(refused)
+        state.totals = self.sums.tallies.totals(self.world) if self.sums.tallies.specs else {}
+        for chunk in self.chunks if state.totals else ():
+            chunk.after_update(state.totals, refused)
+        differing = self.check.differing + self.gradient_check.differing
+        loss_sum, counted = state.sums
+        state.outcome = pack_outcome(
+            state.auxiliary, loss_sum=loss_sum, counted=counted, norm=norm, skipped=refused, differing=differing
+        )
+
+
+class Record:
+    """Hashes what this rank owns after an update; its weights too, unless a gather is still to bring them.
+
+    ``waits``: recorded steps gather weights at their beginning, so that they are waited for.
+    """
+
+    def __init__(self, sharded: ShardedParameters, check: StateCheck) -> None:
+        self.sharded, self.check, self.waits = sharded, check, False
+
+    def run(self, state: StepState | None = None, *, gathering: bool = False) -> None:
+        """Run the part. ``gathering``: weights are yet to be gathered."""
+        if self.check.begin():
+            self.sharded.settle_state()
+            self.check.record(self.sharded.owned_tensors())
+            if self.waits and not gathering:
+                self.sharded.wait()
+            # Experts that no other rank holds are not gathered.
+            here = [b for b in self.sharded.buckets if not gathering or b.plan.frozen or b.shards == 1]
+            self.check.record(self.sharded.weight_tensor(b) for b in here)
+
+
+class RecordAndGather:
+    """Hashes the state and starts to gather the updated weights, beside the next step's first passes."""
+
+    def __init__(self, record: Record, sharded: ShardedParameters) -> None:
+        self.record, self.sharded = record, sharded
+
+    def run(self, state: StepState) -> None:
+        """Run the part."""
+        self.record.run(gathering=self.sharded.gathers_after_update)
+        self.sharded.start_gather()

@@ -1,0 +1,93 @@
+"""Micro-batches at fixed addresses on the device, for recorded steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from megatron_port.core.data.batch import MicroBatch
+
+FIELDS = ("tokens", "labels", "loss_mask", "document_starts")
+"""Tensors of a micro-batch beside ``side``."""
+Shapes = tuple[tuple[int, ...] | int | str, ...]
+"""Samples of each micro-batch, then the name and the shape of each of its tensors."""
+
+
+def tensors_of(batch: MicroBatch) -> dict[str, torch.Tensor]:
+    """Return the tensors that a micro-batch has, by name, side tensors last; the names of fields are no side
+    tensor's."""
+    fields = {name: getattr(batch, name) for name in FIELDS}
+    return {name: t for name, t in fields.items() if t is not None} | dict(sorted(batch.side.items()))
+
+
+def with_tensors(batch: MicroBatch, tensors: Mapping[str, torch.Tensor]) -> MicroBatch:
+    """Return a micro-batch with other tensors for those of :func:`tensors_of`."""
+    fields: dict[str, Any] = {name: tensors.get(name) for name in FIELDS}
+    return replace(batch, **fields, side={name: tensors[name] for name in batch.side})
+
+
+def shapes_of(micro_batches: Sequence[MicroBatch]) -> Shapes:
+    """Return what must be alike in two steps for the one's recording to serve the other."""
+    out: list[tuple[int, ...] | int | str] = []
+    for batch in micro_batches:
+        out.append(len(batch.sample_ids))
+        for name, tensor in tensors_of(batch).items():
+            out += [name, tuple(tensor.shape)]
+    return tuple(out)
+
+
+class StepInputs:
+    """Device memory for the micro-batches of a step.
+
+    ``batches``: the micro-batches there; ``keys``: their samples' dropout keys, int64 [samples] each.
+    """
+
+    def __init__(self, like: Sequence[MicroBatch], device: torch.device) -> None:
+        self.shapes = shapes_of(like)
+        keys = [torch.empty(len(b.sample_ids), dtype=torch.int64) for b in like]
+        given = [*_tensors(like), *keys]
+        self._memory = {
+            dtype: torch.zeros(sum(t.numel() for t in given if t.dtype == dtype), dtype=dtype, device=device)
+            for dtype in dict.fromkeys(t.dtype for t in given)
+        }
+        free = dict(self._memory)
+
+        def placed(t: torch.Tensor) -> torch.Tensor:
+            here, free[t.dtype] = free[t.dtype][: t.numel()], free[t.dtype][t.numel() :]
+            return here.view(t.shape)
+
+        self.batches = [
+            with_tensors(batch, {name: placed(t) for name, t in tensors_of(batch).items()}) for batch in like
+        ]
+        self.keys = [placed(t) for t in keys]
+
+    def load(self, micro_batches: Sequence[MicroBatch], keys: Sequence[Sequence[int]]) -> None:
+        """Copy a step's micro-batches and keys there, from the host or from the device, in one copy for each dtype and
+        side; the host does not wait for the device."""
+        numbers = torch.tensor([key for of_batch in keys for key in of_batch], dtype=torch.int64)
+        given = [*_tensors(micro_batches), numbers]
+        for dtype, memory in self._memory.items():
+            _copy(memory, [t for t in given if t.dtype == dtype])
+
+
+def _tensors(micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+    return [t for batch in micro_batches for t in tensors_of(batch).values()]
+
+
+def _copy(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Copy parts to memory, one after the other: those in a row that are on one device in one call. The dropout keys
+    are on the host, whatever device a caller's micro-batches are on."""
+    at = 0
+    for device, group in groupby(parts, lambda part: part.device):
+        flat = [part.reshape(-1) for part in group]
+        here = target.narrow(0, at, sum(part.numel() for part in flat))
+        at += here.numel()
+        if device == target.device:
+            torch.cat(flat, out=here)
+        else:  # from pageable memory the copy would wait for all that the device has to do
+            joined = torch.cat(flat)
+            here.copy_(joined.pin_memory() if target.is_cuda else joined, non_blocking=True)

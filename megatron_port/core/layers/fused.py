@@ -1,0 +1,166 @@
+"""Signatures of the ops that have more than one provider, and torch's version of each.
+
+Tensors are [..., features] unless said otherwise. Every function is differentiable in its floating-point tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_port.core.layers.mask import AttentionMask
+
+
+class Norm(Protocol):
+    """(norm(x + residual) · weight + bias, x + residual); without residual the second is x. x [..., h], weight [h].
+
+    The second is for what else uses the sum: a provider may then add the gradient of that in the norm's backward pass.
+    """
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class BiasGelu(Protocol):
+    """gelu(x + bias); ``approximate``: the tanh form (Hendrycks & Gimpel, arXiv 1606.08415)."""
+
+    def __call__(self, x: Tensor, bias: Tensor | None, *, approximate: bool) -> Tensor: ...
+
+
+SwiGLU = Callable[[Tensor], Tensor]
+"""[..., 2f] → [..., f]: silu of the first half times the second (Shazeer, arXiv 2002.05202)."""
+
+
+class SplitRotary(Protocol):
+    """Packed projection [s, b, g, r + 2, d] → queries [s, b, g·r, d], keys and values [s, b, g, d].
+
+    Queries and keys are rotated by the angles of row ``offset + s`` of the float32 tables cos, sin [positions, d/2]
+    (Su et al., arXiv 2104.09864; element i pairs with i + d/2); None: not rotated.
+    """
+
+    def __call__(
+        self, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, *, offset: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class SplitBias(Protocol):
+    """The split of a projection that is not rotated, where ``bias`` [g·(r + 2)·d] was added without a gradient.
+
+    The gradient of the bias comes from here: the kernel that packs the gradients of queries, keys and values sums them.
+    """
+
+    def __call__(self, qkv: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class BiasDropoutAdd(Protocol):
+    """residual + dropout(x + bias) for [seq, batch, h]; see ``layers.dropout`` for the mask and its arguments."""
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor, keys: Tensor, *, op_key: int, p: float,
+        seq_offset: int, width: int, width_offset: int,
+    ) -> Tensor: ...
+
+
+class BiasDropoutAddNorm(Protocol):
+    """(norm(sum) · weight + bias, sum) with sum = residual + dropout(x + x_bias) for [seq, batch, h] of whole rows."""
+
+    def __call__(
+        self, x: Tensor, x_bias: Tensor | None, residual: Tensor, keys: Tensor, weight: Tensor, bias: Tensor | None, *,
+        op_key: int, p: float, seq_offset: int, eps: float, rms: bool,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class ProbabilityDropout:
+    """Dropout of attention probabilities [b, heads, q, k] with the masks of ``layers.dropout``."""
+
+    drop: Callable[[Tensor], Tensor]
+    """The dropout itself, in torch ops."""
+    keys: Tensor
+    """int64 [b], one per sample: with the rest what a kernel needs to make the same mask."""
+    op_key: int
+    p: float
+    head_offset: int
+    """Place of the first head among all heads of the layer."""
+    first_query: int | None
+    """Position of the first of q neighbouring queries; None: they are no neighbours."""
+
+
+class PackedAttention(Protocol):
+    """Causal attention of a packed projection that is not rotated, [s, b, g, r + 2, d] → [s, b, g·r·d]."""
+
+    def __call__(
+        self, qkv: Tensor, *, dropout: ProbabilityDropout | None = None, mask: AttentionMask | None = None
+    ) -> Tensor: ...
+
+
+class CausalSoftmax(Protocol):
+    """Softmax of scale · scores [b, heads, q, k] over the columns j ≤ row + k - q, with dropout; zero elsewhere."""
+
+    def __call__(self, scores: Tensor, *, scale: float, dropout: ProbabilityDropout | None = None) -> Tensor: ...
+
+
+def torch_layer_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Layer normalization in torch ops (:class:`Norm`); statistics in fp32 or wider."""
+    total = x if residual is None else x + residual
+    return F.layer_norm(total, weight.shape, weight, bias, eps), total
+
+
+def torch_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """RMS normalization in torch ops (:class:`Norm`): x / sqrt(mean(x²) + eps) · weight; there is no bias."""
+    total = x if residual is None else x + residual
+    return F.rms_norm(total, weight.shape, weight, eps), total
+
+
+def torch_bias_gelu(x: Tensor, bias: Tensor | None, *, approximate: bool) -> Tensor:
+    """Bias and GeLU in torch ops (:class:`BiasGelu`)."""
+    return F.gelu(x if bias is None else x + bias, approximate="tanh" if approximate else "none")
+
+
+def torch_swiglu(x: Tensor) -> Tensor:
+    """SwiGLU in torch ops (:data:`SwiGLU`)."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate [seq, batch, heads, d] by tables [seq, d/2]; element i pairs with i + d/2 (Llama's convention).
+
+    In the dtype of x, as transformers' Llama does, so that imported weights give its logits.
+    """
+    c, s = (torch.cat((t, t), dim=-1)[:, None, None, :].to(x.dtype) for t in (cos, sin))
+    first, second = x.chunk(2, dim=-1)
+    return x * c + torch.cat((-second, first), dim=-1) * s
+
+
+def torch_split_rotary(
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, *, offset: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split of the packed projection and rotation in torch ops (:class:`SplitRotary`)."""
+    seq, batch, groups, rows, size = qkv.shape
+    q, k, v = qkv.split((rows - 2, 1, 1), dim=3)
+    q, k, v = q.reshape(seq, batch, groups * (rows - 2), size), k.squeeze(3), v.squeeze(3)
+    if cos is None or sin is None:
+        return q, k, v
+    cos, sin = cos[offset : offset + seq], sin[offset : offset + seq]
+    return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v
+
+
+def torch_causal_softmax(scores: Tensor, *, scale: float, dropout: ProbabilityDropout | None = None) -> Tensor:
+    """Causal softmax in torch ops, in fp32 (fp64 for fp64); the result has the dtype of the scores."""
+    rows, cols = scores.shape[-2:]
+    later = torch.ones(rows, cols, dtype=torch.bool, device=scores.device).triu_(1 + cols - rows)
+    wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    scores = scores if scale == 1.0 else scores * scale
+    probs = torch.softmax(scores.masked_fill(later, float("-inf")), dim=-1, dtype=wide).to(scores.dtype)
+    return probs if dropout is None else dropout.drop(probs)

@@ -1,0 +1,377 @@
+"""Linear layers split over tensor-parallel ranks (Shoeybi et al., arXiv 1909.08053).
+
+``ColumnParallelLinear`` splits the output features, ``RowParallelLinear`` the
+input features; between the two nothing is communicated. With sequence
+parallelism (Korthikanti et al., arXiv 2205.05198) the region's entry gathers
+the sequence and its exit reduce-scatters it, in place of the two all-reduces.
+
+``linear`` adds a weight's gradient directly to the engine's fp32 sum instead of
+materializing one in the weight's own dtype, rounding it and adding it. At the
+entry of a region it overlaps the collective of dgrad with wgrad.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_port.core.dist.collectives import (
+    Group,
+    all_gather_first,
+    reduce_from_tp,
+    reduce_scatter_sequence,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.mesh import REPLICAS
+from megatron_port.core.dist.record import SEQUENCE, InitSpec, ParameterRecord, Shard, attach, make_record
+from megatron_port.core.layers.cpu_upcast import widens
+from megatron_port.core.layers.direct import FirstOrderFunction, first_order
+from megatron_port.core.layers.linear_kernels import PLAIN, LinearKernels, add_product
+from megatron_port.core.layers.table_rows import torch_add_rows
+from megatron_port.ext.weights.adapter import Adapter
+
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "Rows", "WgradAccumulator", "add_product", "linear"]
+
+
+class WgradAccumulator:
+    """Adds weight gradients to an engine's sums, at once or deferred; weights carry it as ``wgrad_accumulator``.
+
+    ``main_grad_of(weight)`` returns the sum to add to, contiguous, of the weight's shape, in float32 or wider, when the
+    product runs. ``unwritten_of(weight)`` returns the same while it holds nothing: the first product of a step is then
+    written over it, and nobody has to clear it. ``on_added(weight)`` is called after each product added to it. While
+    ``deferred`` is a list, products are appended to it and computed later by :meth:`flush`: the weight part of a
+    backward pass split in two (zero-bubble pipelines, Qi et al., arXiv 2401.10241). ``add_rows(main_grad, tokens,
+    rows)`` adds the gradients of looked-up rows to a table's sum.
+    """
+
+    def __init__(
+        self, on_added: Callable[[torch.Tensor], None], main_grad_of: Callable[[torch.Tensor], torch.Tensor],
+        unwritten_of: Callable[[torch.Tensor], torch.Tensor | None] = lambda weight: None,
+        add_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = torch_add_rows,
+    ) -> None:
+        self.on_added, self.main_grad_of, self.unwritten_of = on_added, main_grad_of, unwritten_of
+        self.add_rows = add_rows
+        self.deferred: list[Callable[[], None]] | None = None
+        self.computed = 0
+        """Products computed so far."""
+        self.beside = 0
+        """Products computed while rows were in transit between experts' ranks."""
+        self._filling: list[Callable[[], None]] = []
+        self._exchanges = 0
+
+    def add(
+        self, weight: torch.Tensor, add_to: Callable[..., None], *operands: Any, overwrites: bool = False,
+        **settings: Any,
+    ) -> None:
+        """Call ``add_to(main_grad, *operands, **settings)``, now or deferred, with the weight's sum as [out, in].
+
+        ``overwrites``: it takes ``first=True`` too, and then writes over whatever the sum holds.
+        """
+        if self.deferred is None:
+            self._compute(weight, add_to, overwrites, *operands, **settings)
+        else:
+            self.deferred.append(partial(self._compute, weight, add_to, overwrites, *operands, **settings))
+
+    def _compute(
+        self, weight: torch.Tensor, add_to: Callable[..., None], overwrites: bool, *operands: Any, **settings: Any
+    ) -> None:
+        unwritten = self.unwritten_of(weight) if overwrites else None
+        if unwritten is None:
+            add_to(_as_2d(self.main_grad_of(weight)), *operands, **settings)
+        else:
+            add_to(_as_2d(unwritten), *operands, **settings, first=True)
+        self.computed += 1
+        self.on_added(weight)
+
+    @contextmanager
+    def filling(self, deferred: list[Callable[[], None]], exchanges: int) -> Iterator[None]:
+        """Compute deferred products in the block, in equal parts, while rows of ``exchanges`` exchanges are on their
+        way (:meth:`during_exchange`); those that are left stay in the list."""
+        self._filling, self._exchanges = deferred, exchanges
+        try:
+            yield
+        finally:
+            self._filling = []
+
+    def during_exchange(self) -> None:
+        """Compute the products that are for one exchange; called when it has been started and nothing else is left to
+        do before its rows are needed. How many does not depend on how long it takes: all ranks compute the same."""
+        if not self._filling:
+            return
+        share = -(-len(self._filling) // max(self._exchanges, 1))
+        self._exchanges -= 1
+        now, self._filling[:share] = self._filling[:share], []
+        self.beside += len(now)
+        self.flush(now)
+
+    @staticmethod
+    @torch.no_grad()
+    def flush(deferred: list[Callable[[], None]]) -> None:
+        """Compute deferred products and empty the list."""
+        for product in deferred:
+            product()
+        deferred.clear()
+
+
+def _as_2d(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight [..., in] as [out, in], a vector as it is. A view that changes nothing costs 1 µs."""
+    return weight if weight.dim() <= 2 else weight.flatten(0, -2)
+
+
+class _Linear(FirstOrderFunction):
+    """y = x Wᵀ + b at the entry of a tensor-parallel region.
+
+    The collective of dgrad (and, under sequence parallelism, the one that gathers the input once more, so that the
+    gathered one need not be kept) runs while wgrad is computed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, group: Group, sequence: bool, kernels: LinearKernels,
+        *weights: torch.Tensor,
+    ) -> torch.Tensor:
+        # The weights are also kept as they are: a saved tensor may be unpacked without the parameter's attributes.
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[5:]) else None, *weights)
+        ctx.weights, ctx.group, ctx.sequence, ctx.kernels = weights, group, sequence, kernels
+        full_input = all_gather_first(x, group) if sequence else x
+        if len(weights) == 1:
+            y, scale = kernels.forward(full_input, weights[0], _as_2d(weights[0]), bias)
+            ctx.saved_input_scales = (scale,)
+            return y
+        weights_2d = [_as_2d(weight) for weight in weights]
+        ctx.sizes = [weight_2d.shape[0] for weight_2d in weights_2d]
+        biases = [None] * len(weights) if bias is None else bias.split(ctx.sizes)
+        results = [kernels.forward(full_input, w, w_2d, b) for w, w_2d, b in zip(weights, weights_2d, biases)]
+        ctx.saved_input_scales = [scale for _, scale in results]
+        return torch.cat([y for y, _ in results], dim=-1)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, *weights = ctx.saved_tensors
+        if x is not None:
+            x = x.detach()  # a deferred wgrad holds it: its graph would keep the chunk's input and that one's gradient
+        kernels, needs = ctx.kernels, ctx.needs_input_grad
+        grad_2d = grad.flatten(0, -2)
+        parts = [grad_2d] if len(weights) == 1 else [part.contiguous() for part in grad_2d.split(ctx.sizes, dim=1)]
+        wgrads = any(needs[5:])
+        gathered = start_all_gather(x, ctx.group) if ctx.sequence and wgrads else None
+        partial_dx: torch.Tensor | None = None
+        for_wgrad = []
+        for i, weight in enumerate(ctx.weights):
+            for_dgrad, second = kernels.prepare_grad_output(parts[i])
+            for_wgrad.append(second)
+            if needs[0]:
+                one = kernels.dgrad(for_dgrad, weight, _as_2d(weights[i]))
+                partial_dx = one if partial_dx is None else partial_dx.add_(one)
+        del parts, for_dgrad  # a wgrad may be deferred, and holds what it takes itself
+        dx = None
+        if partial_dx is not None:
+            start = start_reduce_scatter if ctx.sequence else start_all_reduce
+            dx = start(partial_dx.view(*grad.shape[:-1], partial_dx.shape[-1]), ctx.group)
+        dw: list[torch.Tensor | None] = [None] * len(weights)
+        if wgrads:
+            full_input = (x if gathered is None else gathered.take()).reshape(-1, x.shape[-1])
+            for i, weight in enumerate(ctx.weights):
+                if needs[5 + i]:
+                    dw[i] = _wgrad(kernels, weight, for_wgrad[i], full_input, ctx.saved_input_scales[i])
+        db = grad_2d.sum(dim=0) if needs[1] else None
+        return None if dx is None else dx.take(), db, None, None, None, *dw
+
+
+def _wgrad(
+    kernels: LinearKernels, weight: torch.Tensor, grad_output_2d: Any, x: torch.Tensor,
+    saved_input_scale: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Give a weight's gradient to its accumulator; return it where the weight has none."""
+    accumulator: WgradAccumulator | None = getattr(weight, "wgrad_accumulator", None)
+    if accumulator is None:
+        return kernels.wgrad(grad_output_2d, x, saved_input_scale).view(weight.shape)
+    accumulator.add(weight, kernels.wgrad_accumulate, grad_output_2d, x, saved_input_scale, overwrites=True)
+    return None
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, shared: torch.Tensor | None = None,
+    group: Group = None, sequence_parallel: bool = False, kernels: LinearKernels = PLAIN,
+) -> torch.Tensor:
+    """Return x Wᵀ + b [..., out]: x [..., in], weight [..., in] whose leading dimensions are the outputs, bias [out].
+
+    With ``group`` it is also the entry of a tensor-parallel region, where every rank uses all of x and the gradients of
+    x are summed; under ``sequence_parallel`` x is this rank's tokens [seq/tp, ...] and is gathered.
+
+    Where ``weight`` has a ``wgrad_accumulator`` (:class:`WgradAccumulator`), the backward pass gives the weight's
+    gradient to that and autograd gets none for it (other uses of the weight keep theirs).
+
+    ``shared``: a second weight [..., in], whose outputs follow those of ``weight``; ``bias`` has both.
+
+    ``kernels``: compute the three matrix products. Those in 8 bits are rounded and scaled by each rank on its own;
+    collectives, biases and their gradients stay in the compute dtype.
+    """
+    accumulates = weight.requires_grad and hasattr(weight, "wgrad_accumulator")
+    if kernels is PLAIN and not accumulates and group is None and shared is None and not widens(x):
+        return PLAIN.forward(x, weight, _as_2d(weight), bias)[0]
+    weights = (weight,) if shared is None else (weight, shared)
+    out: torch.Tensor = _Linear.apply(x, bias, group, sequence_parallel and group is not None, kernels, *weights)
+    return out
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows [start, start + count) of a logical matrix, held alike by ``copies`` neighbouring tp ranks."""
+
+    start: int
+    count: int
+    copies: int = 1
+
+    def parameter(
+        self, name: str, shape: tuple[int, ...], init: InitSpec, dtype: torch.dtype, device: torch.device,
+        row_runs: tuple[int, ...] = (),
+    ) -> nn.Parameter:
+        """Return a parameter that holds these rows of logical ``shape``, with its record."""
+        local, offset = (self.count, *shape[1:]), (self.start, *(0 for _ in shape[1:]))
+        shared = self.copies > 1
+        record = ParameterRecord(
+            name, shape, local, offset, local, (Shard(0, ("kv_heads",) if shared else ("tp",)),), init,
+            decay=len(shape) > 1, partial_over=(*REPLICAS, "kv_copies") if shared else REPLICAS,
+            row_runs=row_runs if len(shape) > 1 else (),
+        )
+        return attach(nn.Parameter(torch.empty(local, dtype=dtype, device=device)), record)
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x Wᵀ + b with W's rows split: [seq(/tp), batch, in] → [seq, batch, packed * out/tp].
+
+    ``packed`` > 1 keeps that many matrices of ``out_features`` rows in one
+    parameter of logical shape (packed, out, in), each split by its own rows, so
+    that one matrix product serves them all (SwiGLU's gate and up projections).
+    ``skip_bias``: b is a parameter that the caller adds, fused with what follows.
+    ``rows``: this rank's own rows and those that it shares with neighbours, in place of an equal split; two parameters
+    of one name, and an output [seq, batch, own rows + shared rows].
+    ``row_runs``: as in the record.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        *,
+        ctx: ParallelContext,
+        sequence_parallel: bool,
+        bias: bool,
+        init: InitSpec,
+        packed: int = 1,
+        skip_bias: bool = False,
+        rows: tuple[Rows, Rows] | None = None,
+        row_runs: tuple[int, ...] = (),
+        dtype: torch.dtype = torch.float32,
+        kernels: LinearKernels = PLAIN,
+    ) -> None:
+        super().__init__()
+        self.group, self.sequence_parallel, self.skip_bias = ctx.over("tp"), sequence_parallel, skip_bias
+        self.kernels = kernels
+        self.adapter: Adapter | None = None
+        self.bias: nn.Parameter | None = None
+        self.shared_weight: nn.Parameter | None = None
+        self.shared_bias: nn.Parameter | None = None
+        if rows is not None:
+            self.weight, self.shared_weight = (
+                r.parameter(f"{name}.weight", (out_features, in_features), init, dtype, ctx.device, row_runs)
+                for r in rows
+            )
+            if bias:
+                zeros = InitSpec("zeros")
+                self.bias, self.shared_bias = (
+                    r.parameter(f"{name}.bias", (out_features,), zeros, dtype, ctx.device) for r in rows
+                )
+            return
+        lead = (packed,) if packed > 1 else ()
+        shards = (Shard(len(lead), ("tp",)),)
+        record = make_record(
+            f"{name}.weight", (*lead, out_features, in_features), ctx, init=init, decay=True, shards=shards,
+            row_runs=row_runs,
+        )
+        self.weight = attach(nn.Parameter(torch.empty(record.local_shape, dtype=dtype, device=ctx.device)), record)
+        if bias:
+            record = make_record(
+                f"{name}.bias", (*lead, out_features), ctx, init=InitSpec("zeros"), decay=False, shards=shards
+            )
+            self.bias = attach(nn.Parameter(torch.empty(record.local_shape, dtype=dtype, device=ctx.device)), record)
+
+    def added_bias(self, detached: bool) -> torch.Tensor | None:
+        """Return what the product adds, [.., out/tp]; ``detached``: without a gradient. None: nothing."""
+        if self.bias is None or self.skip_bias:
+            return None
+        bias = self.bias.detach().flatten() if detached else self.bias.flatten()
+        return bias if self.shared_bias is None else torch.cat([bias, self.shared_bias])
+
+    def forward(self, x: torch.Tensor, *, detach_bias: bool = False) -> torch.Tensor:
+        """Return y. ``detach_bias``: b gets no gradient from here; the caller computes it."""
+        bias = self.added_bias(detach_bias)
+        if self.adapter is not None:
+            weights = (self.weight,) if self.shared_weight is None else (self.weight, self.shared_weight)
+            out: torch.Tensor = self.adapter(
+                x, weights, bias, group=self.group, sequence=self.sequence_parallel, kernels=self.kernels
+            )
+            return out
+        return linear(
+            x, self.weight, bias, shared=self.shared_weight, group=self.group,
+            sequence_parallel=self.sequence_parallel, kernels=self.kernels,
+        )
+
+
+class RowParallelLinear(nn.Module):
+    """y = x Wᵀ + b with W's columns split: [seq, batch, in/tp] → [seq(/tp), batch, out].
+
+    The bias is whole on every rank and added once, after the sum. Under
+    sequence parallelism each rank adds it to its own tokens, so its gradient is
+    partial over tp (``partial_over`` in the record). ``skip_bias``: the caller adds it, with the residual.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        *,
+        ctx: ParallelContext,
+        sequence_parallel: bool,
+        bias: bool,
+        init: InitSpec,
+        skip_bias: bool = False,
+        dtype: torch.dtype = torch.float32,
+        kernels: LinearKernels = PLAIN,
+    ) -> None:
+        super().__init__()
+        self.group, self.sequence_parallel, self.skip_bias = ctx.over("tp"), sequence_parallel, skip_bias
+        self.kernels = kernels
+        record = make_record(
+            f"{name}.weight", (out_features, in_features), ctx, init=init, decay=True, shards=(Shard(1, ("tp",)),),
+        )
+        self.weight = attach(nn.Parameter(torch.empty(record.local_shape, dtype=dtype, device=ctx.device)), record)
+        self.adapter: Adapter | None = None
+        self.bias: nn.Parameter | None = None
+        if bias:
+            record = make_record(
+                f"{name}.bias", (out_features,), ctx, init=InitSpec("zeros"), decay=False,
+                partial_over=SEQUENCE if sequence_parallel else REPLICAS,
+            )
+            self.bias = attach(nn.Parameter(torch.empty(record.local_shape, dtype=dtype, device=ctx.device)), record)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.adapter is not None:
+            y = self.adapter(x, (self.weight,), None, group=None, sequence=False, kernels=self.kernels)
+        else:
+            y = linear(x, self.weight, kernels=self.kernels)
+        y = (reduce_scatter_sequence if self.sequence_parallel else reduce_from_tp)(y, self.group)
+        return y if self.bias is None or self.skip_bias else y + self.bias

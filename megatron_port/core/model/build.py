@@ -1,0 +1,213 @@
+"""Context that the modules of a stage are built with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import nn
+
+from megatron_port.core.config.fine_tuning import NO_ADAPTERS, FineTuningConfig
+from megatron_port.core.config.quantisation import NO_QUANTISATION, QuantisationConfig
+from megatron_port.core.config.schema import LayoutConfig, ModelConfig
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.mesh import REPLICAS
+from megatron_port.core.dist.positions import SequencePartition, sequence_partition
+from megatron_port.core.dist.record import SEQUENCE, InitSpec, Shard, attach, make_record
+from megatron_port.core.errors import ConfigError
+from megatron_port.core.layers.context_attention import ContextAttention, GatherKeys
+from megatron_port.core.layers.cross_entropy import TokenLoss, vocab_parallel_cross_entropy
+from megatron_port.core.layers.embedding import padded_vocab_size, vocab_parameter
+from megatron_port.core.layers.head_attention import ExchangeHeads
+from megatron_port.core.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows
+from megatron_port.core.layers.linear_kernels import make_linear_kernels
+from megatron_port.core.layers.ring_attention import RingKeys
+from megatron_port.core.layers.step import StepSlot
+from megatron_port.core.model.activation_sites import LayerActivations
+from megatron_port.core.model.loss import StageLoss
+from megatron_port.core.model.residual import ResidualStream
+from megatron_port.core.model.rotary import RotaryTables
+from megatron_port.core.model.spec import LinearSpec, ParameterSpec, Rotation
+from megatron_port.ext.kernels.providers import Providers
+from megatron_port.ext.memory.site_parking import ParkingPlaces
+from megatron_port.ext.memory.swap import SwapSpace
+from megatron_port.ext.weights.adapter import Adapter
+from megatron_port.ext.weights.adapter_spec import adapter_spec
+from megatron_port.ext.weights.adapters import make_adapter
+from megatron_port.ext.weights.chunked import ChunkedColumnParallelLinear, ChunkedRowParallelLinear
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """Settings of training that the modules of a stage need beside the model's sizes."""
+
+    loss: TokenLoss = vocab_parallel_cross_entropy
+    """Loss of the head while training; evaluations take the cross-entropy."""
+    objective: StageLoss = field(default_factory=StageLoss)
+    """Loss of the last stage from its logits."""
+    z_loss: float = 0.0
+    """Factor of log²Z in the loss of the model's own logits while training."""
+    recompute: str = "none"
+    """none | selective | full, for all layers."""
+    layer_activations: Mapping[int, LayerActivations] = field(default_factory=dict)
+    """Decisions by the index of the layer, where ``recompute`` is none."""
+    position_reset: bool = False
+    """Learned positions are counted from each document's start."""
+    fine_tuning: FineTuningConfig = NO_ADAPTERS
+    """Which linears have adapters."""
+    quantisation: QuantisationConfig = NO_QUANTISATION
+    """Few bits that the weights of the layers' linears are to have."""
+
+
+class BuildContext:
+    """Parameters, linear layers and shared parts for the modules of a stage, which keep what they need of them.
+
+    No module keeps the context itself.
+
+    Args:
+        step: where the modules find the micro-batch in flight.
+        dtype: of parameters and activations.
+        options: settings of training; None: the defaults.
+        partition: positions that this rank holds; None: those of the layout.
+    """
+
+    def __init__(
+        self, *, model: ModelConfig, layout: LayoutConfig, ctx: ParallelContext, providers: Providers,
+        step: StepSlot, dtype: torch.dtype, options: BuildOptions | None = None,
+        partition: SequencePartition | None = None,
+    ) -> None:
+        options = options or BuildOptions()
+        self.fine_tuning, self.objective, self.z_loss = options.fine_tuning, options.objective, options.z_loss
+        self.model, self.ctx, self.providers, self.step, self.stream = model, ctx, providers, step, step.stream
+        self.dtype, self.loss, self.position_reset = dtype, options.loss, options.position_reset
+        self.sequence_parallel = layout.sequence_parallel and ctx.size("tp") > 1
+        self.recompute, self.cp_method = options.recompute, layout.cp_method
+        self.layer_activations = options.layer_activations
+        # Under sequence parallelism tensor-parallel ranks hold nothing alike.
+        self.parking = ParkingPlaces(SwapSpace(ctx.device), None if self.sequence_parallel else ctx.over("tp"))
+        self.padding_multiple = layout.vocab_padding_multiple
+        # Of the layers' linears; embedding, head and attention stay in the compute dtype.
+        self.kernels = make_linear_kernels(providers.fp8, options.quantisation)
+        self.chunks = layout.tp_overlap_chunks if ctx.size("tp") > 1 else 1
+        if partition is None:
+            partition = sequence_partition(
+                ctx.mesh, ctx.rank, order=layout.cp_order, sequence_parallel=self.sequence_parallel
+            )
+        self.partition = partition
+        self.residual = ResidualStream(
+            partition, step, model.hidden_dropout, model.hidden_size, providers.bias_dropout_add,
+            providers.bias_dropout_add_norm, model.residual_multiplier,
+        )
+        self._rotary: dict[Rotation, RotaryTables | None] = {}
+
+    def context_attention(self) -> ContextAttention | None:
+        """Return how attention reaches the positions of other context-parallel ranks; None: there are none.
+
+        Raises:
+            ConfigError: the provider of attention cannot serve the method.
+        """
+        group = self.ctx.over("cp")
+        if group is None:  # one rank, or none are connected: nothing is computed then
+            return None
+        if self.cp_method == "ring":
+            if self.providers.partial_attention is None:
+                raise ConfigError(
+                    'layout.cp_method "ring" needs partial results in fp32, which this provider of attention does not '
+                    'give; set backend.attention = "math" or cp_method = "gather"'
+                )
+            return RingKeys(group, self.providers.partial_attention)
+        method = ExchangeHeads if self.cp_method == "heads" else GatherKeys
+        return method(group, self.providers.attention)
+
+    def rotary(self, rotation: Rotation) -> RotaryTables | None:
+        """Return the tables that all layers of a kind of rotation share; None: they need none."""
+        if rotation not in self._rotary:
+            # The tables carry attention_scale too.
+            needed = rotation != "none" or self.model.attention_scale > 0
+            self._rotary[rotation] = RotaryTables(self.model, rotation, self.dtype) if needed else None
+        return self._rotary[rotation]
+
+    def column(
+        self, layer: str, spec: LinearSpec, *, rows: tuple[Rows, Rows] | None = None, skip_bias: bool = False
+    ) -> ColumnParallelLinear:
+        """Build the linear layer of a spec with its outputs split over the tensor-parallel ranks."""
+        adapter = self.adapter(layer, spec)
+        chunked = self.chunks > 1 and adapter is None
+        make = partial(ChunkedColumnParallelLinear, self.chunks) if chunked else ColumnParallelLinear
+        made = make(
+            f"{layer}.{spec.name}", spec.inputs, spec.outputs, ctx=self.ctx, bias=spec.bias,
+            sequence_parallel=self.sequence_parallel, init=InitSpec("normal", spec.std), packed=spec.packed, rows=rows,
+            row_runs=spec.groups.row_runs if spec.groups is not None else (), skip_bias=skip_bias, dtype=self.dtype,
+            kernels=self.kernels,
+        )
+        made.adapter = adapter
+        return made
+
+    def row(self, layer: str, spec: LinearSpec) -> RowParallelLinear:
+        """Build the linear layer of a spec with inputs split over tensor-parallel ranks; the caller adds its bias."""
+        adapter = self.adapter(layer, spec)
+        chunked = self.chunks > 1 and adapter is None
+        make = partial(ChunkedRowParallelLinear, self.chunks) if chunked else RowParallelLinear
+        made = make(
+            f"{layer}.{spec.name}", spec.inputs, spec.outputs, ctx=self.ctx, bias=spec.bias,
+            sequence_parallel=self.sequence_parallel, init=InitSpec("normal", spec.std), skip_bias=True,
+            dtype=self.dtype, kernels=self.kernels,
+        )
+        made.adapter = adapter
+        return made
+
+    def divided(self, spec: ParameterSpec, layer: str = "") -> nn.Parameter:
+        """Build a parameter of a norm or an adapter: whole, or this rank's rows, columns or heads."""
+        if spec.split is None:
+            return self.unsplit(spec, layer)
+        shared = spec.shared_numel(self.ctx.size("tp")) > 0
+        record = make_record(
+            f"{layer}.{spec.name}", spec.shape, self.ctx, init=InitSpec(spec.init, spec.std), decay=spec.decay,
+            shards=(Shard(spec.split.dim, ("kv_heads",) if shared else ("tp",)),),
+            partial_over=(*REPLICAS, "kv_copies") if shared else REPLICAS,
+        )
+        return attach(nn.Parameter(torch.empty(record.local_shape, dtype=self.dtype, device=self.ctx.device)), record)
+
+    def adapter(self, layer: str, spec: LinearSpec) -> Adapter | None:
+        """Build the adapters of the linear layer of a spec; None: it has none."""
+        found = adapter_spec(spec, self.fine_tuning)
+        return None if found is None else make_adapter(layer, found, self)
+
+    def unsplit(self, spec: ParameterSpec, layer: str = "") -> nn.Parameter:
+        """Build a parameter that every tensor-parallel rank holds in full; ``layer`` is the prefix of its name."""
+        partial = spec.is_partial(self.ctx.size("tp"), self.sequence_parallel)
+        record = make_record(
+            f"{layer}.{spec.name}" if layer else spec.name, spec.shape, self.ctx, init=InitSpec(spec.init, spec.std),
+            decay=spec.decay, partial_over=SEQUENCE if partial else REPLICAS,
+        )
+        return attach(nn.Parameter(torch.empty(spec.shape, dtype=self.dtype, device=self.ctx.device)), record)
+
+    def per_head(self, spec: ParameterSpec, layer: str) -> nn.Parameter:
+        """Build a parameter of one element per query head, which tensor-parallel ranks divide."""
+        record = make_record(
+            f"{layer}.{spec.name}", spec.shape, self.ctx, init=InitSpec(spec.init, spec.std), decay=spec.decay,
+            shards=(Shard(0, ("tp",)),),
+        )
+        return attach(nn.Parameter(torch.empty(record.local_shape, dtype=self.dtype, device=self.ctx.device)), record)
+
+    def vocabulary_bias(self, spec: ParameterSpec) -> nn.Parameter:
+        """Build the bias of the logits: those of this rank's rows of the head's matrix."""
+        padded = padded_vocab_size(spec.numel, tp=self.ctx.size("tp"), multiple=self.padding_multiple)
+        record = make_record(
+            spec.name, spec.shape, self.ctx, init=InitSpec(spec.init), decay=spec.decay, shards=(Shard(0, ("tp",)),),
+            padded=padded,
+        )
+        return attach(nn.Parameter(torch.zeros(record.local_shape, dtype=self.dtype, device=self.ctx.device)), record)
+
+    def table(self, spec: ParameterSpec, *, tied_apart: bool, primary: bool = True) -> nn.Parameter:
+        """Build the token table or the head's matrix.
+
+        ``tied_apart``: another stage has a copy; ``primary``: this is the one that is counted and saved.
+        """
+        return vocab_parameter(
+            spec.name, *spec.shape, ctx=self.ctx, padding_multiple=self.padding_multiple,
+            init=InitSpec(spec.init, spec.std), dtype=self.dtype, tied_key=spec.name if tied_apart else None,
+            tied_primary=primary,
+        )

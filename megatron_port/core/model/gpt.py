@@ -1,0 +1,127 @@
+"""GPT as a list of units (embedding, layers, head, modules that predict further tokens), and the stage that holds a
+contiguous run of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from megatron_port.core.layers.step import StepContext
+from megatron_port.core.model.build import BuildContext
+from megatron_port.core.model.decoder_spec import model_spec
+from megatron_port.core.model.layers import Embedding, Head, TransformerLayer
+from megatron_port.core.model.moe import MoE
+from megatron_port.core.model.router import tally_specs
+from megatron_port.ext.objectives.multi_token_layers import Prediction, build_predictions
+from megatron_port.ext.weights.shared_layers import Held, SharedLayers, share_weights, shared_layers
+
+
+class GPTStage(nn.Module):
+    """Layers ``[start, stop)`` of the model, the embedding with the first stage, the head and what follows it with the
+    last.
+
+    ``virtual``: which chunk of the model it is, where stages hold several (None: the stage's own number). ``table``:
+    the embedding's parameter where another chunk on this rank has it, for those that share it. ``shared``: which stages
+    hold layers that share weights (None: this one alone), and ``held`` such weights that this rank has built.
+
+    ``forward``: tokens int64 [batch, seq] on the first stage, else activations
+    [seq(/tp), batch, hidden]; returns activations, or logits [seq, batch,
+    padded_vocab/tp] on the last stage.
+    """
+
+    def __init__(
+        self, build: BuildContext, *, start: int, stop: int, virtual: int | None = None,
+        table: nn.Parameter | None = None, shared: SharedLayers | None = None, held: Held | None = None,
+    ) -> None:
+        super().__init__()
+        self.parking = build.parking
+        self.partition, self.hidden_size, self.dtype = build.partition, build.model.hidden_size, build.dtype
+        virtual = build.ctx.index("pp") if virtual is None else virtual
+        self.first, self.last = virtual == 0, virtual == build.ctx.topology.virtual_stages - 1
+        spec, moe = model_spec(build.model), build.model.moe
+        count = build.model.num_layers + build.model.mtp_layers
+        self.tally_specs = tally_specs(count, moe.num_experts) if moe.enabled else {}
+        self.embedding = Embedding(spec.embedding, build) if self.first else None
+        self.layers = nn.ModuleList(TransformerLayer(i, spec.layers[i], build) for i in range(start, stop))
+        if build.model.shared_layers > 1:
+            if shared is None and build.ctx.topology.virtual_stages > 1:
+                raise ValueError("layers share weights over stages, and nothing says which hold them")
+            share_weights(self.layers, build.model, shared, build.ctx.index("pp"), {} if held is None else held)
+        self.head: Head | None = None
+        further: list[Prediction] = []
+        if self.last:
+            if self.embedding is not None:
+                table = self.embedding.word.weight
+            self.head = Head(spec.head, build, table if spec.head.weight.tied else None)
+            further = build_predictions(spec.head, build, self.head, table)
+        self.predictions = nn.ModuleList(further)
+        self.objective, self.step = build.objective, build.step
+        self.auxiliary_names = self.objective.sums
+        self.on_logits: Callable[[torch.Tensor, StepContext], None] | None = None
+        """Looks at the logits of each micro-batch before their loss."""
+
+    @property
+    def units(self) -> list[nn.Module]:
+        """Units that ``forward`` and then ``loss_sum`` call, in order: embedding, layers, head, modules that predict
+        further tokens."""
+        return [m for m in (self.embedding, *self.layers, self.head, *self.predictions) if m is not None]
+
+    @property
+    def row_exchanges(self) -> int:
+        """Exchanges of rows between expert-parallel ranks in a forward pass."""
+        return sum(layer.mlp.exchanges for layer in self.layers if isinstance(layer.mlp, MoE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.parking.swap is not None:
+            self.parking.swap.begin_pass()
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x if self.head is None else self.head(x)
+
+    def loss_sum(self, logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Sum of the losses of a micro-batch by the run's objective, a scalar (last stage only)."""
+        if self.head is None:
+            raise ValueError("loss_sum on a stage without the head")
+        context = self.step.current
+        if self.on_logits is not None and context is not None:
+            self.on_logits(logits, context)
+        return self.objective.loss(self, logits, labels, mask, context)
+
+    def after_update(self, totals: Mapping[str, torch.Tensor], refused: torch.Tensor) -> None:
+        """Let layers of experts change what balances them (``model.router``), after each step's update."""
+        for layer in (*self.layers, *(part.layer for part in self.predictions)):
+            if isinstance(layer.mlp, MoE):
+                layer.mlp.after_update(totals, refused)
+
+    def boundary(self, batch: int, seq: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return the name → (shape, dtype) of each tensor that passes between stages."""
+        return {"hidden": ((self.partition.residual(seq).count, batch, self.hidden_size), self.dtype)}
+
+
+def build_chunks(build: BuildContext, layers_by_chunk: Sequence[int]) -> list[GPTStage]:
+    """Build this rank's chunks, given the number of transformer layers of each virtual stage."""
+    topology, chunks = build.ctx.topology, []
+    table: nn.Parameter | None = None
+    shared = shared_layers(build.model, topology, layers_by_chunk)
+    held: Held = {}
+    for chunk in range(topology.vp):
+        virtual = topology.virtual_stage(build.ctx.index("pp"), chunk)
+        start = sum(layers_by_chunk[:virtual])
+        stage = GPTStage(
+            build, start=start, stop=start + layers_by_chunk[virtual], virtual=virtual, table=table, shared=shared,
+            held=held,
+        )
+        if stage.embedding is not None:
+            table = stage.embedding.word.weight
+        chunks.append(stage)
+    return chunks
+
+
+def build_stage(build: BuildContext, layers_by_stage: Sequence[int]) -> GPTStage:
+    """Build this rank's stage where each stage is one chunk."""
+    (stage,) = build_chunks(build, layers_by_stage)
+    return stage

@@ -1,0 +1,80 @@
+"""The feed-forward block: GeLU with two projections, or a gate (Shazeer, arXiv 2002.05202) with a packed one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron_port.core.config.model import CLAMP, SHARPNESS
+from megatron_port.core.layers.direct import FirstOrderFunction, first_order
+from megatron_port.core.model.build import BuildContext
+from megatron_port.core.model.spec import MLPSpec
+from megatron_port.ext.kernels.providers import Providers
+from megatron_port.ext.weights.factored import column_linear, row_linear
+
+
+class _ClampedSwiGLU(FirstOrderFunction):
+    """g · sigmoid(1.702 g) · (u + 1) of halves g ≤ 7 and -7 ≤ u ≤ 7; its input alone is kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
+        return (up + 1) * (gate * torch.sigmoid(SHARPNESS * gate))
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        free, inside = gate <= CLAMP, up.abs() <= CLAMP
+        gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
+        share = torch.sigmoid(SHARPNESS * gate)
+        slope = share * (1 + SHARPNESS * gate * (1 - share))
+        return torch.cat((grad * (up + 1) * slope * free, grad * gate * share * inside), dim=-1)
+
+
+def activate(
+    hidden: torch.Tensor, activation: str, providers: Providers, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the activation [..., ffn] of [..., ffn], or of gate and up side by side [..., 2 * ffn].
+
+    ``bias``: of activations without a gate, [ffn].
+    """
+    if activation == "swiglu":
+        return providers.swiglu(hidden)
+    if activation == "swiglu_clamped":
+        found: torch.Tensor = _ClampedSwiGLU.apply(hidden)
+        return found
+    if activation == "geglu_tanh":
+        gate, up = hidden.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
+    return providers.bias_gelu(hidden, bias, approximate=activation == "gelu_tanh")
+
+
+class MLP(nn.Module):
+    """Feed-forward [seq(/tp), batch, hidden] → same shape, without the bias of ``down``; ffn / tp features per rank."""
+
+    def __init__(self, layer: str, spec: MLPSpec, build: BuildContext) -> None:
+        super().__init__()
+        self.activation, self.gated, self.providers = spec.activation, spec.gated, build.providers
+        self.up = column_linear(layer, spec.up, build, skip_bias=not spec.gated)
+        self.down = row_linear(layer, spec.down, build)
+
+    @property
+    def bias(self) -> torch.nn.Parameter | None:
+        """Bias of ``down``, which the caller adds."""
+        return self.down.bias
+
+    def activate(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the input [seq, batch, ffn/tp] of ``down`` from the output of ``up``."""
+        # The bias is added where the activation is computed: one pass over [seq, batch, ffn/tp] less.
+        return activate(hidden, self.activation, self.providers, None if self.gated else self.up.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(self.activate(self.up(x)))
+        return out

@@ -1,0 +1,134 @@
+"""The feed-forward block of a layer of experts: each token passes a few of many (Shazeer et al., arXiv 1701.06538)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron_port.core.dist.collectives import join_shares, take_share
+from megatron_port.core.dist.record import SEQUENCE, InitSpec, Shard, attach, make_record
+from megatron_port.core.layers.expert_rows import combined, copies
+from megatron_port.core.layers.experts import Dispatched, grouped_linear, plan_exchange, send_home
+from megatron_port.core.layers.linear import linear
+from megatron_port.core.model.build import BuildContext
+from megatron_port.core.model.mlp import MLP, activate
+from megatron_port.core.model.router import Route, Router
+from megatron_port.core.model.spec import MoESpec
+
+EXCHANGES = 2
+"""Exchanges of rows in a forward pass: to the experts and back."""
+
+
+class Experts(nn.Module):
+    """This rank's experts of a layer: rows [n, hidden] sorted by expert → the same shape, their biases added."""
+
+    up_weight: nn.Parameter
+    up_bias: nn.Parameter | None
+    down_weight: nn.Parameter
+    down_bias: nn.Parameter | None
+
+    def __init__(self, layer: str, spec: MoESpec, build: BuildContext) -> None:
+        super().__init__()
+        self.activation, self.providers = spec.experts.activation, build.providers
+        for name in ("up_weight", "up_bias", "down_weight", "down_bias"):
+            self.register_parameter(name, None)
+        for one in spec.expert_parameters:
+            # Tensor-parallel ranks send tokens of their own, whatever the layout, so gradients are partial along tp.
+            record = make_record(
+                f"{layer}.{one.name}", one.shape, build.ctx, init=InitSpec(one.init, one.std), decay=one.decay,
+                shards=(Shard(0, ("ep",)),), partial_over=SEQUENCE,
+            )
+            values = torch.empty(record.local_shape, dtype=build.dtype, device=build.ctx.device)
+            part, kind = one.name.split(".")[-2:]
+            self.register_parameter(f"{part}_{kind}", attach(nn.Parameter(values), record))
+
+    def forward(self, rows: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
+        hidden = self.activate(grouped_linear(rows, self.up_weight, self.up_bias, counts))
+        return grouped_linear(hidden, self.down_weight, self.down_bias, counts)
+
+    def activate(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the input [n, ffn] of the second product from the output of the first."""
+        return activate(hidden, self.activation, self.providers)
+
+
+class MoE(nn.Module):
+    """Router, experts, and what every token passes beside them: [seq(/tp), batch, hidden] → same shape, with biases.
+
+    Each tensor-parallel rank routes its own share of the tokens: under sequence parallelism those that it has, else a
+    share that it takes at the entry, and all shares are joined at the exit.
+    """
+
+    bias = None
+    """Nothing is left for the caller to add."""
+
+    def __init__(self, index: int, spec: MoESpec, build: BuildContext) -> None:
+        super().__init__()
+        layer, ctx = f"layers.{index}", build.ctx
+        self.group, self.sequence_parallel = ctx.over("tp"), build.sequence_parallel
+        self.expert_group, self.num_experts = ctx.over("ep"), spec.num_experts
+        self.pieces, self.ops = ctx.size("tp"), build.providers.experts
+        self.row_exchange = build.providers.row_exchange
+        self.exchanges = 0 if self.expert_group is None else EXCHANGES
+        share = replace(build.partition, piece=ctx.index("tp"), pieces=self.pieces)
+        self.router = Router(index, spec, build, share)
+        self.experts = Experts(layer, spec, build)
+        self.shared_gate = None
+        if spec.shared_gate is not None:
+            (weight,) = spec.shared_gate.parameters
+            self.shared_gate = build.unsplit(weight, layer)
+        self.shared = None if spec.shared is None else MLP(layer, spec.shared, build)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x if self.sequence_parallel else take_share(self._divisible(x), self.group)
+        # The gradients of router and rows meet here, on every layout, before they join those of others that read x.
+        tokens = tokens.view_as(tokens)
+        route = self.router(tokens)
+        rows, place = self._dispatched(tokens.flatten(0, 1), route)
+        beside = self._beside(x)  # while the rows travel
+        arrived, exchange = rows.arrive()
+        results = send_home(self.experts(arrived, exchange.counts), exchange)
+        out = combined(results, place, route.weights, self.ops).view_as(tokens)
+        if not self.sequence_parallel:
+            out = join_shares(out, self.group)[: x.shape[0]]
+        return out if beside is None else out + beside
+
+    def _divisible(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x with rows behind it so that all ranks have as many; only generation meets other lengths."""
+        missing = -x.shape[0] % self.pieces
+        return F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
+
+    def _dispatched(self, tokens: torch.Tensor, route: Route) -> tuple[Dispatched, torch.Tensor]:
+        """Send copies of the tokens [tokens, hidden] to their experts; return also where each token's copies are in
+        this rank's order by expert, int64 [tokens, k] (-1: dropped)."""
+        k, experts = route.experts.shape[1], route.experts.flatten()
+        if route.kept is not None:
+            experts = experts.masked_fill(~route.kept.flatten(), self.num_experts)
+        by_expert = experts.sort(stable=True)
+        counts = torch.bincount(experts, minlength=self.num_experts + 1)[: self.num_experts]
+        exchange = plan_exchange(counts, self.expert_group, self.row_exchange, len(experts))
+        exchange = exchange.filled_by(self.experts.up_weight)
+        order = by_expert.indices[: sum(exchange.sent)]
+        place = torch.full_like(experts, -1)
+        place[order] = torch.arange(len(order), device=order.device)
+        place = place.view(-1, k)
+        return Dispatched(copies(tokens, order // k, place, self.ops), exchange), place
+
+    def _beside(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return what every token passes beside its experts."""
+        if self.shared is None:
+            return None
+        out: torch.Tensor = self.shared(x)
+        if self.shared.bias is not None:
+            out = out + self.shared.bias
+        if self.shared_gate is not None:
+            out = out * linear(x, self.shared_gate).sigmoid()
+        return out
+
+    def after_update(self, totals: Mapping[str, torch.Tensor], refused: torch.Tensor) -> None:
+        """Change what balances the experts; see :meth:`Router.after_update`."""
+        self.router.after_update(totals, refused)
+

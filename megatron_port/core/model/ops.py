@@ -1,0 +1,62 @@
+"""The operations of a layer, stated once as a list. Plain Python, without torch.
+
+A spec lists what it does (``LayerSpec.ops``), and three interpreters read the list: the forward pass and the recompute
+tape (``model.program``), and the planner's meter (``plan.meter``). An operation that is stated here is therefore run,
+recomputed and planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_port.core.model.activation_sites import Site
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """One operation of a layer on values that have names. A value is a tensor, or a tuple of tensors, each of which is
+    an argument of its own to the operations that read it."""
+
+    kind: str
+    """Finds the planner's rule (``plan.meter``); kinds that it does not know state their memory below."""
+    run: str
+    """Dotted path from the layer's module to what computes it, e.g. ``mlp.up``."""
+    site: Site
+    """Name under which what it leaves behind is kept, recomputed, swapped or partitioned."""
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    part: Any = None
+    """Spec of what computes it."""
+    features: float = 0.0
+    """Elements per token of the tensor that an operation without a rule writes, on all tensor-parallel ranks together,
+    in the compute dtype."""
+    keeps: tuple[str, ...] = ()
+    """Values that the backward pass of an operation without a rule reads, among those that it reads and writes."""
+    beside: float = 0.0
+    """Elements per token that an operation without a rule keeps beside those, counted as ``features``."""
+    holds: tuple[str, ...] = ()
+    """Values that stay until it has run although it does not read them, as a function's variables do."""
+
+
+INPUT = "x"
+"""Name of a layer's input."""
+
+
+class Uses(Protocol):
+    """Names of the values that an operation has to do with."""
+
+    @property
+    def reads(self) -> tuple[str, ...]: ...
+    @property
+    def writes(self) -> tuple[str, ...]: ...
+    @property
+    def holds(self) -> tuple[str, ...]: ...
+
+
+def last_uses(ops: Sequence[Uses]) -> list[tuple[str, ...]]:
+    """Return the values that nobody uses after each operation; the result of the last is used by the caller."""
+    last = {name: i for i, op in enumerate(ops) for name in (*op.writes, *op.reads, *op.holds)}
+    result = ops[-1].writes
+    return [tuple(name for name, at in last.items() if at == i and name not in result) for i in range(len(ops))]

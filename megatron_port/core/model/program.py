@@ -1,0 +1,159 @@
+"""A layer's operations (``model.ops``) as a program that is made once: its forward pass, and that on a site tape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_port.core.model.ops import INPUT, Op, last_uses
+from megatron_port.ext.memory.site_tape import SiteTape
+
+Values = dict[str, Any]
+"""Values by name, each a tensor or a tuple of tensors."""
+Watch = Callable[[str, Any], None]
+"""(name of a value, the value): called when an operation of a forward pass has made it."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What runs one operation, or the two that one kernel may compute. It finds its modules at each pass, as attributes
+    are found: a copy of the layer runs its own, and what is replaced in a module is seen."""
+
+    op: Op
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of its arguments."""
+        return self.op.reads
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Names of its results."""
+        return self.op.writes
+
+    @property
+    def holds(self) -> tuple[str, ...]:
+        """Names of values that stay until it has run."""
+        return self.op.holds
+
+    @property
+    def path(self) -> str:
+        """Dotted path from the layer to what the forward pass calls."""
+        return self.op.run
+
+    def on_tape(self, layer: nn.Module, tape: SiteTape, inputs: Sequence[torch.Tensor]) -> Any:
+        """Run the operation on ``inputs``, with its site's decision for what autograd saves; return its results."""
+        return tape.run(self.op.site, attrgetter(self.op.run)(layer), *inputs)
+
+
+class NormStep(Step):
+    """A norm of the residual stream; its second result is the stream, whose gradients are then added in one pass."""
+
+    @property
+    def path(self) -> str:
+        return f"{self.op.run}.fork"
+
+    def on_tape(self, layer: nn.Module, tape: SiteTape, inputs: Sequence[torch.Tensor]) -> Any:
+        norm, (x,), site = attrgetter(self.op.run)(layer), inputs, self.op.site
+        if not norm.fuses_add:  # torch's norm has x itself for the second
+            return tape.run(site, norm, x), x
+        return tape.run_fused(norm.fork, (x,), lambda y, same: ((site, norm, (x,)), None))
+
+
+@dataclass(frozen=True)
+class AddNormStep(Step):
+    """The addition ``op`` and the norm of the sum, which one kernel may compute."""
+
+    norm: Op
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return self.norm.writes
+
+    @property
+    def holds(self) -> tuple[str, ...]:
+        return (*self.op.holds, *self.norm.holds)
+
+    @property
+    def path(self) -> str:
+        return f"{self.op.run}_{self.norm.run}"
+
+    def on_tape(self, layer: nn.Module, tape: SiteTape, inputs: Sequence[torch.Tensor]) -> Any:
+        norm, add, both = (attrgetter(path)(layer) for path in (self.norm.run, self.op.run, self.path))
+        if not norm.fuses_add:
+            x = tape.run(self.op.site, add, *inputs)
+            return tape.run(self.norm.site, norm, x), x
+        arguments = tuple(inputs)
+        x, y = tape.run_fused(
+            lambda *given: both(*given)[::-1], arguments,
+            lambda x, y: ((self.op.site, add, arguments), (self.norm.site, norm, (x,))),
+        )
+        return y, x
+
+
+class Program:
+    """The steps of a layer, and the values that are let go after each."""
+
+    def __init__(self, ops: Iterable[Op]) -> None:
+        steps: list[Step] = []
+        for op in ops:
+            before = steps[-1].op if steps else None
+            if op.kind != "norm":
+                steps.append(Step(op))
+            elif before is not None and before.kind in ("add", "biased add") and before.writes == op.reads:
+                steps[-1] = AddNormStep(before, op)
+            else:
+                steps.append(NormStep(op))
+        self._steps = tuple(zip(steps, last_uses(steps)))
+        self._forward = tuple((attrgetter(s.path), s.reads, s.writes, dead) for s, dead in self._steps)
+
+    def run(self, layer: nn.Module, x: torch.Tensor, watch: Watch | None = None) -> torch.Tensor:
+        """Return the layer's output for the input x [seq(/tp), batch, hidden]; show each value to ``watch``."""
+        values: Values = {INPUT: x}
+        for find, reads, writes, dead in self._forward:
+            out = find(layer)(*_arguments(values, reads))
+            if watch is not None:
+                for name, value in zip(writes, out if len(writes) > 1 else (out,)):
+                    watch(name, value)
+            _note(values, writes, out, dead)
+            del out  # else it would live until the next operation has run
+        return _result(values)
+
+    def run_on_tape(self, layer: nn.Module, x: torch.Tensor, tape: SiteTape) -> torch.Tensor:
+        """Return the same, each operation under the name of what it leaves behind."""
+        values: Values = {INPUT: x}
+        for step, dead in self._steps:
+            _note(values, step.writes, step.on_tape(layer, tape, _arguments(values, step.reads)), dead)
+        return _result(values)
+
+
+def _arguments(values: Values, reads: tuple[str, ...]) -> list[torch.Tensor]:
+    arguments: list[torch.Tensor] = []
+    for name in reads:
+        value = values[name]
+        if isinstance(value, tuple):
+            arguments += value
+        else:
+            arguments.append(value)
+    return arguments
+
+
+def _note(values: Values, writes: tuple[str, ...], out: Any, dead: tuple[str, ...]) -> None:
+    """Name what an operation has returned; let go of what nobody uses any more."""
+    if len(writes) == 1:
+        values[writes[0]] = out
+    else:
+        values.update(zip(writes, out, strict=True))
+    for name in dead:
+        del values[name]
+
+
+def _result(values: Values) -> torch.Tensor:
+    (out,) = values.values()
+    assert isinstance(out, torch.Tensor)
+    return out

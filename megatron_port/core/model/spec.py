@@ -1,0 +1,279 @@
+"""What the model is made of: each part states its parameters and its cost once. Plain Python, without torch.
+
+Modules are built from these specs, and parameter counts, FLOPs, memory, the pipeline's split, the planner and the
+Hugging Face mapping read them. A part that is stated here is therefore counted, planned, saved and exported; a
+parameter that a module has beside its spec fails ``tests/unit/test_model_spec.py``.
+
+Names of a layer's parameters are relative to the layer, so that equal layers are one object;
+``ModelSpec.parameters`` puts ``layers.17.`` in front.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron_port.core.model.activation_sites import Site
+from megatron_port.core.model.attention_spec import (
+    AttentionSpec,
+    GroupedAttentionSpec,
+    LatentAttentionSpec,
+    LatentSpec,
+    Rotation,
+)
+from megatron_port.core.model.mixer_spec import MixerSpec
+from megatron_port.core.model.ops import INPUT, Op
+from megatron_port.core.model.parameter_spec import Gradient, Groups, LinearSpec, NormSpec, ParameterSpec, Split
+
+__all__ = [
+    "AttentionSpec", "FeedForward", "Gradient", "GroupedAttentionSpec", "Groups", "LatentAttentionSpec", "LatentSpec",
+    "LayerSpec", "LinearSpec", "MLPSpec", "MixerSpec", "MoESpec", "NormSpec", "ParameterSpec", "Rotation", "Split",
+]
+
+@dataclass(frozen=True, kw_only=True)
+class MLPSpec:
+    """The feed-forward block: ``up``, the activation, ``down``."""
+
+    up: LinearSpec
+    down: LinearSpec
+    activation: str
+    """gelu | gelu_tanh | swiglu | geglu_tanh | swiglu_clamped"""
+
+    @property
+    def gated(self) -> bool:
+        """Whether the activation is multiplied by a second projection."""
+        return self.up.packed > 1
+
+    def keeps_gate(self, torchs: bool) -> bool:
+        """Whether a forward keeps the gate's activation beside its input; ``torchs``: ops are torch's own."""
+        return self.gated and (self.activation == "geglu_tanh" or (self.activation == "swiglu" and torchs))
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """In the order of the forward pass."""
+        return *self.up.factors, *self.down.factors
+
+    @property
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """In the order of the modules."""
+        return (*self.up.parameters, *self.down.parameters)
+
+    def ops(self, source: str, module: str = "mlp") -> tuple[Op, ...]:
+        """What makes the value ``module``, which has the module's name, of ``source``."""
+        hidden, active = f"{module} hidden", f"{module} active"
+
+        def op(kind: str, run: str, site: Site, reads: str, writes: str, part: LinearSpec | MLPSpec) -> Op:
+            return Op(kind=kind, run=f"{module}.{run}", site=site, reads=(reads,), writes=(writes,), part=part)
+
+        return (
+            op("column", "up", "hidden", source, hidden, self.up),
+            op("activation", "activate", "activation", hidden, active, self),
+            op("row", "down", "output", active, module, self.down),
+        )
+
+    @property
+    def numel_per_token(self) -> int:
+        """Elements of the matrices that one token passes."""
+        return self.up.weight_numel + self.down.weight_numel
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoESpec:
+    """The feed-forward block of a layer of experts: ``router``, ``experts``, and what every token passes beside them.
+
+    ``experts``: one of them, with the names of their parameters, which have a dimension of experts in front and are
+    divided over expert-parallel ranks along it.
+    """
+
+    router: LinearSpec
+    experts: MLPSpec
+    num_experts: int
+    top_k: int
+    balance: ParameterSpec | None = None
+    """The bias that only chooses: a buffer, which is no parameter."""
+    shared: MLPSpec | None = None
+    shared_gate: LinearSpec | None = None
+
+    def ops(self, source: str) -> tuple[Op, ...]:
+        """What makes ``mlp`` of ``source``: all of it is one operation of the layer (``inner_ops``)."""
+        return (Op(kind="experts", run="mlp", site="output", reads=(source,), writes=("mlp",), part=self),)
+
+    @property
+    def inner_ops(self) -> tuple[Op, ...]:
+        """The operations of ``model.moe.MoE``, which runs them by itself."""
+        def op(kind: str, run: str, reads: tuple[str, ...], *writes: str, holds: tuple[str, ...] = ()) -> Op:
+            return Op(kind=kind, run=run, site="output", reads=reads, writes=writes, part=self, holds=holds)
+
+        shared = () if self.shared is None else self.shared.ops(INPUT, "shared")
+        return (
+            *shared, op("share", "take_share", (INPUT,), "tokens"), op("route", "router", ("tokens",), "weights"),
+            op("dispatch", "copies", ("tokens",), "leaving", "place"), op("arrive", "arrive", ("leaving",), "arrived"),
+            op("experts up", "experts.up", ("arrived",), "hidden"),
+            op("experts activation", "experts.activate", ("hidden",), "active"),
+            op("experts down", "experts.down", ("active",), "results"),
+            op("send home", "send_home", ("results",), "returned"),
+            op("combine", "combined", ("returned", "weights", "place"), "own", holds=("leaving", "tokens")),
+            op("join shares", "join_shares", ("own", *(op.writes[-1] for op in shared[-1:])), "mlp"),
+        )
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """Products with every token, in the order of the forward pass; not those of the experts."""
+        gate = () if self.shared_gate is None else (self.shared_gate,)
+        return (self.router, *gate, *(() if self.shared is None else self.shared.linears))
+
+    @property
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """In the order of the modules."""
+        gate = () if self.shared_gate is None else self.shared_gate.parameters
+        shared = () if self.shared is None else self.shared.parameters
+        return (*self.router_parameters, *self.expert_parameters, *gate, *shared)
+
+    @property
+    def router_parameters(self) -> tuple[ParameterSpec, ...]:
+        """Weight [E, h], and bias [E] where it has one."""
+        return tuple(replace(p, gradient="routed") for p in self.router.parameters)
+
+    @property
+    def expert_parameters(self) -> tuple[ParameterSpec, ...]:
+        """Parameters of all experts, [E, ...], in the order of the forward pass."""
+        return tuple(map(self._of_all, self.experts.parameters))
+
+    def _of_all(self, one: ParameterSpec) -> ParameterSpec:
+        return replace(
+            one, shape=(self.num_experts, *one.shape), split=Split(0, experts=True), gradient="routed",
+        )
+
+    @property
+    def numel_per_token(self) -> int:
+        """Elements of the matrices that one token passes: those of ``top_k`` experts, of the router, of the rest."""
+        return self.top_k * self.experts.numel_per_token + sum(linear.weight_numel for linear in self.linears)
+
+
+FeedForward = MLPSpec | MoESpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """A transformer layer: norm, mixer, norm, residual, norm, feed-forward, norm, residual; some norms absent."""
+
+    norm1: NormSpec | None
+    mixer: MixerSpec
+    """What mixes positions: attention, unless a plugin's."""
+    post_norm1: NormSpec | None
+    """Norm of what attention adds to the residual stream."""
+    norm2: NormSpec | None
+    """None under ``parallel_residual`` and with a ``norm1``: both branches read that."""
+    mlp: FeedForward
+    post_norm2: NormSpec | None
+    """Norm of what the feed-forward block adds."""
+    parallel_residual: bool
+    """Attention and feed-forward both read the layer's input."""
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """What the layer does, in the order of the forward pass."""
+        out: list[Op] = []
+        entry, stream = _normed(out, "norm1", self.norm1, INPUT)
+        out += self.mixer.ops(entry)
+        output = self.mixer.output
+        out.append(Op(
+            kind="row", run="attention.output", site="residual", reads=("mixed",), writes=("attention",), part=output,
+        ))
+        attention, bias = _branch(out, "attention", output.bias, self.post_norm1, "residual")
+        join = _add("attention", attention, stream, bias, "residual")
+        if not self.parallel_residual:
+            out.append(join)
+            (stream,) = join.writes
+        if self.norm2 is not None or not self.parallel_residual:
+            before, (entry, stream) = entry, _normed(out, "norm2", self.norm2, stream)
+            out[-1] = replace(out[-1], holds=(before,))
+        out += self.mlp.ops(entry)
+        mlp, bias = _branch(out, "mlp", self.moe is None and self.dense.down.bias, self.post_norm2, "output")
+        if self.parallel_residual:
+            out[-1] = replace(out[-1], holds=(entry,))
+            out.append(join)
+            (stream,) = join.writes
+        held = (attention,) if self.parallel_residual else (attention, entry)
+        return (*out, replace(_add("mlp", mlp, stream, bias, "output"), holds=held))
+
+    @property
+    def norms(self) -> tuple[NormSpec, ...]:
+        """Norms as wide as the residual stream, in the order of the forward pass."""
+        found = self.norm1, self.post_norm1, self.norm2, self.post_norm2
+        return tuple(norm for norm in found if norm is not None)
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """Products with every token, in the order of the forward pass."""
+        return (*self.mixer.linears, *self.mlp.linears)
+
+    @property
+    def dense(self) -> MLPSpec:
+        """The feed-forward block of a layer without experts. TypeError: it has experts."""
+        if not isinstance(self.mlp, MLPSpec):
+            raise TypeError("the feed-forward block of this layer has experts")
+        return self.mlp
+
+    @property
+    def moe(self) -> MoESpec | None:
+        """The experts; None: the layer is dense."""
+        return self.mlp if isinstance(self.mlp, MoESpec) else None
+
+    @property
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """In the order of the modules; names relative to the layer."""
+        parts = self.norm1, self.mixer, self.post_norm1, self.norm2, self.mlp, self.post_norm2
+        return tuple(p for part in parts if part is not None for p in part.parameters)
+
+    def region_widths(self, hidden: int) -> list[tuple[int, int]]:
+        """Features that enter and that leave each region which tensor-parallel ranks divide: the residual stream's
+        ``hidden``, or the rank of a factored linear at that end."""
+        out = [(self.mixer.entry_rank or hidden, self.mixer.output.rank or hidden)]
+        block = self.mlp if isinstance(self.mlp, MLPSpec) else self.mlp.shared
+        return out if block is None else [*out, (block.up.rank or hidden, block.down.rank or hidden)]
+
+    @property
+    def matmul_numel(self) -> int:
+        """Elements of the layer's matrices that a token passes; a forward takes two operations for each."""
+        return sum(linear.weight_numel for linear in self.mixer.linears) + self.mlp.numel_per_token
+
+    def copied_numel(self, tp: int) -> int:
+        """Return the number of matrix elements that ``tp`` ranks hold in addition to one copy of each."""
+        return sum((p.outputs_held(tp) - p.packed * p.outputs) * p.inputs for p in self.mixer.projections)
+
+    def forward_flops(self, seq: int, document: float = 0.0) -> float:
+        """Operations of one sample's forward, element-wise work left out."""
+        return 2 * seq * self.matmul_numel + self.mixer.flops(seq, document)
+
+    def kept_features(self, tp: int) -> int:
+        """Activations per token, divided over ``tp`` ranks, that a forward keeps between its products."""
+        return sum(linear.kept_features(tp) for linear in self.linears)
+
+
+def _normed(out: list[Op], site: Site, norm: NormSpec | None, stream: str) -> tuple[str, str]:
+    """Append a norm of the residual stream; return (what the branch reads, the residual stream)."""
+    if norm is None:
+        return stream, stream
+    writes = f"{site} normed", f"{site} stream"
+    out.append(Op(kind="norm", run=site, site=site, reads=(stream,), writes=writes, part=norm))
+    return writes
+
+
+def _branch(out: list[Op], name: str, bias: bool, norm: NormSpec | None, site: Site) -> tuple[str, bool]:
+    """Append the norm of what a branch adds, if it has one; return (what is added, whether its bias is yet to be)."""
+    if norm is None:
+        return name, bias
+    source = name
+    if bias:
+        source = f"biased {name}"
+        out.append(Op(kind="bias", run=f"biased_{name}", site=site, reads=(name,), writes=(source,)))
+    out.append(Op(
+        kind="branch norm", run=norm.name, site=site, reads=(source,), writes=(f"normed {name}",), part=norm,
+    ))
+    return f"normed {name}", False
+
+
+def _add(name: str, branch: str, stream: str, bias: bool, site: Site) -> Op:
+    """What adds a branch to the residual stream."""
+    kind = "biased add" if bias else "add"
+    return Op(kind=kind, run=f"add_{name}", site=site, reads=(branch, stream), writes=(f"{site} sum",))

@@ -1,0 +1,283 @@
+"""Optimizer rules: the state of each parameter, and the update of a parameter and its state.
+
+A rule is a formula and nothing else. Which rank owns which elements, the reduction of gradients, clipping, the loss
+scale, skipped steps, the rounding of masters into weights and checkpoints are the engine's; they hold for every rule.
+
+A rule says what its update needs to see, and is defined on the *logical* tensor, without padding. So its result does
+not depend on how parameters are split over ranks:
+
+* :class:`ElementwiseRule`: one element at a time; the engine may give it any range of any parameter.
+* :class:`BlockRule`: whole blocks of neighbouring elements of a row, such as those with one scale in 8-bit state; no
+  block is ever cut.
+* ``optim.sums.SumsRule``: sums or maxima over rows, columns or whole matrices, which the engine reduces over the ranks.
+* ``rules.matrices.MatrixRule``: whole matrices, which the engine brings together on one rank each.
+
+docs/optimizers.md says how each is written and served.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import lcm, prod
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from megatron_port.core.config.schema import OptimizerConfig
+from megatron_port.core.dist.record import ParameterRecord
+from megatron_port.core.dist.state import WEIGHT
+from megatron_port.core.errors import ConfigError
+from megatron_port.core.optim.buckets import ALIGN
+from megatron_port.core.registry import OPTIMIZERS
+
+if TYPE_CHECKING:
+    from megatron_port.core.optim.bucket_memory import StateShard
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """Hyperparameters of one update of one parameter."""
+
+    step: int
+    """Number of this update, counted from 1; skipped steps do not count."""
+    lr: float
+    """Learning rate of this step."""
+    weight_decay: float
+    """0 for parameters that do not decay (biases and norms)."""
+    beta1: float
+    beta2: float
+    eps: float
+    seed: int = 0
+    """Seed of the run; it keys random draws, such as those of stochastic rounding."""
+
+
+@dataclass(frozen=True)
+class StateKind:
+    """A state tensor of a parameter.
+
+    ``of``: what each of its elements belongs to.
+
+    * ``element``: an element of the parameter, whose shape it has;
+    * ``block``: ``block`` neighbouring elements of a row: the last dimension is that much shorter;
+    * ``row``: a row (along the last dimension), which is left out of the shape;
+    * ``column``: a column of a matrix; the last dimension but one is left out. Further dimensions in front are a stack
+      of matrices.
+
+    State of elements and blocks is divided like the parameter itself; that of rows and columns is held by every rank
+    that has a part of them, and one of these saves it.
+    """
+
+    name: str
+    of: Literal["element", "block", "row", "column"] = "element"
+    dtype: torch.dtype | None = None
+    """None: as wide as the master (fp32; fp64 in an fp64 run)."""
+    block: int = 1
+
+    @property
+    def divided(self) -> bool:
+        """Whether ranks that divide a parameter's elements divide it too."""
+        return self.of in ("element", "block")
+
+    def _reduced(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        if self.of == "block":
+            return (*sizes[:-1], sizes[-1] // self.block)
+        kept = self._kept(len(sizes))
+        return tuple(sizes[d] for d in kept)
+
+    def _kept(self, dims: int) -> list[int]:
+        """Dimensions of a parameter that the state has."""
+        dropped = {"row": dims - 1, "column": dims - 2}.get(self.of)
+        return [d for d in range(dims) if d != dropped]
+
+    def shape(self, record: ParameterRecord) -> tuple[int, ...]:
+        """Return the logical shape."""
+        return self._reduced(record.shape)
+
+    def place(self, record: ParameterRecord) -> ParameterRecord:
+        """Return the record of the state: its logical shape and this rank's slice of it.
+
+        Raises:
+            ConfigError: a block of elements would be cut, because a rank holds a part of a row that is no multiple.
+        """
+        if self.of == "element":
+            return record
+        if self.of == "block" and (record.local_shape[-1] % self.block or record.offset[-1] % self.block):
+            raise ConfigError(
+                f"{record.name}: {self.name} has a value for each block of {self.block} elements of a row, and this "
+                f"rank holds {record.local_shape[-1]} of a row's {record.shape[-1]}; choose a "
+                "layout.tensor_parallel_size that leaves multiples, or another optimizer"
+            )
+        at = {d: i for i, d in enumerate(self._kept(len(record.shape)))}
+        local = record.local_shape if self.divided else record.extent  # nobody reduces padding
+        return replace(
+            record, shape=self.shape(record), local_shape=self._reduced(local), offset=self._reduced(record.offset),
+            extent=self._reduced(record.extent),
+            shards=tuple(replace(s, dim=at[s.dim]) for s in record.shards if s.dim in at),
+        )
+
+
+class OptimizerRule(ABC):
+    """Interface of a rule. Instances hold no state of a run, so one serves all parameters."""
+
+    @property
+    def formula(self) -> OptimizerRule:
+        """The rule that updates, of whatever kind it is: itself, unless this one only adds state."""
+        return self
+
+    @property
+    def alignment(self) -> int:
+        """Elements: every parameter starts, and every rank's share ends, at a multiple in the flat memory."""
+        return ALIGN
+
+    @abstractmethod
+    def kinds(self, record: ParameterRecord) -> tuple[str, ...]:
+        """Return the names of the state tensors of a parameter.
+
+        May depend on the parameter's name, global shape and decay class, not on this rank's slice of it.
+        """
+
+    def state(self, record: ParameterRecord) -> tuple[StateKind, ...]:
+        """Return the state tensors of a parameter, in the order of :meth:`kinds`: by default each has the parameter's
+        shape and is as wide as its master."""
+        return tuple(StateKind(name) for name in self.kinds(record))
+
+    def configured(self, config: OptimizerConfig) -> OptimizerRule:
+        """Return the rule with the options of a configuration; by default itself."""
+        return self
+
+
+class ElementwiseRule(OptimizerRule):
+    """A rule that updates each element from that element's gradient and state alone."""
+
+    @abstractmethod
+    def update_(
+        self, master: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], settings: UpdateSettings
+    ) -> None:
+        """Update ``master`` and ``state`` in place.
+
+        Args:
+            master: 1-D range of a parameter, fp32 (fp64 in an fp64 run).
+            gradient: the same range of its gradient, without loss scale and after clipping; may be overwritten.
+            state: one tensor for each of :meth:`kinds`, of the same range; zeros before the first update.
+            settings: hyperparameters of this update.
+        """
+
+    def update_piece(self, piece: StateShard, settings: UpdateSettings) -> None:
+        """Update a piece in place."""
+        self.update_(piece.master, piece.gradient, piece.state, settings)
+
+
+class BlockRule(OptimizerRule):
+    """A rule that updates whole blocks of ``block`` neighbouring elements of a row.
+
+    A parameter whose logical rows are no multiple of the block must have other state than such of blocks; :meth:`state`
+    sees the logical shape only, so that every layout agrees. Where a rank would hold a part of a row that is no
+    multiple, the layout is refused.
+    """
+
+    block: int
+
+    @property
+    def alignment(self) -> int:
+        """Elements: a multiple of the block, so that none is in two ranks' shares."""
+        return lcm(ALIGN, self.block)
+
+    def kinds(self, record: ParameterRecord) -> tuple[str, ...]:
+        """Return the names of :meth:`state`."""
+        return tuple(kind.name for kind in self.state(record))
+
+    @abstractmethod
+    def state(self, record: ParameterRecord) -> tuple[StateKind, ...]:
+        """Return the state tensors of a parameter: of elements, in any dtype, and of blocks."""
+
+    @abstractmethod
+    def update_(self, piece: StateShard, settings: UpdateSettings) -> None:
+        """Update ``piece.master`` and ``piece.state`` in place from ``piece.gradient``, which may be overwritten.
+
+        The piece is elements [start, start + n) of the flattened local tensor of ``piece.record``; where its state is
+        of blocks, start is a multiple of the block, and so is n unless the tensor ends there. Everything is zero before
+        the first update.
+        """
+
+    def update_piece(self, piece: StateShard, settings: UpdateSettings) -> None:
+        """Update a piece in place."""
+        self.update_(piece, settings)
+
+
+class AdamW(OptimizerRule):
+    """AdamW (Loshchilov & Hutter, arXiv 1711.05101). Each engine brings its own implementations of the update."""
+
+    KINDS = ("exp_avg", "exp_avg_sq")
+    """First and second moment."""
+
+    def kinds(self, record: ParameterRecord) -> tuple[str, ...]:
+        """Return the names of both moments, for every parameter."""
+        return self.KINDS
+
+
+ADAMW = AdamW()
+AVERAGE = StateKind("ema")
+"""Averaged weights (``weights.average``), a state tensor of every parameter beside those of the rule."""
+
+
+@dataclass(frozen=True)
+class Averaged(OptimizerRule):
+    """A rule whose parameters also have an average, behind the state tensors of the rule itself."""
+
+    rule: OptimizerRule
+
+    @property
+    def formula(self) -> OptimizerRule:
+        """The rule that updates."""
+        return self.rule.formula
+
+    @property
+    def alignment(self) -> int:
+        """Elements, as the rule's own."""
+        return self.rule.alignment
+
+    def kinds(self, record: ParameterRecord) -> tuple[str, ...]:
+        """Return the names of the rule's state tensors and of the average."""
+        return (*self.rule.kinds(record), AVERAGE.name)
+
+    def state(self, record: ParameterRecord) -> tuple[StateKind, ...]:
+        """Return the rule's state tensors and the average."""
+        return (*self.rule.state(record), AVERAGE)
+
+
+def rule_of(config: OptimizerConfig) -> OptimizerRule:
+    """Return the rule that ``optimizer.name`` stands for, with its options.
+
+    Raises:
+        ConfigError: there is none of that name, or a plugin's is no OptimizerRule.
+    """
+    rule = OPTIMIZERS.get(config.name, OptimizerRule)  # type: ignore[type-abstract]  # only isinstance is asked
+    rule = rule.configured(config)
+    return Averaged(rule) if config.ema_decay else rule
+
+
+def state_kinds(rule: OptimizerRule, records: Iterable[ParameterRecord]) -> dict[str, tuple[str, ...]]:
+    """Return, by canonical name, the kinds of tensors that a checkpoint holds of each parameter and buffer."""
+    return {r.name: (WEIGHT, *rule.kinds(r)) if r.kind == WEIGHT else (r.kind,) for r in records}
+
+
+def state_shapes(rule: OptimizerRule, records: Iterable[ParameterRecord]) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return, by canonical name and kind, the logical shapes of state that has another shape than its parameter."""
+    found = {
+        r.name: {kind.name: kind.shape(r) for kind in rule.state(r) if kind.of != "element"}
+        for r in records if r.kind == WEIGHT
+    }
+    return {name: shapes for name, shapes in found.items() if shapes}
+
+
+def state_bytes(rule: OptimizerRule, record: ParameterRecord, wide: int = 4) -> float:
+    """Return the bytes of state for each element of a parameter, by logical shapes."""
+    total = sum(prod(k.shape(record)) * (wide if k.dtype is None else k.dtype.itemsize) for k in rule.state(record))
+    return total / max(record.numel, 1)
+
+
+def mixed_kinds(kinds: Mapping[str, Sequence[str]]) -> Mapping[str, Sequence[str]]:
+    """Return ``kinds`` (by name) where two names differ in theirs, else an empty mapping: what a manifest declares."""
+    return kinds if len({frozenset(each) for each in kinds.values()}) > 1 else {}

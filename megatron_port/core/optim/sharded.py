@@ -1,0 +1,503 @@
+"""Weights and gradients in flat buckets; gradients reduced to shards while backward passes run, weights gathered
+while the next forward pass does (ZeRO stages 1 to 3, Rajbhandari et al., arXiv 1910.02054).
+
+A step moves, for each parameter of a rank, one reduce-scatter of its gradient (fp32, or ``reduce_dtype``) and one
+all-gather of its weight, in its own dtype: the least there is. Buffers are made once. With one shard (ZeRO stage 0, or
+one replica) the same code all-reduces, or moves nothing.
+
+Stage 1 reduces a bucket when it has had the gradients of all the step's micro-batches (``grad_ready``). Stage 2
+(``shard_gradients``) keeps sums of this rank's shard only: a bucket's gradients live in a buffer of a pool
+(``grad_buffer_pool``) while one backward pass of its chunk fills it, are reduced, and added to the shard. That is one
+reduce-scatter per micro-batch, and less memory: 4 bytes per parameter become 4 / dp and two buffers.
+
+Stage 3 (``sharding``) keeps this rank's shard of the weights too, and gathers them unit by unit (``unit_gather``).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_port.core.config.offload import OffloadConfig
+from megatron_port.core.dist.compat import all_gather_single, reduce_scatter_single
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.device_streams import COMPUTE, access, in_flight
+from megatron_port.core.dist.mesh import REPLICAS, SHARDED, Factors
+from megatron_port.core.dist.record import ParameterRecord
+from megatron_port.core.optim.bucket_memory import Bucket, Recorded, ReducedState, StateShard, clear, whole_gradients
+from megatron_port.core.optim.buckets import BucketPlan, ShardRange, plan_buckets, shard_ranges
+from megatron_port.core.optim.grad_buffer_pool import GradBufferPool
+from megatron_port.core.optim.grad_ready import GradReadyTracker
+from megatron_port.core.optim.gradients import all_reduce_flat
+from megatron_port.core.optim.rules import ADAMW, OptimizerRule
+from megatron_port.core.optim.state_check import StateEntry, StateTensor
+from megatron_port.core.optim.state_layout import StateLayout, state_layouts
+from megatron_port.core.optim.unit_gather import UnitGather, WeightSharding
+from megatron_port.ext.health.gradient_check import GradientCheck
+from megatron_port.ext.memory.offload import Offload
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardSettings:
+    """How a rank's parameters are sharded over replicas."""
+
+    wide: torch.dtype
+    """Dtype of masters and gradient sums."""
+    split_state: bool
+    """Masters and optimizer state are split over the ranks of ``dp_shard``; else each replica has all."""
+    capacity: int
+    """Elements of a bucket."""
+    reduce_dtype: torch.dtype | None = None
+    """Dtype of gradients between replicas; None: ``wide``."""
+    shard_gradients: bool = False
+    """Stage 2; for schedules whose backward passes are whole (not split in two)."""
+    sharding: WeightSharding | None = None
+    """Stage 3; None: each replica has all weights."""
+
+
+class ShardedParameters:
+    """Parameters of one rank, in buckets.
+
+    Args:
+        chunks: the recorded parameters of each unit of each chunk, in forward order, each parameter once.
+        rule: of the update, which says what state each parameter has.
+        shared: parameters that several units use.
+        offload: where masters and optimizer state live; None: on the device.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Sequence[Sequence[Recorded]]], ctx: ParallelContext, settings: ShardSettings, *,
+        rule: OptimizerRule = ADAMW, shared: Collection[torch.Tensor] = (), offload: OffloadConfig | None = None,
+    ) -> None:
+        self.ctx, self.wide, self.rule = ctx, settings.wide, rule
+        self.spread = ctx.mesh.factors(*SHARDED) if settings.split_state else frozenset()
+        self.shards = ctx.mesh.size(self.spread)
+        self.reduce_dtype = settings.reduce_dtype or settings.wide
+        self.shard_gradients = settings.shard_gradients and self.shards > 1
+        self.parameters = [pair for chunk in chunks for unit in chunk for pair in unit]
+        self._index = {id(p): i for i, (_, p) in enumerate(self.parameters)}
+        first = self.spread or ctx.mesh.factors(*REPLICAS)
+        self.replicas = ctx.along(first)
+        """Those of dense layers; the copies of experts are some of them (``Bucket.group``)."""
+        trained, frozen = self._plans(chunks, first, {self._index[id(p)] for p in shared}, settings.capacity)
+        self._make_buckets(trained, frozen, settings.sharding, offload)
+        self._make_shards()
+        self.on_gathered: Callable[[Bucket], None] = lambda bucket: None
+        """Called when a bucket's weights have come (on a GPU: in the stream's order)."""
+        self._make_rounds(trained, [c for c, chunk in enumerate(chunks) for unit in chunk for _ in unit])
+        self.check = GradientCheck(self.trained, self._owned, ctx, dtype=self.reduce_dtype)
+        self._hold = self._deferred = False
+        self._open: list[Bucket] = []
+        self._reducing: deque[Bucket] = deque()
+        self.grad_buffer_pool: GradBufferPool | None = None
+        if self.shard_gradients:
+            size = max((plan.numel for plan in trained if not plan.late and plan.shards > 1), default=0)
+            self.grad_buffer_pool = GradBufferPool(size, self.wide, self.buckets[0].weights.device)
+
+    def _plans(
+        self, chunks: Sequence[Sequence[Sequence[Recorded]]], first: Factors, shared: set[int], capacity: int
+    ) -> tuple[list[BucketPlan], list[BucketPlan]]:
+        """Plan the buckets of trained and of frozen parameters; ``shared``: numbers of those that several units use."""
+        units = [
+            [(self._index[id(p)], record, p.numel()) for record, p in unit] for chunk in chunks for unit in chunk
+        ]
+        trained, frozen = (
+            plan_buckets(
+                [[entry for entry in unit if entry[1].trainable is trainable] for unit in units], self.ctx.mesh,
+                first=first, split=bool(self.spread), capacity=capacity, shared=shared, align=self.rule.alignment,
+            )
+            for trainable in (True, False)
+        )
+        return list(trained), [replace(plan, frozen=True) for plan in frozen]
+
+    def _make_buckets(
+        self, trained: list[BucketPlan], frozen: list[BucketPlan], sharding: WeightSharding | None,
+        offload: OffloadConfig | None,
+    ) -> None:
+        """Allocate the buckets, what offloads their state, and what gathers their weights."""
+        plans, ctx, weight = [*trained, *frozen], self.ctx, self.parameters[0][1]
+        self.offload = None
+        if offload is not None and offload.optimizer != "none":
+            self.offload = Offload(offload, trained, layouts=[self._layouts(plan) for plan in trained], weight=weight)
+        self.unit_gather = None
+        if sharding is not None and (self.shards > 1 or sharding.on_host):
+            streams = None if self.offload is None else self.offload.ring.streams
+            self.unit_gather = UnitGather(plans, sharding, like=weight, streams=streams)
+        windows = [None] * len(plans) if self.unit_gather is None else self.unit_gather.memory(plans)
+        self.buckets = [
+            Bucket(
+                plan, self.parameters, self.wide, ctx, lasting=not (self.shard_gradients and plan.shards > 1),
+                state=self._layouts(plan), window=window, offload=self.offload, number=number,
+            )
+            for number, (plan, window) in enumerate(zip(plans, windows))
+        ]
+        self.trained, self.frozen = self.buckets[: len(trained)], self.buckets[len(trained) :]
+        """Those of the buckets that updates change, and those of weights that stay as they are."""
+        self._tied = sorted((bucket for bucket in self.trained if ctx.tied_group(bucket.plan.tied) is not None),
+                            key=lambda b: self.parameters[b.plan.slots[0].index][0].place)
+        if self.offload is not None:
+            self.offload.attach(self.buckets)
+        if self.unit_gather is not None:
+            self.unit_gather.attach(self.buckets)
+        self._slot_of = {slot.index: (b, slot) for b, plan in enumerate(plans) for slot in plan.slots}
+        self._bucket_of = {index: self.buckets[number] for index, (number, _) in self._slot_of.items()}
+
+    def _make_shards(self) -> None:
+        """Make the views of what this rank owns, and of the gradients that last."""
+        self._lasting = {
+            id(p): flat[slot.start : slot.start + slot.numel].view(p.shape)
+            for bucket in self.buckets if (flat := bucket.gradients) is not None
+            for slot in bucket.plan.slots for p in [self.parameters[slot.index][1]]
+        }
+        """By parameter: where its gradients are added up, if that lasts."""
+        owned = [(bucket, f) for bucket in self.buckets for f in shard_ranges(bucket.plan, shard=bucket.index)]
+        self.pieces = [self._shard(bucket, f) for bucket, f in owned if not bucket.plan.frozen]
+        self.owners = [bucket for bucket, _ in owned if not bucket.plan.frozen]  # of the pieces
+        self.frozen_pieces = [self._frozen_shard(bucket, f) for bucket, f in owned if bucket.plan.frozen]
+        """Weights alone, which are their own masters."""
+        self.reduced = [one for bucket in self.trained for one in self._reduced(bucket)]
+        """State of rows and columns of all parameters of this rank's buckets."""
+        self._owned: dict[int, list[StateEntry]] = {id(bucket): [] for bucket in self.buckets}
+        for bucket, f in owned:
+            entry = StateEntry(f.at - bucket.own.start, f.numel, self.parameters[f.index][0].name, f.start)
+            self._owned[id(bucket)].append(entry)
+
+    def _make_rounds(self, trained: Sequence[BucketPlan], chunk_of: Sequence[int]) -> None:
+        """Group buckets by when they are reduced: stage 1 has one round a step, of every bucket; stage 2 one a backward
+        pass, of its chunk's buckets. ``chunk_of``: each parameter's."""
+        groups: dict[int, list[tuple[int, list[int]]]] = {}
+        for b, plan in enumerate(trained):
+            c = chunk_of[plan.slots[0].index] if self.shard_gradients else 0
+            groups.setdefault(c, []).append((b, [slot.index for slot in plan.slots]))
+        names = [record.name for record, _ in self.parameters]
+        self._rounds = {c: GradReadyTracker(g, names.__getitem__) for c, g in groups.items()}
+        self._round_of = [self._rounds[c if self.shard_gradients else 0] for c in chunk_of]
+
+    def _layouts(self, plan: BucketPlan) -> list[StateLayout]:
+        """Where the state of a bucket's parameters lies on this rank."""
+        if plan.frozen:
+            return []
+        shard = self.ctx.mesh.index(self.ctx.rank, plan.first) if plan.shards > 1 else 0
+        return state_layouts(plan, shard, [record for record, _ in self.parameters], self.rule)
+
+    def _reduced(self, bucket: Bucket) -> Iterator[ReducedState]:
+        for kind, layout in bucket.layouts.items():
+            for r in () if kind.divided else layout.ranges:
+                record = self.parameters[r.index][0]
+                yield ReducedState(record, kind, bucket.state[kind][r.span].view(kind.place(record).local_shape))
+
+    def _shard(self, bucket: Bucket, f: ShardRange) -> StateShard:
+        own = slice(f.at - bucket.own.start, f.at - bucket.own.start + f.numel)
+        record = self.parameters[f.index][0]
+        state = {
+            kind.name: bucket.state[kind][r.span] for kind in self.rule.state(record) if kind.divided
+            for r in bucket.layouts[kind].ranges if r.index == f.index
+        }
+        return StateShard(record, f.start, bucket.shard[own], bucket.masters[own], bucket.sums[own], state)
+
+    def _frozen_shard(self, bucket: Bucket, f: ShardRange) -> StateShard:
+        weight = bucket.shard[f.at - bucket.own.start : f.at - bucket.own.start + f.numel]
+        return StateShard(self.parameters[f.index][0], f.start, weight, weight, bucket.sums, {})
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def weight_tensor(self, bucket: Bucket) -> StateTensor:
+        """Return the weights of a bucket that stay from one step to the next, for checks: all, including other
+        replicas' shards, or under stage 3 this rank's shard."""
+        if self.unit_gather is not None:
+            return StateTensor("weight", bucket.shard, self._owned[id(bucket)])
+        entries = [StateEntry(s.start, s.numel, self.parameters[s.index][0].name, 0) for s in bucket.plan.slots]
+        return StateTensor("weight", bucket.weights, entries)
+
+    def owned_tensors(self) -> Iterator[StateTensor]:
+        """Return this rank's masters (where they are not the weights) and state; call :meth:`settle_state` before."""
+        for bucket in self.trained:
+            entries = self._owned[id(bucket)]
+            if bucket.masters is not bucket.shard:
+                yield StateTensor("fp32 master", bucket.masters, entries)
+            for kind, flat in bucket.state.items():
+                ranges = bucket.layouts[kind].ranges
+                named = [StateEntry(r.at, r.numel, self.parameters[r.index][0].name, r.start) for r in ranges]
+                yield StateTensor(kind.name, flat, named)
+
+    def loaded(self, on_final: Callable[[Any], None]) -> None:
+        """Note that weights, masters and state were set from outside. ``on_final``: changes the final gradients of a
+        bucket whose state is offloaded."""
+        if self.unit_gather is not None:
+            self.unit_gather.release()
+        if self.offload is not None:
+            self.offload.on_final = on_final
+            self.offload.changed()
+
+    def settle_state(self) -> None:
+        """Wait until offloaded state may be read where it lives."""
+        if self.offload is not None:
+            self.offload.settle()
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def begin(self, micro_batches: int, *, early: bool) -> None:
+        """Clear the gradients of a step. ``early``: reduce buckets as they fill up; else all at the end, for which
+        stage 2 needs, this once, as much memory as stage 1."""
+        self._hold = not early
+        self.check.begin(early=early)
+        for bucket in self.trained:
+            access(COMPUTE, "sums are cleared", writes=[bucket.sums])
+        clear([view for bucket in self.trained for view in bucket.begin()])
+        passes = 1 if self.shard_gradients and early else micro_batches
+        for part in self._rounds.values():
+            part.begin(passes, early=early and self.replicas is not None)
+
+    def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the view to add a gradient to, in the parameter's shape; call :meth:`added` when it has been added."""
+        gradient, holds_nothing = self._gradient_of(parameter)
+        return gradient.zero_() if holds_nothing else gradient
+
+    def unwritten_gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return :meth:`gradient_of` to write over, where this step has added nothing to it; None: where it has."""
+        bucket = self._bucket_of[index := self._index[id(parameter)]]
+        # Where a bucket has no memory for its gradients, the first of them gives it one.
+        if index not in bucket.unwritten and bucket.gradients is not None and bucket.reducing is None:
+            return None
+        gradient, holds_nothing = self._gradient_of(parameter)
+        return gradient if holds_nothing else None
+
+    def _gradient_of(self, parameter: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """Return a parameter's gradient and whether it held nothing. From now on it does."""
+        gradient = self._lasting.get(id(parameter))
+        if gradient is None:
+            gradient = self._buffered_gradient(parameter)
+        access(COMPUTE, "a gradient is added", writes=[gradient])
+        index = self._index[id(parameter)]
+        return gradient, self._bucket_of[index].unwritten.pop(index, None) is not None
+
+    def _buffered_gradient(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return :meth:`gradient_of` where gradients are in a buffer while there are any: this gives them one."""
+        number, slot = self._slot_of[self._index[id(parameter)]]
+        bucket = self.buckets[number]
+        while bucket.reducing is not None:
+            self._settle()
+        if bucket.gradients is None:
+            if bucket.grad_buffer is not None:
+                bucket.gradients = bucket.grad_buffer
+            else:
+                assert self.grad_buffer_pool is not None
+                bucket.gradients = self.grad_buffer_pool.acquire(bucket.plan.numel, self._free_grad_buffer)
+                self._open.append(bucket)
+            clear(bucket.forget())
+        return bucket.gradients[slot.start : slot.start + slot.numel].view(parameter.shape)
+
+    def reduced_with(self, parameter: torch.Tensor) -> int:
+        """Return the number of the bucket in which a gradient is reduced; 0 of all without other replicas."""
+        return 0 if self.replicas is None else self._slot_of[self._index[id(parameter)]][0]
+
+    def added(self, parameter: torch.Tensor) -> None:
+        """Note that a gradient has been added to :meth:`gradient_of`."""
+        index = self._index[id(parameter)]
+        for number in self._round_of[index].added(index):
+            self._start(self.buckets[number])
+            if self.offload is not None:
+                self._settle_completed()
+
+    def _settle_completed(self) -> None:
+        """End the reductions that are complete, so that offloaded buckets start their way to the host."""
+        while self._reducing and self._reducing[0].lasting:
+            work = self._reducing[0].reducing
+            if work is None or not work.is_completed():
+                break
+            self._settle()
+
+    def end_pass(self, chunk: int) -> None:
+        """End a backward pass of a chunk; under stage 2, start reducing its gradients."""
+        part = self._rounds.get(chunk) if self.shard_gradients and not self._hold else None
+        if part is not None:
+            for number in part.rest():
+                self._start(self.buckets[number])
+            part.begin(1, early=True)
+
+    def _free_grad_buffer(self) -> bool:
+        """Release a gradient buffer; return whether one could be. If no reduction is under way, the bucket that was
+        opened first is reduced as it is; what is added to it later is reduced later, and the sum is the same. All
+        replicas do this at the same place."""
+        if self._hold:
+            return False
+        if not self._reducing and self._open:
+            self._start(self._open[0])
+        return self._settle()
+
+    @torch.no_grad()
+    def _start(self, bucket: Bucket) -> None:
+        group = bucket.group
+        bucket.close()
+        if group is None or bucket.gradients is None or bucket.reducing is not None:
+            return
+        if bucket in self._open:
+            self._open.remove(bucket)
+        flat = bucket.gradients
+        if self.reduce_dtype != flat.dtype:
+            bucket.narrow = flat = flat.to(self.reduce_dtype)
+        self.check.starting(bucket, flat)
+        if bucket.shards == 1:
+            work = dist.all_reduce(flat, group=group, async_op=True)
+        else:
+            work = reduce_scatter_single(flat[bucket.own], flat, group=group, async_op=True)
+        bucket.reducing = in_flight(work, "gradient reduction", reads=[flat], writes=[flat[bucket.own]])
+        self._reducing.append(bucket)
+
+    @torch.no_grad()
+    def _settle(self) -> bool:
+        """End the oldest reduction under way; return whether there was one."""
+        if not self._reducing:
+            return False
+        bucket = self._reducing.popleft()
+        assert bucket.reducing is not None and bucket.gradients is not None
+        bucket.reducing.wait()
+        bucket.reducing = None
+        access(COMPUTE, "reduced gradients are added up", reads=[bucket.gradients], writes=[bucket.sums])
+        reduced = bucket.gradients[bucket.own] if bucket.narrow is None else bucket.narrow[bucket.own]
+        if not bucket.lasting:
+            assert self.grad_buffer_pool is not None
+            self.check.release([bucket])
+            bucket.add_reduced(reduced)
+            if bucket.grad_buffer is None:
+                self.grad_buffer_pool.release(bucket.gradients)
+            bucket.gradients = None
+        elif bucket.narrow is not None:
+            bucket.sums.copy_(reduced)
+        bucket.narrow = None
+        plan = bucket.plan
+        if self.offload is not None and bucket.lasting and not (plan.copies or plan.partial or plan.tied):
+            self.offload.reduced(bucket)  # nothing will be added to these sums
+        self.check.record([bucket])
+        return True
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Start what has not been started, wait for all, and sum partial, shared and tied gradients: shards only."""
+        for part in self._rounds.values():
+            for number in part.rest():
+                self._start(self.buckets[number])
+        while self._settle():
+            pass
+        if self.grad_buffer_pool is not None:
+            self.grad_buffer_pool.trim()
+        self.check.reduced(self.trained)
+        self._sum_further()
+        self.check.record(self.trained)
+
+    def _sum_further(self) -> None:
+        """Sum this rank's shards over the replicas of the shards, along the model's axes where they are partial, and
+        over the stages that hold a tied copy."""
+        ctx = self.ctx
+        partial: dict[Factors, list[torch.Tensor]] = {}
+        for bucket in self.trained:
+            bucket.end()
+            copies = ctx.along(bucket.plan.copies)
+            if copies is not None:
+                dist.all_reduce(bucket.sums, group=copies)
+            for part in bucket.plan.partial:
+                start, stop = max(part.start, bucket.own.start), min(part.stop, bucket.own.stop)
+                if start < stop:  # alike on the ranks that sum: their buckets are alike, and they hold the same shard
+                    own = bucket.sums[start - bucket.own.start : stop - bucket.own.start]
+                    partial.setdefault(part.factors, []).append(own)
+        for factors in sorted(partial, key=sorted):
+            group = ctx.along(factors)
+            if group is not None:
+                all_reduce_flat(partial[factors], group)
+        for bucket in self._tied:  # in one order on every stage, since a bucket holds one tied parameter
+            dist.all_reduce(bucket.sums, group=ctx.tied_group(bucket.plan.tied))
+
+    def whole_gradients(self) -> list[tuple[ParameterRecord, torch.Tensor]]:
+        """Return the summed gradient of each parameter on every rank (for comparisons: moves all). Collective."""
+        return whole_gradients(self.trained, self.parameters)
+
+    def local_gradients(self) -> list[tuple[ParameterRecord, torch.Tensor]]:
+        """Return this rank's own sums, unsharded; only before ``finish``, and after ``begin(early=False)``."""
+        return [(record, self.gradient_of(p)) for record, p in self.parameters if record.trainable]
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters on the device into this rank's weights, unless the update already has."""
+        for bucket in self.trained:
+            if not bucket.offloaded and bucket.masters.dtype != bucket.shard.dtype:
+                bucket.shard.copy_(bucket.masters)
+
+    @property
+    def gathers_after_update(self) -> bool:
+        """Whether :meth:`start_gather` brings the other replicas' weights: not without shards, nor under stage 3, which
+        gathers each unit when it is used."""
+        return self.shards > 1 and self.unit_gather is None
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether weights are whole throughout a step."""
+        return self.unit_gather is None or self.unit_gather.keep
+
+    def plan_gathers(self, units: Sequence[nn.Module]) -> None:
+        """Tell stage 3 which units a step uses, in order, to gather them ahead; other stages need no plan."""
+        if self.unit_gather is not None:
+            self.unit_gather.plan(units)
+
+    def defer_gather(self) -> None:
+        """Let the updated weights be gathered when somebody waits for them, or by :meth:`start_gather`: a recorded step
+        gathers them at its beginning, since a recording cannot end with work under way."""
+        self._deferred = self.shards > 1
+
+    def gathers_itself(self) -> None:
+        """Note that a replay gathers the weights."""
+        self._deferred = False
+
+    @torch.no_grad()
+    def start_gather(self) -> None:
+        """Start gathering the updated weights, in the order in which the next forward pass needs them; under stage 3
+        forget those that were gathered before the update."""
+        self._deferred = False
+        if self.unit_gather is not None:
+            self.unit_gather.release()
+            return
+        for bucket in reversed(self.trained):
+            if bucket.shards > 1:
+                own = bucket.weights[bucket.own]
+                work = all_gather_single(bucket.weights, own, group=bucket.group, async_op=True)
+                bucket.gathering = in_flight(work, "weight gather", reads=[own], writes=[bucket.weights])
+
+    def wait(self, buckets: Sequence[Bucket] | None = None) -> None:
+        """Wait until the weights of these buckets (default: all) have been gathered."""
+        if self._deferred:
+            self.start_gather()
+        for bucket in self.buckets if buckets is None else buckets:
+            if bucket.gathering is not None:
+                bucket.gathering.wait()
+                bucket.gathering = None
+                self.on_gathered(bucket)
+            access(COMPUTE, "weights are used", reads=[bucket.weights])
+
+    def wait_before(self, unit: nn.Module) -> None:
+        """Make every forward pass of a module, under stage 3 every backward pass too, wait for its weights, and for
+        nothing else."""
+        numbers = sorted({self._slot_of[self._index[id(p)]][0] for p in unit.parameters()})
+        mine = [self.buckets[n] for n in numbers]
+        if mine and self.unit_gather is not None:
+            self.unit_gather.register(unit, numbers)
+        elif mine:
+            unit.register_forward_pre_hook(lambda module, inputs: self.wait(mine))
+
+    def named_weights(self) -> Iterator[Recorded]:
+        """Yield each parameter while its weights are whole: under stage 3 until the next one is asked for.
+
+        Collective over the shard group under stage 3.
+        """
+        self.wait()
+        for i, (record, p) in enumerate(self.parameters):
+            if self.unit_gather is not None:
+                self.unit_gather.make_whole(self._slot_of[i][0])
+            yield record, p

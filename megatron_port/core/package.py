@@ -1,0 +1,15 @@
+"""Where the package and what ships with it are, in a checkout and in a wheel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parents[1]
+ROOT = FOLDER.parent
+"""What ``sys.path`` needs for ``import megatron_port``; the repository of a checkout."""
+
+
+def shipped_folder(name: str) -> Path:
+    """Return the folder ``configs`` or ``launch``: inside a wheel's package as ``_configs``, beside a checkout's."""
+    inside = FOLDER / f"_{name}"
+    return (inside if inside.is_dir() else ROOT / name).resolve()

@@ -1,0 +1,222 @@
+"""Names that a configuration may choose from, and what each stands for: the package's own, and what plugins add.
+
+A plugin is a Python module that is imported when a configuration is loaded (``config.plugins``) and that calls
+:meth:`Registry.add`::
+
+    from megatron_port.core.registry import OPTIMIZERS
+
+    OPTIMIZERS.add("signum", "signum_rule:SIGNUM")
+
+The second argument is the object itself, or where it is, ``"module:attribute"``: that module is imported when the
+object is first used, so that commands which only check need not import torch. CONTRIBUTING.md has a page for each kind
+with what the object must be.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from megatron_port.core.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Registry:
+    """The choices of one configuration field.
+
+    Args:
+        what: the kind of thing, for messages.
+        field: dotted name of the field that chooses one, or lists several.
+        builtin: name → ``"module:attribute"`` of the package's own choices; None: the package handles that name itself,
+            and it is only reserved here.
+        derived: the same of names that follow from other settings, and that ``field`` does not take.
+    """
+
+    def __init__(
+        self, what: str, field: str, builtin: Mapping[str, str | None], derived: Mapping[str, str] | None = None
+    ) -> None:
+        self.what, self.field = what, field
+        self._builtin, self._derived = dict(builtin), dict(derived or {})
+        self._added: dict[str, Any] = {}
+
+    @property
+    def builtin(self) -> tuple[str, ...]:
+        """The package's own choices."""
+        return tuple(self._builtin)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All choices, the package's own first."""
+        return (*self._builtin, *self._added)
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        """The choices that plugins have added."""
+        return tuple(self._added)
+
+    def add(self, name: str, target: Any) -> None:
+        """Add a choice.
+
+        Args:
+            name: what ``field`` is set to.
+            target: the object, or ``"module:attribute"``.
+
+        Raises:
+            ConfigError: the name is taken, or is not a word.
+        """
+        if not name or not name.replace("-", "_").replace(".", "_").isidentifier():
+            raise ConfigError(
+                f"{self.what} {name!r}: a name has letters, digits, '_', '-' and '.' and starts with a letter"
+            )
+        if name in self._builtin or name in self._derived:
+            raise ConfigError(f"{self.what} {name!r} is megatron_port's own; register the plugin's under another name")
+        if name in self._added:
+            raise ConfigError(
+                f"{self.what} {name!r} is registered twice, as {_shown(self._added[name])} and as {_shown(target)}; "
+                "rename one of the two, or leave one plugin out"
+            )
+        self._added[name] = target
+
+    def function(self, name: str) -> Callable[..., Any]:
+        """Return the function that a name stands for. Raises ConfigError as :meth:`get` does."""
+        found = self.get(name, object)
+        if not callable(found):
+            raise ConfigError(f"{self.what} {name!r} is {_shown(found)}, which cannot be called; register a function")
+        return found
+
+    def get(self, name: str, of: type[T]) -> T:
+        """Return what a name stands for, which must be an instance of ``of``.
+
+        Raises:
+            ConfigError: there is none of that name, its module cannot be imported, or it is something else.
+        """
+        target = {**self._builtin, **self._derived, **self._added}.get(name)
+        if target is None:
+            known = ", ".join(self.names)
+            raise ConfigError(f"{self.field} {name!r} is unknown here; use {known}, or name its module in `plugins`")
+        found = _resolved(target, f"{self.what} {name!r}") if isinstance(target, str) else target
+        if not isinstance(found, of):
+            raise ConfigError(
+                f"{self.what} {name!r} is {_shown(found)}, which is no {of.__name__}; see CONTRIBUTING.md for what it "
+                "must be"
+            )
+        return found
+
+
+def _resolved(reference: str, what: str) -> Any:
+    """The object at ``"module:attribute"``."""
+    module, _, attribute = reference.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # a plugin may raise anything
+        raise ConfigError(f"{what} is said to be {reference!r}, but {type(error).__name__}: {error}") from error
+
+
+def _shown(target: Any) -> str:
+    """Where a target is, for messages."""
+    if isinstance(target, str):
+        return target
+    named = target if hasattr(target, "__qualname__") else type(target)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+OPTIMIZERS = Registry("optimizer rule", "optimizer.name", {
+    "adamw": "megatron_port.core.optim.rules:ADAMW",
+    "adamw-bf16": "megatron_port.ext.rules.narrow_adamw:ADAMW_BF16",
+    "adamw-8bit": "megatron_port.ext.rules.narrow_adamw:ADAMW_8BIT",
+    "lion": "megatron_port.core.optim.elementwise:LION",
+    "sgd": "megatron_port.core.optim.elementwise:MOMENTUM_SGD",
+    "adagrad": "megatron_port.core.optim.elementwise:ADAGRAD",
+    "adafactor": "megatron_port.ext.rules.factored:ADAFACTOR",
+    "came": "megatron_port.ext.rules.factored:CAME_RULE",
+    "sm3": "megatron_port.ext.rules.factored:SM3_RULE",
+    "lamb": "megatron_port.ext.rules.layerwise:LAMB_RULE",
+    "muon": "megatron_port.ext.rules.muon:MUON",
+})
+
+OWN_UPDATES = ("adamw", "adamw-bf16", "adamw-8bit", "lion")
+"""Optimizer rules that own kernels update."""
+
+FALLING = ("cosine", "linear", "wsd")
+"""The package's learning-rate schedules that reach ``min_lr`` at ``decay_steps``, which must be after the warm-up."""
+LR_SCHEDULES = Registry("learning-rate schedule", "optimizer.decay", {
+    name: f"megatron_port.core.optim.schedules:{'falling' if name in FALLING else name}"
+    for name in ("cosine", "linear", "constant", "wsd", "inverse_sqrt")
+})
+"""Pure functions ``(settings, step, total_steps) -> rate`` of the updates after the warm-up."""
+
+LOSSES = Registry(
+    "loss", "training.loss", {"cross_entropy": "megatron_port.core.layers.cross_entropy:vocab_parallel_cross_entropy"}
+)
+"""Losses of one token."""
+
+OBJECTIVES = Registry(
+    "objective", "training.loss", {"dpo": "megatron_port.ext.objectives.dpo:PairObjective"},
+    derived={
+        "next_token": "megatron_port.core.data.objective:Objective",
+        "multi_token": "megatron_port.ext.objectives.multi_token:MultiTokenObjective",
+        "distillation": "megatron_port.ext.objectives.distilled:DistillationObjective",
+    },
+)
+"""Made from a run's configuration (``data.objective.Objective``). A loss of ``LOSSES`` is a token's, of which
+``next_token`` is the mean; an objective has its own count, and tensors beside tokens and labels."""
+
+SCHEDULES = Registry("pipeline schedule", "layout.pipeline_schedule", {
+    "gpipe": "megatron_port.core.pipeline.schedules:gpipe", "1f1b": "megatron_port.core.pipeline.schedules:one_f_one_b",
+    "zb-h1": None, "zb-v": None,
+})
+SOURCES = Registry("data source", "data.source", {"corpus": None})
+FAMILIES = Registry("model family", "model.family", {
+    "auto": None,
+    "gpt2": "megatron_port.ext.families.gpt2:FAMILY", "gpt_neox": "megatron_port.ext.families.gpt_neox:FAMILY",
+    **{name: f"megatron_port.ext.families.{name}:FAMILY"
+       for name in ("llama", "qwen2", "qwen3", "granite", "starcoder2", "mistral", "phi3", "deepseek_v3", "olmo2",
+                    "smollm3", "gptj", "falcon", "gemma2", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe",
+                    "deepseek_v2", "gpt_oss")},
+})
+"""By ``model_type`` of Hugging Face. ``auto`` is the first of the others that computes a model."""
+MIXERS = Registry("mixer", "model.mixer", {"attention": None})
+"""Of the positions of a layer (``config.mixer.MixerKind``)."""
+PROVIDERS = {
+    op: Registry(f"provider of {op}", f"backend.{op}", dict.fromkeys(("auto", "own", *others, "torch")))
+    for op, others in {
+        "norm": ("apex",), "activation": (), "rotary": (), "dropout": (), "softmax": (), "cross_entropy": (),
+    }.items()
+}
+"""By op. ``auto`` never takes a plugin's: it is used where a configuration asks for it."""
+
+LOOP_HOOKS = Registry("loop hook", "training.hooks", {})
+"""Of a run's training loop: what makes a ``train.hooks.LoopHook`` from the loop's state, its class as a rule."""
+
+CONFLICTS = Registry("table of conflicts", "", {name: f"megatron_port.core.config.{name}:CONFLICTS" for name in (
+    "architecture", "attention", "latent", "mixer", "multi_token", "low_rank", "run_conflicts", "fp8", "moe",
+    "optimizer", "deepspeed", "objective", "offload", "graphs", "fine_tuning", "preference", "distillation", "sparsity",
+    "quantisation", "memory",
+)})
+"""By feature: tuples of ``config.conflicts.Table``, which every check of a configuration asks."""
+SECTIONS = Registry("section", "", {})
+"""By name of its table in a run file: a dataclass of settings, frozen, keyword-only, with a default for each field."""
+
+REGISTRIES = (
+    OPTIMIZERS, LR_SCHEDULES, LOSSES, OBJECTIVES, SCHEDULES, SOURCES, FAMILIES, MIXERS, LOOP_HOOKS,
+    *PROVIDERS.values(),
+)
+"""Every registry of the package."""
+
+
+def own_choices(field: str) -> tuple[str, ...]:
+    """Return the package's own choices of a configuration field, of all registries."""
+    return tuple(name for registry in REGISTRIES if registry.field == field for name in registry.builtin)
+
+
+def choices_added(field: str) -> tuple[str, ...]:
+    """Return what plugins have added to the choices of a configuration field."""
+    return tuple(name for registry in REGISTRIES if registry.field == field for name in registry.added)
+
+
+def unknown_choices(field: str, value: Any) -> list[Any]:
+    """Return which names of a configuration field, one or a list, are none of its choices."""
+    names = value if isinstance(value, (tuple, list)) else (value,)
+    return [name for name in names if name not in (*own_choices(field), *choices_added(field))]

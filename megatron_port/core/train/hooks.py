@@ -1,0 +1,183 @@
+"""What a hook of the training loop is, and what hooks and loop share.
+
+The loop takes steps. All else that a run does (checks, evaluations, saves, reports) is a :class:`LoopHook` in one list
+(``run.assemble``), which is asked in its order. A plugin adds one by ``registry.LOOP_HOOKS`` and ``training.hooks``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.dist.signals import EXIT_CODES, name_of
+from megatron_port.core.engine.api import Engine, StepLimits, StepResult
+from megatron_port.run.session import Session
+
+if TYPE_CHECKING:
+    from megatron_port.core.checkpoint.lineage import Committer
+    from megatron_port.core.data.loader import Loaders
+    from megatron_port.core.dist.context import ParallelContext
+    from megatron_port.core.optim.schedules import BatchSchedule
+    from megatron_port.core.optim.state_check import Damage
+    from megatron_port.ext.health.anomaly import Anomaly
+    from megatron_port.ext.health.numerics import NumericsGuard
+
+
+@dataclass
+class Progress:
+    """Counters of a run; they are kept nowhere else."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    samples: int = 0
+    """Samples consumed."""
+    skipped: int = 0
+    """Steps whose update was not applied."""
+
+
+@dataclass
+class LoopState:
+    """One rank's run, as the loop and its hooks see it. Hooks are made before the engine is."""
+
+    session: Session
+    config: RunConfig
+    batches: BatchSchedule
+    loaders: Loaders
+    numerics: NumericsGuard
+    """Limits of a step, and which samples are left out."""
+    committer: Committer
+    """Order of the run's commits."""
+    checkpoints: Sequence[Path]
+    """Where the run may start from, best first; empty: afresh."""
+    choices: tuple[tuple[str, ...], ...]
+    """Activations that each layer does not keep (``model.activation_sites``)."""
+    progress: Progress = field(default_factory=Progress)
+    engine: Engine = field(init=False)
+    hooks: Sequence[LoopHook] = ()
+    """In the order in which the loop asks them."""
+    damage: Damage | None = None
+    """State of this rank that something other than an update has changed."""
+    base: dict[str, Any] | None = None
+    """Which weights are frozen (``weights.base_weights``)."""
+    learns_from: Mapping[str, Any] = field(default_factory=dict)
+    """What the run learns from beside the corpora (``data.objective.Objective.identity``)."""
+    validation_loss: float | None = None
+    """Mean loss of the last evaluation."""
+
+    @property
+    def ctx(self) -> ParallelContext:
+        """Groups of ranks."""
+        return self.session.ctx
+
+
+@dataclass
+class TakenStep:
+    """An optimizer step that has just been taken; the counters include it already."""
+
+    step: int
+    """Optimizer steps done: 1 for the first, as in metrics.jsonl."""
+    result: StepResult
+    micro_batches: Sequence[MicroBatch]
+    """This rank's samples."""
+    first: int
+    """First sample of the step, by position in the data's order."""
+    size: int
+    """Samples of the step, over all replicas."""
+    lr: float
+    limits: StepLimits
+    seconds: float
+    """From the fetch of its samples to the end of its update."""
+    reason: str = ""
+    """Why the step cannot be trusted; empty: it can."""
+    too_many: bool = False
+    """As many anomalies as ``numerics.max_anomalies`` have been met."""
+    anomaly: Anomaly | None = None
+    """What was found out about a step that cannot be trusted, for the hooks after recovery."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """End of a run that no error ended."""
+
+    level: int
+    """Stop level that the ranks agreed on (``dist.signals``); 0: none."""
+    stopped: bool
+    """A signal stopped the run before ``training.steps``."""
+    own_signal: str | None
+    """Signal that this rank got."""
+
+    @property
+    def signal_name(self) -> str:
+        """Signal that stopped the run; empty: none."""
+        return name_of(self.level) if self.stopped else ""
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of the run."""
+        return EXIT_CODES[self.level if self.stopped else 0]
+
+
+class LoopHook:
+    """Something that a run does beside its steps; by default nothing. One object per rank, made before the engine.
+
+    All ranks have the same hooks and call them in the same order, so any method may be collective. What a method raises
+    ends the run; it must be raised on every rank (``dist.agreement.agreed``).
+
+    A step asks in this order: ``around_step``, ``before_step``, ``after_passes``, ``measure``, ``after_step``; then the
+    ranks agree whether to continue, and each hook that is ``due`` acts. That agreement is why a hook has two methods
+    after a step: what cannot be undone (a save, a rewind) belongs into ``act``. An anomaly has no method of its own:
+    ``health.recovery`` fills ``TakenStep.anomaly`` before later hooks see the step, and a return to a checkpoint is
+    enclosed by ``before_rewind`` and ``begin``.
+    """
+
+    def __init__(self, state: LoopState) -> None:
+        self.state = state
+
+    def begin(self, *, again: bool = False) -> None:
+        """Start at ``state.progress.step``: the engine has its weights. ``again``: after a rewind."""
+
+    def around_step(self, step: int) -> AbstractContextManager[None]:
+        """Return a context for step ``step`` (from 1), samples and ``after_step`` of all hooks included."""
+        return nullcontext()
+
+    def before_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
+        """Prepare a step (from 0, as the engine counts). Counts into the step's seconds."""
+
+    def after_passes(self) -> None:
+        """Take what the passes and the update left. Counts into the step's seconds."""
+
+    def measure(self, taken: TakenStep) -> Mapping[str, float | int | bool | None]:
+        """Return numbers for the step's line in metrics.jsonl, under declared names (``io.step_metrics``)."""
+        return {}
+
+    def after_step(self, taken: TakenStep) -> None:
+        """Look at a step, before the ranks agree to continue."""
+
+    def due(self, step: int) -> bool:
+        """Return whether to act after ``step`` steps; alike on all ranks. Asked at 0 too, where a run starts afresh."""
+        return False
+
+    def act(self) -> None:
+        """Do what is due."""
+
+    def before_rewind(self) -> None:
+        """Let go of what belongs to the steps that will be taken again."""
+
+    def before_save(self) -> None:
+        """Refuse a save by raising, or bring to disk what belongs to it."""
+
+    def finish(self, ending: Ending) -> None:
+        """Do what the last step is followed by."""
+
+    def close(self, ending: Ending | None) -> None:
+        """Release everything. None: an error ends the run, and nothing here may be collective."""
+
+
+def every(interval: int, step: int) -> bool:
+    """Return whether ``step`` is a multiple of ``interval`` and not 0; never where the interval is 0."""
+    return interval > 0 and step > 0 and step % interval == 0

@@ -1,0 +1,216 @@
+"""Chat templates: the Jinja text that turns a conversation into a prompt, rendered as transformers renders it.
+
+A template comes from the tokenizer's own folder, from a file, or from :data:`BUILT_IN`. It is untrusted, so it runs in
+Jinja's immutable sandbox, in a process with a limit of time and memory (``template_process``). ``{% generation %}``
+blocks mark the model's own words.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron_port.core.errors import DataError, shortened
+from megatron_port.core.io.links import outside_target
+from megatron_port.ext.corpora.extras import need
+from megatron_port.ext.corpora.template_jinja import BEGIN, END, compiled
+from megatron_port.ext.corpora.template_process import template_process, variables
+
+Message = Mapping[str, str]
+"""``role`` (system, user, assistant) and ``content``."""
+LARGEST_TEMPLATE = 1 << 20
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Pieces of tokenizer_config.json that a template can name."""
+BUILT_IN = {
+    "chatml": (
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+        "{% if message['role'] == 'assistant' %}"
+        "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+        "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    ),
+    "plain": (
+        "{% for message in messages %}{% if not loop.first %}{{ '\\n' }}{% endif %}"
+        "{{ message['role'] | capitalize + ':\\n' }}{% if message['role'] == 'assistant' %}"
+        "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+        "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '\\nAssistant:\\n' }}{% endif %}"
+    ),
+}
+"""``chatml``: for tokenizers that have its pieces. ``plain``: for any; an answer ends with the end of text."""
+CHATML_PIECES = ("<|im_start|>", "<|im_end|>")
+
+
+class TemplateRefusal(Exception):
+    """A conversation that a template does not render; the message says why."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text."""
+
+    text: str
+    answers: tuple[tuple[int, int], ...] | None
+    """Characters [first, end) within ``{% generation %}`` blocks; None: the template has none."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A template, and the pieces that it can name.
+
+    Raises:
+        DataError: on first use: it is not a template, or jinja2 is missing or older than 3.1.6 (which has escapes from
+            the sandbox).
+    """
+
+    text: str
+    pieces: Mapping[str, str] = field(default_factory=dict)
+    """``eos_token`` and the like → piece."""
+    source: str = "the template"
+    """Where it is from, for messages."""
+    now: datetime | None = None
+    """Result of ``strftime_now``; None: the time of rendering."""
+
+    @property
+    def marked(self) -> bool:
+        """Whether it has ``{% generation %}`` blocks."""
+        return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.text) is not None
+
+    @property
+    def dated(self) -> bool:
+        """Whether it asks for the date."""
+        return "strftime_now" in self.text
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> Rendered:
+        """Render a conversation; ``add_generation_prompt`` ends it with what precedes an answer.
+
+        Raises:
+            TemplateRefusal: the template refuses it, or fails on it.
+        """
+        if any(BEGIN in m["content"] or END in m["content"] for m in messages):
+            raise TemplateRefusal("the text has a character that is none (U+FDD0 or U+FDD1)")
+        jinja2 = need("jinja2", self.source)
+        if tuple(int(n) for n in jinja2.__version__.split(".")[:3]) < (3, 1, 6):
+            raise DataError(f"{self.source}: jinja2 {jinja2.__version__} has known escapes from its sandbox, and "
+                            "templates are code of others; run: pip install 'jinja2>=3.1.6'")
+        if self.text in BUILT_IN.values():
+            text: str = self._built_in.render(**variables(messages, add_generation_prompt, self.pieces))
+        else:
+            text = self._by_process(messages, add_generation_prompt)
+        return _without_marks(text) if self.marked else Rendered(text, None)
+
+    def _by_process(self, messages: Sequence[Message], prompt: bool) -> str:
+        found = template_process().ask({
+            "template": self.text, "now": self.now.isoformat() if self.now else "", "pieces": dict(self.pieces),
+            "messages": [dict(m) for m in messages], "prompt": prompt}, self.source)
+        if "unreadable" in found:
+            raise DataError(f"{self.source}: not a readable chat template ({found['unreadable']})")
+        if "refused" in found:
+            raise TemplateRefusal(f"{self.source} does not render it: {shortened(found['refused'], 200)}")
+        return str(found["text"])
+
+    @cached_property
+    def _built_in(self) -> Any:
+        return compiled(self.text, "")
+
+
+def _without_marks(text: str) -> Rendered:
+    """Take the marks out, and note where they stood."""
+    parts = re.split(f"([{BEGIN}{END}])", text)
+    out: list[str] = []
+    answers: list[tuple[int, int]] = []
+    at, begun = 0, -1
+    for part in parts:
+        if part == BEGIN:
+            if begun >= 0:
+                raise TemplateRefusal("the template has one {% generation %} block within another")
+            begun = at
+        elif part == END:
+            answers.append((begun, at))
+            begun = -1
+        else:
+            out.append(part)
+            at += len(part)
+    return Rendered("".join(out), tuple(answers))
+
+
+def find_template(asked: str, folder: Path | None, pieces: Mapping[str, str], *,
+                  now: datetime | None = None) -> ChatTemplate:
+    """Return the chat template to use.
+
+    Args:
+        asked: a name of :data:`BUILT_IN`, or a file; empty: the tokenizer's own, of ``folder``.
+        folder: the tokenizer's; None: it is none that has a folder.
+        pieces: the tokenizer's special pieces (see :func:`special_pieces`).
+
+    Raises:
+        DataError: there is none, or it cannot be read.
+    """
+    if asked in BUILT_IN:
+        return ChatTemplate(BUILT_IN[asked], pieces, f"the built-in template {asked}", now)
+    if asked:
+        return ChatTemplate(_read(Path(asked)), pieces, asked, now)
+    if folder is not None:
+        file = folder / "chat_template.jinja"
+        if file.is_file():
+            _check_link(file)
+            return ChatTemplate(_read(file), pieces, str(file), now)
+        text = template_in(settings_of(folder))
+        if text:
+            return ChatTemplate(text, pieces, f"the chat_template of {folder / 'tokenizer_config.json'}", now)
+    where = f"{folder}: no chat_template.jinja, and no chat_template in tokenizer_config.json" if folder else (
+        "this tokenizer has no chat template of its own")
+    raise DataError(f"{where}; give one with --chat-template FILE, or a built-in one: --chat-template "
+                    f"{' or '.join(BUILT_IN)}")
+
+
+def template_in(settings: Mapping[str, Any]) -> str:
+    """Return the template in a tokenizer_config.json; of several the one named ``default``. Empty: none."""
+    found = settings.get("chat_template")
+    if isinstance(found, list):
+        named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else ""
+
+
+def special_pieces(folder: Path | None, end: str) -> dict[str, str]:
+    """Return the special pieces that a tokenizer's folder names; ``end``: the end of text where it names none."""
+    found: dict[str, str] = {}
+    for name, value in settings_of(folder).items() if folder is not None else ():
+        piece = value.get("content") if isinstance(value, dict) else value
+        if name in SPECIAL_NAMES and isinstance(piece, str):
+            found[name] = piece
+    return {**({"eos_token": end} if end else {}), **found}
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """Return tokenizer_config.json; empty where there is none that can be read. Raises DataError: it is a link out of
+    the folder."""
+    _check_link(folder / "tokenizer_config.json")
+    try:
+        body = json.loads(_read(folder / "tokenizer_config.json", 16 << 20))
+    except (DataError, ValueError, RecursionError):
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def _check_link(path: Path) -> None:
+    target = outside_target(path)
+    if target is not None:
+        raise DataError(f"{path} is a link to {target}, outside of its folder, and would be copied with the model; put "
+                        "a copy in its place if it belongs there")
+
+
+def _read(path: Path, most: int = LARGEST_TEMPLATE) -> str:
+    try:
+        if path.stat().st_size > most:
+            raise DataError(f"{path}: {path.stat().st_size} bytes; a chat template has at most {most}")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"chat template {path}: cannot be read ({error})") from error

@@ -1,0 +1,99 @@
+"""Causal softmax of attention scores with dropout, the fallback where no fused attention serves.
+
+Statistics in fp32; fp32, fp16 and bf16 tensors. Only the live part of a row is read, all of it is written. With e
+bytes per element and L = Σ (i + 1 + k - q) live elements per matrix: forward moves (L + q k) e, backward (2 L + q k) e;
+at q = k that is 1.5 and 2 times the tensor. Dropout adds q k e to the forward pass; its mask is made in both passes
+and never stored. Rows up to 16384 columns are read once, wider ones twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_port.core.layers.direct import differentiable
+from megatron_port.core.layers.fused import ProbabilityDropout
+from megatron_port.ext.kernels.ops.dropout import drop_threshold
+
+
+def causal_softmax(scores: Tensor, *, scale: float, dropout: ProbabilityDropout | None = None) -> Tensor:
+    """softmax(scale · scores) over the last dimension of contiguous [b, heads, q, k], of scores' dtype.
+
+    Row i sees the columns j ≤ i + k - q and has zeros beyond; k < q is refused. Every row must have a finite score.
+    The gradient is scale · y · (dy - Σ dy·y / Σ y): the last divisor is 1 but for the rounding of y to its dtype.
+    Dropout gives the bits of ``dropout.drop`` after the softmax; where the queries are not the last q positions, or
+    p rounds to 0, it is what runs.
+    """
+    if dropout is None:
+        probs: Tensor = _softmax(scores, scale)
+        return probs
+    threshold = drop_threshold(dropout.p)
+    if threshold == 0 or dropout.first_query != scores.shape[-1] - scores.shape[-2]:
+        return dropout.drop(_softmax(scores, scale))
+    dropped: Tensor = _softmax_dropout(scores, scale, dropout.keys, dropout.op_key, threshold, dropout.head_offset)[0]
+    return dropped
+
+
+def _forward_shapes(scores: Tensor, scale: float) -> Tensor:
+    return torch.empty_like(scores)
+
+
+def _backward_shapes(dprobs: Tensor, probs: Tensor, scale: float) -> Tensor:
+    return torch.empty_like(probs)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(output)
+    ctx.scale = inputs[1]
+
+
+def _backward(ctx: Any, dprobs: Tensor) -> tuple[Tensor, None]:
+    (probs,) = ctx.saved_tensors
+    return torch.ops.megatron_port.causal_softmax_backward.default(dprobs.contiguous(), probs, ctx.scale), None
+
+
+def _dropout_forward_shapes(
+    scores: Tensor, scale: float, keys: Tensor, op_key: int, threshold: int, head_offset: int
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(scores), torch.empty_like(scores)
+
+
+def _dropout_backward_shapes(
+    ddropped: Tensor, probs: Tensor, keys: Tensor, scale: float, op_key: int, threshold: int, head_offset: int
+) -> Tensor:
+    return torch.empty_like(probs)
+
+
+def _dropout_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, scale, keys, *mask = inputs
+    ctx.save_for_backward(output[1], keys)
+    ctx.constants = (scale, *mask)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _dropout_backward(ctx: Any, ddropped: Tensor, _: Tensor | None) -> tuple[Tensor, None, None, None, None, None]:
+    probs, keys = ctx.saved_tensors
+    grad = torch.ops.megatron_port.causal_softmax_dropout_backward.default(
+        ddropped.contiguous(), probs, keys, *ctx.constants
+    )
+    return grad, None, None, None, None, None
+
+
+_softmax = differentiable("causal_softmax_forward", _save, _backward)
+_softmax_dropout = differentiable("causal_softmax_dropout_forward", _dropout_save, _dropout_backward)
+
+
+def register() -> None:
+    """Shapes and gradients of the ops, in torch's registry."""
+    library = torch.library
+    library.register_fake("megatron_port::causal_softmax_forward", _forward_shapes)
+    library.register_fake("megatron_port::causal_softmax_backward", _backward_shapes)
+    library.register_autograd("megatron_port::causal_softmax_forward", _backward, setup_context=_save)
+    library.register_fake("megatron_port::causal_softmax_dropout_forward", _dropout_forward_shapes)
+    library.register_fake("megatron_port::causal_softmax_dropout_backward", _dropout_backward_shapes)
+    library.register_autograd(
+        "megatron_port::causal_softmax_dropout_forward", _dropout_backward, setup_context=_dropout_save
+    )

@@ -1,0 +1,165 @@
+"""The native engine's optimizer step where masters and the rule's state live in host memory or on a disk.
+
+The norm, and with it clipping and skipping, comes from the gradients on the device, as without offload. One host
+synchronisation brings the clip factor and whether the step is skipped; then the host updates one staged bucket after
+another while the next ones are on their way (``memory.offload``): by the own kernels for CPUs, or, by a rule that has
+none, in torch's ops. Either way these are the operations of a run without offload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from megatron_port.core.config.schema import OptimizerConfig
+from megatron_port.core.dist.record import ParameterRecord
+from megatron_port.core.engine.host_update import SquareNorm
+from megatron_port.core.engine.rule_updates import RuleUpdate
+from megatron_port.core.optim.bucket_memory import Bucket, StateShard
+from megatron_port.core.optim.buckets import shard_ranges
+from megatron_port.core.optim.clipping import step_factor
+from megatron_port.core.optim.parameter_groups import grouped
+from megatron_port.core.optim.rules import BlockRule, ElementwiseRule, StateKind
+from megatron_port.core.optim.sharded import ShardedParameters
+from megatron_port.core.optim.step_values import StepValues
+from megatron_port.ext.kernels.fused_rule_update import FusedCalls
+from megatron_port.ext.memory.offload import Offload, StagedBucket
+
+
+class DeviceUpdate(Protocol):
+    """The update of what stays on the device: ``engine.native_update.OwnUpdate`` or ``FusedRuleUpdate``."""
+
+    square_norm: SquareNorm
+
+    def restore(self, steps: int) -> None:
+        """Continue after ``steps`` updates."""
+
+    def apply(self, factor: torch.Tensor, skip: torch.Tensor, *, lr: torch.Tensor) -> None:
+        """Apply the gradients times ``factor`` unless ``skip`` is not 0: scalars on the device."""
+
+
+class PieceRange(NamedTuple):
+    """Where a parameter's range is in the flat tensors of its bucket: elements from ``start`` on of the flattened
+    local tensor."""
+
+    record: ParameterRecord
+    start: int
+    own: slice
+    """In this rank's share."""
+    state: dict[StateKind, slice]
+
+
+class HostPieces:
+    """The pieces of offloaded buckets, as their staged tensors hold them."""
+
+    def __init__(self, sharded: ShardedParameters, offload: Offload) -> None:
+        self._places = {id(bucket): self._of(sharded, bucket) for bucket in offload.buckets.values()}
+        self._padding = {id(bucket): self._gaps(bucket) for bucket in offload.buckets.values()}
+
+    @staticmethod
+    def _of(sharded: ShardedParameters, bucket: Bucket) -> list[PieceRange]:
+        out = []
+        for f in shard_ranges(bucket.plan, shard=bucket.index):
+            at = f.at - bucket.own.start
+            state = {
+                kind: r.span for kind, layout in bucket.layouts.items() for r in layout.ranges if r.index == f.index
+            }
+            out.append(PieceRange(sharded.parameters[f.index][0], f.start, slice(at, at + f.numel), state))
+        return out
+
+    def _gaps(self, bucket: Bucket) -> list[slice]:
+        """The ranges of this rank's share of a bucket that hold no parameter."""
+        end, out = 0, []
+        for taken in sorted((place.own for place in self._places[id(bucket)]), key=lambda r: r.start):
+            out.append(slice(end, taken.start))
+            end = taken.stop
+        out.append(slice(end, bucket.own.stop - bucket.own.start))
+        return [gap for gap in out if gap.start < gap.stop]
+
+    def of(self, staged: StagedBucket) -> list[StateShard]:
+        """Return the pieces of a staged bucket. Clears the padding between weights that are about to be written."""
+        for gap in self._padding[id(staged.bucket)]:
+            staged.weights[gap].zero_()  # else what the staging buffer held before would reach the device
+        return [
+            StateShard(
+                place.record, place.start, staged.weights[place.own], staged.masters[place.own],
+                staged.gradient[place.own], {kind.name: staged.state[kind][span] for kind, span in place.state.items()},
+            ) for place in self._places[id(staged.bucket)]
+        ]
+
+
+class OffloadedUpdate:
+    """An update of offloaded buckets by own kernels, and by ``on_device`` of the others
+    (``engine.native_update.Update``)."""
+
+    def __init__(
+        self, on_device: DeviceUpdate, sharded: ShardedParameters, offload: Offload, config: OptimizerConfig, *,
+        seed: int,
+    ) -> None:
+        self.on_device, self.offload, self.config = on_device, offload, config
+        self.square_norm: SquareNorm = on_device.square_norm
+        self._step = torch.zeros((), dtype=torch.int64)
+        self._pieces = HostPieces(sharded, offload)
+        self._calls = FusedCalls(sharded.rule.formula, config, self._step, seed=seed, separate=True)
+
+    @property
+    def steps(self) -> int:
+        """Updates taken."""
+        return int(self._step)
+
+    def restore(self, steps: int) -> None:
+        """Continue after ``steps`` updates (:meth:`Update.restore`)."""
+        self._step.fill_(steps)
+        self.on_device.restore(steps)
+
+    @torch.no_grad()
+    def step(
+        self, square: torch.Tensor, values: StepValues, *, veto: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        factor, skip, norm = step_factor(self.config, square, values, veto)
+        self.on_device.apply(factor, skip, lr=values.lr)
+        host_factor, skipped = torch.stack([factor, skip]).cpu().unbind()
+        if skipped:
+            self.offload.discard()
+            return norm, skip
+        self._step += 1
+        lr = torch.tensor(values.host.lr, dtype=torch.float64)
+        for staged in self.offload.updates():
+            pieces = self._pieces.of(staged)
+            for settings, alike in grouped(((p.record, p) for p in pieces), self.config.weight_decay).items():
+                for call in self._calls.of(settings, alike):
+                    call(lr, host_factor, None)
+        return norm, skip
+
+
+class OffloadedRuleUpdate(RuleUpdate):
+    """An update of offloaded buckets and of the others by a rule in torch's ops."""
+
+    def __init__(
+        self, sharded: ShardedParameters, offload: Offload, config: OptimizerConfig, on_device: Sequence[StateShard],
+        rule: ElementwiseRule | BlockRule, *, seed: int,
+    ) -> None:
+        super().__init__(sharded, config, rule, seed=seed)
+        self.offload, self.pieces, self._host = offload, on_device, HostPieces(sharded, offload)
+
+    @torch.no_grad()
+    def step(
+        self, square: torch.Tensor, values: StepValues, *, veto: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        norm, factor = self._decide(square, values, veto)
+        if factor is None:
+            self.offload.discard()
+            return norm, torch.ones_like(veto)
+        self._clip(self.pieces, factor)
+        self._update(self.pieces, values.host.lr)
+        for staged in self.offload.updates():
+            pieces = self._host.of(staged)
+            self._clip(pieces, factor)
+            self._update(pieces, values.host.lr)
+            for piece in pieces:
+                piece.weight.copy_(piece.master)
+        self._steps += 1
+        self.sharded.publish()
+        return norm, veto

@@ -1,0 +1,185 @@
+"""Counts of experts.jsonl: tokens of each expert of each layer, summed over the steps between two rows."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.dist.lease import LeaseLost
+from megatron_port.core.io.atomic import atomic_file
+from megatron_port.core.io.regular import open_regular
+from megatron_port.core.io.typed_json import parse_json
+from megatron_port.ext.telemetry.expert_load import MEANS, LayerCounts, StarvingExperts, Sums
+from megatron_port.ext.telemetry.metrics import Record
+
+FILE_NAME = "experts.jsonl"
+ROWS = 1000
+"""Rows of the file after which they come half as often, and so again at each doubling of the steps."""
+LINE_BYTES = 1 << 23
+MOST_ROWS = 100_000
+
+
+def is_row_due(step: int, log_interval: int) -> bool:
+    """Return whether experts.jsonl has a row after ``step``: a function of the step alone, alike after a resume."""
+    interval = max(log_interval, 1)
+    while step > ROWS * interval:
+        interval *= 2
+    return step % interval == 0
+
+
+def row_of(step: int, steps: int, counts: LayerCounts) -> str:
+    """Return a line of experts.jsonl, without its newline: the sums over the last ``steps`` steps."""
+    means: dict[str, list[Any]] = {"dropped": [int(n) for n in counts.sums.get("dropped", ())]}
+    means |= {name: _rounded(counts.mean(name)) for name in MEANS if name in counts.sums}
+    return json.dumps({
+        "step": step, "steps": steps, "top_k": counts.top_k, "layers": list(counts.layers),
+        "tokens": counts.tokens.tolist(), **{name: values for name, values in means.items() if values},
+    }, allow_nan=False, separators=(",", ":"))
+
+
+def _rounded(values: Sums) -> list[float]:
+    """Six digits of each; empty where one is not finite."""
+    return [float(f"{v:.6g}") for v in values] if np.isfinite(values).all() else []
+
+
+class ExpertFile:
+    """Appends to experts.jsonl; options as of :class:`megatron_port.ext.telemetry.metrics.MetricsWriter`.
+
+    Steps between rows are summed. Rows of steps after ``resumed_step`` are removed; of the steps that the last row left
+    open, an attempt that crashed leaves nothing.
+    """
+
+    def __init__(
+        self, path: Path, log_interval: int, resumed_step: int = 0, guard: Callable[[], None] = lambda: None
+    ) -> None:
+        self._interval, self._guard = log_interval, guard
+        self._sum: LayerCounts | None = None
+        self._steps = self._last = 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        guard()
+        if path.exists():
+            _truncate(path, resumed_step, guard)
+        self._stream: IO[bytes] = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+
+    def step(self, step: int, counts: LayerCounts) -> None:
+        """Add a step, and write the row if one is due. OSError: the file system refused."""
+        self._sum = counts if self._sum is None else self._sum.plus(counts)
+        self._steps, self._last = self._steps + 1, step
+        if is_row_due(step, self._interval):
+            self._write()
+
+    def close(self) -> None:
+        """Write what is left, and close; a second call does nothing."""
+        if not self._stream.closed:
+            try:
+                self._write()
+                os.fsync(self._stream.fileno())
+            finally:
+                self._stream.close()
+
+    def _write(self) -> None:
+        if self._sum is None:
+            return
+        line = row_of(self._last, self._steps, self._sum)
+        self._sum, self._steps = None, 0
+        self._guard()
+        self._stream.write((line + "\n").encode())
+
+
+class ExpertSink:
+    """Keeps experts.jsonl, and names experts that starve. Nothing is written once the folder is another attempt's."""
+
+    def __init__(
+        self, folder: Path, config: RunConfig, resumed_step: int, warn: Callable[[str], None], guard: Callable[[], None]
+    ) -> None:
+        self._warn = warn
+        self._starving = StarvingExperts(config.moe)
+        self._file = ExpertFile(folder / FILE_NAME, config.training.log_interval, resumed_step, guard)
+        self.counts: LayerCounts | None = None
+        """Of the step whose record is written next."""
+
+    def write(self, record: Record) -> None:
+        """Take the counts of a training step; an evaluation has none."""
+        counts, self.counts = self.counts, None
+        if counts is None:
+            return
+        step = int(record["step"] or 0)
+        line = self._starving.step(step, counts)
+        if line:
+            self._warn(line)
+        with suppress(LeaseLost):  # the loop says why, and ends
+            self._file.step(step, counts)
+
+    def close(self) -> None:
+        """Write the steps since the last row, and close."""
+        with suppress(LeaseLost):
+            self._file.close()
+
+
+def _truncate(path: Path, resumed_step: int, guard: Callable[[], None]) -> None:
+    source = open_regular(path, follow=True)
+    with open(source, encoding="utf-8", errors="replace") as old, atomic_file(path, guard=guard) as new:
+        for row, line in _rows(old):
+            if row is not None and row["step"] <= resumed_step:
+                new.write(line.encode())
+
+
+def read_rows(path: Path, on_bad: Callable[[], None] = lambda: None) -> Iterator[tuple[int, int, LayerCounts]]:
+    """Return (step, steps, sums over them) of each row; ``on_bad`` is called for lines that no run writes.
+
+    Means are sums again, as near as six digits tell. Raises OSError.
+    """
+    shape: tuple[int, ...] = ()
+    with open(open_regular(path, follow=True), encoding="utf-8", errors="replace") as stream:
+        for row, line in _rows(stream):
+            if row is None or shape not in ((), row["counts"].tokens.shape):
+                if line.strip():
+                    on_bad()
+                continue
+            shape = row["counts"].tokens.shape
+            yield row["step"], row["steps"], row["counts"]
+
+
+def _rows(stream: Any) -> Iterator[tuple[dict[str, Any] | None, str]]:
+    """Lines, each with what it holds; None: torn, or not a row."""
+    for _ in range(MOST_ROWS):
+        line = stream.readline(LINE_BYTES)
+        if not line:
+            return
+        try:
+            yield _decoded(parse_json(line)), line
+        except (ValueError, TypeError, KeyError, OverflowError):
+            yield None, line
+
+
+def _decoded(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return step, steps and counts of a row. ValueError, TypeError, KeyError: it is none."""
+    step, steps, k = (_whole(raw[name]) for name in ("step", "steps", "top_k"))
+    layers, tokens = tuple(_whole(n) for n in raw["layers"]), [[_whole(n) for n in row] for row in raw["tokens"]]
+    counts = np.array(tokens, dtype=np.int64)
+    if counts.ndim != 2 or len(layers) != len(counts) or not (counts.sum(axis=1) > 0).all() or not steps or not k:
+        raise ValueError("not a row")
+    found = LayerCounts(layers, counts, {}, k)
+    factors: dict[str, Any] = {"dropped": 1, **dict.fromkeys(MEANS, found.routed)}
+    sums = {name: _column(raw[name], len(layers)) * by for name, by in factors.items() if name in raw}
+    return {"step": step, "steps": steps, "counts": LayerCounts(layers, counts, sums, k)}
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 53:
+        raise ValueError(f"not a count: {value!r}")
+    return value
+
+
+def _column(values: Sequence[Any], count: int) -> Sums:
+    found = np.array([float(v) for v in values], dtype=np.float64)
+    if found.shape != (count,) or not np.isfinite(found).all():
+        raise ValueError("not a number per layer")
+    return found

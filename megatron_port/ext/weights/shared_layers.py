@@ -1,0 +1,124 @@
+"""Layers that use one set of weights (ALBERT, Lan et al., arXiv 1909.11942), over stages too.
+
+The weights of a group have the names of its first layer. On one rank its layers hold the same parameters; where a group
+spans stages, each has a copy, whose record is tied: gradients are summed over those stages, and the copy of the first
+layer's stage is saved and counted, as of a tied embedding. Dropout stays the layer's own.
+
+The gradients of a group's layers are added in the engine's wide sums. Those of matrices always are
+(``layers.linear``). Those of biases, norms and sinks autograd would first add in the compute dtype, on each stage by
+itself, so each layer's use of them gives its gradient to the sum directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_port.core.config.schema import ModelConfig
+from megatron_port.core.dist.mesh import shared_name
+from megatron_port.core.dist.record import record_of
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.layers.linear import WgradAccumulator
+from megatron_port.core.model.layers import TransformerLayer
+
+Held = dict[tuple[str, tuple[int, ...]], nn.Parameter]
+"""Parameters of groups that this rank has built, by name and offset."""
+
+
+@dataclass(frozen=True)
+class SharedLayers:
+    """Which stages hold each group's weights; by the first layer of the group."""
+
+    stages: dict[int, tuple[int, ...]]
+    primary: dict[int, int]
+    """The stage whose copy is saved and counted."""
+
+    @classmethod
+    def of(cls, model: ModelConfig, topology: Topology, layers_by_chunk: Sequence[int]) -> SharedLayers:
+        """Return them for a split of the layers over the virtual stages."""
+        found: dict[int, set[int]] = {}
+        primary: dict[int, int] = {}
+        layer = 0
+        for virtual, count in enumerate(layers_by_chunk):
+            stage, _ = topology.holder(virtual)
+            for _ in range(count):
+                owner = model.owner_of(layer)
+                found.setdefault(owner, set()).add(stage)
+                primary.setdefault(owner, stage)
+                layer += 1
+        return cls({owner: tuple(sorted(stages)) for owner, stages in found.items()}, primary)
+
+    @property
+    def spanning(self) -> tuple[tuple[int, ...], ...]:
+        """Sets of stages that hold copies of the same weights, each once."""
+        return tuple(sorted({stages for stages in self.stages.values() if len(stages) > 1}))
+
+
+def shared_layers(model: ModelConfig, topology: Topology, layers_by_chunk: Sequence[int]) -> SharedLayers | None:
+    """Return which stages hold each group's weights; None: every layer has its own."""
+    return SharedLayers.of(model, topology, layers_by_chunk) if model.shared_layers > 1 else None
+
+
+def share_weights(
+    layers: Iterable[nn.Module], model: ModelConfig, shared: SharedLayers | None, stage: int, held: Held
+) -> None:
+    """Give the layers of each group one set of parameters: those in ``held``, or their own, which join it.
+
+    ``shared``: None: all layers are on this stage.
+    """
+    for layer in layers:
+        assert isinstance(layer, TransformerLayer)
+        owner = model.owner_of(layer.index)
+        stages = () if shared is None else shared.stages[owner]
+        tied = shared_name(stages) if len(stages) > 1 else None
+        for module in layer.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                record = record_of(parameter)
+                record = replace(
+                    record, name=f"layers.{owner}{record.name.removeprefix(layer.name)}", tied_key=tied,
+                    tied_primary=shared is None or shared.primary[owner] == stage,
+                )
+                parameter.record = record  # type: ignore[attr-defined]
+                module._parameters[name] = held.setdefault(record.place, parameter)
+            if any(p is not None and not record_of(p).decay for p in module._parameters.values()):
+                module.__class__ = _with_uses_apart(type(module))  # type: ignore[arg-type]  # a class is hashable
+
+
+class _Use(torch.autograd.Function):
+    """One layer's use of a parameter: its gradient goes to the engine's sum by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor) -> torch.Tensor:
+        ctx.parameter = parameter
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
+        accumulator: WgradAccumulator = ctx.parameter.wgrad_accumulator
+        accumulator.main_grad_of(ctx.parameter).add_(grad)
+        accumulator.on_added(ctx.parameter)
+
+
+@cache
+def _with_uses_apart(module: type[nn.Module]) -> type[nn.Module]:
+    """Return a class of modules whose parameters without weight decay (biases, norms, sinks) are read as uses of their
+    own."""
+
+    def read(self: nn.Module, name: str) -> Any:
+        found = nn.Module.__getattr__(self, name)
+        if not isinstance(found, nn.Parameter) or record_of(found).decay or not hasattr(found, "wgrad_accumulator"):
+            return found
+        if not (found.requires_grad and torch.is_grad_enabled()):
+            return found
+        use = _Use.apply(found)  # type: ignore[no-untyped-call]
+        use.parameter = found
+        return use
+
+    return type(module.__name__, (module,), {"__getattr__": read, "__module__": module.__module__})

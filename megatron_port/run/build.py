@@ -1,0 +1,144 @@
+"""Put a run together: the one place that knows the model and the engines both."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.data.objective import objective_of
+from megatron_port.core.dist.buffers import recorded_buffers
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.init import initial_reader
+from megatron_port.core.dist.progress import ProgressTracker
+from megatron_port.core.dist.record import record_of
+from megatron_port.core.dist.state import StateReader
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.engine.api import Engine
+from megatron_port.core.engine.native import NativeEngine
+from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.step import StepSlot
+from megatron_port.core.model.activation_sites import decided, layer_choices
+from megatron_port.core.model.build import BuildContext, BuildOptions
+from megatron_port.core.model.flops import unit_costs
+from megatron_port.core.model.gpt import GPTStage
+from megatron_port.core.model.shapes import parameter_shapes
+from megatron_port.core.optim.parameter_groups import check_groups, set_parameter_groups
+from megatron_port.core.optim.unit_gather import without_memory
+from megatron_port.core.pipeline.partition import balanced_layers
+from megatron_port.core.registry import LOSSES
+from megatron_port.ext.kernels.providers import Providers
+from megatron_port.ext.weights.adapter_reader import InitialAdapters
+from megatron_port.ext.weights.adapter_spec import adapter_parameters
+from megatron_port.ext.weights.adapters import freeze_all_but_adapters
+from megatron_port.ext.weights.shared_layers import shared_layers
+from megatron_port.ext.weights.sparse_reader import SparseWeights
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+def kv_copies(config: RunConfig) -> int:
+    """Return how many tensor-parallel ranks hold the same key/value heads."""
+    return config.model.kv_heads_held(config.layout.tensor_parallel_size) // config.model.kv_heads
+
+
+def topology_of(config: RunConfig) -> Topology:
+    """Return the rank grid of a resolved run."""
+    layout = config.layout
+    return with_shared_layers(config, Topology(
+        tp=layout.tensor_parallel_size, pp=layout.pipeline_parallel_size, dp=layout.data_parallel_size,
+        vp=layout.virtual_pipeline_size, folded=layout.pipeline_schedule == "zb-v", kv_copies=kv_copies(config),
+        cp=layout.context_parallel_size, ep=layout.expert_parallel_size, shard=layout.shard_size,
+    ))
+
+
+def with_shared_layers(config: RunConfig, topology: Topology) -> Topology:
+    """Return the grid with the sets of stages that hold copies of the same layers."""
+    if config.model.shared_layers == 1 or topology.pp == 1:  # before anything is split
+        return topology
+    shared = shared_layers(config.model, topology, layers_by_chunk(config, topology))
+    return topology if shared is None else replace(topology, shared=shared.spanning)
+
+
+def layers_by_chunk(config: RunConfig, topology: Topology) -> tuple[int, ...]:
+    """Return the transformer layers of each virtual stage: the configured split, or the balanced one."""
+    return config.layout.pipeline_split or balanced_layers(unit_costs(config.model), topology.virtual_stages)
+
+
+def build_model(
+    config: RunConfig, ctx: ParallelContext, providers: Providers, step: StepSlot
+) -> list[GPTStage]:
+    """Return this rank's chunks of the model; their parameters are allocated, not yet initialised.
+
+    Raises:
+        CheckpointError, ConfigError: what the objective reads is not there, or does not fit the run.
+    """
+    objective = objective_of(config)
+    options = BuildOptions(
+        loss=LOSSES.function(objective.token_loss), objective=objective, z_loss=config.training.z_loss,
+        recompute=config.activations.recompute,
+        layer_activations=dict(enumerate(map(decided, layer_choices(config.activations, config.model.num_layers)))),
+        position_reset=config.data.position_reset, fine_tuning=config.fine_tuning, quantisation=config.quantisation,
+    )
+    build = BuildContext(
+        model=config.model, layout=config.layout, ctx=ctx, providers=providers, step=step,
+        dtype=DTYPES[config.precision.dtype], options=options,
+    )
+    chunks = objective.build(build, layers_by_chunk(config, ctx.topology))
+    set_parameter_groups((p for chunk in chunks for p in chunk.parameters()), config)
+    if config.fine_tuning.enabled:
+        freeze_all_but_adapters(chunks)
+    return chunks
+
+
+def check_parameter_groups(config: RunConfig) -> None:
+    """Raise ConfigError if a group of ``optimizer.groups`` has no parameter."""
+    names = (*parameter_shapes(config.model), *adapter_parameters(config.model, config.fine_tuning))
+    check_groups(config.optimizer.groups, names)
+
+
+def build_engine(
+    config: RunConfig, ctx: ParallelContext, providers: Providers, *, initialise: bool = True,
+    progress: ProgressTracker | None = None,
+) -> Engine:
+    """Build the model and engine of a run, with initial weights unless a checkpoint will be loaded over them.
+
+    The two engines agree on the start as well: masters are the float32 initial
+    values, the weights their rounding.
+    """
+    if (config.precision.fp8 != "none") != (providers.fp8 is not None):
+        raise ValueError(f"precision.fp8 is {config.precision.fp8!r}, and the providers were chosen for another")
+    check_parameter_groups(config)
+    step = StepSlot(DropoutStream(config.seed, ctx.device))
+    sharded = config.engine == "native" and config.layout.zero_stage == 3
+    with without_memory() if sharded else nullcontext():
+        chunks = build_model(config, ctx, providers, step)
+    dtype, objective = DTYPES[config.precision.dtype], objective_of(config)
+    engine: Engine
+    if config.engine == "native":
+        engine = NativeEngine(
+            chunks, config, ctx, step, dtype=dtype, optimizer_provider=providers.optimizer, progress=progress,
+            objective=objective,
+        )
+    else:
+        from megatron_port.ext.deepspeed.deepspeed_engine import DeepSpeedEngine
+
+        (stage,) = chunks  # config.checks allows it no more
+        engine = DeepSpeedEngine(
+            stage, config, ctx, step, dtype=dtype, objective=objective, optimizer_provider=providers.optimizer,
+            progress=progress,
+        )
+    if initialise:
+        of_parameters = [record_of(p) for chunk in chunks for p in chunk.parameters()]
+        of_buffers = [record for chunk in chunks for record, _ in recorded_buffers(chunk)]
+        records = {record.name: record for record in of_parameters + of_buffers}
+        records = {name: record for name, record in records.items() if not objective.is_frozen(name)}
+        read: StateReader = initial_reader(records, config.seed, ctx.device)
+        if config.fine_tuning.enabled:
+            read = InitialAdapters(config.model, config.fine_tuning, config.seed, read)
+        if config.sparsity.enabled:
+            read = SparseWeights(config.sparsity, parameter_shapes(config.model), read)
+        engine.load_weights(read)
+    return engine

@@ -1,0 +1,160 @@
+"""Importance of layers, heads, MLP rows, experts and features, from activations on a calibration set, on any layout.
+
+Sums over the set's tokens, in float64:
+
+- ``layers`` [L]: 1 - cos(a layer's input, its output), block influence (Men et al., arXiv 2403.03853);
+- ``heads`` [L, a]: length of what a head gives the output projection (Muralidharan et al., arXiv 2407.14679);
+- ``ffn`` [L, f]: square of what a row of the MLP gives the second projection; 0 in layers of experts;
+- ``experts`` [L, E]: weight with which the router sends tokens to an expert; 0 in dense layers;
+- ``hidden`` [h]: square of a feature of the norms before attention and MLP, over all layers.
+
+Each rank adds what no other rank adds, as to ``layers.step.Tallies``, so the sums over all ranks do not depend on the
+layout. Hooks of an evaluation pass gather them: the model's own modules know nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from megatron_port.core.config.mixer import ATTENTION
+from megatron_port.core.config.schema import ModelConfig
+from megatron_port.core.data.rank_view import RankView
+from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.work import Advance, silent
+from megatron_port.core.engine.api import Engine
+from megatron_port.core.errors import ConfigError
+from megatron_port.core.layers.step import Tallies, TallySpec
+from megatron_port.core.model.gpt import GPTStage
+from megatron_port.core.model.layers import TransformerLayer
+from megatron_port.core.model.moe import MoE
+from megatron_port.tools.inference.perplexity import Samples, perplexity
+
+
+def importance_specs(model: ModelConfig) -> dict[str, TallySpec]:
+    """Return the shapes of the sums of a model; all are float64."""
+    layers, wide = model.num_layers, torch.float64
+    specs = {
+        "layers": TallySpec((layers, 1), wide), "heads": TallySpec((layers, model.num_attention_heads), wide),
+        "hidden": TallySpec((1, model.hidden_size), wide),
+    }
+    if not all(map(model.moe.has_experts, range(layers))):
+        specs["ffn"] = TallySpec((layers, model.ffn_size), wide)
+    if model.moe.enabled:
+        specs["experts"] = TallySpec((layers, model.moe.num_experts), wide)
+    return specs
+
+
+def measure_importance(
+    engine: Engine, ctx: ParallelContext, model: ModelConfig, samples: Samples, *, view: RankView,
+    micro_batch_size: int, advance: Advance = silent,
+) -> tuple[dict[str, np.ndarray], int, float]:
+    """Return (the sums, the tokens that counted, the loss in nats per token) over ``samples``. Collective, the same on
+    every rank.
+
+    Raises:
+        ConfigError: the engine does not run the model's own stages, or they have another mixer than attention.
+    """
+    if model.mixer != ATTENTION:
+        raise ConfigError(f"model.mixer {model.mixer!r} has no heads whose importance is defined here, attention's do")
+    chunks: Sequence[Any] = getattr(engine, "chunks", ())
+    if not chunks or not all(isinstance(chunk, GPTStage) for chunk in chunks):
+        raise ConfigError('importance is measured by engine "native" alone; leave out --set engine')
+    sums = Tallies(importance_specs(model), ctx.device)
+    with _watched(chunks, ctx, sums, len(samples)):
+        found = perplexity(
+            engine, ctx, samples, view=view, micro_batch_size=micro_batch_size, advance=advance
+        )
+    totals = {name: value.cpu().numpy() for name, value in sums.totals(ctx.world_group).items()}
+    totals["layers"], totals["hidden"] = totals["layers"][:, 0], totals["hidden"][0]
+    return totals, found.tokens, found.loss
+
+
+@contextmanager
+def _watched(chunks: Sequence[GPTStage], ctx: ParallelContext, sums: Tallies, count: int) -> Iterator[None]:
+    """Add to ``sums`` in every forward pass in the block; samples from ``count`` on fill up and do not count."""
+    handles: list[Any] = []
+    layers = [(chunk, layer) for chunk in chunks for layer in chunk.layers if isinstance(layer, TransformerLayer)]
+    try:
+        for chunk, layer in layers:
+            watch = _Watch(layer, chunk, ctx, sums, count)
+            layer.watch = watch.see
+            handles += watch.hooks()
+        yield
+    finally:
+        for _, layer in layers:
+            layer.watch = None
+        for handle in handles:
+            handle.remove()
+
+
+class _Watch:
+    """What is added of one layer."""
+
+    def __init__(
+        self, layer: TransformerLayer, chunk: GPTStage, ctx: ParallelContext, sums: Tallies, count: int
+    ) -> None:
+        self.layer, self.step, self.sums, self.count = layer, chunk.step, sums, count
+        # Without sequence parallelism tensor-parallel ranks hold the residual stream alike: one of them adds it.
+        self.adds_residual = layer.attention.output.sequence_parallel or ctx.index("tp") == 0
+        self.tensor_rank = ctx.index("tp")
+
+    def hooks(self) -> Iterator[Any]:
+        """Register them; yield what removes them."""
+        layer = self.layer
+        yield layer.register_forward_hook(self._of_layer)
+        if isinstance(layer.mlp, MoE):
+            yield layer.mlp.router.register_forward_hook(self._of_router)
+
+    def see(self, name: str, value: Any) -> None:
+        """Add a value that the layer's forward pass has made, by its name in ``LayerSpec.ops``."""
+        if name == "mixed":
+            self._of_heads(self._counted(value))
+        elif name == "mlp active":
+            self._add_part("ffn", self._counted(value).square().sum(dim=(0, 1)))
+        elif name in ("norm1 normed", "norm2 normed") and self.adds_residual:
+            self.sums.add("hidden", 0, self._counted(value).square().sum(dim=(0, 1)))
+
+    def _counted(self, values: torch.Tensor) -> torch.Tensor:
+        """Return ``values`` [rows, batch, ...] as float64, zero in samples that only fill up."""
+        context = self.step.current
+        assert context is not None  # the engine has said which micro-batch it is
+        wide = values.detach().double()
+        kept = [i < self.count for i in context.sample_ids]
+        if all(kept):
+            return wide
+        mask = torch.tensor(kept, dtype=torch.float64, device=wide.device)
+        return wide * mask.view(1, -1, *(1,) * (wide.dim() - 2))
+
+    def _of_layer(self, module: nn.Module, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+        if self.adds_residual:
+            a, b = args[0].detach().double(), out.detach().double()
+            cosine = (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1)).clamp_min(torch.finfo(torch.float64).tiny)
+            self.sums.add("layers", self.layer.index, self._counted(1 - cosine).sum().view(1))
+
+    def _of_heads(self, values: torch.Tensor) -> None:
+        size = self.layer.attention.spec.value_size
+        lengths = values.view(*values.shape[:2], -1, size).norm(dim=-1).sum(dim=(0, 1))
+        self._add_part("heads", lengths)
+
+    def _of_router(self, module: nn.Module, args: tuple[torch.Tensor, ...], route: Any) -> None:
+        rows, batch, _ = args[0].shape
+        weights = self._counted(route.weights.view(rows, batch, -1)).flatten(0, 1)
+        if route.kept is not None:
+            weights = weights * route.kept
+        whole = torch.zeros(self.sums.specs["experts"].shape[1], dtype=torch.float64, device=weights.device)
+        self.sums.add("experts", self.layer.index, whole.index_add_(0, route.experts.flatten(), weights.flatten()))
+
+    def _add_part(self, name: str, own: torch.Tensor) -> None:
+        """Add this tensor-parallel rank's equal part of a row."""
+        whole = own.new_zeros(self.sums.specs[name].shape[1])
+        first = self.tensor_rank * len(own)
+        whole[first : first + len(own)] = own
+        self.sums.add(name, self.layer.index, whole)
+
+

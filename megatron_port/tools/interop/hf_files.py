@@ -1,0 +1,239 @@
+"""A Hugging Face folder's safetensors as a reader of our parameters: any box, from the rows that it needs.
+
+Files are memory maps, so what a process holds is what it asked for: each rank of a run reads its own slices, and an
+import passes through a parameter a slab at a time. No pickle: a folder with ``.bin`` files only is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from megatron_port.core.config.schema import ModelConfig
+from megatron_port.core.dist.state import BUFFER
+from megatron_port.core.errors import CheckpointError, DamagedCheckpoint
+from megatron_port.tools.interop.hf_config import CONFIG, family_of, model_from_hf, read_hf_config
+from megatron_port.tools.interop.hf_names import MODULE_HEAD, Mapped, hf_mapping, hf_tensors
+from megatron_port.tools.interop.hf_runs import Run, overlaps
+from megatron_port.tools.interop.hf_shards import Shards, StoredTensor
+
+ADAPTERS = "adapter_config.json"
+AHEAD = ("num_nextn_predict_layers", "num_mtp_layers")
+"""Names of the field that counts modules of multi-token prediction."""
+
+
+def is_hf(source: Path) -> bool:
+    """Whether this folder looks like one of transformers' models."""
+    if not (source / CONFIG).is_file():
+        return False
+    try:
+        return "model_type" in read_hf_config(source)
+    except CheckpointError:
+        return False
+
+
+class HFFolder:
+    """An open folder. ``read`` is an engine's ``StateReader``; it serves weights only, in the dtype that they have.
+
+    Raises:
+        CheckpointError: an architecture or option that our model does not have, files that are missing or no
+            safetensors, tensors that are missing, unknown or of another shape.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise CheckpointError(f"{self.path} is not a directory; give a folder with config.json and safetensors")
+        self.config = read_hf_config(self.path)
+        where = str(self.path / CONFIG)
+        family = family_of(self.config, where)
+        self.family, self._names = family.name, family.names
+        self._shards = Shards(self.path)
+        self._places, self._twin = self._shards.places, ""
+        # Files of the bare model (no language-model class around it) lack the prefix.
+        bare = not any(name.startswith(self._names.prefix) for name in self._places)
+        self._cut = len(self._names.prefix) if bare else 0
+        self.notes: list[str] = self._shards.notes
+        """Sentences on what is left out of the folder, or read otherwise than it is written."""
+        self.model: ModelConfig = model_from_hf(self._without_ahead(), where, self.notes)
+        self._untie_head()
+        if (self.path / ADAPTERS).is_file():
+            self.notes.append(
+                f"{self.path}: {ADAPTERS} is beside the model, and its adapters are not read; where PEFT is installed, "
+                "transformers adds them. fine_tuning.adapters continues them"
+            )
+        self.mapping: dict[str, Mapped] = hf_mapping(self.model, self.family)
+        self._check()
+
+    def _without_ahead(self) -> dict[str, Any]:
+        """Return the configuration, without the modules of multi-token prediction where no file has any of them: they
+        are transformers' default, but it makes none."""
+        asked = [name for name in AHEAD if self._names.ahead and self.config.get(name)]
+        layers = self.config.get("num_hidden_layers")
+        if not asked or not isinstance(layers, int):
+            return self.config
+        first = self._key(self._names.prefix + self._names.layer.format(layers))
+        if any(name.startswith(first) for name in self._places):
+            return self.config
+        self.notes.append(
+            f"{self.path / CONFIG}: {asked[0]} is {self.config[asked[0]]!r:.20}, and the files have no such modules; "
+            "it is read as 0"
+        )
+        return self.config | dict.fromkeys(asked, 0)
+
+    def _untie_head(self) -> None:
+        """Untie the model where the files have a head that is not the token table, as transformers 5 does. A head
+        without a token table is both."""
+        table = f"{self._names.prefix}{self._names.outside['embedding.word']}.weight"
+        if not self.model.tie_embeddings or not self.tensor_known(MODULE_HEAD):
+            return
+        head = self._key(MODULE_HEAD)
+        if not self.tensor_known(table):
+            self._twin = table
+            said = f"the files have no {self._key(table)}; {head} is read for it, since config.json ties the two"
+            self.notes.append(f"{self.path}: {said}")
+        elif not self._shards.same(head, self._key(table)):
+            self.model = replace(self.model, tie_embeddings=False)
+            self.notes.append(
+                f"{self.path}: config.json ties the head to the token table, but the files have another {head}; it is "
+                "kept and the model is untied, as in transformers 5 (4 would drop it)"
+            )
+
+    def names(self) -> list[str]:
+        """Canonical names of all parameters."""
+        return list(self.mapping)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of one of our parameters: the widest of its tensors in the folder; of a buffer, float32."""
+        if self.mapping[name].kind == BUFFER:
+            return torch.float32
+        found = [self._place(run.tensor).dtype for run in self.mapping[name].runs]
+        out = found[0]
+        for other in found[1:]:
+            out = torch.promote_types(out, other)
+        return out
+
+    def read(
+        self, name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...], /, *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The box ``offset + shape`` of a parameter of ours, on the CPU; a tensor of its own, whatever ``out`` is.
+
+        Raises:
+            CheckpointError: no such parameter or kind, or the box leaves it.
+            DamagedCheckpoint: a file cannot be read.
+        """
+        mapped = self.mapping.get(name)
+        if mapped is None or kind != mapped.kind:
+            raise CheckpointError(f"{self.path}: no {kind} of {name}: a Hugging Face folder has its model's weights")
+        if len(offset) != len(mapped.shape) or any(
+            min(o, n) < 0 or o + n > whole for o, n, whole in zip(offset, shape, mapped.shape)
+        ):
+            raise CheckpointError(
+                f"{self.path}: {name} has shape {mapped.shape}; the model asks for {tuple(shape)} at {tuple(offset)}: "
+                "it is another model"
+            )
+        columns = None if mapped.columns is None else (offset[-1], shape[-1])
+        parts = [
+            self._rows(mapped, run, start, count, columns)
+            for first, length in _row_ranges(mapped, tuple(offset), tuple(shape))
+            for run, start, count in overlaps(mapped.runs, first, length)
+        ]
+        dtype = self.dtype(name)
+        if not parts:
+            return torch.empty(tuple(shape), dtype=dtype)
+        return torch.cat([p.to(dtype) for p in parts]).view(tuple(shape))
+
+    def tensor_known(self, name: str) -> bool:
+        """Whether there is a tensor of this name (with the prefix)."""
+        return self._key(name) in self._places
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """A whole tensor by its name there (with the prefix); None: there is none."""
+        if not self.tensor_known(name):
+            return None
+        found = self._slice(name)[...]
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    def _rows(
+        self, mapped: Mapped, run: Run, start: int, count: int, columns: tuple[int, int] | None
+    ) -> torch.Tensor:
+        """Return ``count`` rows from ``start`` (of ours, within ``run``), some columns of them."""
+        box: tuple[slice | int, ...] = (run.rows(start, count),)
+        if columns is not None:
+            some = slice(columns[0], columns[0] + columns[1])
+            box = (some, *box) if mapped.transposed else (*box, some)
+        if run.expert is not None:
+            box = (run.expert, *box)
+        try:
+            found: torch.Tensor = self._slice(run.tensor)[box]
+            return found.t() if mapped.transposed else found
+        except (SafetensorError, OSError) as error:
+            raise DamagedCheckpoint(f"{self.path / self._place(run.tensor).file}: {run.tensor}: {error}") from None
+
+    def _place(self, name: str) -> StoredTensor:
+        return self._places[self._key(name)]
+
+    def _key(self, name: str) -> str:
+        """The name in the files; the head may have either of its two."""
+        head = self._names.head
+        if name in (head, MODULE_HEAD, self._twin):
+            return head if head in self._places else MODULE_HEAD
+        return name[self._cut :] if name.startswith(self._names.prefix) else name
+
+    def _slice(self, name: str) -> Any:
+        return self._shards.slice_of(self._key(name))
+
+    def _ahead_hint(self, key: str) -> str:
+        """Return what to set where a tensor of a module of multi-token prediction is missing."""
+        layers = (self.model.num_layers + i for i in range(self.model.mtp_layers))
+        ahead = (self._key(self._names.prefix + self._names.layer.format(layer)) for layer in layers)
+        return f" ({AHEAD[0]}; 0 imports the model without such modules)" if key.startswith(tuple(ahead)) else ""
+
+    def _check(self) -> None:
+        """Every tensor of the model is there with its shape, and no other but known buffers."""
+        tensors = list(hf_tensors(self.model, self.family))
+        wanted, copies = {t.name: t.shape for t in tensors}, {t.name: t.copy_of for t in tensors if t.copy_of}
+        for name, shape in wanted.items():
+            key = self._key(name)
+            place = self._places.get(key)
+            if place is None:
+                if name in copies:
+                    continue
+                raise CheckpointError(
+                    f"{self.path}: {key} {shape} is not in its files; config.json asks for it{self._ahead_hint(key)}"
+                )
+            if place.shape != shape:
+                raise CheckpointError(
+                    f"{self.path / place.file}: {key} has shape {place.shape}; config.json makes it {shape}"
+                )
+            if name in copies and not self._shards.same(key, self._key(copies[name])):
+                raise CheckpointError(
+                    f"{self.path / place.file}: {key} is not {copies[name]}, which the modules of multi-token "
+                    "prediction share with the model"
+                )
+        known = {self._key(n) for n in wanted}
+        if self.model.tie_embeddings:
+            known.add(self._key(MODULE_HEAD))  # a copy of the embedding that transformers ignores as well
+        for name in sorted(self._places.keys() - known):
+            if not name.endswith(self._names.buffers):
+                raise CheckpointError(
+                    f"{self.path / self._places[name].file}: {name} {self._places[name].shape} is no parameter of a "
+                    f"{self.family} as config.json describes it"
+                )
+
+
+def _row_ranges(mapped: Mapped, offset: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return (first, count) of flattened rows that a slice covers, in order."""
+    lead = len(shape) if mapped.columns is None else len(shape) - 1
+    ranges = [(offset[lead - 1], shape[lead - 1])]
+    inner = mapped.shape[lead - 1]
+    for d in range(lead - 2, -1, -1):
+        ranges = [((offset[d] + i) * inner + first, count) for i in range(shape[d]) for first, count in ranges]
+        inner *= mapped.shape[d]
+    return ranges

@@ -1,0 +1,96 @@
+"""One import from start to end: the format, space on disk, reading, and the commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_port.core.config.schema import ModelConfig
+from megatron_port.core.dist.work import Advance, Tally, silent
+from megatron_port.core.errors import CheckpointError
+from megatron_port.tools.interop.commit import Imported, commit_import
+from megatron_port.tools.interop.folder import scratch
+from megatron_port.tools.interop.hf_check import check_import
+from megatron_port.tools.interop.hf_files import HFFolder, is_hf
+from megatron_port.tools.interop.import_dcp import is_dcp, read_dcp
+from megatron_port.tools.interop.import_hf import keep_companions, read_hf
+from megatron_port.tools.interop.import_megatron import read_megatron
+from megatron_port.tools.interop.import_universal import read_universal, universal_folder
+from megatron_port.tools.interop.megatron_files import megatron_folder
+from megatron_port.tools.interop.staged import Stage
+
+
+def find_format(source: Path) -> str:
+    """Return ``dcp``, ``universal``, ``megatron-deepspeed`` or ``hf``. Raises CheckpointError if it is none of them."""
+    if not source.is_dir():
+        raise CheckpointError(f"{source} is not a directory; give the folder of a checkpoint")
+    if is_dcp(source):
+        return "dcp"
+    if universal_folder(source) is not None:
+        return "universal"
+    if megatron_folder(source) is not None:
+        return "megatron-deepspeed"
+    if is_hf(source):
+        return "hf"
+    raise CheckpointError(
+        f"{source}: not a checkpoint that can be imported: no .metadata (torch.distributed.checkpoint), no zero/ or "
+        "latest_universal (DeepSpeed Universal), no layer_*-model_states.pt or mp_rank_* or latest "
+        "(Megatron-DeepSpeed), no config.json with a model_type (Hugging Face)"
+    )
+
+
+def import_checkpoint(
+    source: Path, out: Path, *, form: str = "auto", model: ModelConfig | None = None, vocab_size: int = 0,
+    trusted: bool = False, weights_only: bool = False, check: bool = True, note: Callable[[str], None] = print,
+    advance: Advance = silent,
+) -> Path:
+    """Read ``source`` and commit ``out/step-N``; the committed folder.
+
+    Tensors are on disk until the writer takes them: free space of twice the source is needed, and little memory.
+    ``check``: compare a Hugging Face folder's logits with transformers', where it is installed. ``note`` gets that
+    line, and one for each thing that is left out of the folder or read otherwise than it is written.
+    ``advance`` is called with the bytes that were read, of formats that are read tensor by tensor (hf, dcp).
+
+    Raises:
+        CheckpointError: one message; nothing is left behind.
+    """
+    form = find_format(source) if form == "auto" else form
+    size = sum(p.stat().st_size for p in source.rglob("*") if p.is_file())
+    with scratch(out, 2 * size) as folder:
+        stage = Stage(folder, put_down=Tally(advance, size).add)
+        found = _read(source, folder, stage, form, model, vocab_size, trusted, weights_only, check, note)
+        path = commit_import(found, out, source=source, weights_only=weights_only, note=note)
+        if form == "hf":
+            keep_companions(source, out, found.model)
+        return path
+
+
+def _read(
+    source: Path, folder: Path, stage: Stage, form: str, model: ModelConfig | None, vocab_size: int, trusted: bool,
+    weights_only: bool, check: bool, note: Callable[[str], None],
+) -> Imported:
+    if form == "hf":
+        if model is not None:
+            raise CheckpointError(f"{source}: --model is not for Hugging Face folders: config.json says what they hold")
+        found = HFFolder(source)
+        for line in found.notes:
+            note(line)
+        agreement = check_import(found, note) if check else None
+        if agreement is not None:
+            note(agreement.line())
+        return read_hf(found, stage)
+    if form == "dcp":
+        if not is_dcp(source):
+            raise CheckpointError(f"{source}: no .metadata in it; it is no torch.distributed.checkpoint folder")
+        return read_dcp(source, stage, model)
+    if form == "universal":
+        place = universal_folder(source)
+        if place is None:
+            raise CheckpointError(f"{source}: no zero/ in it, and no latest_universal that names such a folder")
+        return read_universal(place, model)
+    place = megatron_folder(source)
+    if place is None:
+        raise CheckpointError(f"{source}: no layer_*-model_states.pt or mp_rank_*_model_states.pt in it")
+    return read_megatron(
+        place, folder, trusted=trusted, model=model, vocab_size=vocab_size, weights_only=weights_only, note=note
+    )

@@ -1,0 +1,115 @@
+"""``megatron_port.json``: what an export holds beyond tensors, so that importing it back loses nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_port.core.checkpoint.disk import write_text
+from megatron_port.core.checkpoint.reader import Checkpoint
+from megatron_port.core.config.fine_tuning import FineTuningConfig
+from megatron_port.core.config.schema import ModelConfig
+from megatron_port.core.errors import CheckpointError
+from megatron_port.core.io.regular import read_regular
+from megatron_port.core.io.typed_json import parse_json
+
+NAME = "megatron_port.json"
+SCHEMA = "megatron_port.export"
+_MAX_BYTES = 1 << 26
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sidecar:
+    """Counters, scalars and configuration of the exported checkpoint."""
+
+    step: int
+    samples: int
+    tokens: int
+    scalars: dict[str, float | int]
+    extra: dict[str, Any]
+    config: dict[str, Any]
+    names: str
+    """``canonical`` or ``megatron``: how tensors are called."""
+
+
+def write_sidecar(folder: Path, checkpoint: Checkpoint, names: str) -> None:
+    """Write :data:`NAME` into ``folder``."""
+    state = checkpoint.manifest.state
+    body = {
+        "schema": SCHEMA, "version": 1, "names": names, "step": state.step, "samples": state.samples,
+        "tokens": state.tokens, "scalars": dict(state.scalars), "extra": dict(state.extra), "config": state.config,
+    }
+    write_text(folder / NAME, json.dumps(body, indent=1, sort_keys=True) + "\n")
+
+
+def read_sidecar(folder: Path) -> Sidecar | None:
+    """The export's sidecar; None if it has none. Raises CheckpointError where it is damaged."""
+    path = folder / NAME
+    if not path.is_file():
+        return None
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise CheckpointError(f"{path}: {path.stat().st_size} bytes; such a file has at most {_MAX_BYTES}")
+        body = parse_json(read_regular(path, _MAX_BYTES))
+        if body["schema"] != SCHEMA or body["version"] != 1:
+            raise CheckpointError(f"{path}: schema {body['schema']!r} version {body['version']!r} is not known here")
+        counters = [body[key] for key in ("step", "samples", "tokens")]
+        parts = [body[key] for key in ("scalars", "extra", "config")]
+        whole = all(isinstance(n, int) and n >= 0 for n in counters) and all(isinstance(p, dict) for p in parts)
+        if not whole or body["names"] not in ("canonical", "megatron"):
+            raise ValueError("a field has another type than it should")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: damaged: {type(error).__name__}: {error}") from None
+    return Sidecar(**{key: body[key] for key in Sidecar.__dataclass_fields__})
+
+
+def model_of(config: dict[str, Any], where: str) -> ModelConfig:
+    """The ``model`` table of a saved configuration.
+
+    Raises:
+        CheckpointError: it has none, or one that this version does not understand; says how to give it.
+    """
+    table = config.get("model")
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{where}: no model configuration is saved with it; give --model FILE.toml")
+    try:
+        model: ModelConfig = _typed(ModelConfig(), table, "model")
+        return model
+    except TypeError as error:
+        raise CheckpointError(f"{where}: damaged model configuration ({error}); give --model FILE.toml") from None
+
+
+def _typed(defaults: Any, table: dict[str, Any], name: str) -> Any:
+    """Return ``defaults`` with the fields of a table; others of it are left out. TypeError: a value of another type."""
+    known: dict[str, Any] = {}
+    for key in table.keys() & type(defaults).__dataclass_fields__.keys():
+        value, default = table[key], getattr(defaults, key)
+        if is_dataclass(default) and isinstance(value, dict):
+            value = _typed(default, value, f"{name}.{key}")
+        elif isinstance(value, list) and all(isinstance(entry, str) for entry in value):
+            value = tuple(value)  # JSON and TOML have arrays alone
+        if type(value) is not type(default) and not (isinstance(value, int) and isinstance(default, float)):
+            raise TypeError(f"{name}.{key} is {value!r}")
+        known[key] = value
+    return replace(defaults, **known)
+
+
+def tuning_of(config: Any, where: str) -> FineTuningConfig:
+    """Return the ``fine_tuning`` table of a saved configuration; without one no weights were frozen.
+
+    Raises:
+        CheckpointError: one that this version does not understand.
+    """
+    table = config.get("fine_tuning") if isinstance(config, dict) else None
+    if table is None:
+        return FineTuningConfig()
+    try:
+        values = {**table, "targets": tuple(map(str, table["targets"]))}
+        return FineTuningConfig(
+            method=values["method"], rank=int(values["rank"]), alpha=float(values["alpha"]),
+            rslora=bool(values["rslora"]), dropout=float(values["dropout"]), targets=values["targets"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{where}: damaged fine_tuning configuration ({error})") from None

@@ -1,0 +1,421 @@
+"""The starts of a run, one after another: what came before this one, and what should follow it.
+
+``attempts.jsonl`` in the run's folder has a line for each start and each end of a job. A job
+script calls :func:`before` ahead of srun and :func:`after` when srun has ended; a start without
+an end (the batch node died with its script) is completed by the next ``before``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from megatron_port.core.config.schema import LaunchConfig
+from megatron_port.core.dist.job import LOCAL, Fate, Job
+from megatron_port.core.errors import (
+    EXIT_CHECKPOINT,
+    EXIT_CONFIG,
+    EXIT_DATA,
+    EXIT_ENVIRONMENT,
+    EXIT_NUMERICS,
+    EXIT_OK,
+    EXIT_REQUEUE,
+    EnvironmentFault,
+)
+from megatron_port.core.io.atomic import append_line
+from megatron_port.core.io.typed_json import Natural, Rows, Seconds, read_rows
+from megatron_port.ext.telemetry.metrics import FILE_NAME, read_metrics
+from megatron_port.tools.launch.outcome import (
+    FINISHED,
+    GONE,
+    SAVED,
+    AttemptOutcome,
+    Failure,
+    outcome_faults,
+    read_failure,
+    read_outcome,
+)
+from megatron_port.tools.launch.srun_log import first_srun_failure, refused_by_srun
+
+HISTORY = "attempts.jsonl"
+FAILED = "failed"
+FIRST_FAILURE = "first failure: "
+FOLLOWS = "and resumes from the last checkpoint"
+HOPELESS = (EXIT_CONFIG, EXIT_DATA, EXIT_CHECKPOINT, EXIT_NUMERICS)
+"""Exit codes of faults that another attempt would meet again."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Start of the run by a job, and its end."""
+
+    attempt: str
+    """JOB.RESTART; LAUNCHER.EPOCH of a direct start."""
+    series: str
+    """First job of the chain."""
+    nodes: str
+    """SLURM's node list; rank 0's host of a direct start."""
+    status: str = ""
+    """finished | saved | failed; empty: still running, or it ended without a word."""
+    step: Natural = 0
+    """Steps done when it ended."""
+    cause: str = ""
+    time: Seconds = 0.0
+    began: Seconds = 0.0
+    """Seconds since 1970."""
+    record: str = ""
+    """Number of its launch record."""
+    log: str = ""
+    """File of the job's output."""
+    node_count: Natural = 0
+    """Nodes of a direct start, of which ``nodes`` names the first; 0: count the names."""
+
+
+@dataclass(frozen=True)
+class NextAction:
+    """Action of the job script, chosen at the end of an attempt."""
+
+    action: str
+    """done | requeue | chain | stop; stop also where SLURM has queued the job again by itself"""
+    exit_code: int
+    """Exit code of the job, if it ends here."""
+    lines: tuple[str, ...]
+    """For the end of the log; the first failure is in the last lines."""
+
+
+def steps_done(run_folder: Path) -> int:
+    """Return the steps that the run's metrics contain; 0 without any."""
+    last = 0
+    with contextlib.suppress(OSError):
+        for record in read_metrics(run_folder / FILE_NAME):
+            last = int(record["step"])
+    return last
+
+
+def read_history(run_folder: Path) -> list[Attempt]:
+    """Return every attempt, oldest first; the line of an end replaces that of its start, whose
+    time, record and log it keeps. Lines that are none are left out (:func:`history_rows` counts them).
+    """
+    return history_rows(run_folder).rows
+
+
+def history_rows(run_folder: Path) -> Rows[Attempt]:
+    """Return :func:`read_history`, and which lines of the file were left out."""
+    read = read_rows(run_folder / HISTORY, Attempt)
+    found: dict[str, Attempt] = {}
+    for entry in read.rows:
+        start = found.get(entry.attempt, entry)
+        found[entry.attempt] = replace(
+            entry, began=entry.began or start.began, record=entry.record or start.record, log=entry.log or start.log
+        )
+    read.rows = list(found.values())
+    return read
+
+
+def faults(run_folder: Path, attempt: str) -> list[str]:
+    """Return what is not believed of a run's attempts and of this one's outcome, as lines for the log."""
+    return [*filter(None, [history_rows(run_folder).note()]), *outcome_faults(run_folder, attempt)]
+
+
+def add_attempt(run_folder: Path, entry: Attempt) -> None:
+    """Append a start or an end. Raises OSError."""
+    run_folder.mkdir(parents=True, exist_ok=True)
+    append_line(run_folder / HISTORY, json.dumps(asdict(entry)))
+
+
+@contextlib.contextmanager
+def _noting(run_folder: Path) -> Iterator[None]:
+    """Turn the refusal of an entry into an EnvironmentFault: without entries failures could not be counted."""
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentFault(
+            f"{run_folder / HISTORY} cannot be written: {error.strerror or error}; give this user write permission and "
+            "space there, and submit the run again"
+        ) from error
+
+
+def _note(run_folder: Path, entry: Attempt) -> None:
+    with _noting(run_folder):
+        add_attempt(run_folder, entry)
+
+
+def fruitless(history: Sequence[Attempt], series: str) -> list[Attempt]:
+    """Return the attempts at the end of a series that brought the run no further.
+
+    The first of them may have got somewhere before it failed; the others did not pass that step. A save that
+    is no further than the one before counts too: a signal that always comes too early must not repeat for ever.
+    """
+    last: list[Attempt] = []
+    furthest = -1
+    for entry in (a for a in history if a.series == series):
+        further = entry.step > furthest
+        furthest = max(furthest, entry.step)
+        if entry.status == FINISHED or (entry.status == SAVED and further):
+            last = []
+        elif entry.status in (FAILED, SAVED):
+            last = [entry] if further else [*last, entry]
+    return last
+
+
+def close_lost(
+    run_folder: Path, *, asking: str, nodes_down: Callable[[str], list[str]], now: float | None = None
+) -> list[Attempt]:
+    """Return the history; an attempt at its end that ended without a word is completed first.
+
+    Args:
+        asking: the attempt that asks, which is not lost.
+        nodes_down: SLURM node list → those of them that are down, described.
+    """
+    history = read_history(run_folder)
+    if history and not history[-1].status and history[-1].attempt != asking:
+        lost = history[-1]
+        now, outcome = time.time() if now is None else now, read_outcome(run_folder)
+        status, step, cause = FAILED, steps_done(run_folder), ""
+        own = outcome is not None and (
+            outcome.attempt == lost.attempt
+            or (outcome.attempt == LOCAL and lost.node_count > 0 and outcome.time >= lost.began)
+        )
+        if outcome is not None and own:
+            status, step, cause = outcome.status, outcome.step, outcome.signal
+        else:
+            cause = _silent_cause(run_folder, lost, nodes_down)
+        history[-1] = replace(lost, status=status, step=step, cause=cause, time=now)
+        add_attempt(run_folder, history[-1])
+    return history
+
+
+def before(
+    run_folder: Path,
+    job: Job,
+    launch: LaunchConfig,
+    *,
+    nodes_down: Callable[[str], list[str]],
+    record: str = "",
+    log: str = "",
+    now: float | None = None,
+) -> list[str]:
+    """Note that an attempt starts; return lines for the log on what went before.
+
+    Args:
+        nodes_down: SLURM node list → those of them that are down, described.
+        record: number of the launch record.
+        log: file of the job's output.
+
+    Raises:
+        EnvironmentFault: ``launch.max_attempts`` attempts of this series failed without getting any further.
+    """
+    now = time.time() if now is None else now
+    lines: list[str] = []
+    with _noting(run_folder):
+        history = close_lost(run_folder, asking=job.attempt, nodes_down=nodes_down, now=now)
+    if history:
+        last = history[-1]
+        lines.append(f"attempt {last.attempt} before this one {_told(last)}")
+    failed = fruitless(history, job.series)
+    if len(failed) >= launch.max_attempts:
+        table = "\n".join(f"  attempt {a.attempt} on {a.nodes or '?'}: {a.cause}" for a in failed)
+        raise EnvironmentFault(
+            f"{len(failed)} attempts in a row failed without getting past step {failed[0].step}, "
+            f"so the run stops here (launch.max_attempts {launch.max_attempts}):\n{table}\n"
+            f"Fix the cause and submit it again: a new submission counts anew"
+        )
+    start = Attempt(job.attempt, job.series, job.node_list, time=now, began=now, record=record, log=log)
+    _note(run_folder, start)
+    lines.append(f"attempt {job.attempt} starts on {job.node_list or 'this host'}; {steps_done(run_folder)} steps done")
+    return lines
+
+
+def _told(entry: Attempt) -> str:
+    if entry.status == FINISHED:
+        return f"finished at step {entry.step}"
+    if entry.status == SAVED:
+        return f"saved step {entry.step} and stopped ({entry.cause})"
+    return f"failed after step {entry.step}: {entry.cause}"
+
+
+def _silent_cause(run_folder: Path, lost: Attempt, nodes_down: Callable[[str], list[str]]) -> str:
+    """Return the cause of an attempt whose job script did not reach its end."""
+    parts = []
+    failure = read_failure(run_folder, lost.attempt)
+    if failure is not None:
+        parts.append(_failure_text(failure))
+    down = nodes_down(lost.nodes)
+    if down:
+        parts.append(f"of its nodes {', '.join(down)} cannot run jobs now")
+    if not parts:
+        noticed = read_failure(run_folder, lost.attempt, lost_peer=True)
+        what = "process" if lost.node_count else "job script"
+        parts.append(f"its {what} was ended from outside")
+        parts += [_failure_text(noticed)] if noticed else []
+    return "; ".join(parts)
+
+
+def _failure_text(failure: Failure) -> str:
+    mark = f"rank {failure.rank} on {failure.host}: "
+    return failure.message if failure.message.startswith("rank ") else mark + failure.message
+
+
+def after(
+    run_folder: Path,
+    job: Job,
+    launch: LaunchConfig,
+    *,
+    code: int,
+    srun_log: str,
+    asked: str,
+    fate: Fate,
+    nodes_down: Callable[[str], list[str]],
+    not_started: str = "",
+    now: float | None = None,
+) -> NextAction:
+    """Note how this attempt ended; return what follows.
+
+    Args:
+        code: srun's exit code; only told, never trusted on its own.
+        srun_log: srun's own lines ("srun: error: …").
+        asked: signals that the job script received ("USR1", "TERM", "" …).
+        fate: what SLURM does with the job; a cancelled one is never queued again, whatever came before.
+        nodes_down: SLURM node list → those of them that are down, described.
+        not_started: why the ranks were never started: ``nodes`` (preflight), ``setup`` (said above), ``signal``.
+    """
+    now = time.time() if now is None else now
+    if not_started:
+        return _under(fate, _without_ranks(run_folder, job, launch, not_started, code, now))
+    outcome = read_outcome(run_folder)
+    if outcome is not None and outcome.attempt == job.attempt:
+        _note(run_folder, _ended(job, outcome.status, outcome.step, outcome.signal, now))
+        if outcome.status == FINISHED:
+            return NextAction("done", EXIT_OK, ())
+        return _under(fate, _after_save(run_folder, job, launch, outcome, fate == "limit"))
+    step = steps_done(run_folder)
+    failure = read_failure(run_folder, job.attempt)
+    found = _cause(run_folder, job, failure, code, srun_log, asked, nodes_down)
+    _note(run_folder, _ended(job, FAILED, step, found.text, now))
+    head = f"attempt {job.attempt} failed after step {step}; srun ended with {code}"
+    action, why = _after_failure(run_folder, job, launch, found, step)
+    return _under(fate, NextAction(action, found.exit_code, (head, why, FIRST_FAILURE + found.text)))
+
+
+FATES: dict[Fate, str] = {
+    "cancelled": "the job was cancelled: it is not queued again",
+    "requeued": "SLURM has queued the job again by itself",
+}
+
+
+def _under(fate: Fate, verdict: NextAction) -> NextAction:
+    """Adapt the action to a job that SLURM has already disposed of."""
+    if fate not in FATES or verdict.action == "done":
+        return verdict
+    lines = [line for line in verdict.lines if FOLLOWS not in line and "launch.when_" not in line]
+    last = len(lines) - 1 if lines and lines[-1].startswith(FIRST_FAILURE) else len(lines)
+    code = EXIT_OK if verdict.exit_code == EXIT_REQUEUE else verdict.exit_code
+    return NextAction("stop", code, (*lines[:last], FATES[fate], *lines[last:]))
+
+
+NOT_STARTED = {
+    "nodes": "preflight left too few good nodes",
+    "setup": "the job could not be set up, see above",
+    "ended": "a SIGTERM came before the ranks had started",
+    "signal": "the signal that a time limit is near came before the ranks had started; give the job more time, or the "
+              "signal less: sbatch --signal=B:USR1@SECONDS (launch.signal_seconds)",
+}
+
+
+def _without_ranks(run_folder: Path, job: Job, launch: LaunchConfig, why: str, code: int, now: float) -> NextAction:
+    """Choose what follows a job that did not get as far as its ranks: only other nodes can help."""
+    step = steps_done(run_folder)
+    cause = NOT_STARTED[why]
+    _note(run_folder, _ended(job, FAILED, step, cause, now))
+    action, line = "stop", ""
+    if why == "nodes":
+        action, line = _after_failure(run_folder, job, launch, None, step)
+    return NextAction(action, code or EXIT_ENVIRONMENT, (f"attempt {job.attempt} ended: {cause}", line))
+
+
+def _after_save(
+    run_folder: Path, job: Job, launch: LaunchConfig, outcome: AttemptOutcome, at_limit: bool
+) -> NextAction:
+    """Choose what follows a save: a cancelled job stops, one at its time limit is continued."""
+    wanted = outcome.signal == "SIGUSR1" or at_limit  # a job cancelled after its SIGUSR1: ``_under``
+    signal = outcome.signal or "a signal"
+    line = f"saved at step {outcome.step} on {signal}" if outcome.step else f"stopped by {signal} before the first step"
+    again = fruitless(read_history(run_folder), job.series)
+    if wanted and len(again) >= launch.max_attempts:
+        why = f"{len(again)} attempts in a row got no further than step {again[0].step}: the signal comes too early " \
+              "for this time limit, see launch.signal_seconds and sbatch --signal"
+        return NextAction("stop", EXIT_ENVIRONMENT, (line, why))
+    action = launch.when_stopped if wanted else "stop"
+    return NextAction(action, EXIT_REQUEUE if action == "stop" and wanted else EXIT_OK, (line, _next(action, wanted)))
+
+
+def _ended(job: Job, status: str, step: int, cause: str, now: float) -> Attempt:
+    return Attempt(job.attempt, job.series, job.node_list, status, step, cause, now)
+
+
+def _next(action: str, wanted: bool) -> str:
+    if action == "stop":
+        return "" if not wanted else "launch.when_stopped is stop: submit the job again to resume"
+    who = "the job is queued again" if action == "requeue" else "a new job is submitted"
+    return f"{who} {FOLLOWS}"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Cause of an attempt's end."""
+
+    text: str
+    """One line."""
+    exit_code: int
+    permanent: bool = False
+    """Another attempt would meet it again."""
+
+
+def _cause(
+    run_folder: Path, job: Job, failure: Failure | None, code: int, srun_log: str, asked: str,
+    nodes_down: Callable[[str], list[str]],
+) -> Cause:
+    """Return what ended the attempt, and the exit code for it."""
+    if failure is not None:
+        permanent = failure.permanent or failure.exit_code in HOPELESS
+        return Cause(_failure_text(failure), failure.exit_code, permanent)
+    first = first_srun_failure(srun_log)
+    noticed = read_failure(run_folder, job.attempt, lost_peer=True)
+    down = nodes_down(job.node_list)
+    lost = [f"nodes that cannot run jobs now: {', '.join(down)}"] if down else []
+    if noticed is None and not first:
+        refused = refused_by_srun(srun_log)
+        if refused is not None:  # with a node lost the allocation is smaller than the step: another start may do
+            return Cause("; ".join([refused.text, *lost]), EXIT_ENVIRONMENT, refused.permanent and not down)
+    if noticed is not None and (not first or "Exited with exit code" in first):
+        first = _failure_text(noticed)  # the rank that exited is the one that noticed
+    elif noticed is not None and GONE in noticed.message:
+        first = f"{first}; {_failure_text(noticed)}"  # srun knows why, the watch where
+    parts = [*([first] if first else []), *lost]
+    if not parts and asked:
+        parts.append(f"{asked} came before there was anything to save")
+    if not parts:
+        parts.append(f"srun ended with {code} and no rank said why; the lines above are all there is")
+    return Cause("; ".join(parts), EXIT_ENVIRONMENT)
+
+
+def _after_failure(
+    run_folder: Path, job: Job, launch: LaunchConfig, cause: Cause | None, step: int
+) -> tuple[str, str]:
+    """Return (action, why) after an attempt that failed."""
+    if cause is not None and cause.permanent:
+        return "stop", f"exit {cause.exit_code}: another attempt would meet the same fault"
+    if launch.when_failed == "stop":
+        return "stop", "launch.when_failed is stop"
+    failed = fruitless(read_history(run_folder), job.series)
+    if len(failed) >= launch.max_attempts:
+        return "stop", (
+            f"{len(failed)} attempts in a row failed without getting past step {failed[0].step}: the run stops here "
+            f"(launch.max_attempts {launch.max_attempts})"
+        )
+    return launch.when_failed, f"{_next(launch.when_failed, True)} (failed attempt {len(failed)} of at most " \
+                               f"{launch.max_attempts} without progress)"

@@ -1,0 +1,370 @@
+"""One process that rounds where a layout rounds.
+
+Tensor parallelism cuts sums: of a row-parallel linear's contraction, of the input's gradient of a column-parallel one
+and of the head, of the loss over the vocabulary; sequence parallelism those of the gradients of norms and biases over
+tokens. In bf16 and fp16 every rank's part is rounded before the parts are added, and DeepSpeed rounds each gradient to
+the dtype before it adds it to its fp32 sum. That moves a run as much as anything does that rounding may. One process
+that cuts and rounds in the same places moves with it: what a layout differs from *that* by is far less, on processors
+whose products do not depend on the shape of the matrices often nothing (docs/parity.md).
+
+Sums over ranks are added in the order of gloo's ring. Two parts have one order only; with more, other backends may
+have another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.dist.positions import SequencePartition
+from megatron_port.core.dist.record import record_of
+from megatron_port.core.dist.topology import Topology
+from megatron_port.core.layers import cpu_upcast
+from megatron_port.core.layers.cross_entropy_kernel import CrossEntropyOps
+from megatron_port.core.layers.embedding import VocabParallelEmbedding, padded_vocab_size
+from megatron_port.core.layers.linear import ColumnParallelLinear, RowParallelLinear, linear
+from megatron_port.core.layers.linear_kernels import PLAIN, LinearKernels
+from megatron_port.core.model.attention import SelfAttention, rank_rows
+from megatron_port.core.model.layers import Embedding, Head, TransformerLayer
+from megatron_port.core.model.norm import Norm, ProjectionNorm
+from megatron_port.core.model.residual import ResidualStream
+from megatron_port.ext.weights.factored import FactoredColumnLinear
+
+Pieces = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class RoundingEmulation:
+    """Rounding of a layout that one process, engine native, can emulate."""
+
+    tensor_parallel_size: int = 1
+    vocab_padding_multiple: int = 1
+    sequence_parallel: bool = False
+    rounded_weight_gradients: bool = False
+    """To the dtype, before they are added up: DeepSpeed takes every gradient from autograd."""
+    tied_in_the_dtype: bool = False
+    """The two gradients of a tied table are added in the compute dtype, by autograd: DeepSpeed with one stage."""
+
+    @classmethod
+    def of(cls, config: RunConfig, topology: Topology) -> RoundingEmulation | None:
+        """Return where a run's layout and engine round; None: nowhere, or in 8-bit products, which each rank scales by
+        itself."""
+        deepspeed = config.engine == "deepspeed"
+        if config.precision.fp8 != "none" or (topology.tp == 1 and not deepspeed):
+            return None
+        return cls(
+            topology.tp, config.layout.vocab_padding_multiple if topology.tp > 1 else 1,
+            sequence_parallel=config.layout.sequence_parallel and topology.tp > 1,
+            rounded_weight_gradients=deepspeed, tied_in_the_dtype=deepspeed and topology.pp == 1,
+        )
+
+    def emulate_rounding(self, stage: nn.Module) -> None:
+        """Make the model of a single process, engine native, round in these places."""
+        tp = self.tensor_parallel_size
+        for module in list(stage.modules()):
+            if isinstance(module, SelfAttention) and tp > module.spec.groups.groups:
+                self._cut_shared(module)
+            elif isinstance(module, ColumnParallelLinear) and isinstance(module.kernels, SharedRowsLinearKernels):
+                continue
+            elif isinstance(module, RowParallelLinear):
+                module.kernels = self._kernels(module.kernels, inputs=_equal(module.weight.shape[1], tp))
+            elif isinstance(module, ColumnParallelLinear):
+                packed = module.weight.shape[0] if module.weight.ndim == 3 else 1
+                outputs = _equal(module.weight.shape[-2], tp)
+                module.kernels = self._kernels(module.kernels, outputs=outputs, packed=packed)
+            elif isinstance(module, Head):
+                self._cut_head(module)
+            elif isinstance(module, Norm) and (
+                module.gradient == "heads" or (self.sequence_parallel and module.gradient == "tokens")
+            ):
+                _cut_norm(module, tp)
+            elif isinstance(module, Embedding) and self.sequence_parallel and module.position_reset:
+                _cut_positions(module, tp)
+            elif isinstance(module, VocabParallelEmbedding) and self.rounded_weight_gradients:
+                module.by_autograd = True
+            elif isinstance(module, TransformerLayer) and self.sequence_parallel:
+                module.residual = _SplitResidual.of(module.residual, tp)
+
+    def _kernels(
+        self, each: LinearKernels, *, inputs: Pieces = (), outputs: Pieces = (), packed: int = 1
+    ) -> SplitSumLinearKernels:
+        return SplitSumLinearKernels(inputs, outputs, packed, self.rounded_weight_gradients, each)
+
+    def _cut_shared(self, attention: SelfAttention) -> None:
+        """Let attention run as on ranks that share key/value heads: each has its query heads and its copy."""
+        heads, tp = attention.spec.groups, self.tensor_parallel_size
+        linear_ = attention.qkv.high if isinstance(attention.qkv, FactoredColumnLinear) else attention.qkv
+        assert isinstance(linear_, ColumnParallelLinear)
+        ranks = tuple(
+            tuple(slice(r.start, r.start + r.count) for r in rank_rows(heads, tp, rank)) for rank in range(tp)
+        )
+        linear_.kernels = SharedRowsLinearKernels(ranks, self.rounded_weight_gradients, linear_.kernels)
+        attention.groups, attention.heads_per_group = tp, heads.heads // tp
+        attention.split_sums_bias = False  # what is added below has other rows than the bias
+
+        def forward(x: Tensor) -> Tensor:
+            bias = None
+            if linear_.bias is not None:
+                bias = torch.cat([_share(linear_.bias, i)[rows] for i, own in enumerate(ranks) for rows in own])
+            return linear(x, linear_.weight, bias, kernels=linear_.kernels)
+
+        linear_.forward = forward  # type: ignore[method-assign,assignment]
+        if isinstance(attention.key_norm, ProjectionNorm):
+            norm, d, copies = attention.key_norm, heads.head_size, tp // heads.groups
+
+            def weights(features: int) -> Tensor:
+                parts = [_share(norm.weight, i)[i // copies * d : (i // copies + 1) * d] for i in range(tp)]
+                return torch.cat(parts)
+
+            norm.weights = weights  # type: ignore[method-assign]
+
+    def _cut_head(self, head: Head) -> None:
+        vocab, tp = record_of(head.weight).shape[0], self.tensor_parallel_size
+        share = padded_vocab_size(vocab, tp=tp, multiple=self.vocab_padding_multiple) // tp
+        pieces = tuple(slice(min(i * share, vocab), min((i + 1) * share, vocab)) for i in range(tp))
+        kernels = self._kernels(PLAIN, outputs=pieces)
+        head.cross_entropy = _CutCrossEntropy(head.cross_entropy, tuple(p for p in pieces if p.start < p.stop))
+
+        def logits(y: Tensor) -> Tensor:
+            weight = head.weight.view_as(head.weight) if self.tied_in_the_dtype else head.weight
+            return head.capped(linear(y, weight, head.bias, kernels=kernels))
+
+        head.logits = logits  # type: ignore[method-assign]
+
+
+def _equal(size: int, pieces: int) -> Pieces:
+    share = size // pieces
+    return tuple(slice(i * share, (i + 1) * share) for i in range(pieces))
+
+
+def ring_chunk(elements: int, element_size: int, ranks: int) -> int:
+    """Return the elements of a chunk of gloo's ring, one chunk per rank: two segments of whole elements."""
+    segment_bytes = -(-elements * element_size // (2 * ranks))
+    return 2 * -(-segment_bytes // element_size)
+
+
+def ring_sum(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the ranks' parts as gloo's ring computes it, rounded after every addition.
+
+    Chunk c starts on the rank before c, goes down the ranks, and ends on c.
+    """
+    ranks, flat = len(parts), [part.reshape(-1) for part in parts]
+    total = torch.empty_like(flat[0])
+    size = ring_chunk(total.numel(), total.element_size(), ranks)
+    for chunk in range(ranks):
+        at = slice(chunk * size, (chunk + 1) * size)
+        first, *others = ((chunk - 1 - i) % ranks for i in range(ranks))
+        total[at] = flat[first][at]
+        for rank in others:
+            total[at] += flat[rank][at]
+    return total.view_as(parts[0])
+
+
+@dataclass(frozen=True)
+class SplitSumLinearKernels:
+    """The kernels of a linear in the compute dtype, with sums split and rounded as the ranks that share it do."""
+
+    inputs: Pieces = ()
+    """The ranks' inputs, of a row-parallel linear: y = x Wᵀ is a sum over ranks."""
+    outputs: Pieces = ()
+    """The ranks' rows of each of ``packed`` matrices, of a column-parallel linear: dx = dy W is a sum over ranks."""
+    packed: int = 1
+    rounded: bool = False
+    """The weight's gradient is rounded to the compute dtype before it is added to the sum."""
+    each: LinearKernels = PLAIN
+    """Kernels of each part's products: in the compute dtype, or with weights of few bits, whose groups no part cuts."""
+
+    def forward(
+        self, x: Tensor, weight: Tensor, weight_2d: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        if not self.inputs:
+            return self.each.forward(x, weight, weight_2d, bias)
+        assert bias is None  # a row-parallel linear adds it after the sum
+        return ring_sum([self.each.forward(x[..., p], weight, weight_2d[:, p], None)[0] for p in self.inputs]), None
+
+    def prepare_grad_output(self, grad_output_2d: Tensor) -> tuple[Tensor, Tensor]:
+        return grad_output_2d, grad_output_2d
+
+    def dgrad(self, grad_output_2d: Tensor, weight: Tensor, weight_2d: Tensor) -> Tensor:
+        if not self.outputs:
+            return self.each.dgrad(grad_output_2d, weight, weight_2d)
+        given = grad_output_2d.view(grad_output_2d.shape[0], self.packed, -1)
+        matrices = weight_2d.view(self.packed, -1, weight_2d.shape[1])
+        return ring_sum([
+            self.each.dgrad(given[:, :, p].flatten(1), weight, matrices[:, p].flatten(0, 1)) for p in self.outputs
+        ])
+
+    def wgrad(self, grad_output_2d: Tensor, x: Tensor, saved_input_scale: Tensor | None) -> Tensor:
+        return self.each.wgrad(grad_output_2d, x, saved_input_scale)
+
+    def wgrad_accumulate(
+        self, main_grad: Tensor, grad_output_2d: Tensor, x: Tensor, saved_input_scale: Tensor | None, *,
+        first: bool = False,
+    ) -> None:
+        if not self.rounded:
+            self.each.wgrad_accumulate(main_grad, grad_output_2d, x, saved_input_scale, first=first)
+            return
+        if first:
+            main_grad.zero_()
+        main_grad.add_(cpu_upcast.product(grad_output_2d.t(), x))
+
+
+@dataclass(frozen=True)
+class SharedRowsLinearKernels:
+    """The products of the fused projection where ranks share key/value heads. The output has every rank's columns, one
+    rank after the other, so a shared row has as many columns as ranks that hold it, each with its own gradient."""
+
+    ranks: tuple[Pieces, ...]
+    """Rows of each rank's two weights."""
+    rounded: bool = False
+    each: LinearKernels = PLAIN
+    """Both as :class:`SplitSumLinearKernels`."""
+
+    def _split(self, columns: Tensor) -> Iterator[list[tuple[slice, Tensor]]]:
+        """Yield for each rank (rows, its columns [tokens, rows]) of its two weights."""
+        sizes = [p.stop - p.start for own in self.ranks for p in own]
+        parts = iter(columns.split(sizes, dim=1))
+        for own in self.ranks:
+            yield [(rows, next(parts).contiguous()) for rows in own]
+
+    def forward(
+        self, x: Tensor, weight: Tensor, weight_2d: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return y [..., all ranks' columns]; ``bias`` has every column too."""
+        rows = [p for own in self.ranks for p in own]
+        biases = [None] * len(rows) if bias is None else bias.split([p.stop - p.start for p in rows])
+        made = [self.each.forward(x, weight, weight_2d[p], b)[0] for p, b in zip(rows, biases)]
+        return torch.cat(made, dim=-1), None
+
+    def prepare_grad_output(self, grad_output_2d: Tensor) -> tuple[Tensor, Tensor]:
+        return grad_output_2d, grad_output_2d
+
+    def dgrad(self, grad_output_2d: Tensor, weight: Tensor, weight_2d: Tensor) -> Tensor:
+        parts = []
+        for own in self._split(grad_output_2d):
+            first, second = (self.each.dgrad(columns, weight, weight_2d[p]) for p, columns in own)
+            parts.append(first + second)
+        return ring_sum(parts)
+
+    def wgrad(self, grad_output_2d: Tensor, x: Tensor, saved_input_scale: Tensor | None) -> Tensor:
+        rows = max(p.stop for own in self.ranks for p in own)
+        main_grad = torch.zeros(rows, x.shape[1], dtype=x.dtype, device=x.device)
+        self.wgrad_accumulate(main_grad, grad_output_2d, x, saved_input_scale)
+        return main_grad
+
+    def wgrad_accumulate(
+        self, main_grad: Tensor, grad_output_2d: Tensor, x: Tensor, saved_input_scale: Tensor | None, *,
+        first: bool = False,
+    ) -> None:
+        if first:  # a row may be added to by several ranks
+            main_grad.zero_()
+        for own in self._split(grad_output_2d):
+            for p, columns in own:
+                kernels = SplitSumLinearKernels(rounded=self.rounded)
+                kernels.wgrad_accumulate(main_grad[p], columns, x, saved_input_scale)
+
+
+@dataclass(frozen=True)
+class _CutCrossEntropy:
+    """A provider's cross-entropy with the sums of the ranks' columns, added as ``layers.cross_entropy`` does."""
+
+    ops: CrossEntropyOps
+    pieces: Pieces
+
+    def statistics(self, logits: Tensor, labels: Tensor, *, offset: int, extent: int) -> tuple[Tensor, Tensor, Tensor]:
+        found = [
+            self.ops.statistics(logits[..., p].contiguous(), labels, offset=offset + p.start, extent=p.stop - p.start)
+            for p in self.pieces
+        ]
+        maximum = torch.stack([m for m, _, _ in found]).amax(dim=0)
+        sums = ring_sum([torch.stack((total * (m - maximum).exp(), target)) for m, total, target in found])
+        return maximum, sums[0], sums[1]
+
+    def gradient_(
+        self, logits: Tensor, labels: Tensor, maximum: Tensor, total: Tensor, grad: Tensor, *, offset: int, extent: int
+    ) -> None:
+        self.ops.gradient_(logits, labels, maximum, total, grad, offset=offset, extent=extent)
+
+
+class _Shared(torch.autograd.Function):
+    """Use of a parameter by one rank's tokens: its gradient goes to the fp32 sum by itself, in the compute dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        ctx.parameter = parameter
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        ctx.parameter.wgrad_accumulator.main_grad_of(ctx.parameter).add_(grad)
+
+
+def _share(parameter: Tensor, place: int) -> Tensor:
+    """The parameter as the rank at a place uses it. The first one's gradient arrives as every gradient does."""
+    if place == 0:
+        return parameter
+    owner = getattr(parameter, "parameter", parameter)  # of the use that one of several layers makes of it
+    return _Shared.apply(owner)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _cut_norm(norm: Norm, ranks: int) -> None:
+    """Let a norm run as on ranks that have a part of the tokens, or of the groups of heads, each."""
+    dim = 2 if norm.gradient == "heads" else 0  # [seq, batch, groups, heads, d] or [seq, batch, hidden]
+    kernel = norm.providers.rms_norm if norm.kind == "rmsnorm" else norm.providers.layer_norm
+
+    def run(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        out = []
+        for i, part in enumerate(x.chunk(ranks, dim)):
+            rest = None if residual is None else residual.chunk(ranks, dim)[i]
+            bias = None if norm.bias is None else _share(norm.bias, i)
+            out.append(kernel(part.contiguous(), rest, norm.gain(_share(norm.weight, i)), bias, norm.eps))
+        return torch.cat([y for y, _ in out], dim), torch.cat([total for _, total in out], dim)
+
+    norm._run = run  # type: ignore[method-assign]
+
+
+def _cut_positions(embedding: Embedding, ranks: int) -> None:
+    """Let an embedding look up the positions that documents reset as ranks that have a part of the tokens each: their
+    gradients are sums over tokens."""
+
+    def rows_of(module: Embedding, rows: int) -> Tensor:
+        index, table = module.document_positions(rows), module.position
+        if index is None or table is None:
+            return module.own_positions(rows)
+        return torch.cat([F.embedding(part, _share(table, i)) for i, part in enumerate(index.chunk(ranks))])
+
+    embedding.position_rows = rows_of
+
+
+@dataclass(frozen=True)
+class _SplitResidual(ResidualStream):
+    """Residual stream that adds biases to each rank's tokens by themselves."""
+
+    ranks: tuple[ResidualStream, ...] = ()
+
+    @classmethod
+    def of(cls, residual: ResidualStream, ranks: int) -> _SplitResidual:
+        """Return a copy of a layer's residual stream, with that of each of the ranks that would divide it."""
+        parts = tuple(
+            dataclasses.replace(residual, partition=SequencePartition(piece=i, pieces=ranks)) for i in range(ranks)
+        )
+        # The norm that follows is cut by itself (_cut_norm).
+        return cls(**vars(dataclasses.replace(residual, fused_norm=None)), ranks=parts)
+
+    def biased(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        count = len(self.ranks)
+        return x if bias is None else torch.cat([part + _share(bias, i) for i, part in enumerate(x.chunk(count))])
+
+    def bias_dropout_add(self, x: Tensor, bias: Tensor | None, residual: Tensor, *, op: str) -> Tensor:
+        count, out = len(self.ranks), []
+        for i, (rank, part, rest) in enumerate(zip(self.ranks, x.chunk(count), residual.chunk(count))):
+            own = None if bias is None else _share(bias, i)
+            out.append(rank.bias_dropout_add(part, own, rest, op=op))
+        return torch.cat(out)

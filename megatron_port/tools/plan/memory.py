@@ -1,0 +1,189 @@
+"""Bytes of a rank by stage: what is held, the peak and when it comes.
+
+Weights, gradients and optimizer come from the engine's own arithmetic
+(``Engine``), what passes keep and need from a replay of the schedule
+(``plan.ledger``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from megatron_port.tools.plan.case import Case, Machine
+from megatron_port.tools.plan.elements import (
+    bucket_units,
+    expert_elements,
+    stage_elements,
+    trained_elements,
+    unit_elements,
+    window_elements,
+)
+from megatron_port.tools.plan.fp8 import copy_bytes
+from megatron_port.tools.plan.ledger import Peak, peak_of
+from megatron_port.tools.plan.offload import updated_elements
+from megatron_port.tools.plan.swap import swap_host_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Bytes on one rank of a stage at its peak."""
+
+    stage: int
+    elements: int
+    """Parameters that the rank holds."""
+    experts: int
+    """The part of them that belongs to experts."""
+    weights: float
+    """With their 8-bit copies under precision.fp8."""
+    gradients: float
+    optimizer: float
+    """Masters and moments, this rank's share."""
+    activations: float
+    """Activations of all micro-batches in flight."""
+    working: float
+    """Memory of the layer being recomputed or differentiated: activations and the gradients passing through it."""
+    logits: float
+    buffers: float
+    """Gradient buckets, gathered weights, tensors between stages."""
+    fragmentation: float
+    """Allocated by the framework, lost to holes."""
+    reserved: float
+    """Driver, libraries, communicators; outside the allocator."""
+    in_flight: float
+    """Micro-batches whose activations are held at the peak, in units of the whole stage."""
+    peak_at: str
+    host: float = 0.0
+    """Swapped activations in host memory; no part of the total."""
+
+    @property
+    def static(self) -> float:
+        """Weights, gradients and optimizer."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def allocated(self) -> float:
+        """Bytes of the framework's allocator at the peak (``max_memory_allocated``)."""
+        return self.static + self.activations + self.working + self.logits + self.buffers
+
+    @property
+    def total(self) -> float:
+        """All that has to fit."""
+        return self.allocated + self.fragmentation + self.reserved
+
+    def parts(self) -> dict[str, float]:
+        """Name → bytes of everything that adds up to ``total``."""
+        skip = {"stage", "elements", "experts", "in_flight", "peak_at", "host"}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in skip}
+
+
+def sum_elements(case: Case, stage: int) -> int:
+    """Gradients of one micro-batch that a rank holds at once under ZeRO-2 (``optim.grad_buffer_pool``): two buckets,
+    one filling up while the other is reduced, and those of a tied table."""
+    units, table = bucket_units(case, stage), unit_elements(case, stage, trained=True)[1]
+    largest = largest_bucket(case, stage)
+    return (2 if sum(map(sum, units)) > largest else 1) * largest + table
+
+
+def largest_bucket(case: Case, stage: int) -> int:
+    """Elements of the largest bucket of a unit's gradients; a tied table's left out."""
+    return max(min(sum(unit), max(case.bucket, *unit)) for unit in bucket_units(case, stage))
+
+
+def narrow_copies(case: Case, stage: int, elements: int) -> tuple[float, float]:
+    """Return the bytes of gradients that are copied to a narrower dtype to be reduced: held while passes run, and at
+    the end of the last backward pass. Reductions are settled one bucket behind where sums are sharded, else last."""
+    each = case.engine.reduce_bytes
+    if each >= case.wide or case.dp * case.cp == 1:
+        return 0.0, 0.0
+    if case.shards_sums and case.shards > 1:
+        return float(largest_bucket(case, stage) * each), 0.0
+    return 0.0, float(elements * each)
+
+
+def held_bytes(case: Case, elements: int, trained: int, experts: int = 0) -> tuple[float, float, float]:
+    """Return the bytes of weights, gradient sums and optimizer (masters and the rule's state) that a rank with so many
+    parameters, so many of them ``trained``, holds all through a run; 8-bit copies of weights and, under ZeRO-3,
+    gathered weights are left out. ``experts``: of the parameters, those of experts, trained without adapters."""
+    separate = case.width != case.wide  # else the weights are their own masters
+    gradient = max(case.engine.gradient_bytes, case.width) if separate else case.wide
+    weights = sums = state = 0.0
+    of_experts = 0 if case.fine_tuning.enabled else experts
+    for count, learning, shards in (
+        (elements - experts, trained - of_experts, case.shards), (experts, of_experts, case.expert_shards),
+    ):
+        weights += count * case.width / (shards if case.zero_stage == 3 else 1)
+        sums += learning * gradient / (shards if case.shards_sums else 1)
+        kept = learning * (1 - case.offload_fraction) if case.offload != "none" else learning
+        moments = case.rule.state * (case.engine.moment_bytes or case.wide)
+        state += (kept * (moments + separate * case.wide) + learning * case.masked) / shards
+    if case.offload_weights:  # on the host; the windows stay
+        weights = 0.0
+    return weights, sums, state
+
+
+def teacher_bytes(case: Case, stage: int) -> tuple[float, float]:
+    """Return the bytes that a rank of ``stage`` holds of the teacher: weights, and the logits of one micro-batch."""
+    teacher = case.of_teacher
+    if teacher is None:
+        return 0.0, 0.0
+    weights = held_bytes(teacher, stage_elements(teacher, stage), 0)[0]
+    if teacher.zero_stage == 3 and teacher.shards > 1:
+        whole = stage_elements(teacher, stage)
+        weights += case.width * (whole if case.reshard == "step" else min(whole, window_elements(teacher, stage)))
+    if stage != case.grid.last_stage:
+        return weights, 0.0
+    tokens = case.micro_batch * case.model.seq_length / case.cp
+    return weights, tokens * case.padded_vocab / case.tp * case.width
+
+
+def stage_memory(case: Case, machine: Machine, stage: int, *, quick: bool = False) -> StageMemory:
+    """Bytes of a rank of ``stage`` at its peak. ``quick``: messages between stages are estimated, for a search."""
+    n, trained, w, e = stage_elements(case, stage), trained_elements(case, stage), case.width, case.engine
+    experts = expert_elements(case, stage, trained=False)
+    weights, gradients, optimizer = held_bytes(case, n, trained, experts)
+    if case.zero_stage == 3 and case.shards > 1:
+        gathered = n - (experts if case.expert_shards == 1 else 0)
+        weights += w * (gathered if case.reshard == "step" else min(gathered, window_elements(case, stage)))
+    if case.weight_gathers == 1 or case.shards == 1:
+        weights += copy_bytes(case, stage)
+    bucket = min(e.bucket_bytes, n * 6.0) if case.dp * case.cp > 1 else 0.0
+    bucket += e.workspace_bytes
+    if case.shards_sums and case.shards > 1 and not e.reduces_parameters:
+        bucket += sum_elements(case, stage) * case.wide
+    # Only while the optimizer steps: a copy of this rank's share of the gradient, torch's square roots of a moment.
+    roots = case.wide if case.kernels == "torch" else 0
+    update = updated_elements(case, stage) * max(e.update_copy_bytes, roots)
+    peak = peak_of(case, stage, quick=quick)
+    beside, last = narrow_copies(case, stage, trained) if e.name == "native" else (0.0, 0.0)
+    bucket += beside
+    if last > max(peak.total, update):
+        peak = Peak(activations=0.0, logits=0.0, working=last, messages=0.0, in_flight=peak.in_flight,
+                    at="the end of the last backward pass")
+    if update > peak.total:
+        peak = Peak(activations=0.0, logits=0.0, working=update, messages=0.0, in_flight=peak.in_flight,
+                    at="the optimizer step")
+    of_teacher, judged = teacher_bytes(case, stage)
+    weights, judged = weights + of_teacher, judged * max(1.0, peak.in_flight)
+    allocated = weights + gradients + optimizer + peak.total + judged + bucket
+    if e.builds_whole and case.zero_stage == 3 and n * w > allocated:
+        return _construction(stage, n, experts, float(n * w), machine)
+    return StageMemory(
+        stage=stage, elements=n, experts=experts, weights=weights, gradients=gradients, optimizer=optimizer,
+        activations=peak.activations, working=peak.working, logits=peak.logits + judged, buffers=peak.messages + bucket,
+        fragmentation=allocated * machine.hardware.fragmentation, reserved=machine.hardware.reserved_gb * 1e9,
+        in_flight=peak.in_flight, peak_at=peak.at, host=swap_host_bytes(case, stage) if case.dropped else 0.0,
+    )
+
+
+def _construction(stage: int, elements: int, experts: int, weights: float, machine: Machine) -> StageMemory:
+    """A rank that holds its whole model at the start, which is more than any step needs; at the least that."""
+    return StageMemory(
+        stage=stage, elements=elements, experts=experts, weights=weights, gradients=0.0, optimizer=0.0, activations=0.0,
+        working=0.0, logits=0.0, buffers=0.0, fragmentation=weights * machine.hardware.fragmentation,
+        reserved=machine.hardware.reserved_gb * 1e9, in_flight=0.0, peak_at="the model's construction",
+    )
+
+
+def plan_memory(case: Case, machine: Machine) -> list[StageMemory]:
+    """Every stage, first to last."""
+    return [stage_memory(case, machine, stage) for stage in range(case.pp)]

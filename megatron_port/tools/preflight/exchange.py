@@ -1,0 +1,188 @@
+"""Timed messages between ranks, on the default group.
+
+No group per pair is made: every message is a ``batch_isend_irecv`` on the default group. Gloo has a
+connection to each peer anyway. For NCCL and RCCL torch serves a batch by the group's own
+communicator (a plain ``isend`` would make one for each pair, when first used) provided a collective
+has run on the group before, which :func:`open_group` sees to; inside it the library connects two
+ranks when they first exchange something, hence the warm-up. One task, one thread: a rank is in at
+most one exchange at a time.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_port.core.dist.agreement import gather_names
+from megatron_port.core.dist.compat import all_gather_single
+from megatron_port.tools.preflight.bandwidth import ALL_GATHER, ALL_REDUCE
+
+PAIR_BUDGET_S = 0.1
+"""A sender takes no further sample of a pair when the samples have taken this long;"""
+PATIENT_BUDGET_S = 0.4
+"""or this long, when the fastest one counts (a second look at what is slow);"""
+SAMPLES = 20
+"""nor more than these, or twice as many."""
+COLLECTIVE_BUDGET_S = 1.0
+
+
+@dataclass(frozen=True)
+class RankPlacement:
+    """Placement of the ranks on nodes, as one rank sees it."""
+
+    rank: int
+    hosts: list[str]
+    """Names of the nodes, in the order of their lowest rank."""
+    node_of: list[int]
+    """Rank → node."""
+    members: list[list[int]]
+    """Node → its ranks, rising; the position of a rank in it is its lane."""
+    device: torch.device
+    """Device of the messages."""
+
+    @property
+    def node(self) -> int:
+        """Index of this rank's node."""
+        return self.node_of[self.rank]
+
+    @property
+    def lanes(self) -> int:
+        """Ranks that every node has at least."""
+        return min(len(ranks) for ranks in self.members)
+
+    @property
+    def lane(self) -> int:
+        """This rank's position on its node."""
+        return self.members[self.node].index(self.rank)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU's queue; nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def meet() -> None:
+    """Meet all ranks on the CPU: an all-reduce of one number over gloo."""
+    dist.all_reduce(torch.zeros(1))
+
+
+def largest(values: list[float], group: dist.ProcessGroup | None = None) -> list[float]:
+    """Return the elementwise maximum over the ranks of ``group`` (None: all)."""
+    t = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(t, op=dist.ReduceOp.MAX, group=group)
+    return [float(v) for v in t.tolist()]
+
+
+def gather_place(host: str, device: torch.device) -> RankPlacement:
+    """Return this rank's :class:`RankPlacement` from every rank's host name (cut at 128 bytes). Collective."""
+    names = gather_names(host)
+    members: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        members.setdefault(name, []).append(rank)
+    number = {name: node for node, name in enumerate(members)}
+    return RankPlacement(dist.get_rank(), list(members), [number[n] for n in names], list(members.values()), device)
+
+
+def open_group(device: torch.device) -> None:
+    """Make the default group's communicator for this device, over all ranks. Collective."""
+    dist.all_reduce(torch.zeros(1, device=device))
+    synchronize(device)
+
+
+def _pass(tensor: torch.Tensor, peer: int, *, send: bool) -> None:
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend if send else dist.irecv, tensor, peer)]):
+        work.wait()
+
+
+def one_way(peer: int, buffer: torch.Tensor, *, send: bool, patient: bool = False) -> list[float]:
+    """Time messages of the size of ``buffer`` to or from ``peer``, which calls this with ``send`` reversed.
+
+    Each message: sender announces it, receiver says it is ready, then the clock starts; it stops when
+    the receiver's word has come that all is there. So the time includes one short message back, and
+    never the wait for a peer that is late. A message of an eighth goes first, to connect.
+
+    Returns:
+        Seconds of each sample on the sender, at least one; nothing on the receiver.
+    """
+    word = torch.zeros(1, dtype=torch.int64, device=buffer.device)
+    samples: list[float] = []
+    if not send:
+        while True:
+            _pass(word, peer, send=False)
+            size = int(word.item())
+            if size == 0:
+                return []
+            _pass(word, peer, send=True)
+            _pass(buffer[:size], peer, send=False)
+            _pass(word, peer, send=True)
+            synchronize(buffer.device)
+    for size in [max(1, buffer.numel() // 8)] + [buffer.numel()] * (2 * SAMPLES if patient else SAMPLES):
+        if sum(samples) > (PATIENT_BUDGET_S if patient else PAIR_BUDGET_S):
+            break
+        word.fill_(size)
+        _pass(word, peer, send=True)
+        _pass(word, peer, send=False)
+        synchronize(buffer.device)
+        begin = time.perf_counter()
+        _pass(buffer[:size], peer, send=True)
+        _pass(word, peer, send=False)
+        synchronize(buffer.device)
+        samples.append(time.perf_counter() - begin)
+        if len(samples) == 1 and size < buffer.numel():
+            samples.clear()
+    word.fill_(0)
+    _pass(word, peer, send=True)
+    return samples
+
+
+def both_ways(peer: int, rank: int, buffer: torch.Tensor, *, patient: bool = False) -> float:
+    """Return GB/s towards ``peer``; the lower rank sends first, then the other, not at the same time.
+
+    The median sample counts, or with ``patient`` the fastest of more samples.
+    """
+    samples: list[float] = []
+    for send in (rank < peer, rank > peer):
+        samples += one_way(peer, buffer, send=send, patient=patient)
+    seconds = min(samples) if patient else statistics.median(samples)
+    return buffer.numel() * buffer.element_size() / seconds / 1e9
+
+
+def collective_seconds(
+    operation: str, size: int, place: RankPlacement, group: dist.ProcessGroup | None = None
+) -> float:
+    """Return the median time of a collective of ``size`` bytes over ``group`` (None: all), on the slowest rank.
+
+    As many samples as fit into a second, at most 20, after one that warms up. What ``size`` counts:
+    :mod:`preflight.bandwidth`.
+    """
+    call = _collective(operation, size, dist.get_world_size(group), place.device, group)
+
+    def sample() -> float:
+        dist.all_reduce(torch.zeros(1), group=group)  # so that a late rank's delay is not measured
+        begin = time.perf_counter()
+        call()
+        synchronize(place.device)
+        return time.perf_counter() - begin
+
+    sample()
+    first = largest([sample()], group)[0]
+    number = max(1, min(20, int(COLLECTIVE_BUDGET_S / first)))
+    return statistics.median(largest([sample() for _ in range(number)], group))
+
+
+def _collective(
+    operation: str, size: int, ranks: int, device: torch.device, group: dist.ProcessGroup | None
+) -> Callable[[], object]:
+    if operation == ALL_REDUCE:
+        whole = torch.zeros(max(1, size // 4), device=device)
+        return lambda: dist.all_reduce(whole, group=group)
+    assert operation == ALL_GATHER
+    part = torch.zeros(max(1, size // 4 // ranks), device=device)
+    gathered = torch.empty(part.numel() * ranks, device=device)
+    return lambda: all_gather_single(gathered, part, group=group)

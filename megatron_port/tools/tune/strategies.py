@@ -1,0 +1,169 @@
+"""What is tried next. A strategy proposes layouts of a space and is told what came of them."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any, Protocol
+
+import xxhash
+
+from megatron_port.core.errors import EnvironmentFault
+from megatron_port.tools.plan.case import Case
+from megatron_port.tools.plan.search import Candidate
+from megatron_port.tools.tune.results import OK, Trial
+from megatron_port.tools.tune.space import PARAMETERS, Space, best_legal, parameters
+
+STRATEGIES = ("model", "random", "deephyper")
+
+
+class Strategy(Protocol):
+    """Strategy that chooses layouts."""
+
+    def ask(self) -> Candidate | None:
+        """Return the next layout to measure, each at most once; None: there is none left."""
+
+    def tell(self, candidate: Candidate, trial: Trial) -> None:
+        """Take the result of a trial; also of trials that an earlier start has made."""
+
+
+class ByModel:
+    """Strategy: the best by the planner, best first."""
+
+    def __init__(self, space: Space, count: int) -> None:
+        self.left = best_legal(space, count)
+
+    def ask(self) -> Candidate | None:
+        return self.left.pop(0) if self.left else None
+
+    def tell(self, candidate: Candidate, trial: Trial) -> None:
+        self.left = [c for c in self.left if c.case != candidate.case]
+
+
+class AtRandom:
+    """Strategy: any that fits, drawn without regard to the planner's times, as the baseline for the others."""
+
+    def __init__(self, space: Space, seed: int) -> None:
+        self.space = space
+        self.left = list(space.fitting)
+        random.Random(seed).shuffle(self.left)
+
+    def ask(self) -> Candidate | None:
+        while self.left:
+            candidate = self.left.pop()
+            if self.space.legal(candidate):
+                return self.space.exact(candidate)
+        return None
+
+    def tell(self, candidate: Candidate, trial: Trial) -> None:
+        self.left = [c for c in self.left if c.case != candidate.case]
+
+
+class ByDeepHyper:
+    """Centralised Bayesian optimisation by DeepHyper, as in the Frontier paper: a surrogate over the parameters of the
+    layouts, UCB, failures told as "F". A point that is no legal layout, or one that does not fit, is told as a failure
+    and costs no trial, because the planner knows; the nearest layout that fits is measured in its place.
+    """
+
+    def __init__(self, space: Space, seed: int, folder: str) -> None:
+        self.space = space
+        values = {
+            name: sorted({parameters(c.case)[name] for c in space.candidates}, key=str if name in _WORDS else None)
+            for name in PARAMETERS
+        }
+        self.free = [name for name in PARAMETERS if len(values[name]) > 1]
+        self.fixed = {name: v[0] for name, v in values.items() if len(v) == 1}
+        self.asked: set[Case] = set()
+        self.search = _deephyper(values, self.free, seed, folder, self._first()) if self.free else None
+
+    def _first(self) -> list[dict[str, Any]]:
+        best = best_legal(self.space, 1)
+        return [self._point(c) for c in best]
+
+    def _point(self, candidate: Candidate) -> dict[str, Any]:
+        found = parameters(candidate.case)
+        return {name: _told(found[name]) for name in self.free}
+
+    def ask(self) -> Candidate | None:
+        if self.search is None:
+            left = [c for c in self.space.fitting if c.case not in self.asked and self.space.legal(c)]
+            self.asked |= {c.case for c in left[:1]}
+            return self.space.exact(left[0]) if left else None
+        point = self.search.ask(1)[0]
+        values = {**self.fixed, **{name: _taken(point[name]) for name in self.free}}
+        candidate = self.space.find(values)
+        if candidate is None or not self.space.legal(candidate):
+            self.search.tell([(point, "F_illegal")])
+        elif not candidate.fits(self.space.machine):
+            self.search.tell([(point, "F_memory")])
+        elif candidate.case not in self.asked:
+            return self._take(candidate)
+        # Most points of the product of all values are no layout: the one beside them is measured.
+        near = sorted(self.space.fitting, key=lambda c: _apart(parameters(c.case), values))
+        return next((self._take(c) for c in near if c.case not in self.asked and self.space.legal(c)), None)
+
+    def _take(self, candidate: Candidate) -> Candidate:
+        self.asked.add(candidate.case)
+        return self.space.exact(candidate)
+
+    def tell(self, candidate: Candidate, trial: Trial) -> None:
+        self.asked.add(candidate.case)
+        if self.search is not None:
+            good = trial.status == OK and trial.model_tflops is not None
+            self.search.tell([(self._point(candidate), trial.model_tflops if good else f"F_{trial.status}")])
+
+
+_WORDS = ("recompute", "schedule", "cp_method", "cp_order")
+
+
+def _apart(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Return how far two layouts' parameters are apart: octaves of sizes, 1 for each switch or word."""
+    out = 0.0
+    for name, value in one.items():
+        if name in _WORDS or name in ("sequence_parallel", "zero_stage"):
+            out += value != other[name]
+        else:
+            out += abs(math.log2(value / other[name]))
+    return out
+
+
+def _told(value: Any) -> Any:
+    """Return a value as DeepHyper takes it: its spaces have no booleans."""
+    return int(value) if isinstance(value, bool) else value
+
+
+def _taken(value: Any) -> Any:
+    """Return the inverse of :func:`_told`; numpy's numbers become Python's."""
+    return str(value) if isinstance(value, str) else int(value)
+
+
+def _deephyper(
+    values: dict[str, list[Any]], free: list[str], seed: int, folder: str, first: list[dict[str, Any]]
+) -> Any:
+    """Return a search object. Raises EnvironmentFault, with what to install, where DeepHyper is not there."""
+    try:
+        from deephyper.hpo import CBO, HpProblem
+    except ImportError as error:
+        raise EnvironmentFault(
+            f"--strategy deephyper needs DeepHyper, which cannot be imported here ({error}); install it with "
+            "`pip install 'megatron_port[tune]'` (or `pip install deephyper==0.13.2`), or use --strategy model"
+        ) from None
+    problem = HpProblem()
+    for name in free:
+        problem.add_hyperparameter([_told(v) for v in values[name]], name)
+    # Its default acquisition optimizer (a genetic algorithm) takes 10 to 30 s a question. Points that are no layout are
+    # failures to it, more of them than the hundred after which it would give up.
+    if not 0 <= seed < 2**32:  # numpy takes no others
+        seed = xxhash.xxh32_intdigest(str(seed).encode())
+    return CBO(
+        problem, random_state=seed, log_dir=folder, verbose=0, surrogate_model="ET", acq_func="UCB",
+        acq_optimizer="sampling", initial_points=first, checkpoint_history_to_csv=False,
+        acq_optimizer_kwargs={"max_total_failures": -1, "n_points": 2000},
+    )
+
+
+def make_strategy(name: str, space: Space, *, count: int, seed: int, folder: str) -> Strategy:
+    """Return a strategy by its name."""
+    if name == "deephyper":
+        return ByDeepHyper(space, seed, folder)
+    return AtRandom(space, seed) if name == "random" else ByModel(space, count)
