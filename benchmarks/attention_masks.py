@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from megatron_port.core.layers.mask import AttentionMask
+from megatron_port.core.layers.attention import AttentionMask
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.ops.attention import attention
 

@@ -27,10 +27,10 @@ from torch.nn.attention import SDPBackend
 
 from benchmarks.device_clock import time_calls
 from megatron_port.core.dist.positions import Positions
-from megatron_port.core.io.atomic import write_text
+from megatron_port.core.io.files import write_text
 from megatron_port.core.layers import fused_attention as attn
 from megatron_port.core.layers.dropout import DropoutStream
-from megatron_port.ext.kernels.attention_table import PROVIDERS, arch_of, parse
+from megatron_port.ext.kernels.attention_choice import PROVIDERS, arch_of, parse
 from megatron_port.ext.kernels.ops import attention as own
 from megatron_port.ext.kernels.providers import optional_import
 

@@ -27,7 +27,7 @@ import plan_accuracy_long
 import plan_accuracy_moe
 
 from megatron_port.core.config.loader import load
-from megatron_port.core.io.atomic import write_text
+from megatron_port.core.io.files import write_text
 from megatron_port.core.model.flops import parameter_count
 from megatron_port.tools.plan import arithmetic
 from megatron_port.tools.plan.case import Case, Machine, case_of, machine_of

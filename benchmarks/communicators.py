@@ -11,8 +11,8 @@ import time
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_port.core.dist.context import ParallelContext, planned
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.groups import ParallelContext, planned
+from megatron_port.core.dist.mesh import Topology
 
 LAYOUTS = (Topology(tp=8, pp=64, dp=6), Topology(tp=8, pp=64, dp=48, shard=6, ep=16))
 

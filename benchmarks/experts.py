@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_port.core.layers.expert_choice import Routing
-from megatron_port.core.layers.expert_products import ExpertOps, own_experts, torch_experts
+from megatron_port.core.layers.experts import ExpertOps, own_experts, torch_experts
 from megatron_port.ext.kernels import kernels
 
 Step = Callable[[], object]

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from benchmarks import attention_providers
 from benchmarks.device_clock import Timing, copies_of, copy_bandwidth, time_calls
-from megatron_port.core.io.atomic import write_text
+from megatron_port.core.io.files import write_text
 from megatron_port.core.layers import fused
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.fp8 import FNUZ, OCP, own_quantiser, torch_quantiser

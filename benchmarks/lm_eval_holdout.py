@@ -26,7 +26,7 @@ from typing import Any
 from megatron_port.core.config.loader import load
 from megatron_port.core.data.dataset import split_positions
 from megatron_port.core.data.indexed import IndexedDataset
-from megatron_port.core.io.atomic import write_bytes
+from megatron_port.core.io.files import write_bytes
 from megatron_port.ext.corpora.tokenizer import get_tokenizer
 from megatron_port.run.provenance import commit
 

@@ -19,8 +19,8 @@ import torch
 from megatron_port.core.config.checks import resolve
 from megatron_port.core.config.schema import BatchConfig, LayoutConfig, ModelConfig, PrecisionConfig, RunConfig
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.context import ParallelContext
 from megatron_port.core.dist.device import choose_device
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.engine.api import StepResult
 from megatron_port.core.engine.loss_reduction import refused_loss
 from megatron_port.ext.health.numerics import NumericsGuard

@@ -28,23 +28,19 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.progress import ProgressTracker
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
+from megatron_port.core.dist.process import ProgressTracker
 from megatron_port.core.engine.native_passes import BackwardTarget, Passes, StepWork
-from megatron_port.core.io.atomic import write_text
+from megatron_port.core.io.files import write_text
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.linear import WgradAccumulator
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.pipeline.actions import Action
-from megatron_port.core.pipeline.boundary import Boundary
-from megatron_port.core.pipeline.runner import Runner
+from megatron_port.core.pipeline.runner import Boundary, Runner, StageLink
 from megatron_port.core.pipeline.schedules import make_schedule
 from megatron_port.core.pipeline.simulate import Span, bubble_fraction, simulate, unit_cost
-from megatron_port.core.pipeline.transfer import StageLink
-from megatron_port.tools.charts.gantt import Bar, gantt
-from megatron_port.tools.charts.page import standalone
-from megatron_port.tools.charts.shapes import colour, drawing, legend, text
+from megatron_port.tools.charts.page import Bar, colour, drawing, gantt, legend, standalone, text
 
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 Stages = Sequence[Sequence[Span]]

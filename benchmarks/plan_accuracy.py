@@ -18,7 +18,7 @@ from published_split import Line, opened, used
 
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.core.io.atomic import write_text
+from megatron_port.core.io.files import write_text
 from megatron_port.tools.plan.case import Case, Machine, machine_of
 from megatron_port.tools.plan.engines import Engine
 from megatron_port.tools.plan.programs import MEGATRON_2021, MEGATRON_2022, MEGATRON_DEEPSPEED, NEMO, NEMO_LLAMA

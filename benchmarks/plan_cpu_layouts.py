@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from megatron_port.core.io.atomic import write_text
+from megatron_port.core.io.files import write_text
 from megatron_port.tools.plan.compare import compare_run
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -18,7 +18,7 @@ from published_split import Line, opened, used
 
 from megatron_port.core.config.moe import MoEConfig
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.core.io.atomic import write_text
+from megatron_port.core.io.files import write_text
 from megatron_port.tools.plan.case import Case
 from megatron_port.tools.plan.memory import StageMemory, stage_memory
 from megatron_port.tools.plan.programs import MEGATRON_CORE, megatron_split

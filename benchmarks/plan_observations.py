@@ -8,10 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_port.core.config.loader import load
-from megatron_port.core.io.atomic import write_text
+from megatron_port.core.io.files import write_text
 from megatron_port.tools.charts.lines import Axis, Series, line_chart
-from megatron_port.tools.charts.page import standalone
-from megatron_port.tools.charts.shapes import drawing, text
+from megatron_port.tools.charts.page import drawing, standalone, text
 from megatron_port.tools.plan.case import case_of, machine_of
 from megatron_port.tools.plan.studies import Study, planned, studies
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare.predict import predict
-from megatron_port.core.io.atomic import write_text
+from megatron_port.core.io.files import write_text
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SESSION, PAGE, CLUSTER = RESULTS / "gpu-session-nvidia-h200.json", RESULTS / "plan-own-machine.md", "clusters/h200"

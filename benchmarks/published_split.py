@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_port.core.io.atomic import write_text
+from megatron_port.core.io.files import write_text
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs" / "published"
 ASIDE = FOLDER / "aside.csv"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_port.core.io.atomic import write_text
+from megatron_port.core.io.files import write_text
 from megatron_port.tools.charts.lines import Axis, Series, line_chart
 from megatron_port.tools.charts.page import standalone
 from megatron_port.tools.report.picture import read_curves, smoothed

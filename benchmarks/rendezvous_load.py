@@ -42,7 +42,8 @@ rendezvous.leave(info, store, 60.0)
 
 def play(first: int, last: int, ranks: int, port: int, secret: str) -> None:
     """Be ranks ``first`` to ``last - 1``."""
-    from megatron_port.core.dist import master_store, rendezvous
+    from megatron_port.core.dist import start as master_store
+    from megatron_port.core.dist import start as rendezvous
     from megatron_port.core.dist.discovery import ProcessInfo
     from megatron_port.core.dist.fingerprint import Fingerprint
 

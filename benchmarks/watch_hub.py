@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megatron_port.core.config.schema import WatchConfig
-from megatron_port.core.dist.progress import FORWARD, STEP
+from megatron_port.core.dist.process import FORWARD, STEP
 from megatron_port.tools.watch import wire
 
 

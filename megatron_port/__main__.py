@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 
-from megatron_port.core.dist.signals import block_signals
+from megatron_port.core.dist.process import block_signals
 
 
 def _is_a_rank(arguments: list[str]) -> bool:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_port.core.data.loader import Loaders
     from megatron_port.core.dist.discovery import ProcessInfo
     from megatron_port.core.engine.api import Engine
-    from megatron_port.core.model.gpt import GPTStage
+    from megatron_port.core.model.decoder import GPTStage
     from megatron_port.core.train.loop import TrainingResult
     from megatron_port.run.session import Session
 
@@ -152,11 +152,11 @@ def run_training(config: RunConfig, info: ProcessInfo | None = None) -> Training
     Raises:
         PortError: see ``megatron_port.core.errors``; the same on every rank where it concerns all.
     """
-    from megatron_port.core.dist.signals import block_signals
+    from megatron_port.core.dist.process import block_signals
 
     block_signals()
     from megatron_port.core.dist.discovery import discover
-    from megatron_port.core.dist.job import attempt_name
+    from megatron_port.core.dist.launchers import attempt_name
     from megatron_port.core.errors import PeerLost
     from megatron_port.core.train.folders import run_folder
     from megatron_port.run.leasing import leased_session
@@ -164,7 +164,7 @@ def run_training(config: RunConfig, info: ProcessInfo | None = None) -> Training
     from megatron_port.run.session import open_session
     from megatron_port.run.trainer import Trainer
     from megatron_port.run.watching import watch_ranks
-    from megatron_port.tools.launch.outcome import record_failure
+    from megatron_port.tools.launch.attempts import record_failure
 
     info = info or discover()
     try:

@@ -20,8 +20,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_port.tools.charts.lines import Axis, Series, line_chart  # noqa: E402
-from megatron_port.tools.charts.page import standalone  # noqa: E402
-from megatron_port.tools.charts.shapes import COLOURS, colour, drawing, legend, line, rectangle, text  # noqa: E402
+from megatron_port.tools.charts.page import (  # noqa: E402
+    COLOURS,
+    colour,
+    drawing,
+    legend,
+    line,
+    rectangle,
+    standalone,
+    text,
+)
 
 IMAGES = ROOT / "docs" / "images"
 RESULTS = ROOT / "benchmarks" / "results"

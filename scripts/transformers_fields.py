@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_port.ext.families import family_named, family_names
-from megatron_port.ext.families.known import FILE
+from megatron_port.ext.families.family import FILE
 
 FOLLOWED = ("models.", "masking_utils", "modeling_rope_utils", "modeling_layers", "cache_utils", "activations",
             "modeling_flash_attention_utils", "pytorch_utils", "integrations.moe", "integrations.sdpa_attention",

@@ -33,7 +33,7 @@ PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "megatron_port.cli.mai
            "megatron_port.cli.checkpoint", "megatron_port.core.dist.local", "megatron_port.run.loading",
            "megatron_port.run.trainer", "megatron_port.tools.plan.guard", "megatron_port.tools.plan.advice",
            "megatron_port.run.leasing", "megatron_port.run.watching", "megatron_port.tools.watch.hub_process",
-           "megatron_port.tools.watch.secret")
+           "megatron_port.tools.watch.wire")
 
 
 @dataclass(frozen=True)

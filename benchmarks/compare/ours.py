@@ -15,8 +15,8 @@ from megatron_port.core.config.conflicts import contradictions
 from megatron_port.core.config.fp8 import CONFLICTS as FP8
 from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.context import ParallelContext
 from megatron_port.core.dist.device import choose_device
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.record import record_of
 from megatron_port.core.errors import PortError
 from megatron_port.core.layers.dropout import DropoutStream

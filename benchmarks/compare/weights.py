@@ -11,8 +11,7 @@ from torch import Tensor
 
 from benchmarks.compare.sizes import Size
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.core.dist.init import initial_values
-from megatron_port.core.dist.record import InitSpec
+from megatron_port.core.dist.record import InitSpec, initial_values
 from megatron_port.core.model.shapes import parameter_shapes
 
 SEED = 1234

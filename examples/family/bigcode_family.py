@@ -7,8 +7,7 @@ are made of what the package has, so a family is two tables: what config.json sa
 from typing import Any
 
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.ext.families.family import Family, Names
-from megatron_port.ext.families.fields import Fields, activation_there
+from megatron_port.ext.families.family import Family, Fields, Names, activation_there
 
 HARMLESS = frozenset({
     "embd_pdrop",  # dropout acts in training only; ours has one probability, that of resid_pdrop

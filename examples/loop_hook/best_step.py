@@ -7,8 +7,8 @@ attempt that resumes at an earlier step forgets a later best: those steps run ag
 import json
 import math
 
-from megatron_port.core.dist.agreement import broadcast_text
-from megatron_port.core.io.atomic import write_text
+from megatron_port.core.dist.agree import broadcast_text
+from megatron_port.core.io.files import write_text
 from megatron_port.core.registry import LOOP_HOOKS
 from megatron_port.core.train.folders import run_folder
 from megatron_port.core.train.hooks import LoopHook, LoopState

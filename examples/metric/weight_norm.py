@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from megatron_port.core.dist.state import WEIGHT
+from megatron_port.core.dist.record import WEIGHT
 from megatron_port.core.io.metric import Metric
 from megatron_port.core.io.step_metrics import declare
 from megatron_port.core.registry import LOOP_HOOKS

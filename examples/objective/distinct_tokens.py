@@ -17,7 +17,7 @@ from megatron_port.core.config.conflicts import Conflict
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.data.objective import Objective, WholeSamples
 from megatron_port.core.layers.step import StepContext
-from megatron_port.core.model.gpt import GPTStage
+from megatron_port.core.model.decoder import GPTStage
 from megatron_port.core.registry import OBJECTIVES
 
 

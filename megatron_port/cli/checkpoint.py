@@ -1,25 +1,314 @@
 """``checkpoint list | show | rm | verify | diff | push | pull``: look at and copy checkpoints without a
-model or a GPU."""
+model or a GPU.
+"""
 
 from __future__ import annotations
 
 import argparse
 import shutil
 import time
+from collections.abc import Iterator
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_port.cli import checkpoint_convert
 from megatron_port.cli.arguments import add_json, add_verb, add_yes, confirm, print_json, print_table, verb_of
-from megatron_port.cli.checkpoint_diff import SUBFOLDER, diff
 from megatron_port.cli.progress import ProgressBar
+from megatron_port.core.config.plugins import import_problems
 from megatron_port.core.config.urls import expanded, is_remote, local_path, url_fault
-from megatron_port.core.errors import EXIT_CHECKPOINT, EXIT_OK, CheckpointError
+from megatron_port.core.errors import EXIT_CHECKPOINT, EXIT_OK, CheckpointError, ConfigError
+from megatron_port.core.io.logging import one_line
 from megatron_port.core.io.numbers import quantity
 
 if TYPE_CHECKING:
     from megatron_port.core.checkpoint.format import Manifest
+    from megatron_port.core.checkpoint.reader import Checkpoint
+    from megatron_port.core.config.schema import ModelConfig
+
+
+# ``checkpoint diff``: the largest difference of each tensor between two checkpoints, and settings that differ.
+
+EXIT_DIFFER = 1
+SUBFOLDER = "checkpoints"
+_SLAB = 1 << 23
+_ABSENT = object()
+
+
+def newest_of(name: str) -> Path:
+    """Return the checkpoint that ``name`` stands for: itself, or the newest whole one of a folder or a run.
+
+    A folder without a whole checkpoint is returned itself: opening it says what is wrong.
+
+    Raises:
+        ConfigError: nothing of that name.
+    """
+    from megatron_port.core.checkpoint.reader import find_latest
+    from megatron_port.core.config.run_names import run_folder_of
+
+    path = local_path(name)
+    folder = path if path.is_dir() else run_folder_of(name)
+    found = (find_latest(place) for place in (folder, folder / SUBFOLDER) if place.is_dir())
+    return next((one for one in found if one is not None), folder)
+
+
+def _compare(a: Checkpoint, b: Checkpoint, name: str, kind: str) -> tuple[float, int]:
+    """Return (largest difference, elements that differ); it is infinite where only one side is not a number."""
+    from megatron_port.core.checkpoint.slices import slabs
+
+    worst, count, infinite = 0.0, 0, float("inf")
+    for offset, size in slabs(a.shape(name, kind), _SLAB):  # constant memory for any parameter
+        x, y = (checkpoint.read(name, kind, offset, size).double() for checkpoint in (a, b))
+        unequal = (x != y) & ~(x.isnan() & y.isnan())
+        if unequal.any():
+            delta = (x[unequal] - y[unequal]).abs().nan_to_num(nan=infinite, posinf=infinite)
+            worst, count = max(worst, float(delta.max())), count + delta.numel()
+    return worst, count
+
+
+def diff(one: str, other: str, *, kind: str, tolerance: float, every: bool, as_json: bool = False) -> int:
+    """Compare the newest checkpoints at two places; return 0 or 1. Raises CheckpointError."""
+    from megatron_port.core.checkpoint.reader import open_checkpoint
+
+    a, b = open_checkpoint(newest_of(one)), open_checkpoint(newest_of(other))
+    if kind != "all" and kind not in {*a.kinds(), *b.kinds()}:
+        raise CheckpointError(f"neither checkpoint has {kind!r}; they have {', '.join(a.kinds())}")
+    settings = list(_settings(a, b))
+    kinds = sorted({*a.kinds(), *b.kinds()}) if kind == "all" else [kind]
+    verdicts = _verdicts(a, b, kinds, tolerance)
+    if as_json:
+        found = list(verdicts)
+        differing = sum(differs for _, _, _, differs in found)
+        print_json({
+            "a": {"path": a.path, "step": a.step}, "b": {"path": b.path, "step": b.step}, "settings": settings,
+            "compared": len(found), "differ": differing, "tolerance": tolerance,
+            "tensors": [{"kind": k, "name": n, "verdict": text, "differs": differs} for k, n, text, differs in found
+                        if differs or every],
+        })
+        return EXIT_DIFFER if differing else EXIT_OK
+    print(f"A: {a.path} (step {a.step})\nB: {b.path} (step {b.step})")
+    for line in settings:
+        print(f"  setting    {line}")
+    differing = compared = 0
+    for k, name, text, differs in verdicts:
+        compared, differing = compared + 1, differing + differs
+        if differs or every:
+            print(f"  {k:<10} {name:<48} {text}")
+    print(f"{differing} of {compared} tensors differ" + (f" by more than {tolerance:g}" if tolerance else ""))
+    return EXIT_DIFFER if differing else EXIT_OK
+
+
+def _verdicts(
+    a: Checkpoint, b: Checkpoint, kinds: list[str], tolerance: float
+) -> Iterator[tuple[str, str, str, bool]]:
+    """Yield (kind, name, verdict in words, whether it differs) of every tensor of either."""
+    for k in kinds:
+        in_a, in_b = dict.fromkeys(a.names(k)), dict.fromkeys(b.names(k))
+        for name in in_a | in_b:
+            yield k, name, *_verdict(a, b, name, k, tolerance, (name in in_a, name in in_b))
+
+
+def _settings(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
+    """Yield the settings, engine scalars, tokenizer and versions that differ; no tensor differs by them."""
+    for what in ("config", "layout", "scalars", "tokenizer"):
+        if what == "layout" and isinstance(a.manifest.state.config, dict) and a.manifest.state.config:
+            continue  # the configuration has it
+        yield from _leaves(what, getattr(a.manifest.state, what), getattr(b.manifest.state, what))
+    yield from _leaves("versions", dict(a.manifest.versions), dict(b.manifest.versions))
+
+
+def _leaves(name: str, a: Any, b: Any) -> Iterator[str]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in [*a, *(k for k in b if k not in a)]:
+            yield from _leaves(f"{name}.{key}", a.get(key, _ABSENT), b.get(key, _ABSENT))
+    elif a != b:
+        yield f"{one_line(name):<48} {_shown(a)} in A, {_shown(b)} in B"
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is _ABSENT else f"{value!r:.60}"
+
+
+def _verdict(
+    a: Checkpoint, b: Checkpoint, name: str, kind: str, tolerance: float, present: tuple[bool, bool]
+) -> tuple[str, bool]:
+    if not all(present):
+        return f"only in {'A' if present[0] else 'B'}", True
+    if a.shape(name, kind) != b.shape(name, kind):
+        return f"shape {a.shape(name, kind)} in A, {b.shape(name, kind)} in B", True
+    worst, count = _compare(a, b, name, kind)
+    if not count:
+        return "equal", False
+    return f"max |a - b| {worst:.3e} ({count} of {prod(a.shape(name, kind))} elements)", worst > tolerance
+
+
+# ``checkpoint export | import``: to and from Hugging Face, torch's distributed checkpoint and DeepSpeed's formats.
+
+_FORMATS = ("auto", "dcp", "universal", "megatron-deepspeed", "hf")
+_PLUGIN = ("--plugin",)
+_PLUGIN_HELP: dict[str, Any] = {
+    "action": "append", "default": [], "metavar": "MODULE",
+    "help": "hf: import a module that registers a model family; may be given several times",
+}
+
+
+def add_actions(actions: Any) -> None:
+    """Add the two actions to those of ``checkpoint``."""
+    out = actions.add_parser(
+        "export", help="write a checkpoint in another system's format",
+        description="Write a checkpoint as torch.distributed.checkpoint (dcp), DeepSpeed Universal (universal) or a "
+        "Hugging Face folder (hf): model.family, or the first family that computes what the model does. That is "
+        "checked against transformers' logits before it appears. Adapters are written as PEFT's (peft), or merged into "
+        "the weights beside which they were trained (hf).",
+    )
+    out.add_argument("source", type=expanded, metavar="SOURCE",
+                     help="a checkpoint, or a run (folder, run file or shipped name) "
+                     "whose newest is taken")
+    out.add_argument("out", type=local_path, metavar="OUT", help="a new folder")
+    out.add_argument("--to", required=True, choices=("dcp", "universal", "hf", "peft"), help="the format")
+    out.add_argument(
+        "--base", type=expanded, default="", metavar="PATH",
+        help="of a checkpoint of adapters: the weights beside which they were trained, if not where the run had them",
+    )
+    out.add_argument("--ema", action="store_true", help="write the averaged weights (optimizer.ema_decay)")
+    out.add_argument(
+        "--names", choices=("megatron", "canonical"), default="megatron",
+        help="universal: parameters named as Megatron-DeepSpeed's pipeline does (default), or as here",
+    )
+    out.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16", "float64"), default="",
+        help="hf: dtype of the weights (default: as saved, the float32 masters)",
+    )
+    out.add_argument("--shard-size", type=float, default=5.0, metavar="GB", help="hf: largest file, 10^9 bytes (5)")
+    out.add_argument(
+        "--tokenizer", type=local_path, metavar="DIR",
+        help="hf: folder with the files of the tokenizer trained with, if not where the run had it; another is refused",
+    )
+    out.add_argument("--no-tokenizer", action="store_true", help="hf: write no tokenizer")
+    out.add_argument("--skip-check", action="store_true",
+                     help="hf: do not compare with transformers' model; the card notes it")
+    out.add_argument(*_PLUGIN, **_PLUGIN_HELP)
+    into = actions.add_parser(
+        "import", help="read another system's checkpoint into this format",
+        description="Read a DCP or Universal export of ours, a Megatron-DeepSpeed checkpoint, or a Hugging Face folder "
+        "(safetensors of a registered family), and commit it as OUT/step-N, from which `train` resumes "
+        "(checkpoint.resume) or starts (checkpoint.initial_weights).",
+    )
+    into.add_argument("source", type=local_path, metavar="SOURCE", help="the checkpoint's folder")
+    into.add_argument("out", type=local_path, metavar="OUT", help="a folder for checkpoints; step-N is made in it")
+    into.add_argument("--from", dest="format", choices=_FORMATS, default="auto", help="the format (default: detect it)")
+    into.add_argument("--model", type=expanded, metavar="FILE.toml",
+                      help="a run or model file with the model that it holds")
+    into.add_argument(
+        "--vocab-size", type=int, default=0, metavar="N",
+        help="entries of the tokenizer: Megatron saves the padded size only, which is taken otherwise",
+    )
+    into.add_argument("--trust-pickle", action="store_true", help="you trust the author of the source's pickles")
+    into.add_argument("--skip-check", action="store_true",
+                      help="hf: do not compare with transformers' model, where it is installed")
+    into.add_argument("--weights-only", action="store_true", help="without the optimizer's state: step 0 of a new run")
+    into.add_argument(*_PLUGIN, **_PLUGIN_HELP)
+
+
+def run_conversion(args: argparse.Namespace) -> int:
+    """Run the chosen action; return its exit code.
+
+    Raises CheckpointError; ConfigError for the file of ``--model``, or a plugin that cannot be loaded.
+    """
+    problems = import_problems(args.plugin, "--plugin")
+    if problems:
+        raise ConfigError(problems)
+    return _export(args) if args.action == "export" else _import(args)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from megatron_port.core.checkpoint.reader import open_checkpoint
+    from megatron_port.ext.weights.merged import MergedCheckpoint
+    from megatron_port.ext.weights.readers import AveragedCheckpoint
+    from megatron_port.tools.compress.convert import plain
+    from megatron_port.tools.interop.export_dcp import export_dcp
+    from megatron_port.tools.interop.sidecar import tuning_of
+    from megatron_port.tools.interop.universal import export_universal
+
+    args.source = newest_of(args.source)
+    checkpoint = open_checkpoint(args.source)
+    if args.ema:
+        if args.to == "universal":
+            raise CheckpointError("--ema: a universal checkpoint has all state; use --to hf, dcp or peft")
+        checkpoint = AveragedCheckpoint(checkpoint)
+    if args.to == "peft":
+        return _export_peft(args, checkpoint)
+    if tuning_of(checkpoint.manifest.state.config, str(args.source)).enabled:
+        if args.to != "hf":
+            raise CheckpointError(f"{args.source} holds adapters, and {args.to} a whole model; use --to peft or hf")
+        checkpoint = MergedCheckpoint(checkpoint, args.base)
+    if args.to == "hf":
+        checkpoint = plain(checkpoint)
+        return _export_hf(args, checkpoint)
+    if args.to == "dcp":
+        export_dcp(checkpoint, args.out)
+        print(f"{args.out}: step {checkpoint.step} for torch.distributed.checkpoint.load")
+    else:
+        export_universal(checkpoint, args.out, names=args.names)
+        print(
+            f"{args.out}: step {checkpoint.step} for DeepSpeed's load_checkpoint({str(args.out)!r}) with "
+            '"checkpoint": {"load_universal": true}'
+        )
+    return EXIT_OK
+
+
+def _export_peft(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
+    from megatron_port.run.weights import open_base
+    from megatron_port.tools.interop.peft import export_peft
+
+    family = export_peft(checkpoint, args.out, cache(lambda: open_base(checkpoint, args.base).read))
+    print(f"{args.out}: step {checkpoint.step} for peft's PeftModel.from_pretrained({family} model, {str(args.out)!r})")
+    return EXIT_OK
+
+
+def _export_hf(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
+    from megatron_port.tools.interop.export_hf import export_hf
+
+    if args.shard_size <= 0:
+        raise CheckpointError(f"--shard-size {args.shard_size}: a size in GB is needed")
+    if args.tokenizer and args.no_tokenizer:
+        raise CheckpointError("--tokenizer and --no-tokenizer: give one of them")
+    with ProgressBar("export") as bar:
+        export_hf(
+            checkpoint, args.out, dtype=args.dtype, tokenizer=args.tokenizer, weights_only=args.no_tokenizer,
+            shard_bytes=int(args.shard_size * 1e9), check=not args.skip_check, note=bar.print, advance=bar,
+        )
+    print(f"{args.out}: step {checkpoint.step} for transformers' from_pretrained({str(args.out)!r})")
+    return EXIT_OK
+
+
+def _import(args: argparse.Namespace) -> int:
+    from megatron_port.tools.interop.run_import import import_checkpoint
+
+    with ProgressBar("import") as bar:
+        path = import_checkpoint(
+            args.source, args.out, form=args.format, model=_model(args.model, args.vocab_size), note=bar.print,
+            vocab_size=args.vocab_size, trusted=args.trust_pickle, weights_only=args.weights_only,
+            check=not args.skip_check, advance=bar,
+        )
+    print(f"{path}: imported; `megatron-port train run.toml --set checkpoint.resume={path}` starts from it")
+    if (path.parent / "model.toml").is_file():
+        print(f'its model is {path.parent / "model.toml"}: name it in the run\'s extends')
+    return EXIT_OK
+
+
+def _model(file: str | None, vocab_size: int) -> ModelConfig | None:
+    if file is None:
+        return None
+    from dataclasses import replace
+
+    from megatron_port.core.config.loader import load
+
+    model = load(file).config.model
+    if vocab_size < 0:
+        raise CheckpointError(f"--vocab-size {vocab_size}: a number of entries is needed")
+    return replace(model, vocab_size=vocab_size) if vocab_size else model
+
 
 _WHERE = "a run's folder, its run file or shipped name, a folder of checkpoints, or one checkpoint"
 
@@ -50,7 +339,7 @@ def add_parser(subparsers: Any) -> None:
     action.add_argument("--tolerance", type=float, default=0.0, help="differences up to this are equal (default: 0)")
     action.add_argument("--all", action="store_true", help="also list parameters that are equal")
     add_json(action)
-    checkpoint_convert.add_actions(actions)
+    add_actions(actions)
     copy = actions.add_parser("push", help="copy a checkpoint into a store, in parts, and read it back")
     copy.add_argument("directory", type=expanded, help="the checkpoint")
     copy.add_argument("url", type=expanded, help="s3://bucket/folder")
@@ -63,7 +352,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the chosen action; return its exit code. Raises CheckpointError where there is nothing to look at."""
     action = verb_of(args.action)
     if action in ("export", "import"):
-        return checkpoint_convert.run(args)
+        return run_conversion(args)
     if action in ("push", "pull"):
         return _copy(action, local_path(args.directory), args.url)
     if action == "rm":

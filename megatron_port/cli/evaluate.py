@@ -13,7 +13,7 @@ from megatron_port.cli.arguments import SOURCE_HELP, print_json, weights_folder
 from megatron_port.cli.main import add_overrides, add_rendezvous_options, on_ranks
 from megatron_port.cli.progress import ProgressBar
 from megatron_port.core.config.urls import expanded
-from megatron_port.core.dist.work import Advance, silent
+from megatron_port.core.dist.agree import Advance, silent
 from megatron_port.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def evaluate(args: argparse.Namespace, info: ProcessInfo) -> int:
         weights, [*corpus, *args.overrides], info.world_size, micro_batch=args.micro_batch_size
     )
     if args.reference:
-        from megatron_port.tools.inference.reference import reference_config
+        from megatron_port.tools.inference.model import reference_config
 
         config = reference_config(config, args.reference, args.overrides)
     if args.tasks:
@@ -113,7 +113,7 @@ def _reference(
     args: argparse.Namespace, session: Session, weights: Weights, advance: Advance
 ) -> tuple[dict[str, Any], str]:
     from megatron_port.ext.objectives.reference_losses import reference_path
-    from megatron_port.tools.inference.reference import compute_reference
+    from megatron_port.tools.inference.model import compute_reference
 
     header = compute_reference(args.reference, session, weights, advance)
     found = {"source": str(weights.path), "corpus": args.reference, "fingerprint": header.fingerprint,
@@ -124,7 +124,7 @@ def _reference(
 def _perplexity(
     args: argparse.Namespace, session: Session, weights: Weights, advance: Advance
 ) -> tuple[dict[str, Any], str]:
-    from megatron_port.core.data.rank_view import RankView
+    from megatron_port.core.data.loader import RankView
     from megatron_port.run.build import build_engine
     from megatron_port.tools.inference.perplexity import perplexity
 
@@ -156,8 +156,8 @@ def _corpus(args: argparse.Namespace, config: RunConfig) -> tuple[Samples, int]:
     import numpy as np
 
     from megatron_port.core.data.indexed import IndexedDataset
+    from megatron_port.core.data.loader import index_folder, within_documents
     from megatron_port.core.data.packing import PackedDataset
-    from megatron_port.core.data.run_datasets import index_folder, within_documents
     from megatron_port.ext.objectives.pairs import check_pairs
     from megatron_port.tools.inference.perplexity import StreamWindows
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_port import __version__
 from megatron_port.core.config.urls import expanded
-from megatron_port.core.dist.rank_zero import is_rank_zero
+from megatron_port.core.dist.agree import is_rank_zero
 from megatron_port.core.errors import ConfigError, PortError
-from megatron_port.core.io.permissions import tighten
-from megatron_port.core.io.printable import safe_output
+from megatron_port.core.io.files import tighten
+from megatron_port.core.io.logging import safe_output
 from megatron_port.core.io.variables import completing
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def exit_code_of(call: Callable[[], int], *, debug: bool = False) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE
     except Exception as e:
-        from megatron_port.core.io.unexpected import unexpected
+        from megatron_port.core.io.logging import unexpected
 
         return _reported(unexpected(e), debug)
 
@@ -180,7 +180,7 @@ def _reported(error: PortError, debug: bool) -> int:
     if debug:
         traceback.print_exception(type(error), error, error.__traceback__)
     if is_rank_zero() if error.is_reporter is None else error.is_reporter:
-        from megatron_port.core.io.redact import redact
+        from megatron_port.core.io.logging import redact
 
         print(f"error: {redact(str(error))}", file=sys.stderr)
     return error.exit_code

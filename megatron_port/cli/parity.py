@@ -19,7 +19,7 @@ from megatron_port.cli.progress import ProgressBar
 from megatron_port.core.config.layout import model_ranks
 from megatron_port.core.config.layout_name import parse_layout
 from megatron_port.core.config.urls import local_path
-from megatron_port.core.dist.rank_zero import is_rank_zero
+from megatron_port.core.dist.agree import is_rank_zero
 from megatron_port.core.errors import EXIT_NUMERICS, EXIT_OK, ConfigError, EnvironmentFault
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _apart(
 
 
 def _places(config: RunConfig) -> RoundingEmulation | None:
-    from megatron_port.core.dist.topology import Topology
+    from megatron_port.core.dist.mesh import Topology
     from megatron_port.tools.parity.emulation import RoundingEmulation
 
     layout = config.layout
@@ -152,9 +152,8 @@ def _record_single(config: RunConfig, names: Sequence[str], out: Path, *, steps:
     from megatron_port.core.config.offload import OffloadConfig
     from megatron_port.core.config.schema import ActivationsConfig
     from megatron_port.core.dist.discovery import discover
+    from megatron_port.tools.parity.emulation import ORDERS, RoundingNoise
     from megatron_port.tools.parity.recording import Order, record_orders
-    from megatron_port.tools.parity.reduction_order import ORDERS
-    from megatron_port.tools.parity.rounding_noise import RoundingNoise
 
     alone = replace(
         parse_layout("tp1pp1dp1", config.layout), zero_stage=0, shard_size=0, reshard="forward",
@@ -247,10 +246,8 @@ def _report_half(args: argparse.Namespace, config: RunConfig, out: Path) -> int:
     import torch
 
     from megatron_port.core.errors import NumericsError
-    from megatron_port.tools.parity.half_precision import SingleRuns, within_rounding
+    from megatron_port.tools.parity.emulation import ORDERS, SEEDS, SingleRuns, within_rounding
     from megatron_port.tools.parity.recording import read_recorded
-    from megatron_port.tools.parity.reduction_order import ORDERS
-    from megatron_port.tools.parity.rounding_noise import SEEDS
 
     singles = list(dict.fromkeys([PLAIN, *(_stand_in(config, layout) for layout in args.layouts)]))
     narrow = config.precision.fp8 != "none"  # of products in 8 bits ranks scale their pieces by themselves

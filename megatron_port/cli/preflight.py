@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.main import add_rendezvous_options, add_run_options, load_run, on_ranks
 from megatron_port.core.config.urls import local_path
-from megatron_port.core.dist.job import attempt_name
-from megatron_port.core.dist.slurm import expand_hosts
+from megatron_port.core.dist.launchers import attempt_name, expand_hosts
 from megatron_port.core.errors import EXIT_ENVIRONMENT, EXIT_OK, ConfigError
-from megatron_port.tools.preflight import files, preflight_report
+from megatron_port.tools.preflight import node as files
+from megatron_port.tools.preflight import verdict as preflight_report
 
 if TYPE_CHECKING:
     from megatron_port.core.dist.discovery import ProcessInfo

@@ -6,7 +6,7 @@ import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from megatron_port.core.io.printable import trusted
+from megatron_port.core.io.logging import trusted
 
 if TYPE_CHECKING:
     from tqdm import tqdm

@@ -34,7 +34,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the report; 0. ConfigError: a folder is not a run's."""
     from megatron_port.core.config.run_names import run_folder_of
-    from megatron_port.core.io.atomic import write_bytes
+    from megatron_port.core.io.files import write_bytes
     from megatron_port.tools.report.run_data import read_run
     from megatron_port.tools.report.run_report import render
 

@@ -73,9 +73,8 @@ def run(args: argparse.Namespace) -> int:
 def _discover(config: RunConfig, args: argparse.Namespace) -> ProcessInfo:
     """Return this rank's process info. Launcher faults are recorded for the job script too: it must not try again."""
     from megatron_port.core.dist.discovery import discover
-    from megatron_port.core.dist.job import attempt_name
-    from megatron_port.core.dist.slurm import step_rank
-    from megatron_port.tools.launch.outcome import record_failure
+    from megatron_port.core.dist.launchers import attempt_name, step_rank
+    from megatron_port.tools.launch.attempts import record_failure
 
     try:
         return discover(master_addr=args.master_addr, master_port=args.master_port)
@@ -101,9 +100,9 @@ def _modules(config: RunConfig) -> list[str]:
 def train(config: RunConfig, info: ProcessInfo) -> int:
     """Train on one rank; return its exit code."""
     from megatron_port.api import run_training
-    from megatron_port.core.dist.job import attempt_name
-    from megatron_port.core.io.unexpected import unexpected
-    from megatron_port.tools.launch.outcome import FAILURES
+    from megatron_port.core.dist.launchers import attempt_name
+    from megatron_port.core.io.logging import unexpected
+    from megatron_port.tools.launch.attempts import FAILURES
 
     try:
         outcome = run_training(config, info)

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         out.append(f"--repeats {args.repeats}: from 1 to {MOST}")
     if out:
         raise ConfigError(out)
-    from megatron_port.tools.tune.space import best_legal, make_space
+    from megatron_port.tools.tune.strategies import best_legal, make_space
 
     loaded = load_run(args)
     space = make_space(loaded.config, world_size=args.nproc, nodes=args.nodes)
@@ -103,11 +103,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace, loaded: Any, space: Any) -> int:
-    from megatron_port.tools.tune.lease import hold_folder
     from megatron_port.tools.tune.results import Results
     from megatron_port.tools.tune.strategies import make_strategy
     from megatron_port.tools.tune.trial import choose_launcher, run_trial
-    from megatron_port.tools.tune.tuner import render, tune
+    from megatron_port.tools.tune.tuner import hold_folder, render, tune
 
     config = space.config
     launcher = choose_launcher(args.nproc)

@@ -9,32 +9,28 @@ import torch
 
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.objective import objective_of
-from megatron_port.core.dist.buffers import recorded_buffers
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.init import initial_reader
-from megatron_port.core.dist.progress import ProgressTracker
-from megatron_port.core.dist.record import record_of
-from megatron_port.core.dist.state import StateReader
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.collectives import recorded_buffers
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
+from megatron_port.core.dist.process import ProgressTracker
+from megatron_port.core.dist.record import StateReader, initial_reader, record_of
 from megatron_port.core.engine.api import Engine
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.activation_sites import decided, layer_choices
 from megatron_port.core.model.build import BuildContext, BuildOptions
+from megatron_port.core.model.decoder import GPTStage
 from megatron_port.core.model.flops import unit_costs
-from megatron_port.core.model.gpt import GPTStage
 from megatron_port.core.model.shapes import parameter_shapes
-from megatron_port.core.optim.parameter_groups import check_groups, set_parameter_groups
-from megatron_port.core.optim.unit_gather import without_memory
-from megatron_port.core.pipeline.partition import balanced_layers
+from megatron_port.core.optim.rules import check_groups, set_parameter_groups
+from megatron_port.core.optim.zero3 import without_memory
+from megatron_port.core.pipeline.simulate import balanced_layers
 from megatron_port.core.registry import LOSSES
 from megatron_port.ext.kernels.providers import Providers
-from megatron_port.ext.weights.adapter_reader import InitialAdapters
-from megatron_port.ext.weights.adapter_spec import adapter_parameters
-from megatron_port.ext.weights.adapters import freeze_all_but_adapters
+from megatron_port.ext.weights.adapters import InitialAdapters, adapter_parameters, freeze_all_but_adapters
+from megatron_port.ext.weights.readers import SparseWeights
 from megatron_port.ext.weights.shared_layers import shared_layers
-from megatron_port.ext.weights.sparse_reader import SparseWeights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 

@@ -12,11 +12,11 @@ from megatron_port.core.config.dump import as_dict, config_hash, leaves
 from megatron_port.core.config.same_model import with_sizes
 from megatron_port.core.config.schema import BatchConfig, ModelConfig, MoEConfig, OptimizerConfig, RunConfig
 from megatron_port.core.data.loader import Loaders
-from megatron_port.core.dist.state import BUFFER, WEIGHT
+from megatron_port.core.dist.record import BUFFER, WEIGHT
 from megatron_port.core.errors import ConfigError, DataError
 from megatron_port.core.optim.schedules import BatchSchedule, learning_rate
-from megatron_port.ext.corpora.fingerprint import changes
 from megatron_port.ext.corpora.tokenizer import NAMES, identity
+from megatron_port.ext.corpora.verify import changes
 
 JUMP = 1.5
 """A learning rate that changes at the resume by more than this factor, up or down, is announced as a jump."""

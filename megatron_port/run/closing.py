@@ -6,8 +6,8 @@ import statistics
 import time
 
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.job import attempt_name
-from megatron_port.core.dist.signals import block_signals
+from megatron_port.core.dist.launchers import attempt_name
+from megatron_port.core.dist.process import block_signals
 from megatron_port.core.model.flops import attention_counted
 from megatron_port.core.optim.schedules import learning_rate
 from megatron_port.core.train.agreement import check_lease
@@ -15,7 +15,7 @@ from megatron_port.core.train.folders import run_folder
 from megatron_port.core.train.hooks import Ending, LoopHook, LoopState
 from megatron_port.ext.telemetry.reporting import Reporting
 from megatron_port.run.provenance import record_event
-from megatron_port.tools.launch.outcome import FINISHED, SAVED, AttemptOutcome, write_outcome
+from megatron_port.tools.launch.attempts import FINISHED, SAVED, AttemptOutcome, write_outcome
 
 
 class Closing(LoopHook):

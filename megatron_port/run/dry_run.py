@@ -17,9 +17,9 @@ from megatron_port.core.config.checks import check, resolve
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.loader import build_loaders
 from megatron_port.core.data.objective import objective_of
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.record import ParameterRecord, record_of
-from megatron_port.core.dist.topology import Topology
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.step import StepSlot
@@ -29,7 +29,7 @@ from megatron_port.core.model.shapes import parameter_shapes
 from megatron_port.core.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.ext.corpora.document_length import with_document_length
 from megatron_port.ext.kernels.providers import torch_providers
-from megatron_port.ext.weights.adapter_spec import adapter_parameters
+from megatron_port.ext.weights.adapters import adapter_parameters
 from megatron_port.run.build import build_model, check_parameter_groups, layers_by_chunk, topology_of
 from megatron_port.run.weights import open_initial
 from megatron_port.tools.interop.hf_config import another_family

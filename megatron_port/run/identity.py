@@ -23,7 +23,7 @@ from megatron_port.core.config.dump import config_hash
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.lease import Fence
 from megatron_port.core.errors import CheckpointError
-from megatron_port.core.io.atomic import write_bytes
+from megatron_port.core.io.files import write_bytes
 from megatron_port.core.io.typed_json import Seconds, read_optional
 from megatron_port.ext.telemetry.declared import FILE_NAME as DECLARED
 from megatron_port.tools.report.run_data import IDENTITY, PREVIOUS

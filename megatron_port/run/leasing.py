@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from megatron_port.core.checkpoint.disk import disk_error
 from megatron_port.core.checkpoint.lineage import Committer
-from megatron_port.core.checkpoint.tidying import remove_leftovers
-from megatron_port.core.dist.agreement import agreed, broadcast_text
+from megatron_port.core.checkpoint.writer import remove_leftovers
+from megatron_port.core.dist.agree import agreed, broadcast_text
 from megatron_port.core.dist.lease import Fence, Lease, acquire, refuse_array_in_one_folder
 from megatron_port.core.errors import PortError
 from megatron_port.core.train.folders import FOLDER, run_folder

@@ -16,9 +16,8 @@ from megatron_port.core.config.same_model import model_differences, tuning_diffe
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.config.sparsity import NO_SPARSITY
 from megatron_port.core.data.objective import objective_of
-from megatron_port.core.dist.agreement import agree, agreed
-from megatron_port.core.dist.record import ParameterRecord
-from megatron_port.core.dist.state import BUFFER, WEIGHT
+from megatron_port.core.dist.agree import agree, agreed
+from megatron_port.core.dist.record import BUFFER, WEIGHT, ParameterRecord
 from megatron_port.core.engine.api import Engine
 from megatron_port.core.engine.module import zero_moments
 from megatron_port.core.errors import CheckpointError, ConfigError, DamagedCheckpoint, PortError
@@ -26,7 +25,7 @@ from megatron_port.core.model.shapes import parameter_shapes
 from megatron_port.core.optim.rules import OptimizerRule, rule_of, state_kinds
 from megatron_port.core.train.hooks import LoopState
 from megatron_port.ext.memory.saved_state import state_records
-from megatron_port.ext.weights.adapter_spec import adapter_parameters
+from megatron_port.ext.weights.adapters import adapter_parameters
 from megatron_port.run.changes import changes_since, check_batch, check_data_fingerprint, starts_fresh
 from megatron_port.run.session import Session
 from megatron_port.run.weights import base_identity, carry_companions, load_initial, resumed_reader

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 from megatron_port.core.checkpoint.lineage import Committer
-from megatron_port.core.checkpoint.peers import peers_of
-from megatron_port.core.dist.agreement import agreed
-from megatron_port.core.dist.progress import SAVE
+from megatron_port.core.checkpoint.writer import peers_of
+from megatron_port.core.dist.agree import agreed
+from megatron_port.core.dist.process import SAVE
 from megatron_port.core.engine.api import Engine
 from megatron_port.core.errors import CheckpointError
 from megatron_port.core.train.agreement import check_lease

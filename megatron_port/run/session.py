@@ -16,15 +16,14 @@ from megatron_port.core.config.checks import problems, resolve
 from megatron_port.core.config.elastic import elastic_layout
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.objective import objective_of
-from megatron_port.core.dist import process_group
-from megatron_port.core.dist.agreement import agreed, attempt
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist import start as process_group
+from megatron_port.core.dist.agree import agreed, attempt, explain_peer_failure
 from megatron_port.core.dist.device import DeviceInfo, choose_device, describe_device
 from megatron_port.core.dist.discovery import ProcessInfo
 from megatron_port.core.dist.fingerprint import Fingerprint
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.lease import Fence
-from megatron_port.core.dist.peers import explain_peer_failure
-from megatron_port.core.dist.progress import COMMUNICATOR, START, ProgressTracker
+from megatron_port.core.dist.process import COMMUNICATOR, START, ProgressTracker
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.io.logging import Logger
 from megatron_port.core.registry import OWN_UPDATES

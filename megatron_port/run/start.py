@@ -9,9 +9,9 @@ from megatron_port.core.checkpoint.lineage import Committer
 from megatron_port.core.checkpoint.reader import Checkpoint
 from megatron_port.core.config.dump import to_toml
 from megatron_port.core.data.loader import Loaders, build_loaders
-from megatron_port.core.dist.agreement import agreed
+from megatron_port.core.dist.agree import agreed
 from megatron_port.core.dist.positions import sequence_partition
-from megatron_port.core.io.atomic import write_bytes
+from megatron_port.core.io.files import write_bytes
 from megatron_port.core.model.activation_sites import layer_choices
 from megatron_port.core.model.flops import counted
 from megatron_port.core.optim.schedules import BatchSchedule

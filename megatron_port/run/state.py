@@ -10,13 +10,12 @@ from typing import Any
 
 from megatron_port.core.checkpoint.format import Manifest, SavedState, read_manifest, step_of
 from megatron_port.core.checkpoint.lineage import Committer
-from megatron_port.core.checkpoint.peers import peers_of
 from megatron_port.core.checkpoint.reader import checkpoints_in
-from megatron_port.core.checkpoint.writer import save_checkpoint
+from megatron_port.core.checkpoint.writer import peers_of, save_checkpoint
 from megatron_port.core.config.dump import as_dict, config_hash
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.config.urls import is_remote
-from megatron_port.core.dist.agreement import agreed, broadcast_text
+from megatron_port.core.dist.agree import agreed, broadcast_text
 from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.engine.api import Engine
 from megatron_port.core.errors import CheckpointError

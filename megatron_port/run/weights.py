@@ -18,30 +18,40 @@ from megatron_port.core.config.same_model import model_differences, upcycling_di
 from megatron_port.core.config.schema import ModelConfig, RunConfig
 from megatron_port.core.config.sparsity import NO_SPARSITY
 from megatron_port.core.data.objective import objective_of
-from megatron_port.core.dist.agreement import agreed
-from megatron_port.core.dist.state import StateReader
+from megatron_port.core.dist.agree import agreed
+from megatron_port.core.dist.record import StateReader
 from megatron_port.core.engine.api import Engine
 from megatron_port.core.errors import CheckpointError, DataError
 from megatron_port.core.model.shapes import LAST_STEP, parameter_shapes
 from megatron_port.core.train.folders import FOLDER, run_folder
-from megatron_port.ext.corpora.tokenizer import get_tokenizer
+from megatron_port.ext.corpora.tokenizer import get_tokenizer, piece_named, settings_beside
+from megatron_port.ext.corpora.tokenizer import load as load_tokenizer
 from megatron_port.ext.corpora.tokenizer_base import Tokenizer
-from megatron_port.ext.corpora.tokenizer_files import load as load_tokenizer
-from megatron_port.ext.corpora.tokenizer_files import piece_named, settings_beside
-from megatron_port.ext.weights.adapter_reader import InitialAdapters, MergedWeights, over_base
-from megatron_port.ext.weights.adapter_spec import adapter_parameters
-from megatron_port.ext.weights.averaged import AveragedCheckpoint
-from megatron_port.ext.weights.base_weights import check_base, fingerprint
-from megatron_port.ext.weights.sparse_reader import SparseWeights
-from megatron_port.ext.weights.upcycled_reader import UpcycledWeights
+from megatron_port.ext.weights.adapters import InitialAdapters, MergedWeights, adapter_parameters, over_base
+from megatron_port.ext.weights.readers import (
+    AveragedCheckpoint,
+    SparseWeights,
+    UpcycledWeights,
+    check_base,
+    fingerprint,
+)
 from megatron_port.run.document_starts import check_document_starts
 from megatron_port.tools.interop.hf_files import HFFolder, is_hf
 from megatron_port.tools.interop.hf_tokenizer import kept_files
-from megatron_port.tools.interop.import_hf import KEPT, copy_companions
-from megatron_port.tools.interop.import_peft import PeftFolder
 from megatron_port.tools.interop.model_at import checkpoint_at, nothing_at
-from megatron_port.tools.interop.pinned_chat import PinnedChat, end_ids, folder_chat, pinned_chat
-from megatron_port.tools.interop.pinned_tokenizer import FILES, Trained, pinned_file, tokenizer_in, trained_with
+from megatron_port.tools.interop.peft import PeftFolder
+from megatron_port.tools.interop.pinned import (
+    FILES,
+    PinnedChat,
+    Trained,
+    end_ids,
+    folder_chat,
+    pinned_chat,
+    pinned_file,
+    tokenizer_in,
+    trained_with,
+)
+from megatron_port.tools.interop.run_import import KEPT, copy_companions
 from megatron_port.tools.interop.sidecar import model_of, tuning_of
 
 if TYPE_CHECKING:

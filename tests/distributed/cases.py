@@ -26,19 +26,24 @@ from megatron_port.core.config.schema import (
     RunConfig,
 )
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.data.rank_view import RankView
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.data.loader import RankView
 from megatron_port.core.dist.device import choose_device
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.ext.kernels.choose import choose_providers
 from megatron_port.ext.kernels.providers import Providers
 from megatron_port.run.build import DTYPES, build_engine, with_shared_layers
-from megatron_port.tools.parity import half_precision
+from megatron_port.tools.parity import emulation as half_precision
 from megatron_port.tools.parity.comparison import Deviation, Run
-from megatron_port.tools.parity.emulation import RoundingEmulation
-from megatron_port.tools.parity.reduction_order import ORDERS, REORDERINGS, Reordering, apply_reduction_order
-from megatron_port.tools.parity.rounding_noise import RoundingNoise
+from megatron_port.tools.parity.emulation import (
+    ORDERS,
+    REORDERINGS,
+    Reordering,
+    RoundingEmulation,
+    RoundingNoise,
+    apply_reduction_order,
+)
 from megatron_port.tools.parity.run_record import RankTrace, record_run
 
 LR = 1e-2

@@ -29,7 +29,7 @@ from megatron_port.core.config.offload import OffloadConfig
 from megatron_port.core.config.quantisation import CONFLICTS
 from megatron_port.core.config.schema import MoEConfig, QuantisationConfig, RunConfig, SparsityConfig
 from megatron_port.core.config.sparsity import GROUP, inputs
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.mesh import Topology
 
 GPT: dict[str, Any] = {"hidden_dropout": 0.1}
 LLAMA: dict[str, Any] = {

@@ -19,11 +19,11 @@ from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.data.format import CorpusMeta, idx_path
 from megatron_port.core.data.loader import build_loaders
 from megatron_port.core.data.writer import IndexedWriter
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.positions import sequence_partition
 from megatron_port.core.optim.schedules import BatchSchedule
+from megatron_port.tools.parity.emulation import Reordering
 from megatron_port.tools.parity.recording import regroup
-from megatron_port.tools.parity.reduction_order import Reordering
 
 KINDS = {"short": 12, "mixed": 90, "masked": 40}
 """Corpora of each vocabulary, and the longest documents of each; of the masked one some labels do not count."""

@@ -28,8 +28,8 @@ from megatron_port.core.checkpoint.writer import save_checkpoint
 from megatron_port.core.config.distillation import DistillationConfig
 from megatron_port.core.config.dump import as_dict
 from megatron_port.core.config.schema import ModelConfig, MoEConfig, RunConfig
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.run.build import build_engine
 from megatron_port.run.state import Position, saved_records, shapes_of, state_of
 

@@ -27,8 +27,8 @@ from pool import RankPool
 
 from megatron_port.core.config.schema import ActivationsConfig, LayoutConfig, ModelConfig, RunConfig
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.model import rotary
 from megatron_port.core.model.spec import Rotation
 from megatron_port.tools.parity.comparison import Deviation, Run, Tolerance, compare

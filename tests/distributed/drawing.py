@@ -19,7 +19,7 @@ from drawing_rules import ruled
 from megatron_port.core.config.fine_tuning import FineTuningConfig, targets_of
 from megatron_port.core.config.offload import OffloadConfig
 from megatron_port.core.config.schema import ActivationsConfig, BatchConfig, LayoutConfig, RunConfig
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.model.activation_sites import RECOMPUTED, REPLICATED, SITES, choice
 
 STEPS = 3

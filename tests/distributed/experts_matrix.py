@@ -26,7 +26,7 @@ from cases import make_config
 from experts import PRESETS, ExpertDraw, legal_ep, run_draws
 
 from megatron_port.core.config.schema import MoEConfig
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.mesh import Topology
 
 STEPS = 20
 EXPERTS = 8

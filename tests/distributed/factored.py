@@ -22,7 +22,7 @@ from fuzz import record, record_parser
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.low_rank import factored_shapes
 from megatron_port.core.config.schema import MoEConfig
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.mesh import Topology
 
 LLAMA: dict[str, Any] = {
     "position_embedding": "rope", "normalization": "rmsnorm", "activation": "swiglu", "add_bias": False,

@@ -23,7 +23,7 @@ from pool import RankPool
 
 from megatron_port.core.config.attention import MaskNeeds
 from megatron_port.core.config.schema import ActivationsConfig, LayoutConfig, RunConfig
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.optim.schedules import learning_rate
 from megatron_port.tools.parity.comparison import FP32, FP64, Deviation, Run, compare
 from megatron_port.tools.parity.run_record import RankTrace

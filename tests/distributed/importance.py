@@ -10,10 +10,10 @@ import torch
 from cases import providers_of
 
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.data.rank_view import RankView
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.state import StateReader
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.data.loader import RankView
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
+from megatron_port.core.dist.record import StateReader
 from megatron_port.run.build import build_engine
 from megatron_port.tools.compress.importance import measure_importance
 from megatron_port.tools.inference.perplexity import StreamWindows

@@ -13,10 +13,9 @@ from torch import nn
 
 from megatron_port.core.config.schema import LayoutConfig
 from megatron_port.core.dist.collectives import Started
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.init import initial_values
-from megatron_port.core.dist.record import InitSpec, Shard, make_record, record_of
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
+from megatron_port.core.dist.record import InitSpec, Shard, initial_values, make_record, record_of
 from megatron_port.core.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.embedding import VocabParallelEmbedding, padded_vocab_size, vocab_parameter

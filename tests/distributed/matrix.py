@@ -16,7 +16,7 @@ from cases import make_config
 from drawing import Draw
 from fuzz import run_resumable
 
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.mesh import Topology
 
 LAYOUTS = [*itertools.product((1, 2), (1, 2), (1, 2)), (1, 4, 1), (2, 4, 1)]
 """(tp, pp, dp)"""

@@ -21,7 +21,7 @@ from cases import sample_tokens
 from torch import nn
 
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.mesh import Topology
 
 
 class ModelType(enum.Enum):

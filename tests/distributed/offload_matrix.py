@@ -22,8 +22,8 @@ from pool import RankPool
 from megatron_port.core.config.conflicts import contradictions
 from megatron_port.core.config.offload import CONFLICTS, OffloadConfig
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.run.build import build_engine
 

@@ -24,7 +24,7 @@ from offload_matrix import Steps, advance, engine_of, offloaded
 from pool import RankFailed, RankPool
 
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.mesh import Topology
 
 STATE_BYTES = 18
 """Per parameter: weight 2, gradient 4, master and two moments 12."""

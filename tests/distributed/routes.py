@@ -34,19 +34,23 @@ from pool import RankPool
 from megatron_port.core.config.moe import RoutesConfig
 from megatron_port.core.config.schema import ModelConfig, RunConfig
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.lease import Fence
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.layers.expert_choice import Routed
 from megatron_port.core.model.router import Route, Router
 from megatron_port.ext.telemetry.routes import RunRoutes
 from megatron_port.run.build import build_engine
-from megatron_port.tools.parity import half_precision
+from megatron_port.tools.parity import emulation as half_precision
 from megatron_port.tools.parity.comparison import ROUNDOFF, Deviation, Run
-from megatron_port.tools.parity.emulation import RoundingEmulation
-from megatron_port.tools.parity.reduction_order import ORDERS, Reordering, apply_reduction_order
-from megatron_port.tools.parity.rounding_noise import RoundingNoise
+from megatron_port.tools.parity.emulation import (
+    ORDERS,
+    Reordering,
+    RoundingEmulation,
+    RoundingNoise,
+    apply_reduction_order,
+)
 from megatron_port.tools.parity.run_record import RankTrace, record_run
 
 STEPS = 2

@@ -16,7 +16,7 @@ from fuzz import run_resumable
 from test_rules import EXPERTS, LAYOUTS, LLAMA, RULES, TIED, config_of
 
 from megatron_port.core.config.fine_tuning import FineTuningConfig
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.mesh import Topology
 
 MORE: dict[str, tuple[dict[str, Any], Topology, dict[str, Any]]] = {
     "one process": (LLAMA, Topology(), {}),

@@ -15,7 +15,7 @@ from pool import RankPool
 from megatron_port.core.config.fine_tuning import FineTuningConfig
 from megatron_port.core.config.offload import OffloadConfig
 from megatron_port.core.config.schema import MoEConfig, RunConfig
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.tools.parity.comparison import FP64, Run, compare
 
 LLAMA = {

@@ -10,17 +10,15 @@ from pool import RankFailed, RankPool
 from torch import nn
 
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.progress import ProgressTracker
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
+from megatron_port.core.dist.process import ProgressTracker
 from megatron_port.core.engine.native_passes import BackwardTarget, Passes, StepWork
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.linear import WgradAccumulator
 from megatron_port.core.layers.step import StepSlot
-from megatron_port.core.pipeline.boundary import Boundary
-from megatron_port.core.pipeline.runner import Runner
+from megatron_port.core.pipeline.runner import Boundary, Runner, StageLink
 from megatron_port.core.pipeline.schedules import make_schedule
-from megatron_port.core.pipeline.transfer import StageLink
 
 WIDTH, SEQ, MICRO_BATCHES = 6, 5, 4
 BOUNDARY = Boundary.of({

@@ -17,7 +17,7 @@ from importance import calibration, measure_all, measured
 from pool import RankPool
 
 from megatron_port.core.config.schema import LayoutConfig, MoEConfig, RunConfig
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.run.weights import open_weights
 from megatron_port.tools.parity.comparison import FP64, Run, compare
 

@@ -8,7 +8,7 @@ from compressed import CHANGES, FEW_BITS, CompressedDraw, combined_draw, draw, f
 from fuzz import failures, run_draws
 from pool import RankPool
 
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.mesh import Topology
 
 
 def draws(ranks: int) -> list[CompressedDraw]:

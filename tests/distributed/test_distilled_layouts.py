@@ -12,7 +12,7 @@ from fuzz import failures, run_draws
 from pool import RankPool
 
 from megatron_port.core.config.fine_tuning import FineTuningConfig
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.ext.objectives.distillation import Objective, vocab_parallel_distillation
 from megatron_port.ext.objectives.vocab_top import vocab_parallel_top
 

@@ -11,7 +11,7 @@ from drawing import Draw
 from fuzz import failures, run_draws
 from pool import RankPool
 
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.mesh import Topology
 
 ROPE = {"position_embedding": "rope", "normalization": "rmsnorm", "activation": "swiglu", "add_bias": False}
 CASES: list[tuple[Topology, dict[str, Any], dict[str, Any], bool]] = [

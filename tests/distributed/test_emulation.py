@@ -13,11 +13,10 @@ from cases import Order, RoundingEmulation, make_config, run_case, run_cases, si
 from pool import RankPool
 
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.layers import linear
 from megatron_port.tools.parity.comparison import FIRST_STEP, FP32, NOISE_FACTOR, Run, compare
-from megatron_port.tools.parity.emulation import SplitSumLinearKernels, ring_sum
-from megatron_port.tools.parity.rounding_noise import RoundingNoise
+from megatron_port.tools.parity.emulation import RoundingNoise, SplitSumLinearKernels, ring_sum
 from megatron_port.tools.parity.run_record import RankTrace
 
 LLAMA = {"activation": "swiglu", "normalization": "rmsnorm", "add_bias": False, "num_query_groups": 4,

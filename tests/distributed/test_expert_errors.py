@@ -15,9 +15,9 @@ from experts import ExpertTrace, run_rank
 from pool import RankPool
 
 from megatron_port.core.config.schema import MoEConfig, RunConfig
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.state import StatePiece
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
+from megatron_port.core.dist.record import StatePiece
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import NumericsError
 from megatron_port.core.layers.experts import Dispatched, plan_exchange, send_home

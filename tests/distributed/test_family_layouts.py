@@ -13,7 +13,7 @@ from drawing import Draw
 from fuzz import failures, run_draws
 from pool import RankPool
 
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.ext.families import family_named, family_names
 from megatron_port.tools.interop.hf_config import model_from_hf
 

@@ -15,8 +15,8 @@ from pool import RankPool
 
 from megatron_port.core.config.fine_tuning import FineTuningConfig
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.layers import linear_kernels
 from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.run.build import build_engine

@@ -14,9 +14,9 @@ from pool import RankPool
 from torch import Tensor, nn
 
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.record import InitSpec, record_of
-from megatron_port.core.dist.topology import Topology
 from megatron_port.core.layers.linear import ColumnParallelLinear, RowParallelLinear, WgradAccumulator
 from megatron_port.core.layers.linear_kernels import make_linear_kernels
 from megatron_port.ext.kernels.fp8 import OCP, Fp8, reference_scaled_mm

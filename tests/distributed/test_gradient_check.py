@@ -12,8 +12,8 @@ from cases import LR, make_batches, make_config
 from pool import RankPool
 
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.ext.health.gradient_check import SUM_ROW, RowSums, allowed
 from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.run.build import build_engine

@@ -17,18 +17,17 @@ from cases import make_batches, make_config, providers_of, sample_tokens
 from pool import RankPool
 
 from megatron_port.core.checkpoint.format import SavedState
-from megatron_port.core.checkpoint.peers import peers_of
 from megatron_port.core.checkpoint.reader import open_checkpoint
-from megatron_port.core.checkpoint.writer import save_checkpoint
+from megatron_port.core.checkpoint.writer import peers_of, save_checkpoint
 from megatron_port.core.config.checks import resolve
 from megatron_port.core.config.dump import as_dict
 from megatron_port.core.config.schema import ModelConfig, RunConfig
-from megatron_port.core.data.rank_view import RankView
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.data.loader import RankView
 from megatron_port.core.dist.device import choose_device
 from megatron_port.core.dist.discovery import ProcessInfo
-from megatron_port.core.dist.state import BUFFER, WEIGHT
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
+from megatron_port.core.dist.record import BUFFER, WEIGHT
 from megatron_port.core.io.logging import Logger
 from megatron_port.core.model.shapes import buffer_shapes, parameter_shapes
 from megatron_port.core.optim.rules import mixed_kinds

@@ -13,16 +13,16 @@ from cases import make_batches, make_config, providers_of
 from megatron_like import Source
 from pool import RankPool
 
+from megatron_port.core.checkpoint.format import plain
 from megatron_port.core.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron_port.core.checkpoint.schema import plain
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.errors import CheckpointError
 from megatron_port.run.build import build_engine
-from megatron_port.tools.interop.export_universal import export_universal
 from megatron_port.tools.interop.names import megatron_names
 from megatron_port.tools.interop.run_import import import_checkpoint
+from megatron_port.tools.interop.universal import export_universal
 
 STEPS, MORE = 2, 3
 WAIT_S = 400.0

@@ -20,10 +20,9 @@ from layer_bench import DRAWS, Bench, Case, deviation, edge_ids, faults, on_rank
 from pool import RankPool
 
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.mesh import REPLICAS
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import REPLICAS, Topology
 from megatron_port.core.dist.record import ParameterRecord
-from megatron_port.core.dist.topology import Topology
 from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.run.build import build_engine
 from megatron_port.tools.parity.comparison import FP64, Run, compare

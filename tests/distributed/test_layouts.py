@@ -11,7 +11,7 @@ from fuzz import failures, run_draws
 from matrix import LAYOUTS, replica_matrix, schedule_matrix
 from pool import RankPool
 
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.mesh import Topology
 
 
 def variants() -> list[tuple[dict, dict]]:

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from lazy_communicators import emulate
 from pool import RankFailed, RankPool
 
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.progress import ProgressTracker
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
+from megatron_port.core.dist.process import ProgressTracker
 from megatron_port.core.errors import EnvironmentFault
 from megatron_port.run.build import build_engine
 

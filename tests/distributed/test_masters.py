@@ -29,8 +29,8 @@ from megatron_port.core.config.schema import (
     RunConfig,
 )
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.ext.deepspeed.deepspeed_engine import DeepSpeedEngine
 from megatron_port.run.build import build_engine
 

@@ -22,11 +22,11 @@ from torch.overrides import TorchFunctionMode
 from megatron_port.core.config.moe import MoEConfig
 from megatron_port.core.config.schema import BatchConfig, LayoutConfig, ModelConfig, PrecisionConfig, RunConfig
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.context import ParallelContext
 from megatron_port.core.dist.counter import key_of
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.positions import WHOLE_SEQUENCE
-from megatron_port.core.dist.state import StateReader
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.record import StateReader
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.step import StepShared, StepSlot, Tallies
@@ -34,7 +34,7 @@ from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.router import Router, tally_specs
 from megatron_port.core.model.shapes import parameter_shapes
-from megatron_port.core.optim.loss_scale import LossScaler
+from megatron_port.core.optim.gradients import LossScaler
 from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.run.build import build_engine
 

@@ -13,9 +13,9 @@ from cases import LR, make_batches, make_config, providers_of, run_cases, single
 from pool import RankPool
 
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.state import StatePiece, StateReader
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
+from megatron_port.core.dist.record import StatePiece, StateReader
 from megatron_port.run.build import build_engine
 from megatron_port.tools.parity.comparison import FP64, Run, compare
 

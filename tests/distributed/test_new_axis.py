@@ -17,9 +17,8 @@ from pool import RankPool
 
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist import mesh as mesh_module
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.mesh import Mesh
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Mesh, Topology
 from megatron_port.ext.health.replicas import check_replicas
 from megatron_port.run.build import build_engine
 from megatron_port.tools.parity.comparison import FP64, Run, compare

@@ -11,12 +11,11 @@ from pool import RankPool
 from stream_order import OrderChecker
 
 from megatron_port.core.checkpoint.format import SavedState
-from megatron_port.core.checkpoint.peers import peers_of
 from megatron_port.core.checkpoint.reader import open_checkpoint
-from megatron_port.core.checkpoint.writer import save_checkpoint
+from megatron_port.core.checkpoint.writer import peers_of, save_checkpoint
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.device_streams import observed_by
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.model.shapes import parameter_shapes
 
 

@@ -19,11 +19,11 @@ from megatron_port.core.config.fine_tuning import FineTuningConfig
 from megatron_port.core.config.schema import LayoutConfig, RunConfig, TrainingConfig
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.data.indexed import CorpusMeta, IndexedDataset, IndexedWriter
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.run.build import build_engine
-from megatron_port.tools.inference.reference import WholeDocuments, log_probabilities
+from megatron_port.tools.inference.model import WholeDocuments, log_probabilities
 from megatron_port.tools.parity.comparison import FP64, Run, compare
 from megatron_port.tools.parity.run_record import RankTrace
 

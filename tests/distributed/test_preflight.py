@@ -20,7 +20,8 @@ from megatron_port.core.config.schema import BackendConfig, PreflightConfig, Run
 from megatron_port.core.dist.discovery import ProcessInfo
 from megatron_port.core.errors import EnvironmentFault
 from megatron_port.run.build import topology_of
-from megatron_port.tools.preflight import exchange, groups, network
+from megatron_port.tools.preflight import exchange, network
+from megatron_port.tools.preflight import network as groups
 from megatron_port.tools.preflight.exchange import gather_place
 from megatron_port.tools.preflight.network import NetworkResult, Sizes, check_network, render
 from megatron_port.tools.preflight.session import network_check

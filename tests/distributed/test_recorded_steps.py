@@ -11,7 +11,7 @@ from step_tape import TapeRecorder
 
 from megatron_port.core.config.fine_tuning import FineTuningConfig
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.mesh import Topology
 
 CASES = {
     "zero 1": (case("fp16", 1), Topology(1, 1, 2)),

@@ -8,7 +8,7 @@ import pytest
 from cases import REORDERINGS, Order, RoundingEmulation, make_config, single_run
 
 from megatron_port.core.config.schema import QuantisationConfig
-from megatron_port.tools.parity.reduction_order import Reordering
+from megatron_port.tools.parity.emulation import Reordering
 
 GPT = {"tie_embeddings": True, "hidden_dropout": 0.1, "shared_layers": 2}
 LLAMA = {"activation": "swiglu", "normalization": "rmsnorm", "add_bias": False, "num_query_groups": 2,

@@ -14,14 +14,13 @@ from cases import make_config
 from pool import RankPool
 
 from megatron_port.core.checkpoint.format import SavedState, directory_name
-from megatron_port.core.checkpoint.peers import peers_of
 from megatron_port.core.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron_port.core.checkpoint.writer import save_checkpoint
+from megatron_port.core.checkpoint.writer import peers_of, save_checkpoint
 from megatron_port.core.config.schema import MoEConfig, RunConfig
 from megatron_port.core.data.loader import build_loaders
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.positions import sequence_partition
-from megatron_port.core.dist.topology import Topology
 from megatron_port.core.engine.api import Engine, StepResult
 from megatron_port.core.model.shapes import buffer_shapes, parameter_shapes
 from megatron_port.core.optim.rules import ADAMW, mixed_kinds, state_kinds

@@ -11,11 +11,10 @@ from cases import make_batches, make_config, providers_of
 from pool import RankPool
 
 from megatron_port.core.config.schema import MoEConfig, RunConfig
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.engine.native import NativeEngine
-from megatron_port.ext.kernels.deepep import DeepEP
-from megatron_port.ext.kernels.mori import Mori
+from megatron_port.ext.kernels.exchanges import DeepEP, Mori
 from megatron_port.run.build import build_engine
 
 MAKERS = {

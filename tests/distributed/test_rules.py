@@ -17,17 +17,15 @@ from pool import RankPool
 
 from megatron_port.core.config.rule_options import AdafactorOptions, AdagradOptions
 from megatron_port.core.config.schema import MoEConfig, OptimizerConfig, RunConfig
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.record import InitSpec, ParameterRecord, Shard, attach, make_record
-from megatron_port.core.dist.state import StatePiece
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
+from megatron_port.core.dist.record import InitSpec, ParameterRecord, Shard, StatePiece, attach, make_record
 from megatron_port.core.engine.native_state import load_state, state_pieces
 from megatron_port.core.engine.native_update import make_update
 from megatron_port.core.model.attention import rank_rows
 from megatron_port.core.model.spec import Groups
-from megatron_port.core.optim.rules import rule_of
+from megatron_port.core.optim.rules import StepNumbers, StepValues, rule_of
 from megatron_port.core.optim.sharded import ShardedParameters, ShardSettings
-from megatron_port.core.optim.step_values import StepNumbers, StepValues
 from megatron_port.tools.parity.comparison import FP64, Run, compare
 from megatron_port.tools.plan.case import case_of
 from megatron_port.tools.plan.rule_seconds import matrix_bytes

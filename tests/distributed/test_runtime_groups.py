@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from pool import RankPool
 
-from megatron_port.core.dist.agreement import agree, broadcast_text
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.agree import agree, broadcast_text
 from megatron_port.core.dist.discovery import ProcessInfo
-from megatron_port.core.dist.process_group import start, stop
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
+from megatron_port.core.dist.start import start, stop
 from megatron_port.core.errors import CheckpointError, EnvironmentFault, PortError
 
 
@@ -179,9 +179,7 @@ def test_ranks_on_one_gpu_stop_unless_that_was_asked_for(ranks: RankPool) -> Non
 
 
 def _devices(port: int, identities: list[str]) -> str:
-    from megatron_port.core.dist.master_store import connect
-    from megatron_port.core.dist.process_group import _shared_device
-    from megatron_port.core.dist.rendezvous import leave
+    from megatron_port.core.dist.start import _shared_device, connect, leave
 
     info = _info(port, len(identities), dist.get_rank())
     store = connect(info, 20.0)

@@ -12,8 +12,8 @@ from cases import LR, make_batches, make_config, providers_of, release_deepspeed
 from pool import RankPool
 
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.model.layers import TransformerLayer
 from megatron_port.core.model.loss import StageLoss
 from megatron_port.run.build import build_engine

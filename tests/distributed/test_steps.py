@@ -14,11 +14,10 @@ from pool import RankPool
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.data.dataset import SyntheticDataset
-from megatron_port.core.data.loader import ReplicaShare, StepLoader
-from megatron_port.core.data.rank_view import RankView
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.state import StatePiece, StateReader
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.data.loader import RankView, ReplicaShare, StepLoader
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
+from megatron_port.core.dist.record import StatePiece, StateReader
 from megatron_port.core.engine.api import Engine
 from megatron_port.ext.kernels.jit_guard import prebuilt_deepspeed_ops
 from megatron_port.ext.kernels.providers import torch_providers

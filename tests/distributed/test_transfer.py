@@ -13,10 +13,9 @@ from pool import RankPool
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.topology import Topology
-from megatron_port.core.pipeline.boundary import Payload
-from megatron_port.core.pipeline.transfer import StageLink
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
+from megatron_port.core.pipeline.runner import Payload, StageLink
 from megatron_port.run.build import build_engine
 
 MICRO_BATCHES = 24

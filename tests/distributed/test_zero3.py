@@ -15,12 +15,12 @@ from matrix import zero3_matrix
 from pool import RankPool
 
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.record import record_of
-from megatron_port.core.dist.topology import Topology
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.step import StepSlot
-from megatron_port.core.optim.unit_gather import UnitGather
+from megatron_port.core.optim.zero3 import UnitGather
 from megatron_port.run.build import build_engine, build_model
 from megatron_port.tools.parity.run_record import RankTrace, Slice
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 from commands import Commands
 
-from megatron_port.tools.live.follow import FollowedRun
-from megatron_port.tools.live.sections import sections
+from megatron_port.tools.live.server import FollowedRun, sections
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

@@ -23,16 +23,15 @@ from typing import Any
 import torch
 import xxhash
 
-from megatron_port.core.checkpoint.digest import Digest
 from megatron_port.core.checkpoint.format import SavedState, shard_name
 from megatron_port.core.checkpoint.lineage import Committer
 from megatron_port.core.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron_port.core.checkpoint.shard import bytes_of, plan_shard
+from megatron_port.core.checkpoint.shard import Digest, bytes_of, plan_shard
 from megatron_port.core.checkpoint.writer import commit, prepare, write_part
 from megatron_port.core.config.dump import as_dict
 from megatron_port.core.config.schema import BackendConfig, CheckpointConfig, LayoutConfig, ModelConfig, RunConfig
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.engine.api import Engine
 from megatron_port.core.errors import DamagedCheckpoint
 from megatron_port.ext.kernels.providers import torch_providers

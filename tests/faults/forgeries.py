@@ -15,7 +15,7 @@ from typing import Any
 
 import xxhash
 
-from megatron_port.core.checkpoint.digest import Digest
+from megatron_port.core.checkpoint.shard import Digest
 
 SHARD = "rank-00000.safetensors"
 Body = dict[str, Any]

@@ -63,7 +63,7 @@ class Corpus:
 
         from megatron_port.core.checkpoint.format import SavedState
         from megatron_port.core.checkpoint.writer import save_checkpoint
-        from megatron_port.core.dist.state import StatePiece
+        from megatron_port.core.dist.record import StatePiece
 
         tensors = {"layers.0.weight": torch.arange(48.0).reshape(6, 8), "layers.1.bias": torch.ones(5)}
         pieces = []

@@ -29,19 +29,18 @@ from cases import LR, REORDERINGS, Reordering, make_batches, make_config, provid
 from pool import RankPool
 
 from megatron_port.core.checkpoint.format import SavedState, directory_name
-from megatron_port.core.checkpoint.peers import peers_of
 from megatron_port.core.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron_port.core.checkpoint.writer import save_checkpoint
+from megatron_port.core.checkpoint.writer import peers_of, save_checkpoint
 from megatron_port.core.config.schema import LayoutConfig, RunConfig
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.engine.api import Engine
 from megatron_port.core.model.shapes import parameter_shapes
 from megatron_port.core.optim.rules import ADAMW, mixed_kinds, state_kinds
 from megatron_port.ext.memory.saved_state import state_records
 from megatron_port.run.build import build_engine
 from megatron_port.tools.parity.comparison import FP32, FP64, SPREAD_FACTOR, Deviation, Run, Tolerance, compare, spread
-from megatron_port.tools.parity.reduction_order import apply_reduction_order
+from megatron_port.tools.parity.emulation import apply_reduction_order
 
 SAVE_AT = 3
 MORE = 3

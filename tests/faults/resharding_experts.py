@@ -24,7 +24,7 @@ from resharding import Side, resume, state_faults, train_and_save
 from resharding_zero import main
 
 from megatron_port.core.config.schema import MoEConfig
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.model.shapes import buffer_shapes, parameter_shapes
 from megatron_port.tools.parity.comparison import FP32
 

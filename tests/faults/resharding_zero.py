@@ -26,7 +26,7 @@ from offload_matrix import offloaded
 from pool import RankPool
 from resharding import Side, resume, state_faults, train_and_save
 
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.model.shapes import parameter_shapes
 
 COUNT = 30

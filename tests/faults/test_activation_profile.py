@@ -13,8 +13,8 @@ from pool import RankPool
 from test_numerics import config_of, session_of
 
 from megatron_port.core.config.schema import ActivationsConfig, RunConfig
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.model.activation_sites import RECOMPUTED
 from megatron_port.ext.memory.activations import ActivationPlanner

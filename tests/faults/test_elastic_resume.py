@@ -22,7 +22,7 @@ from test_numerics import config_of, train
 
 from megatron_port.core.config.elastic import elastic_layout
 from megatron_port.core.config.layout import topology_sizes
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.errors import EXIT_CONFIG, EXIT_ENVIRONMENT, EXIT_REQUEUE
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -27,8 +27,8 @@ from test_watch import run
 
 from megatron_port.core.checkpoint.reader import checkpoints_in
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.topology import Coordinates, Topology
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Coordinates, Topology
 from megatron_port.core.errors import NumericsError
 from megatron_port.run.trainer import Trainer
 

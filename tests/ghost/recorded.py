@@ -25,7 +25,7 @@ from check import RUN
 from machine import Event, Machine, RankLog
 from options import HERE, chosen_torch, commit, machine, parser
 
-from megatron_port.core.optim.step_values import StepNumbers
+from megatron_port.core.optim.rules import StepNumbers
 
 WORK = ("kernel", "product", "fill", "copy", "nccl")
 

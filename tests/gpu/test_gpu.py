@@ -24,14 +24,13 @@ from megatron_port.core.config.schema import (
     RunConfig,
 )
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.context import ParallelContext
 from megatron_port.core.dist.device import choose_device
-from megatron_port.core.dist.init import initial_values
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.positions import Positions, Run
-from megatron_port.core.dist.record import InitSpec
-from megatron_port.core.layers.context_attention import mask_of_rows
+from megatron_port.core.dist.record import InitSpec, initial_values
+from megatron_port.core.layers.attention import AttentionMask
+from megatron_port.core.layers.context import mask_of_rows
 from megatron_port.core.layers.dropout import DropoutStream
-from megatron_port.core.layers.mask import AttentionMask
 from megatron_port.core.layers.step import pack_documents
 from megatron_port.ext.kernels.choose import choose_providers
 from megatron_port.ext.kernels.choose_fp8 import choose_fp8, device_formats

@@ -10,8 +10,12 @@ import torch.nn.functional as F
 from reference import DTYPES, assert_accurate, compare, random_shapes
 from torch.utils.checkpoint import checkpoint
 
-from megatron_port.core.layers.cross_entropy import vocab_parallel_cross_entropy
-from megatron_port.core.layers.cross_entropy_kernel import CrossEntropyOps, own_cross_entropy, torch_cross_entropy
+from megatron_port.core.layers.cross_entropy import (
+    CrossEntropyOps,
+    own_cross_entropy,
+    torch_cross_entropy,
+    vocab_parallel_cross_entropy,
+)
 from megatron_port.ext.kernels.ops import cross_entropy
 
 # Wider than a block reads at once, in packs and one by one.
@@ -44,7 +48,7 @@ def test_loss_and_gradient(device: torch.device, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_torchs_provider(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_port.core.layers.cross_entropy_kernel._CHUNK", 1000)
+    monkeypatch.setattr("megatron_port.core.layers.cross_entropy._CHUNK", 1000)
     for rows, cols in SHAPES:
         compare(partial(_loss, ops=torch_cross_entropy), _eager, _inputs(rows, cols), dtype, torch.device("cpu"),
                 what=f"cross_entropy {rows}x{cols}")

@@ -13,7 +13,7 @@ import torch
 from reference import DTYPES
 from torch import Tensor
 
-from megatron_port.core.layers.expert_products import ExpertOps, own_experts, torch_experts
+from megatron_port.core.layers.experts import ExpertOps, own_experts, torch_experts
 from megatron_port.ext.kernels import kernels
 
 NAN = float("nan")

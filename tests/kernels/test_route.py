@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_port.core.layers import expert_choice as router
-from megatron_port.core.layers.expert_products import ExpertOps, own_experts, own_limit, torch_experts
+from megatron_port.core.layers.experts import ExpertOps, own_experts, own_limit, torch_experts
 from megatron_port.ext.kernels import kernels
 
 INFINITY = float("inf")

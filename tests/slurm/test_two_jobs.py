@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slurm
 
 STATES = """
 import sys
-from megatron_port.core.dist.job import job_state, one_task_at_a_time
+from megatron_port.core.dist.launchers import job_state, one_task_at_a_time
 job = sys.argv[1]
 print(job_state(job), job_state(job, job + ".0"), repr(job_state(job, job + ".7")), repr(job_state("999999")))
 """

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.record import ParameterRecord, Shard, make_record
-from megatron_port.core.dist.topology import Topology
 
 
 def rank_of(topology: Topology, rank: int = 0, **groups: Any) -> ParallelContext:

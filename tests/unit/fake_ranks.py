@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_port.core.config.checks import check, resolve
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.positions import sequence_partition
 from megatron_port.core.engine.api import Engine
-from megatron_port.core.layers.ring_attention import RingStep
-from megatron_port.core.pipeline.transfer import Arrival
+from megatron_port.core.layers.context import RingStep
+from megatron_port.core.pipeline.runner import Arrival
 from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.run.build import build_engine, topology_of
 

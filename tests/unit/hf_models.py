@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.core.dist.state import WEIGHT
+from megatron_port.core.dist.record import WEIGHT
 from megatron_port.ext.families import family_named
 from megatron_port.tools.interop.hf_names import MODULE_HEAD, hf_mapping
 

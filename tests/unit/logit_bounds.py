@@ -14,14 +14,14 @@ import hf_models as hf
 import torch
 
 from megatron_port.core.config.schema import LayoutConfig, ModelConfig
-from megatron_port.core.dist.buffers import recorded_buffers
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.state import BUFFER, WEIGHT
+from megatron_port.core.dist.collectives import recorded_buffers
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.record import BUFFER, WEIGHT
 from megatron_port.core.engine.module import read_local, recorded_parameters
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.build import BuildContext, BuildOptions
-from megatron_port.core.model.gpt import GPTStage
+from megatron_port.core.model.decoder import GPTStage
 from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.run.weights import Weights
 from megatron_port.tools.interop.hf_files import HFFolder

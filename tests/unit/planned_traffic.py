@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_port.core.dist.mesh import REPLICAS, SHARDED, WORLD, purposes
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.mesh import REPLICAS, SHARDED, WORLD, Topology, purposes
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.spec import MoESpec
 from megatron_port.tools.plan.case import Case

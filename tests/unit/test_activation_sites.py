@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_port.core.config.schema import BackendConfig, LayoutConfig, ModelConfig
-from megatron_port.core.dist.context import ParallelContext
 from megatron_port.core.dist.device import choose_device
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.activation_sites import (

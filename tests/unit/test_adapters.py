@@ -14,23 +14,24 @@ from megatron_port.core.config.checks import problems
 from megatron_port.core.config.fine_tuning import FineTuningConfig, targets_of
 from megatron_port.core.config.moe import MoEConfig
 from megatron_port.core.config.schema import LayoutConfig, ModelConfig, RunConfig
-from megatron_port.core.dist.buffers import recorded_buffers
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.init import initial_reader
-from megatron_port.core.dist.record import ParameterRecord, record_of
-from megatron_port.core.dist.state import StateReader
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.collectives import recorded_buffers
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
+from megatron_port.core.dist.record import ParameterRecord, StateReader, initial_reader, record_of
 from megatron_port.core.engine.module import buffer_pieces
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.linear import WgradAccumulator
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.build import BuildContext, BuildOptions
-from megatron_port.core.model.gpt import GPTStage
+from megatron_port.core.model.decoder import GPTStage
 from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.ext.memory.saved_state import state_records
-from megatron_port.ext.weights.adapter_reader import InitialAdapters, MergedWeights
-from megatron_port.ext.weights.adapter_spec import adapter_parameters
-from megatron_port.ext.weights.adapters import freeze_all_but_adapters
+from megatron_port.ext.weights.adapters import (
+    InitialAdapters,
+    MergedWeights,
+    adapter_parameters,
+    freeze_all_but_adapters,
+)
 
 LLAMA = ModelConfig(
     num_layers=2, hidden_size=48, num_attention_heads=4, num_query_groups=2, head_dim=24, vocab_size=53, seq_length=16,

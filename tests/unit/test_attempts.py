@@ -12,23 +12,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_port.core.config.schema import LaunchConfig
-from megatron_port.core.dist.job import Fate, Job, attempt_name, clock_seconds, current_job, fate_of, job_record
+from megatron_port.core.dist.launchers import Fate, Job, attempt_name, clock_seconds, current_job, fate_of, job_record
 from megatron_port.core.errors import DataError, EnvironmentFault, LauncherFault
 from megatron_port.ext.telemetry.metrics import MetricsWriter
-from megatron_port.tools.launch import continuation
 from megatron_port.tools.launch import record as records
+from megatron_port.tools.launch import submit as continuation
 from megatron_port.tools.launch.attempts import (
     HISTORY,
     Attempt,
+    AttemptOutcome,
     after,
     before,
+    first_srun_failure,
     fruitless,
+    read_failure,
     read_history,
+    read_outcome,
+    record_failure,
+    refused_by_srun,
     steps_done,
+    write_outcome,
 )
-from megatron_port.tools.launch.continuation import asked_fields, chain_command, continue_job
-from megatron_port.tools.launch.outcome import AttemptOutcome, read_failure, read_outcome, record_failure, write_outcome
-from megatron_port.tools.launch.srun_log import first_srun_failure, refused_by_srun
+from megatron_port.tools.launch.submit import asked_fields, chain_command, continue_job
 
 LAUNCH = LaunchConfig()
 JOB = Job("12", 0, "12", "n[1-4]")
@@ -406,7 +411,7 @@ class Slurm:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *records: str) -> None:
         self.records, self.calls = list(records), []
         monkeypatch.setattr(continuation, "run_tool", self.run)
-        monkeypatch.setattr("megatron_port.core.dist.job.run_tool", self.run)
+        monkeypatch.setattr("megatron_port.core.dist.launchers.run_tool", self.run)
 
     def run(self, command, **_: object) -> tuple[int, str]:
         self.calls.append(list(command))

@@ -11,13 +11,13 @@ import torch
 from twin.streams import dropout_factors
 
 from megatron_port.core.config.schema import BackendConfig, LayoutConfig, ModelConfig
-from megatron_port.core.dist.context import ParallelContext
 from megatron_port.core.dist.device import choose_device
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.positions import Positions
+from megatron_port.core.layers.attention import AttentionMask
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.fused import ProbabilityDropout
 from megatron_port.core.layers.fused_attention import Attention, math_attention, math_attention_with
-from megatron_port.core.layers.mask import AttentionMask
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.attention import SelfAttention
 from megatron_port.core.model.build import BuildContext, BuildOptions

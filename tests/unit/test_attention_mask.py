@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from megatron_port.core.dist.positions import Positions, Run
-from megatron_port.core.layers.context_attention import mask_of_rows
+from megatron_port.core.layers.attention import AttentionMask, key_ends
+from megatron_port.core.layers.context import mask_of_rows
 from megatron_port.core.layers.fused import torch_causal_softmax, torch_split_rotary
 from megatron_port.core.layers.fused_attention import Attention, flash_attention, math_attention, sdpa_attention
-from megatron_port.core.layers.mask import AttentionMask, key_ends
 from megatron_port.core.layers.packed_math import packed_math_attention
 from megatron_port.core.layers.step import pack_documents
 from megatron_port.ext.kernels import kernels

@@ -17,8 +17,8 @@ from megatron_port.core.dist.device import DeviceInfo
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.layers import fused_attention as attn
 from megatron_port.core.layers.fused import torch_causal_softmax
-from megatron_port.ext.kernels import choose_attention as choice
-from megatron_port.ext.kernels.attention_table import AttentionShape, lookup, parse, shipped_table
+from megatron_port.ext.kernels import attention_choice as choice
+from megatron_port.ext.kernels.attention_choice import AttentionShape, lookup, parse, shipped_table
 
 GPU = DeviceInfo("cuda", torch.device("cuda", 0), "nccl", "H", 0, "test")
 SHAPE = AttentionShape("sm_90", "bf16", 128, 4096)

@@ -22,9 +22,9 @@ from megatron_port.core.data.format import meta_path, read_meta
 from megatron_port.core.data.indexed import IndexedDataset
 from megatron_port.core.data.loader import _tokenizer
 from megatron_port.core.errors import DataError
-from megatron_port.ext.corpora.fingerprint import data_fingerprint
 from megatron_port.ext.corpora.tokenizer import get_tokenizer
 from megatron_port.ext.corpora.tokenizer_base import encode_whole
+from megatron_port.ext.corpora.verify import data_fingerprint
 from megatron_port.run.document_starts import check_document_starts
 from megatron_port.run.weights import open_weights
 from megatron_port.tools.inference.generation import text_after

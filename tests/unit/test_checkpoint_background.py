@@ -16,12 +16,11 @@ import torch
 from test_checkpoint_roundtrip import ThreadPeers, over_threads, state, whole
 
 from megatron_port.core.checkpoint import disk
-from megatron_port.core.checkpoint.peers import Peers
 from megatron_port.core.checkpoint.reader import find_latest, open_checkpoint
 from megatron_port.core.checkpoint.shard import bytes_of, plan_shard
-from megatron_port.core.checkpoint.writer import save_checkpoint, write_part
+from megatron_port.core.checkpoint.writer import Peers, save_checkpoint, write_part
 from megatron_port.core.config.schema import CheckpointConfig, ModelConfig, RunConfig
-from megatron_port.core.dist.state import StatePiece
+from megatron_port.core.dist.record import StatePiece
 from megatron_port.core.errors import CheckpointError
 from megatron_port.core.model.shapes import parameter_shapes
 from megatron_port.core.train.folders import FOLDER, run_folder

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_port.cli import checkpoint as checkpoint_diff
 from megatron_port.cli import checkpoint as command
-from megatron_port.cli import checkpoint_diff
 from megatron_port.core.checkpoint.format import SavedState
 from megatron_port.core.checkpoint.writer import save_checkpoint
 from megatron_port.core.config.dump import as_dict
 from megatron_port.core.config.schema import LayoutConfig, OptimizerConfig, RunConfig
-from megatron_port.core.dist.state import StatePiece
+from megatron_port.core.dist.record import StatePiece
 from megatron_port.core.errors import CheckpointError, ConfigError
 
 

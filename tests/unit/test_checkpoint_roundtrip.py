@@ -20,11 +20,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from megatron_port.core.checkpoint.format import SavedState
-from megatron_port.core.checkpoint.peers import Peers
 from megatron_port.core.checkpoint.reader import find_latest, open_checkpoint
-from megatron_port.core.checkpoint.writer import save_checkpoint
+from megatron_port.core.checkpoint.writer import Peers, save_checkpoint
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.state import StatePiece
+from megatron_port.core.dist.record import StatePiece
 from megatron_port.core.errors import CheckpointError
 
 Shape = tuple[int, ...]

@@ -20,29 +20,25 @@ from megatron_port.core.config.fine_tuning import FineTuningConfig
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.low_rank import factored_shapes
 from megatron_port.core.config.schema import LayoutConfig, ModelConfig, MoEConfig, RunConfig
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.init import initial_values
-from megatron_port.core.dist.record import InitSpec, record_of
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.record import InitSpec, initial_values, record_of
 from megatron_port.core.engine.module import read_local
 from megatron_port.core.errors import CheckpointError, ConfigError
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.build import BuildContext
+from megatron_port.core.model.decoder import GPTStage
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.flops import parameter_count
-from megatron_port.core.model.gpt import GPTStage
 from megatron_port.ext.kernels.providers import torch_providers
-from megatron_port.ext.weights.base_weights import fingerprint
+from megatron_port.ext.weights.readers import fingerprint
 from megatron_port.run.weights import open_weights
 from megatron_port.tools.compress.axes import HEADS
-from megatron_port.tools.compress.convert import convert
-from megatron_port.tools.compress.factor import MultipliedWeights
-from megatron_port.tools.compress.importance_file import Importance, read_importance, write_importance
-from megatron_port.tools.compress.plain import plain, plain_model
+from megatron_port.tools.compress.convert import MultipliedWeights, convert, plain, plain_model
+from megatron_port.tools.compress.importance import Importance, read_importance, write_importance
 from megatron_port.tools.compress.pruned_reader import PrunedWeights
 from megatron_port.tools.compress.request import Request
-from megatron_port.tools.compress.selection import largest, select
-from megatron_port.tools.compress.sizes import Sizes, pruned_model
+from megatron_port.tools.compress.selection import Sizes, largest, pruned_model, select
 from megatron_port.tools.interop.export_hf import export_hf
 from megatron_port.tools.interop.hf_check import our_logits
 from megatron_port.tools.plan.verdict import make_plan

@@ -18,8 +18,8 @@ from megatron_port.core.data.balance import (
     runs_of,
     zigzag_chunks,
 )
-from megatron_port.core.data.sample import document_starts
-from megatron_port.core.layers.mask import AttentionMask
+from megatron_port.core.data.batch import document_starts
+from megatron_port.core.layers.attention import AttentionMask
 
 
 def drawn_starts(draw: np.random.Generator, seq: int, batch: int) -> np.ndarray:

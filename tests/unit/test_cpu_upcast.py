@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_port.core.layers import cpu_upcast
+from megatron_port.core.layers import fused as cpu_upcast
 
 HALF = [torch.bfloat16, torch.float16]
 

@@ -21,12 +21,10 @@ from megatron_port.ext.corpora import prepare as preparing
 from megatron_port.ext.corpora.chat_template import BUILT_IN, ChatTemplate, find_template
 from megatron_port.ext.corpora.chat_tokens import ChatRecipe, chat_recipe
 from megatron_port.ext.corpora.conversations import ConversationRefusal
-from megatron_port.ext.corpora.fingerprint import check_tokenizers
 from megatron_port.ext.corpora.prepare import prepare
 from megatron_port.ext.corpora.source_files import ReadOptions
-from megatron_port.ext.corpora.tokenizer import get_tokenizer
-from megatron_port.ext.corpora.train_bpe import train_bpe
-from megatron_port.ext.corpora.verify import verify
+from megatron_port.ext.corpora.tokenizer import get_tokenizer, train_bpe
+from megatron_port.ext.corpora.verify import check_tokenizers, verify
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|head|>")
 HEADS = (

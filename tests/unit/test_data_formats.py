@@ -13,7 +13,8 @@ import pytest
 
 from megatron_port.core.data.indexed import IndexedDataset
 from megatron_port.core.errors import DataError
-from megatron_port.ext.corpora import json_values, sources
+from megatron_port.ext.corpora import columns as json_values
+from megatron_port.ext.corpora import sources
 from megatron_port.ext.corpora.chat_tokens import chat_recipe
 from megatron_port.ext.corpora.conversations import ChatFields
 from megatron_port.ext.corpora.prepare import prepare

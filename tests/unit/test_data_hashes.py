@@ -13,7 +13,7 @@ from megatron_port.core.data.checked_tokens import CheckedTokens, TimeLimit
 from megatron_port.core.data.dataset import GPTDataset
 from megatron_port.core.data.format import CorpusMeta
 from megatron_port.core.data.indexed import IndexedDataset, IndexedWriter, open_all
-from megatron_port.core.data.run_datasets import open_corpora
+from megatron_port.core.data.loader import open_corpora
 from megatron_port.core.errors import DataError
 
 TOKENS = 40_000

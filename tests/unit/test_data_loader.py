@@ -11,9 +11,8 @@ import torch
 from megatron_port.core.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig, TrainingConfig
 from megatron_port.core.data.dataset import GPTDataset, SyntheticDataset
 from megatron_port.core.data.indexed import CorpusMeta, IndexedDataset, IndexedWriter
-from megatron_port.core.data.loader import ReplicaShare, StepLoader, build_loaders
+from megatron_port.core.data.loader import RankView, ReplicaShare, StepLoader, build_loaders
 from megatron_port.core.data.packing import PackedDataset
-from megatron_port.core.data.rank_view import RankView
 from megatron_port.core.dist.positions import SequencePartition, divide
 from megatron_port.core.errors import DataError
 

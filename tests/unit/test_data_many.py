@@ -11,7 +11,7 @@ import pytest
 
 from megatron_port.core.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig
 from megatron_port.core.data.indexed import IndexedWriter
-from megatron_port.core.data.run_datasets import corpus_datasets, open_corpora
+from megatron_port.core.data.loader import corpus_datasets, open_corpora
 from megatron_port.core.errors import DataError
 
 CORPORA = 300

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.core.data.order import derive, permute, sample_at
+from megatron_port.core.data.dataset import derive, permute, sample_at
 
 SIZES = [1, 2, 3, 4, 5, 7, 13, 97, 101, 997, 65537] + [2**k + d for k in (3, 6, 9, 12, 16) for d in (-1, 0, 1)]
 

@@ -14,9 +14,8 @@ from test_data_documents import corpus
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig, TrainingConfig
 from megatron_port.core.data.indexed import CorpusMeta, IndexedDataset, IndexedWriter
-from megatron_port.core.data.loader import build_loaders
+from megatron_port.core.data.loader import build_loaders, build_sample_index
 from megatron_port.core.data.packing import PADDING, PackedDataset, build_indices, cut, document_splits, first_fit
-from megatron_port.core.data.run_datasets import build_sample_index
 from megatron_port.core.errors import DataError
 
 LENGTHS = st.lists(st.sampled_from((0, 1, 1, 2, 3, 5, 8, 9, 10, 23, 40)), min_size=1, max_size=40)

@@ -10,7 +10,7 @@ import signal
 import pytest
 
 from megatron_port.core.errors import DataError, EnvironmentFault
-from megatron_port.core.io.atomic import write_bytes
+from megatron_port.core.io.files import write_bytes
 from megatron_port.ext.corpora import prepare as preparing
 from megatron_port.ext.corpora import sources
 from megatron_port.ext.corpora.prepare import prepare

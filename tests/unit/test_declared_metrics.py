@@ -20,8 +20,7 @@ from megatron_port.ext.telemetry.console import cells
 from megatron_port.ext.telemetry.declared import FILE_NAME, known_metrics, write_declared
 from megatron_port.ext.telemetry.metrics import MetricsWriter, encode, read_metrics
 from megatron_port.ext.telemetry.trackers import finite
-from megatron_port.tools.live.follow import FollowedRun
-from megatron_port.tools.live.sections import sections
+from megatron_port.tools.live.server import FollowedRun, sections
 from megatron_port.tools.report.run_data import read_run
 from megatron_port.tools.report.run_report import render
 

@@ -18,8 +18,7 @@ from megatron_port.core.dist.device import DeviceInfo
 from megatron_port.core.errors import EnvironmentFault
 from megatron_port.ext.kernels.choose_exchange import choose_exchange
 from megatron_port.ext.kernels.compile_entry_points import ENTRY_POINTS
-from megatron_port.ext.kernels.deepep import DeepEP
-from megatron_port.ext.kernels.row_exchange import Manifest, arrangement
+from megatron_port.ext.kernels.exchanges import DeepEP, Manifest, arrangement
 
 
 def device(kind: str) -> DeviceInfo:

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_port.core.config.moe import MoEConfig
 from megatron_port.core.config.schema import LayoutConfig, ModelConfig
-from megatron_port.core.dist.buffers import recorded_buffers
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.collectives import recorded_buffers
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.experts import grouped_linear

@@ -14,13 +14,18 @@ import pytest
 from megatron_port.core.config.moe import MoEConfig, RoutesConfig
 from megatron_port.core.config.schema import ModelConfig, RunConfig, TrainingConfig
 from megatron_port.core.dist.lease import LeaseLost
-from megatron_port.ext.telemetry.expert_file import ROWS, ExpertFile, is_row_due, read_rows
-from megatron_port.ext.telemetry.expert_load import LayerCounts, StarvingExperts
+from megatron_port.ext.telemetry.expert_file import (
+    ROWS,
+    ExpertFile,
+    LayerCounts,
+    StarvingExperts,
+    is_row_due,
+    read_rows,
+)
 from megatron_port.ext.telemetry.metrics import read_metrics
 from megatron_port.ext.telemetry.sinks import Telemetry
-from megatron_port.tools.report.expert_report import COLUMNS, FILLS, ExpertHistory, layer_map
 from megatron_port.tools.report.run_data import read_run
-from megatron_port.tools.report.run_report import render
+from megatron_port.tools.report.run_report import COLUMNS, FILLS, ExpertHistory, layer_map, render
 
 K, LAYERS, EXPERTS = 2, 3, 4
 MODEL = ModelConfig(seq_length=20, moe=MoEConfig(

@@ -29,7 +29,7 @@ from megatron_port.core.config.loader import load
 from megatron_port.core.config.moe import MoEConfig
 from megatron_port.core.config.same_model import model_differences
 from megatron_port.core.config.schema import ModelConfig, RunConfig
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.errors import CheckpointError, ConfigError
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.flops import parameter_count

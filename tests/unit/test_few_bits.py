@@ -25,8 +25,8 @@ from megatron_port.core.config.schema import (
     RunConfig,
 )
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.ext.kernels.few_bits import on_grid
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.ext.kernels.fp8 import on_grid
 from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.run.build import build_engine
 from megatron_port.tools.interop.hf_files import HFFolder

@@ -16,8 +16,7 @@ from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.errors import CheckpointError
 from megatron_port.core.model.rotary import frequencies, yarn_factor
 from megatron_port.ext.families import family_named, family_names
-from megatron_port.ext.families.fields import HARMLESS
-from megatron_port.ext.families.known import FILE, known_fields
+from megatron_port.ext.families.family import FILE, HARMLESS, known_fields
 from megatron_port.tools.interop.hf_config import model_from_hf
 
 transformers = pytest.importorskip("transformers")

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from megatron_port.core.config import dump
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.schema import LayoutConfig, ModelConfig, RunConfig
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.errors import ConfigError, DataError
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.attention import SelfAttention
 from megatron_port.core.model.build import BuildContext
-from megatron_port.core.model.gpt import GPTStage
+from megatron_port.core.model.decoder import GPTStage
 from megatron_port.ext.corpora.tokenizer import ByteTokenizer
 from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.tools.inference.generation import Sampling, draw, filter_logits

@@ -23,15 +23,14 @@ from megatron_port.core.config.same_model import model_differences
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.errors import CheckpointError, DamagedCheckpoint
 from megatron_port.core.model.flops import parameter_count
-from megatron_port.ext.corpora.tokenizer_files import HFTokenizer
+from megatron_port.ext.corpora.tokenizer import HFTokenizer
 from megatron_port.run.weights import open_weights
 from megatron_port.tools.interop import export_hf as export_module
 from megatron_port.tools.interop.export_hf import export_hf, tensor_slabs
 from megatron_port.tools.interop.hf_config import family_for, hf_config, model_from_hf
 from megatron_port.tools.interop.hf_files import HFFolder
 from megatron_port.tools.interop.hf_names import hf_mapping, hf_tensors
-from megatron_port.tools.interop.import_hf import read_hf
-from megatron_port.tools.interop.run_import import import_checkpoint
+from megatron_port.tools.interop.run_import import import_checkpoint, read_hf
 from megatron_port.tools.interop.staged import Shape, Stage
 
 transformers = pytest.importorskip("transformers")

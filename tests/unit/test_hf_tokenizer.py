@@ -23,13 +23,12 @@ from megatron_port.core.data.indexed import IndexedDataset
 from megatron_port.core.errors import DataError
 from megatron_port.core.model.shapes import parameter_shapes
 from megatron_port.ext.corpora.chat_tokens import chat_recipe
-from megatron_port.ext.corpora.fingerprint import data_fingerprint
 from megatron_port.ext.corpora.prepare import prepare
-from megatron_port.ext.corpora.tokenizer import get_tokenizer, identity
-from megatron_port.ext.corpora.train_bpe import train_bpe
-from megatron_port.tools.interop.commit import whole
+from megatron_port.ext.corpora.tokenizer import get_tokenizer, identity, train_bpe
+from megatron_port.ext.corpora.verify import data_fingerprint
+from megatron_port.tools.interop.export_dcp import whole
 from megatron_port.tools.interop.hf_tokenizer import write_tokenizer
-from megatron_port.tools.interop.pinned_tokenizer import PROBES, pinned_file, trained_with
+from megatron_port.tools.interop.pinned import PROBES, pinned_file, trained_with
 
 pytest.importorskip("tokenizers")
 MODEL = replace(GPT2, vocab_size=300)

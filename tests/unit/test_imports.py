@@ -242,12 +242,12 @@ def test_files_and_functions_stay_small() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "faults"),
     [
-        ("megatron_port.core.model.gpt", "from megatron_port.core.engine.api import MicroBatch", 1),
-        ("megatron_port.core.model.gpt", "from megatron_port.core import engine", 1),
-        ("megatron_port.core.model.gpt", "def f():\n    import megatron_port.core.train.loop", 1),
-        ("megatron_port.core.model.gpt", "from ..engine import api", 1),
-        ("megatron_port.core.model.gpt", "from ..dist import record\nfrom . import layers", 0),
-        ("megatron_port.core.model.gpt", "from megatron_port.core.config.schema import ModelConfig", 0),
+        ("megatron_port.core.model.decoder", "from megatron_port.core.engine.api import MicroBatch", 1),
+        ("megatron_port.core.model.decoder", "from megatron_port.core import engine", 1),
+        ("megatron_port.core.model.decoder", "def f():\n    import megatron_port.core.train.loop", 1),
+        ("megatron_port.core.model.decoder", "from ..engine import api", 1),
+        ("megatron_port.core.model.decoder", "from ..dist import record\nfrom . import layers", 0),
+        ("megatron_port.core.model.decoder", "from megatron_port.core.config.schema import ModelConfig", 0),
         ("megatron_port.core.errors", "from megatron_port.core.config.schema import RunConfig", 1),
         ("megatron_port.core.train.loop", "from megatron_port.ext.health import anomaly", 1),
         ("megatron_port.core.train.loop", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "

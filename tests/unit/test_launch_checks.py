@@ -14,7 +14,7 @@ from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.errors import ConfigError
-from megatron_port.tools.launch import quote
+from megatron_port.tools.launch import script as quote
 from megatron_port.tools.launch.shipped import RUNS
 
 BASE = with_values(RunConfig(), {

@@ -13,7 +13,7 @@ from test_launch_submit import here, tool  # noqa: F401 - here is a fixture
 
 from megatron_port.cli.main import main
 from megatron_port.core.config.loader import load
-from megatron_port.core.dist.job import Job
+from megatron_port.core.dist.launchers import Job
 from megatron_port.core.errors import ConfigError
 from megatron_port.tools.launch import record as records
 from megatron_port.tools.launch import snapshot

@@ -19,8 +19,7 @@ from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.errors import ConfigError
-from megatron_port.tools.launch.quote import sbatch_quote, shell_fill, shell_quote
-from megatron_port.tools.launch.script import Order, render, sbatch_lines
+from megatron_port.tools.launch.script import Order, render, sbatch_lines, sbatch_quote, shell_fill, shell_quote
 
 STUB = r"""
 port_user='so me'

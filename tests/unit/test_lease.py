@@ -19,17 +19,20 @@ from pathlib import Path
 import pytest
 
 from megatron_port.core.dist import lease as leases
-from megatron_port.core.dist.holder import Holder, Life, look, this_process
 from megatron_port.core.dist.lease import (
     FOLDER,
     FolderInUse,
+    Holder,
     LeaseLost,
+    Life,
     acquire,
     lease_file,
+    look,
     newest_epoch,
     read_holder,
     refuse_array_in_one_folder,
     refuse_if_held,
+    this_process,
 )
 from megatron_port.core.errors import EXIT_CONFIG, ConfigError, EnvironmentFault
 from megatron_port.ext.telemetry.metrics import MetricsWriter, read_metrics

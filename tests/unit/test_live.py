@@ -15,16 +15,22 @@ import pytest
 from test_report import Checked, make
 
 from megatron_port.cli.main import main
-from megatron_port.core.dist.progress import PHASES
+from megatron_port.core.dist.process import PHASES
 from megatron_port.core.errors import EnvironmentFault
 from megatron_port.ext.telemetry.metrics import MetricsWriter
-from megatron_port.tools.live.follow import FollowedRun, MetricsFollower
-from megatron_port.tools.live.ranks import ranks_part, read_now
-from megatron_port.tools.live.sections import document, sections
-from megatron_port.tools.live.server import HEADERS, LiveServer
+from megatron_port.tools.live.server import (
+    HEADERS,
+    FollowedRun,
+    LiveServer,
+    MetricsFollower,
+    document,
+    ranks_part,
+    read_now,
+    sections,
+)
 from megatron_port.tools.report.run_data import read_run
-from megatron_port.tools.watch.now import MOST_RANKS, NOW, NowFile, snapshot
 from megatron_port.tools.watch.rules import Beat, Rank, RankIdentity
+from megatron_port.tools.watch.watch_report import MOST_RANKS, NOW, NowFile, snapshot
 
 
 def ranks(world: int, *, silent: int = -1) -> dict[int, Rank]:

@@ -18,8 +18,8 @@ from megatron_port.core.config.checks import problems
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.mixer import MixerKind
 from megatron_port.core.config.schema import BackendConfig, DataConfig, LayoutConfig, ModelConfig, RunConfig
-from megatron_port.core.dist.context import ParallelContext
 from megatron_port.core.dist.device import choose_device
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.errors import CheckpointError, ConfigError
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.model.activation_sites import SITES, LayerActivations

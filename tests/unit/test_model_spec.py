@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from megatron_port.core.config.schema import LayoutConfig, ModelConfig
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.record import ParameterRecord, record_of
-from megatron_port.core.dist.topology import Topology
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.embedding import padded_vocab_size
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.build import BuildContext
+from megatron_port.core.model.decoder import GPTStage
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.flops import parameter_count, unit_costs
-from megatron_port.core.model.gpt import GPTStage
 from megatron_port.core.model.shapes import model_records, parameter_shapes
 from megatron_port.core.model.spec import GroupedAttentionSpec, LayerSpec, ParameterSpec
 from megatron_port.ext.kernels.providers import torch_providers

@@ -20,9 +20,7 @@ from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.moe import MoEConfig
 from megatron_port.core.config.schema import ModelConfig, RunConfig
-from megatron_port.core.dist.init import initial_values
-from megatron_port.core.dist.record import InitSpec
-from megatron_port.core.dist.state import BUFFER
+from megatron_port.core.dist.record import BUFFER, InitSpec, initial_values
 from megatron_port.core.errors import CheckpointError
 from megatron_port.core.model.flops import parameter_count
 from megatron_port.core.model.mlp import activate

@@ -26,7 +26,7 @@ from megatron_port.core.config.schema import (
     RunConfig,
 )
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import ConfigError

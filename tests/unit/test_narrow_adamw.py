@@ -24,8 +24,8 @@ from megatron_port.core.config.schema import (
     RunConfig,
 )
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.context import ParallelContext
 from megatron_port.core.dist.counter import random_bits
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.record import InitSpec, ParameterRecord
 from megatron_port.core.engine.api import StepLimits
 from megatron_port.core.optim.bucket_memory import StateShard

@@ -24,9 +24,8 @@ from megatron_port.core.config.schema import (
 )
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.data.dataset import SyntheticDataset
-from megatron_port.core.data.loader import ReplicaShare, StepLoader
-from megatron_port.core.data.rank_view import RankView
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.data.loader import RankView, ReplicaShare, StepLoader
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.engine.api import EvalResult
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.layers.linear import WgradAccumulator, linear

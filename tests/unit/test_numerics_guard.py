@@ -23,7 +23,7 @@ from megatron_port.core.config.schema import (
 )
 from megatron_port.core.engine.api import NO_LIMITS, StepLimits, StepResult
 from megatron_port.core.engine.probe import Probe, StepDiagnostics, trace_diagnostics
-from megatron_port.core.optim.loss_scale import LossScaler
+from megatron_port.core.optim.gradients import LossScaler
 from megatron_port.ext.health.anomaly import _culprit, chosen_micro_batch, same_bits
 from megatron_port.ext.health.numerics import LeftOut, NumericsGuard, position
 

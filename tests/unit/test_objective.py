@@ -17,9 +17,9 @@ from megatron_port.core.config.distillation import DistillationConfig
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.data.loader import RankView
 from megatron_port.core.data.objective import Objective, WholeSamples, objective_of
-from megatron_port.core.data.rank_view import RankView
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.positions import Division, SequencePartition
 from megatron_port.core.engine.loss_reduction import global_count
 from megatron_port.core.errors import ConfigError

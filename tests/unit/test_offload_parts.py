@@ -19,7 +19,7 @@ from fake_ranks import batches, fake_rank
 from stream_order import OrderChecker, StreamRace
 from test_checkpoint_roundtrip import state
 
-from megatron_port.core.checkpoint.peers import Peers
+from megatron_port.core.checkpoint.writer import Peers
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.dump import to_toml
 from megatron_port.core.config.offload import OffloadConfig
@@ -39,13 +39,13 @@ from megatron_port.core.dist.device_streams import COPY_IN, COPY_OUT, HOST, obse
 from megatron_port.core.engine.api import StepLimits
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import ConfigError, EnvironmentFault
-from megatron_port.core.optim.unit_gather import GatherGroup
+from megatron_port.core.optim.zero3 import GatherGroup
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.ext.memory import disk_state
 from megatron_port.ext.memory.disk_state import StateFile
 from megatron_port.ext.memory.offload import offloaded_numbers
-from megatron_port.ext.memory.staging import ALIGN, StagingRing
+from megatron_port.ext.memory.swap import ALIGN, StagingRing
 from megatron_port.ext.storage import background
 from megatron_port.ext.storage.background import BackgroundSave
 from megatron_port.run import session

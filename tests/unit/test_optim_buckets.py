@@ -8,8 +8,8 @@ from contexts import rank_of, slice_record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.record import SEQUENCE, InitSpec, ParameterRecord, Shard, make_record
-from megatron_port.core.dist.topology import Topology
 from megatron_port.core.optim.buckets import ALIGN, plan_buckets, shard_ranges
 
 kinds = st.sampled_from(["plain", "partial", "tied", "shared"])

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_port.core.optim.grad_buffer_pool import USUAL, GradBufferPool
-from megatron_port.core.optim.grad_ready import GradReadyTracker
+from megatron_port.core.optim.buckets import USUAL, GradBufferPool, GradReadyTracker
 
 
 def additions(uses: dict[int, int], passes: int, order: st.DataObject) -> list[int]:

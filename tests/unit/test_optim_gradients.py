@@ -12,21 +12,21 @@ import torch.distributed as dist
 from contexts import rank_of, slice_record
 
 from megatron_port.core.config.schema import LayoutConfig, ModelConfig
-from megatron_port.core.dist.context import ParallelContext
 from megatron_port.core.dist.counter import key_of
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.record import SEQUENCE, InitSpec, ParameterRecord, record_of
-from megatron_port.core.dist.topology import Topology
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.build import BuildContext
-from megatron_port.core.model.gpt import GPTStage, build_stage
+from megatron_port.core.model.decoder import GPTStage, build_stage
 from megatron_port.core.model.shapes import model_records
 from megatron_port.core.optim.gradients import (
     global_square_norm,
     owned_gradients,
     reduce_partial_gradients,
 )
-from megatron_port.core.pipeline.partition import balanced_layers
+from megatron_port.core.pipeline.simulate import balanced_layers
 from megatron_port.ext.kernels.providers import torch_providers
 
 MODEL = ModelConfig(num_layers=4, hidden_size=16, num_attention_heads=4, vocab_size=13, seq_length=8)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_port.core.config.schema import PrecisionConfig
 from megatron_port.core.errors import EXIT_NUMERICS, NumericsError
-from megatron_port.core.optim.loss_scale import LossScaler
+from megatron_port.core.optim.gradients import LossScaler
 
 
 def scaler(**changes: float) -> LossScaler:

@@ -26,19 +26,17 @@ from megatron_port.core.config.schema import (
     RunConfig,
 )
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.buffers import add_buffer, recorded_buffers
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.record import InitSpec, ParameterRecord, Shard
-from megatron_port.core.dist.state import StatePiece
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.collectives import add_buffer, recorded_buffers
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
+from megatron_port.core.dist.record import InitSpec, ParameterRecord, Shard, StatePiece
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from megatron_port.core.model import layers
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.optim.bucket_memory import StateShard
 from megatron_port.core.optim.buckets import ALIGN, plan_buckets
-from megatron_port.core.optim.rules import BlockRule, ElementwiseRule, StateKind, UpdateSettings, rule_of
-from megatron_port.core.optim.state_layout import state_layouts
+from megatron_port.core.optim.rules import BlockRule, ElementwiseRule, StateKind, UpdateSettings, rule_of, state_layouts
 from megatron_port.core.registry import OPTIMIZERS
 from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.ext.memory.saved_state import state_records
@@ -46,11 +44,10 @@ from megatron_port.run.build import build_engine
 from megatron_port.run.changes import check_rule, starts_fresh
 from megatron_port.run.loading import check_resumable
 from megatron_port.run.state import Position, shapes_of, state_of
-from megatron_port.tools.interop.commit import commit_import
-from megatron_port.tools.interop.export_dcp import export_dcp
-from megatron_port.tools.interop.export_universal import export_universal
+from megatron_port.tools.interop.export_dcp import commit_import, export_dcp
 from megatron_port.tools.interop.import_dcp import read_dcp
 from megatron_port.tools.interop.staged import Stage
+from megatron_port.tools.interop.universal import export_universal
 
 MODEL = ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=19, seq_length=8)
 
@@ -233,7 +230,7 @@ def test_kinds_of_a_manifest_are_checked(mixed: RunConfig, tmp_path: Path) -> No
     body = json.loads((path / "manifest.json").read_text())
     text = json.dumps(body)
     assert "velocity" in text
-    from megatron_port.core.checkpoint.schema import field_fault
+    from megatron_port.core.checkpoint.format import field_fault
 
     inner = body.get("manifest", body)
     assert field_fault(inner, 2) is None

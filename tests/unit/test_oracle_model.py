@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from megatron_port.core.config.moe import MoEConfig
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.dist.counter import key_of
-from megatron_port.core.dist.init import initial_values
 from megatron_port.core.dist.positions import Positions
-from megatron_port.core.dist.record import InitSpec
+from megatron_port.core.dist.record import InitSpec, initial_values
+from megatron_port.core.layers.attention import AttentionMask, masked_softmax
 from megatron_port.core.layers.fused import torch_layer_norm, torch_rms_norm
-from megatron_port.core.layers.mask import AttentionMask, masked_softmax
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.rotary import RotaryTables, frequencies, score_factor, yarn_factor
 

@@ -25,7 +25,7 @@ from megatron_port.core.config.schema import (
     RunConfig,
 )
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.positions import WHOLE_SEQUENCE
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.step import StepShared, StepSlot, Tallies

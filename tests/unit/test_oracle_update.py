@@ -13,18 +13,24 @@ from hypothesis import strategies as st
 from test_narrow_adamw import piece_of, record_of
 
 from megatron_port.core.config.schema import ModelConfig, OptimizerConfig, ParameterGroup, RunConfig
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.record import InitSpec, ParameterRecord, attach, make_record
 from megatron_port.core.dist.record import record_of as record_of_parameter
 from megatron_port.core.engine.native_update import make_update
-from megatron_port.core.optim.clipping import NormStatistics, limited, norm_target
-from megatron_port.core.optim.parameter_groups import set_parameter_groups, settings_in
-from megatron_port.core.optim.rules import BlockRule, UpdateSettings, rule_of
+from megatron_port.core.optim.gradients import NormStatistics, limited, norm_target
+from megatron_port.core.optim.rules import (
+    BlockRule,
+    StepNumbers,
+    StepValues,
+    UpdateSettings,
+    rule_of,
+    set_parameter_groups,
+    settings_in,
+)
 from megatron_port.core.optim.sharded import ShardedParameters, ShardSettings
-from megatron_port.core.optim.step_values import StepNumbers, StepValues
 from megatron_port.ext.kernels.ops.optimizer import clip_factor
 from megatron_port.ext.rules.narrow_adamw import ADAMW_8BIT, ADAMW_BF16
-from megatron_port.ext.weights.average import WeightAverage
+from megatron_port.ext.weights.masks import WeightAverage
 
 CPU = torch.device("cpu")
 FAR = 1e300

@@ -16,17 +16,16 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from megatron_port.core.config.schema import LayoutConfig, ModelConfig
-from megatron_port.core.dist import init
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.init import initial_reader, initial_values
-from megatron_port.core.dist.record import InitSpec, ParameterRecord, record_of
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist import record as init
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
+from megatron_port.core.dist.record import InitSpec, ParameterRecord, initial_reader, initial_values, record_of
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.embedding import padded_vocab_size
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.build import BuildContext
-from megatron_port.core.model.gpt import GPTStage, build_stage
-from megatron_port.core.pipeline.partition import balanced_layers
+from megatron_port.core.model.decoder import GPTStage, build_stage
+from megatron_port.core.pipeline.simulate import balanced_layers
 from megatron_port.ext.kernels.providers import torch_providers
 
 NORMAL = InitSpec("normal", 0.02)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_port.core.dist.compat import widening_addmm
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.record import InitSpec
 from megatron_port.core.layers.linear import (
     ColumnParallelLinear,

@@ -13,10 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_port.core.dist import mesh as mesh_module
-from megatron_port.core.dist.context import ParallelContext, planned
-from megatron_port.core.dist.mesh import REPLICAS, SETS, SHARDED, Mesh, communicators, purposes
+from megatron_port.core.dist.groups import ParallelContext, planned
+from megatron_port.core.dist.mesh import REPLICAS, SETS, SHARDED, Coordinates, Mesh, Topology, communicators, purposes
 from megatron_port.core.dist.record import SEQUENCE, InitSpec, Shard, make_record
-from megatron_port.core.dist.topology import Coordinates, Topology
 from megatron_port.core.errors import ConfigError
 
 EXAMPLES = settings(max_examples=100, deadline=None)

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.core.dist.context import ParallelContext, planned
-from megatron_port.core.dist.topology import Coordinates, Topology
+from megatron_port.core.dist.groups import ParallelContext, planned
+from megatron_port.core.dist.mesh import Coordinates, Topology
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 
 AXES = ("tp", "pp", "dp")

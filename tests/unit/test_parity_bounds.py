@@ -23,7 +23,7 @@ from megatron_port.tools.parity.comparison import (
     distances,
     first_step,
 )
-from megatron_port.tools.parity.half_precision import SingleRuns, within_rounding
+from megatron_port.tools.parity.emulation import SingleRuns, within_rounding
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "parity.md").read_text(encoding="utf-8")
 MODEL = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=7, seq_length=4)

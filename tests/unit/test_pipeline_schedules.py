@@ -9,10 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.pipeline.actions import Action, Kind, Schedule, peak_in_flight
-from megatron_port.core.pipeline.check import check, check_messages, check_passes, held_bound
-from megatron_port.core.pipeline.schedules import forward_only, gpipe, interleaved, make_schedule, one_f_one_b
+from megatron_port.core.pipeline.schedules import (
+    check,
+    check_messages,
+    check_passes,
+    forward_only,
+    gpipe,
+    held_bound,
+    interleaved,
+    make_schedule,
+    one_f_one_b,
+)
 from megatron_port.core.pipeline.simulate import bubble_fraction, simulate, unit_cost
 
 F = Kind.FORWARD
@@ -139,7 +148,7 @@ def test_mistakes_are_found() -> None:
 
 def test_sends_in_another_order_than_receives_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the one order of all messages the queues of interleaved stages block one another."""
-    from megatron_port.core.pipeline import messages
+    from megatron_port.core.pipeline import schedules as messages
 
     schedule = make_schedule("1f1b", 4, 8, 2)
     real = messages._ordered(schedule)

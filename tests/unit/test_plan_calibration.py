@@ -29,15 +29,14 @@ from megatron_port.tools.bench.calibration import (
     to_toml,
 )
 from megatron_port.tools.bench.exchanges import CollectiveTime, overlap_share
-from megatron_port.tools.bench.host import host_entries
 from megatron_port.tools.bench.passes import pass_entries
-from megatron_port.tools.bench.probe import Measured, ProductTime, measure, shapes_of
+from megatron_port.tools.bench.probe import Measured, ProductTime, host_entries, measure, shapes_of
 from megatron_port.tools.bench.sweep import NAMES, _legal, _settings, _studies
 from megatron_port.tools.plan.case import Machine, machine_of
 from megatron_port.tools.plan.kernel_table import to_csv
 from megatron_port.tools.plan.links import Links, span
 from megatron_port.tools.plan.rates import Rates
-from megatron_port.tools.tune.space import make_space
+from megatron_port.tools.tune.strategies import make_space
 
 
 def truth(machine: Machine, *, ranks: int, dtypes: tuple[str, ...], kind: str = "cuda") -> Measured:
@@ -194,8 +193,8 @@ def test_a_table_of_measurements_is_planned_with(tmp_path: Path) -> None:
 def test_the_programs_own_passes_and_its_host_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_port.tools.bench.passes.SIZES", {"cpu": (1 << 12, 1 << 16)})
     monkeypatch.setattr("megatron_port.tools.bench.passes.COLD", {"cpu": 1 << 18})
-    monkeypatch.setattr("megatron_port.tools.bench.host.WIDE", 64)
-    monkeypatch.setattr("megatron_port.tools.bench.host.WIDEST", 128)
+    monkeypatch.setattr("megatron_port.tools.bench.probe.WIDE", 64)
+    monkeypatch.setattr("megatron_port.tools.bench.probe.WIDEST", 128)
     config = load("models/gpt-tiny", ["backend.device=cpu"]).config
     device = choose_device("cpu", local_rank=0, local_world_size=1)
     entries = pass_entries(config.model, torch_providers(), "fp32", device.torch_device, 1, 0.0)

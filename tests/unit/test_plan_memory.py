@@ -17,8 +17,8 @@ from megatron_port.core.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.decoder_spec import model_spec

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_port.core.config.schema import BackendConfig, LayoutConfig, ModelConfig
-from megatron_port.core.dist.context import ParallelContext
 from megatron_port.core.dist.device import choose_device
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.positions import (
     WHOLE_SEQUENCE,
     Division,
@@ -22,13 +23,12 @@ from megatron_port.core.dist.positions import (
     divide,
     sequence_partition,
 )
-from megatron_port.core.dist.topology import Topology
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.attention import SelfAttention
 from megatron_port.core.model.build import BuildContext
+from megatron_port.core.model.decoder import GPTStage
 from megatron_port.core.model.decoder_spec import attention_spec, model_spec
-from megatron_port.core.model.gpt import GPTStage
 from megatron_port.core.model.layers import Embedding
 from megatron_port.core.model.norm import Norm
 from megatron_port.ext.kernels.choose import choose_providers

@@ -20,7 +20,7 @@ from megatron_port.core.config.checks import problems
 from megatron_port.core.config.schema import BatchConfig, DataConfig, RunConfig, TrainingConfig
 from megatron_port.core.data.indexed import IndexedDataset
 from megatron_port.core.data.loader import Loaders, build_loaders
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import DataError
 from megatron_port.ext.corpora.conversations import ConversationRefusal

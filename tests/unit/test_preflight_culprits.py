@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_port.core.config.schema import PreflightConfig
+from megatron_port.tools.preflight.exchange import Pair, identify, rounds_for, sacrifice, suspects
 from megatron_port.tools.preflight.network import blame_lanes
-from megatron_port.tools.preflight.pairs import Pair, identify, rounds_for, sacrifice, suspects
 
 
 def rates(

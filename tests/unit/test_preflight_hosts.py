@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.core.dist.slurm import compress_hosts, expand_hosts
+from megatron_port.core.dist.launchers import compress_hosts, expand_hosts
 from megatron_port.tools.preflight.bandwidth import ALL_GATHER, ALL_REDUCE, POINT_TO_POINT, algbw_gb, busbw_gb
-from megatron_port.tools.preflight.pairs import all_pairs_rounds, neighbour_rounds, rounds_for
+from megatron_port.tools.preflight.exchange import all_pairs_rounds, neighbour_rounds, rounds_for
 
 HOST = st.from_regex(r"[a-z]{1,3}-?[0-9]{0,4}", fullmatch=True)
 RUN = st.builds(

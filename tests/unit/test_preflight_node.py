@@ -13,6 +13,9 @@ from megatron_port.tools.preflight.core import (
     Window,
     accounted_seconds,
     enough,
+    parse_amd_ecc,
+    parse_nvidia,
+    parse_rocm,
     quota_cpus,
     quota_files,
     rate_of,
@@ -29,7 +32,6 @@ from megatron_port.tools.preflight.probe import (
     missing_devices,
     unmeasured,
 )
-from megatron_port.tools.preflight.vendor import parse_amd_ecc, parse_nvidia, parse_rocm
 
 NVIDIA = """\
 0, NVIDIA H100 80GB HBM3, 550.54.15, 41, 1980, 1980, 81559, 0x0000000000000000, 0, 0, No, No

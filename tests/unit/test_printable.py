@@ -19,9 +19,8 @@ from rich.table import Table
 from megatron_port.cli.main import main
 from megatron_port.core.checkpoint.format import SavedState
 from megatron_port.core.checkpoint.writer import save_checkpoint
-from megatron_port.core.dist.state import StatePiece
-from megatron_port.core.io.logging import Logger
-from megatron_port.core.io.printable import SafeStream, one_line, printable, safe_output, trusted
+from megatron_port.core.dist.record import StatePiece
+from megatron_port.core.io.logging import Logger, SafeStream, one_line, printable, safe_output, trusted
 
 CLEAR = "\x1b[2J\x1b[Hstep-00000009: whole"
 TITLE = "\x9d0;owned\x9c"

@@ -16,7 +16,7 @@ import torch
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.ranges import are_ranges, parse_ranges, within
 from megatron_port.core.config.schema import RunConfig, TelemetryConfig, TrainingConfig
-from megatron_port.core.dist.progress import BACKWARD, FORWARD, ProgressTracker
+from megatron_port.core.dist.process import BACKWARD, FORWARD, ProgressTracker
 from megatron_port.core.io.logging import Logger
 from megatron_port.ext.health.profile import StepProfiler
 from megatron_port.ext.telemetry.trace import FOLDER, MERGED, SPAN, main, merge, rank_events, trace_name

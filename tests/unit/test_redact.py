@@ -12,9 +12,9 @@ from megatron_port.core.config.checks import problems
 from megatron_port.core.config.schema import DataConfig, RunConfig
 from megatron_port.core.config.secrets import secret_name, secret_problems
 from megatron_port.core.errors import EnvironmentFault
-from megatron_port.core.io.redact import redact, redacted
-from megatron_port.tools.launch.outcome import read_failure, record_failure
-from megatron_port.tools.preflight.files import write_json
+from megatron_port.core.io.logging import redact, redacted
+from megatron_port.tools.launch.attempts import read_failure, record_failure
+from megatron_port.tools.preflight.node import write_json
 from megatron_port.tools.watch.watch_report import add_event
 
 KEY = "d41d8cd98f00b204e9800998ecf8427e"

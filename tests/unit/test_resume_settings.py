@@ -26,7 +26,7 @@ from megatron_port.core.config.schema import (
     RunConfig,
     TrainingConfig,
 )
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.lease import Fence
 from megatron_port.core.errors import CheckpointError, ConfigError
 from megatron_port.core.optim.schedules import BatchSchedule

@@ -17,11 +17,11 @@ from megatron_port.core.config.moe import MoEConfig, RoutesConfig
 from megatron_port.core.config.schema import ModelConfig, RunConfig, TrainingConfig
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.dist.lease import Fence, LeaseLost
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.errors import ConfigError, DataError
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.step import StepContext, StepSlot
-from megatron_port.ext.telemetry import route_writer
+from megatron_port.ext.telemetry import route_file as route_writer
 from megatron_port.ext.telemetry.route_file import (
     RankRoutes,
     RouteFolder,

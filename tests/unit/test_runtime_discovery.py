@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_port.core.dist.discovery import discover, is_loopback
-from megatron_port.core.dist.slurm import expand_hosts, expand_tasks, in_step, same_host, step_port
+from megatron_port.core.dist.launchers import expand_hosts, expand_tasks, in_step, same_host, step_port
 from megatron_port.core.errors import EnvironmentFault
 
 TORCHRUN = {

@@ -11,9 +11,8 @@ import pytest
 
 from megatron_port.cli.main import main
 from megatron_port.core.checkpoint.disk import write_chunks
-from megatron_port.core.io.atomic import write_bytes, write_output
-from megatron_port.core.io.permissions import tighten
-from megatron_port.tools.launch.outcome import FINISHED, OUTCOME, AttemptOutcome, write_outcome
+from megatron_port.core.io.files import tighten, write_bytes, write_output
+from megatron_port.tools.launch.attempts import FINISHED, OUTCOME, AttemptOutcome, write_outcome
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,10 @@ import threading
 import pytest
 import torch
 
-from megatron_port.core.dist.agreement import agree
-from megatron_port.core.dist.context import ParallelContext, planned
-from megatron_port.core.dist.signals import EXIT_CODES, StopRequest, name_of
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.agree import agree
+from megatron_port.core.dist.groups import ParallelContext, planned
+from megatron_port.core.dist.mesh import Topology
+from megatron_port.core.dist.process import EXIT_CODES, StopRequest, name_of
 from megatron_port.core.errors import DataError, EnvironmentFault
 from megatron_port.core.io.logging import Logger, ranks_text
 

@@ -14,7 +14,7 @@ from test_checkpoint_roundtrip import ThreadPeers, over_threads, state
 from megatron_port.core.checkpoint import shard, writer
 from megatron_port.core.checkpoint.reader import find_latest, open_checkpoint
 from megatron_port.core.checkpoint.writer import save_checkpoint
-from megatron_port.core.dist.state import StatePiece
+from megatron_port.core.dist.record import StatePiece
 from megatron_port.core.errors import CheckpointError
 from megatron_port.ext.storage import background
 from megatron_port.ext.storage.background import BackgroundSave

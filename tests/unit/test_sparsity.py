@@ -27,11 +27,11 @@ from megatron_port.core.config.schema import (
     SparsityConfig,
 )
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.state import WEIGHT
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.record import WEIGHT
 from megatron_port.core.model.shapes import parameter_shapes
 from megatron_port.ext.kernels.providers import torch_providers
-from megatron_port.ext.weights.sparse_reader import SparseWeights
+from megatron_port.ext.weights.readers import SparseWeights
 from megatron_port.run.build import build_engine
 from megatron_port.tools.interop.hf_files import HFFolder
 

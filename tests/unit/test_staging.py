@@ -10,8 +10,7 @@ import torch
 from stream_order import OrderChecker, StreamRace
 
 from megatron_port.core.dist.device_streams import COMPUTE, COPY_IN, COPY_OUT, HOST, Event, Streams, access, observed_by
-from megatron_port.ext.memory.staging import ALIGN, StagingRing
-from megatron_port.ext.memory.swap import SwapSpace
+from megatron_port.ext.memory.swap import ALIGN, StagingRing, SwapSpace
 
 CPU = torch.device("cpu")
 

@@ -28,12 +28,15 @@ from megatron_port.core.config.dump import config_hash  # noqa: E402
 from megatron_port.core.config.schema import CheckpointConfig, RunConfig  # noqa: E402
 from megatron_port.core.data.indexed import IndexedDataset  # noqa: E402
 from megatron_port.core.errors import CheckpointError, DamagedCheckpoint, DataError  # noqa: E402
-from megatron_port.ext.corpora.remote import RemoteCache, RemoteTokens  # noqa: E402
+from megatron_port.ext.corpora.fetch import RemoteCache, RemoteTokens  # noqa: E402
 from megatron_port.ext.storage import mirror  # noqa: E402
 from megatron_port.ext.storage import store as store_module  # noqa: E402
-from megatron_port.ext.storage.blocks import DIGEST, Blocks  # noqa: E402
 from megatron_port.ext.storage.mirror import Mirror, copy_name, pull, push, push_file  # noqa: E402
-from megatron_port.ext.storage.store import Store  # noqa: E402
+from megatron_port.ext.storage.store import (  # noqa: E402
+    DIGEST,
+    Blocks,
+    Store,
+)
 
 BUCKET = "tokens"
 
@@ -144,8 +147,8 @@ def test_any_range_over_any_blocks(bucket, tmp_path, start, stop):
 
 
 def test_the_cache_keeps_to_its_limit(bucket, tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_port.ext.storage.blocks.LOOK_EVERY", 2)
-    monkeypatch.setattr("megatron_port.ext.storage.blocks.IN_MEMORY", 0)
+    monkeypatch.setattr("megatron_port.ext.storage.store.LOOK_EVERY", 2)
+    monkeypatch.setattr("megatron_port.ext.storage.store.IN_MEMORY", 0)
     content = os.urandom(6400)
     bucket.pipe_file(f"{BUCKET}/x", content)
     blocks = Blocks(Store(f"s3://{BUCKET}", DataError), "x", 6400, tmp_path / "x", block_bytes=64, limit=800)

@@ -21,15 +21,14 @@ from twin.model import Shape
 from twin.model import initial as twin_initial
 
 from megatron_port.core.config.schema import LayoutConfig, ModelConfig
-from megatron_port.core.data.dataset import BlendedDataset, quantised
-from megatron_port.core.data.order import derive, permute
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.data.dataset import BlendedDataset, derive, permute, quantised
 from megatron_port.core.dist.counter import key_of
-from megatron_port.core.dist.init import initial_reader, initial_values
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.record import initial_reader, initial_values
 from megatron_port.core.layers.dropout import DropoutStream, op_key
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.build import BuildContext, BuildOptions
-from megatron_port.core.model.gpt import GPTStage
+from megatron_port.core.model.decoder import GPTStage
 from megatron_port.core.model.shapes import model_records
 from megatron_port.ext.kernels.providers import torch_providers
 

@@ -21,17 +21,33 @@ from megatron_port.cli.main import main
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.loader import load
-from megatron_port.core.dist.processes import born
+from megatron_port.core.dist.process import born
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.tools.plan.search import Candidate
 from megatron_port.tools.tune.importance import importance, importance_line
-from megatron_port.tools.tune.lease import claim, hold_folder
 from megatron_port.tools.tune.results import FAILED, OK, OUT_OF_MEMORY, TIMEOUT, Results, Trial, key_of
-from megatron_port.tools.tune.settle import merged, repeat_near_best
-from megatron_port.tools.tune.space import PARAMETERS, Space, best_legal, make_space, parameters
-from megatron_port.tools.tune.strategies import AtRandom, ByModel, make_strategy
+from megatron_port.tools.tune.strategies import (
+    PARAMETERS,
+    AtRandom,
+    ByModel,
+    Space,
+    best_legal,
+    make_space,
+    make_strategy,
+    parameters,
+)
 from megatron_port.tools.tune.trial import Launcher, choose_launcher, run_trial, trial_overrides
-from megatron_port.tools.tune.tuner import label_of, rank_correlation, render, tune, write_winner
+from megatron_port.tools.tune.tuner import (
+    claim,
+    hold_folder,
+    label_of,
+    merged,
+    rank_correlation,
+    render,
+    repeat_near_best,
+    tune,
+    write_winner,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = "runs/frontier-22b"

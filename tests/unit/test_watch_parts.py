@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 
 from megatron_port.core.config.schema import WatchConfig
 from megatron_port.core.dist.discovery import ProcessInfo
-from megatron_port.core.dist.processes import born, kill
-from megatron_port.core.dist.progress import (
+from megatron_port.core.dist.process import (
     DATA,
     FORWARD,
     IDLE,
@@ -32,18 +31,20 @@ from megatron_port.core.dist.progress import (
     START,
     STEP,
     ProgressTracker,
+    born,
     describe,
+    kill,
 )
 from megatron_port.core.io.logging import ranks_text
 from megatron_port.tools.watch import client as client_module
-from megatron_port.tools.watch import hub_process, judge, wire
+from megatron_port.tools.watch import hub_process, wire
+from megatron_port.tools.watch import rules as judge
 from megatron_port.tools.watch.client import Client, python_stacks
-from megatron_port.tools.watch.format import FOREIGN, waits_in
 from megatron_port.tools.watch.hub import Hub
 from megatron_port.tools.watch.hub_process import HubProcess
-from megatron_port.tools.watch.rules import Alarm, Beat, Rank, RankIdentity, Rules
-from megatron_port.tools.watch.stragglers import Stragglers
+from megatron_port.tools.watch.rules import Alarm, Beat, Rank, RankIdentity, Rules, Stragglers
 from megatron_port.tools.watch.watch_report import add_event, write_hang
+from megatron_port.tools.watch.wire import FOREIGN, waits_in
 
 # Messages.
 

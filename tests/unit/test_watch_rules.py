@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_port.core.config.schema import WatchConfig
-from megatron_port.core.dist.progress import DATA, EVALUATE, FORWARD, REDUCE, SAVE, START, STEP, TRANSFER
-from megatron_port.tools.watch import judge
+from megatron_port.core.dist.process import DATA, EVALUATE, FORWARD, REDUCE, SAVE, START, STEP, TRANSFER
+from megatron_port.tools.watch import rules as judge
 from megatron_port.tools.watch.rules import MARGIN_S, Alarm, Beat, RankIdentity, Rules
 
 TORCH = ("/site/torch/distributed/distributed_c10d.py", 3252, "all_reduce")

@@ -11,9 +11,13 @@ import torch.nn.functional as F
 
 from megatron_port.core.config.schema import BatchConfig, ModelConfig, PrecisionConfig, RunConfig, TrainingConfig
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.layers.cross_entropy import vocab_parallel_cross_entropy
-from megatron_port.core.layers.cross_entropy_kernel import CrossEntropyOps, own_cross_entropy, torch_cross_entropy
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.layers.cross_entropy import (
+    CrossEntropyOps,
+    own_cross_entropy,
+    torch_cross_entropy,
+    vocab_parallel_cross_entropy,
+)
 from megatron_port.ext.kernels.kernels import load as load_kernels
 from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.run.build import build_engine

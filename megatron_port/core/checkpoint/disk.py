@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_port.core.errors import CheckpointError
-from megatron_port.core.io.atomic import atomic_file
+from megatron_port.core.io.files import atomic_file
 
 _SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _RIGHTS = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -44,7 +44,7 @@ def disk_error(error: OSError, path: Path, needed: int | None = None) -> Checkpo
 
 
 def write_chunks(path: Path, size: int, chunks: Iterable[memoryview | bytes]) -> None:
-    """Write a whole file of ``size`` bytes, or none (:func:`megatron_port.core.io.atomic.atomic_file`).
+    """Write a whole file of ``size`` bytes, or none (:func:`megatron_port.core.io.files.atomic_file`).
 
     Nothing is begun where less than ``size`` is free: a full disk is not made fuller. The directory must exist: one
     that is gone was another attempt's to remove. Memory: one chunk.

@@ -17,9 +17,9 @@ import xxhash
 
 from megatron_port.core.checkpoint.format import DTYPES, Manifest, PieceEntry, read_manifest, step_of
 from megatron_port.core.checkpoint.slices import Slice, strides
-from megatron_port.core.dist.work import Advance, silent
+from megatron_port.core.dist.agree import Advance, silent
 from megatron_port.core.errors import CheckpointError, DamagedCheckpoint
-from megatron_port.core.io.regular import kind_of, open_regular
+from megatron_port.core.io.files import kind_of, open_regular
 from megatron_port.ext.storage.ranged import RangedFile, Scratch
 
 _OPEN_FILES = 32

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from megatron_port.core.dist.record import StatePiece
 from megatron_port.core.dist.row_hashes import ROW, RowHashes, one_word
-from megatron_port.core.dist.state import StatePiece
 from megatron_port.core.errors import CheckpointError
 
 

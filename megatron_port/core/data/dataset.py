@@ -2,19 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from math import isqrt
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from megatron_port.core.config.dump import toml_value
 from megatron_port.core.data import megatron_order as mo
-from megatron_port.core.data.index_cache import Make, cached_arrays, content_key
-from megatron_port.core.data.indexed import IndexedDataset, bad_token
-from megatron_port.core.data.order import derive, mix, sample_at
-from megatron_port.core.data.sample import Sample, document_starts
+from megatron_port.core.data.batch import Sample, document_starts
+from megatron_port.core.data.indexed import IndexedDataset, Make, bad_token, cached_arrays, content_key
 from megatron_port.core.errors import DataError
+
+# Stateless sample order: the k-th training sample is a function of (seed, k).
+#
+# Each epoch is a permutation of the samples, keyed by (seed, epoch), evaluated at
+# one point without storing it: a Feistel network over the rectangle a × b with
+# a = ⌈√n⌉, b = ⌈n/a⌉, whose few surplus points are walked through until one falls
+# below n (Black & Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The
+# round function is the finaliser of SplitMix64. Integer arithmetic only, so the order
+# is the same on every machine; changing it breaks resumption of old runs.
+
+ROUNDS = 8
+MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """SplitMix64's finaliser on uint64, elementwise (Steele, Lea & Flood 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    found: np.ndarray = x ^ (x >> np.uint64(31))
+    return found
+
+
+def derive(*values: int) -> int:
+    """Return a 64-bit key from integers; their order matters."""
+    state = 0
+    for value in values:
+        state = ((state ^ (value & MASK)) + GOLDEN) & MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
+        state ^= state >> 31
+    return state
+
+
+def _round_trip(x: np.ndarray, a: int, b: int, keys: np.ndarray) -> np.ndarray:
+    left: np.ndarray = x // np.uint64(b)
+    right: np.ndarray = x % np.uint64(b)
+    for i, key in enumerate(keys):
+        if i % 2 == 0:
+            left = (left + mix(right ^ key) % np.uint64(a)) % np.uint64(a)
+        else:
+            right = (right + mix(left ^ key) % np.uint64(b)) % np.uint64(b)
+    found: np.ndarray = left * np.uint64(b) + right
+    return found
+
+
+def permute(indices: np.ndarray, n: int, key: int) -> np.ndarray:
+    """Apply the permutation of [0, n) given by ``key`` to ``indices`` (integers in [0, n)); return int64.
+
+    O(1) memory per index, n up to 2^62.
+    """
+    x = np.atleast_1d(np.asarray(indices)).astype(np.uint64)
+    if n < 1 or (x.size and int(x.max()) >= n):
+        raise ValueError(f"indices must lie in [0, {n})")
+    root = isqrt(n)
+    a = root if root * root == n else root + 1
+    b = -(-n // a)
+    keys = np.array([derive(key, i) for i in range(ROUNDS)], dtype=np.uint64)
+    x = _round_trip(x, a, b, keys)
+    outside = np.flatnonzero(x >= n)
+    while outside.size:
+        x[outside] = _round_trip(x[outside], a, b, keys)
+        outside = outside[x[outside] >= n]
+    return x.astype(np.int64)
+
+
+def sample_at(seed: int, global_sample: int, n: int) -> tuple[int, int]:
+    """Return (epoch, index in [0, n)) of the ``global_sample``-th sample of a run over n samples."""
+    epoch, offset = divmod(global_sample, n)
+    return epoch, int(permute(np.array([offset]), n, derive(seed, epoch))[0])
+
 
 PERIOD = 1 << 16
 """Samples after which a stateless blend repeats: weights are rounded to multiples of 1 / 65536."""
@@ -347,3 +419,76 @@ class SyntheticDataset:
 
     def drawn_starts(self, seed: int, k: int) -> np.ndarray | None:
         return self.starts(k)
+
+
+# A blend of corpora: weights from sizes, and the number of epochs of each corpus.
+
+RULES = ("tokens", "documents", "equal")
+
+
+@dataclass(frozen=True)
+class CorpusWeight:
+    """One corpus of a blend."""
+
+    prefix: str
+    tokens: int
+    documents: int
+    weight: float
+    """All add up to 1."""
+
+    def epochs(self, drawn: int) -> float:
+        """Return the epochs of this corpus when the blend gives ``drawn`` tokens in total."""
+        return drawn * self.weight / max(self.tokens, 1)
+
+
+def blend(corpora: Sequence[IndexedDataset], given: Mapping[str, float], *, by: str = "tokens",
+          temperature: float = 1.0) -> list[CorpusWeight]:
+    """Return the weights of a blend.
+
+    Args:
+        given: weights by prefix; all corpora or none.
+        by: tokens | documents | equal: what weights are in proportion to, where none are given.
+        temperature: sizes to the power of 1 / temperature; above 1 they are more even (mT5, arXiv 2010.11934).
+
+    Raises:
+        DataError: weights for some corpora only, a weight or temperature that is not above 0, an empty corpus,
+            a corpus twice, tokenizers that differ.
+    """
+    names = [str(c.prefix) for c in corpora]
+    if len(set(names)) < len(names):
+        raise DataError(f"a corpus is named twice: {', '.join(sorted({n for n in names if names.count(n) > 1}))}")
+    if by not in RULES or temperature <= 0:
+        raise DataError(f"--by {by}, --temperature {temperature}: choose one of {', '.join(RULES)}, and a temperature "
+                        "above 0")
+    if given and set(given) != set(names):
+        without = [n for n in names if n not in given]
+        raise DataError(f"no weight for {', '.join(without)}; give PREFIX=WEIGHT for all corpora or for none")
+    for corpus in corpora:
+        if not corpus.num_tokens:
+            raise DataError(f"{corpus.prefix}: the corpus holds no tokens")
+    _same_tokenizer(corpora)
+    sizes = {
+        "tokens": [float(c.num_tokens) for c in corpora], "documents": [float(c.num_documents) for c in corpora],
+        "equal": [1.0] * len(corpora),
+    }[by]
+    raw = [given[n] for n in names] if given else [size ** (1 / temperature) for size in sizes]
+    if min(raw) <= 0:
+        raise DataError(f"weights {raw}: each must be above 0; leave a corpus out instead")
+    total = sum(raw)
+    return [CorpusWeight(n, c.num_tokens, c.num_documents, w / total) for n, c, w in zip(names, corpora, raw)]
+
+
+def _same_tokenizer(corpora: Sequence[IndexedDataset]) -> None:
+    kinds: dict[str, str] = {}
+    for corpus in corpora:
+        if corpus.meta is not None:
+            kinds.setdefault(corpus.meta.tokenizer_hash or corpus.meta.tokenizer, f"{corpus.prefix} "
+                             f"({corpus.meta.tokenizer})")
+    if len(kinds) > 1:
+        raise DataError(f"corpora of different tokenizers cannot be blended: {', '.join(kinds.values())}")
+
+
+def as_toml(shares: Sequence[CorpusWeight]) -> str:
+    """Return the ``[data]`` section of a run file, which another file can extend."""
+    return ("[data]\n" + f"train = {toml_value([s.prefix for s in shares])}\n"
+            + f"weights = {toml_value([round(s.weight, 9) for s in shares])}\n")

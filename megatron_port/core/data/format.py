@@ -19,8 +19,7 @@ import numpy as np
 import xxhash
 
 from megatron_port.core.errors import DataError
-from megatron_port.core.io.open_files import too_many_open
-from megatron_port.core.io.regular import read_regular
+from megatron_port.core.io.files import read_regular, too_many_open
 from megatron_port.core.io.typed_json import parse_json
 
 MAGIC = b"MMIDIDX\x00\x00"

@@ -2,35 +2,316 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.data.dataset import TokenDataset
-from megatron_port.core.data.format import BOS_BY_TEMPLATE, BOS_UNKNOWN, bos_ids, tokenizer_name
-from megatron_port.core.data.indexed import CorpusMeta, IndexedDataset, meta_path
-from megatron_port.core.data.rank_view import RankView
-from megatron_port.core.data.run_datasets import (
-    SPLITS,
-    corpus_datasets,
-    drawn_samples,
-    open_corpora,
-    synthetic_datasets,
-    within_documents,
+from megatron_port.core.data import megatron_order as mo
+from megatron_port.core.data.balance import attention_work, balanced_chunks, block_size
+from megatron_port.core.data.batch import MicroBatch, Sample
+from megatron_port.core.data.dataset import (
+    BlendedDataset,
+    GPTDataset,
+    MegatronGPTDataset,
+    SyntheticDataset,
+    TokenDataset,
+    derive,
+    split_positions,
+    too_small,
 )
-from megatron_port.core.data.sample import Sample
-from megatron_port.core.dist.positions import WHOLE_SEQUENCE, SequencePartition
+from megatron_port.core.data.format import BOS_BY_TEMPLATE, BOS_UNKNOWN, bos_ids, tokenizer_name
+from megatron_port.core.data.indexed import (
+    CorpusMeta,
+    IndexedDataset,
+    cached_arrays,
+    check_local,
+    content_key,
+    meta_path,
+    open_all,
+)
+from megatron_port.core.data.objective import Objective, WholeSamples, objective_of
+from megatron_port.core.data.packing import PackedDataset, document_splits
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.positions import WHOLE_SEQUENCE, Division, SequencePartition, sequence_partition
 from megatron_port.core.errors import DataError
 from megatron_port.core.registry import SOURCES
-from megatron_port.ext.corpora.fingerprint import check_tokenizers, data_fingerprint
+from megatron_port.ext.corpora.fetch import ReadAhead, RemoteCache
 from megatron_port.ext.corpora.plugin_source import plugin_datasets
-from megatron_port.ext.corpora.remote import ReadAhead
+from megatron_port.ext.corpora.verify import check_tokenizers, data_fingerprint
+from megatron_port.ext.objectives.pairs import PairDataset, check_pairs
+from megatron_port.ext.objectives.reference_losses import read_reference
+
+# What a rank is given of each micro-batch: by its pipeline stage, and by its place among the context-parallel ranks.
+#
+# Labels, masks and the objective's side tensors are made of whole samples, and the positions that the rank holds are
+# taken afterwards: the label of a position at the edge of a chunk is another rank's token.
+
+def balanced_windows(config: RunConfig) -> tuple[int, ...]:
+    """Return the attention window of each layer (0: none) where each micro-batch has a division of its own, by its
+    documents (``layout.cp_order``); empty where it has not: a sample of one document costs zigzag's ranks the same."""
+    model = config.model
+    if config.layout.cp_order != "balanced" or config.data.attention_documents != "within":
+        return ()
+    return tuple(model.window_of(layer) for layer in range(model.num_layers + model.mtp_layers))
+
+
+@dataclass(frozen=True)
+class RankView:
+    """One rank's part of micro-batches.
+
+    Args:
+        need_tokens, need_labels: what its pipeline stage consumes.
+        partition: which positions of a sequence it holds.
+        windows: of the layers, where each micro-batch is divided by the work that its documents leave (empty: all are
+            divided as ``partition`` says).
+        objective: makes what the last stage's loss needs beside labels.
+    """
+
+    need_tokens: bool
+    need_labels: bool
+    partition: SequencePartition = WHOLE_SEQUENCE
+    windows: tuple[int, ...] = ()
+    objective: Objective = field(default_factory=Objective)
+
+    @classmethod
+    def of(
+        cls, config: RunConfig, *, need_tokens: bool, need_labels: bool, partition: SequencePartition = WHOLE_SEQUENCE
+    ) -> RankView:
+        """Return the view of a rank that a run's stage and division give these."""
+        windows = balanced_windows(config) if partition.division.ranks > 1 else ()
+        return cls(need_tokens, need_labels, partition, windows, objective_of(config))
+
+    @classmethod
+    def on(cls, config: RunConfig, ctx: ParallelContext) -> RankView:
+        """Return the view of this rank of a run."""
+        partition = sequence_partition(ctx.mesh, ctx.rank, order=config.layout.cp_order)
+        return cls.of(config, need_tokens=ctx.is_first_stage, need_labels=ctx.is_last_stage, partition=partition)
+
+    @property
+    def reads(self) -> bool:
+        """Whether the stage consumes tokens or labels."""
+        return self.need_tokens or self.need_labels
+
+    def division(self, starts: np.ndarray | None) -> Division | None:
+        """Return how sequences with these document starts, int32 [batch, seq], are divided; None: as ever.
+
+        A function of the starts alone, which every rank and stage has: all find the same.
+        """
+        if not self.windows or starts is None:
+            return None
+        ranks, seq_length = self.partition.division.ranks, starts.shape[1]
+        work = attention_work(starts, self.windows).reshape(-1, block_size(seq_length, ranks)).sum(axis=1)
+        return Division(len(work), balanced_chunks(work, ranks))
+
+    def micro_batch(
+        self, ids: tuple[int, ...], tokens: np.ndarray | None, *, mask: torch.Tensor | None = None,
+        starts: Iterable[np.ndarray | None] = (), labels_masked: bool = False, rows: Sequence[Sample] = (),
+        training: bool = False,
+    ) -> MicroBatch:
+        """Return the rank's part of some samples.
+
+        Args:
+            tokens: int64 [batch, seq + 1]; None on stages that read none.
+            mask: float32 [batch, seq]: which labels count; None: all, or another stage knows.
+            starts: of each sample, int32 [seq]; none where a sample is one document.
+            rows: the samples as a dataset has them, for the objective; empty: they come from none.
+            training: they are trained on, not evaluated.
+        """
+        found = [row for row in starts if row is not None]
+        documents = np.stack(found) if found else None
+        division = self.division(documents)
+        partition = self.partition.divided(division)
+        whole = None if documents is None else torch.from_numpy(documents)
+        if tokens is None:
+            return MicroBatch(ids, labels_masked=labels_masked, document_starts=whole, division=division)
+
+        def held(x: torch.Tensor) -> torch.Tensor:
+            """Take the rank's positions of [batch, seq, …]."""
+            return partition.held(x.shape[1]).take(x, dim=1).contiguous()
+
+        read, labels = torch.from_numpy(tokens[:, :-1]), torch.from_numpy(tokens[:, 1:])
+        mask = mask if self.need_labels else None
+        side = self.objective.side(WholeSamples(
+            ids, labels, mask, whole, rows=rows, training=training, divided=partition.division.ranks > 1
+        )) if self.need_labels else {}
+        layout = self.objective.side_layout
+        return MicroBatch(
+            ids, tokens=held(read) if self.need_tokens else None, labels=held(labels) if self.need_labels else None,
+            loss_mask=None if mask is None else held(mask), labels_masked=labels_masked, document_starts=whole,
+            division=division,
+            side={name: held(x) if layout[name] == "position" else x for name, x in side.items()},
+        )
+
+
+# Datasets of a run's splits: which documents are for training, validation and test, and in which order.
+
+SPLITS = ("train", "valid", "test")
+
+
+def index_folder(run: RunConfig) -> Path:
+    """Return the folder of the sample indices of a run."""
+    return Path(run.data.index_cache) if run.data.index_cache else Path(run.output_dir) / "data_cache"
+
+
+def open_corpora(run: RunConfig) -> list[IndexedDataset]:
+    """Open the corpora of ``data.train``; what is remote is kept below ``data.remote_cache``.
+
+    Raises:
+        DataError: a corpus that is missing or damaged.
+    """
+    data = run.data
+    cache = RemoteCache(data.remote_cache or str(index_folder(run)), int(data.remote_cache_gb * 1e9))
+    # Indices of each split: three arrays in Megatron's order, at most as many when packed.
+    corpora = open_all(data.train, cache, further=3 * len(SPLITS))
+    check_local(corpora)
+    return corpora
+
+
+def within_documents(run: RunConfig) -> bool:
+    """Return whether samples say where their documents start."""
+    return run.data.attention_documents == "within"
+
+
+def synthetic_datasets(run: RunConfig) -> list[TokenDataset | None]:
+    """Return drawn tokens for each split, each with a seed of its own."""
+    return [SyntheticDataset(seq_length=run.model.seq_length, vocab_size=run.model.vocab_size,
+                             seed=derive(run.seed, index), documents=within_documents(run))
+            for index in range(len(SPLITS))]
+
+
+def corpus_datasets(
+    run: RunConfig, corpora: Sequence[IndexedDataset], train_samples: int, *, check: bool = False
+) -> list[TokenDataset | None]:
+    """Return the dataset of each split, in the order that the run asks for; None where a split holds no sample.
+
+    ``train_samples``: that the run draws, which Megatron's order depends on; ``check``: compare indices that are there
+    with their hashes.
+
+    Raises:
+        DataError: a corpus that is too small.
+    """
+    check_pairs(corpora, wanted=run.training.on_pairs)
+    if run.data.packing == "first_fit" or run.training.on_pairs:
+        return _packed(run, corpora, check=check)
+    if run.data.order == "megatron":
+        return _megatron(run, corpora, train_samples, check=check)
+    return _stateless(run, corpora)
+
+
+def _stateless(run: RunConfig, corpora: Sequence[IndexedDataset]) -> list[TokenDataset | None]:
+    s, v, weights = run.model.seq_length, run.model.vocab_size, run.data.weights
+    ranges = [split_positions(c, run.data.split, s) for c in corpora]
+    made: list[TokenDataset | None] = []
+    for index, split in enumerate(SPLITS):
+        parts: list[GPTDataset] = []
+        shares: list[float] = []
+        for i, corpus in enumerate(corpora):
+            start, stop = ranges[i][index]
+            if stop - start <= s:
+                if split == "train":
+                    raise too_small(corpus.prefix, stop - start, s)
+                continue
+            parts.append(GPTDataset(corpus, seq_length=s, vocab_size=v, start=start, stop=stop,
+                                    documents=within_documents(run)))
+            shares.append(weights[i] if weights else float(stop - start))
+        made.append(_joined(parts, shares))
+    return made
+
+
+def _packed(run: RunConfig, corpora: Sequence[IndexedDataset], *, check: bool) -> list[TokenDataset | None]:
+    pairs = run.training.on_pairs
+    ranges = [document_splits(c, run.data.split, unit=1 + pairs) for c in corpora]
+    references = [read_reference(c) for c in corpora] if pairs else []
+    made: list[TokenDataset | None] = []
+    for index, split in enumerate(SPLITS):
+        parts: list[PackedDataset] = []
+        shares: list[float] = []
+        for i, corpus in enumerate(corpora):
+            first, end = ranges[i][index]
+            if split != "train" and corpus.document_start(first) == corpus.document_start(end):
+                continue
+            s, v = run.model.seq_length, run.model.vocab_size
+            parts.append(PairDataset(
+                corpus, references[i], first=first, end=end, seq_length=s, vocab_size=v
+            ) if pairs else PackedDataset(
+                corpus, first=first, end=end, seq_length=s, vocab_size=v, cache=index_folder(run), check=check,
+            ))
+            shares.append(run.data.weights[i] if run.data.weights else float(parts[-1].tokens))
+        made.append(_joined(parts, shares))
+    return made
+
+
+def _joined(parts: Sequence[TokenDataset], shares: Sequence[float]) -> TokenDataset | None:
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return BlendedDataset(parts, shares)
+
+
+def _megatron(run: RunConfig, corpora: Sequence[IndexedDataset], train_samples: int, *,
+              check: bool = False) -> list[TokenDataset | None]:
+    s, cache = run.model.seq_length, index_folder(run)
+    ranges = [mo.split_ranges(run.data.split, c.num_sequences) for c in corpora]
+    tokens = [[c.sequence_start(end) - c.sequence_start(first) for first, end in r] for c, r in zip(corpora, ranges)]
+    made: list[TokenDataset | None] = []
+    for index, split in enumerate(SPLITS):
+        usable = [i for i in range(len(corpora)) if tokens[i][index] > s]
+        if split == "train" and len(usable) < len(corpora):
+            i = next(i for i in range(len(corpora)) if i not in usable)
+            raise too_small(corpora[i].prefix, tokens[i][index], s)
+        weights = [run.data.weights[i] if run.data.weights else float(tokens[i][index]) for i in usable]
+        wanted: list[int | None] = [None] * len(usable)
+        if split == "train":
+            wanted = list(mo.blend_sizes(weights, train_samples)) if len(usable) > 1 else [train_samples]
+        parts = [MegatronGPTDataset(corpora[i], first=ranges[i][index][0], end=ranges[i][index][1], seq_length=s,
+                                    vocab_size=run.model.vocab_size, num_samples=n, seed=run.seed, cache=cache,
+                                    check=check, documents=within_documents(run))
+                 for i, n in zip(usable, wanted)]
+        if split == "train" and len(parts) > 1:
+            key = content_key("blend", 1, weights, train_samples)
+            # Bound now: it is called at the first sample, when the loop's names belong to another split.
+            build = partial(mo.build_blend, weights, train_samples)
+            order = partial(cached_arrays, cache, key, ("corpus", "sample"), build, check=check)
+            made.append(BlendedDataset(parts, weights, order=order))
+        else:
+            made.append(_joined(parts, weights))
+    return made
+
+
+def drawn_samples(run: RunConfig, train_samples: int | None) -> int:
+    """Return the samples that the whole run consumes; without ``train_samples`` right only without a ramp-up."""
+    return train_samples or run.training.steps * run.batch.global_batch_size
+
+
+def build_sample_index(run: RunConfig, *, train_samples: int | None = None) -> list[str]:
+    """Build the indices of ``data.order = "megatron"`` or of packing, or check existing ones; return a line for each
+    part.
+
+    Raises:
+        DataError: a corpus that is missing, damaged or too small, or the folder cannot be written.
+    """
+    data = run.data
+    if data.synthetic or (data.order != "megatron" and data.packing == "none"):
+        return [f'data.order = "{data.order}" keeps no index: sample k is computed from k']
+    corpora = open_corpora(run)
+    lines = []
+    for split, dataset in zip(SPLITS, corpus_datasets(run, corpora, drawn_samples(run, train_samples), check=True)):
+        parts = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
+        if isinstance(dataset, BlendedDataset):
+            _ = dataset.given
+        for part in parts:
+            if isinstance(part, MegatronGPTDataset):
+                made = part.indices
+                size = sum(a.nbytes for a in (made.document, made.sample, made.shuffle))
+                lines.append(f"{split:5} {part.data.prefix}: {len(part)} samples, {size} bytes")
+            elif isinstance(part, PackedDataset):
+                lines.append(f"{split:5} {part.data.prefix}: {part.describe()}")
+    return lines
 
 
 class ReplicaShare(NamedTuple):

@@ -17,7 +17,7 @@ from math import ceil
 
 import numpy as np
 
-from megatron_port.core.data.index_cache import Make, in_memory
+from megatron_port.core.data.indexed import Make, in_memory
 
 SEPARATE_BELOW = 0.80
 """A last epoch that is used to less than this share is shuffled apart from the others."""

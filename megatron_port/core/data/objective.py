@@ -19,12 +19,11 @@ import torch
 from megatron_port.core.config.conflicts import Conflict, Rule
 from megatron_port.core.config.objective import objective_name
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.data.sample import Sample
-from megatron_port.core.dist.state import StateReader
+from megatron_port.core.data.batch import MicroBatch, Sample
+from megatron_port.core.dist.record import StateReader
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.model.build import BuildContext
-from megatron_port.core.model.gpt import GPTStage, build_chunks
+from megatron_port.core.model.decoder import GPTStage, build_chunks
 from megatron_port.core.model.loss import StageLoss
 from megatron_port.core.registry import LOSSES, OBJECTIVES
 

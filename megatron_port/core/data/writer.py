@@ -30,7 +30,7 @@ from megatron_port.core.data.format import (
     token_dtype,
 )
 from megatron_port.core.errors import DataError
-from megatron_port.core.io.atomic import fsync_directory, write_bytes
+from megatron_port.core.io.files import fsync_directory, write_bytes
 from megatron_port.core.io.typed_json import Natural
 
 TOKENS, LENGTHS, MASK, INDEX = "tokens", "lengths", "mask", "index"

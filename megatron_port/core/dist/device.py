@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from megatron_port.core.errors import EnvironmentFault
-from megatron_port.core.dist.process_group import SHARE_DEVICES
+from megatron_port.core.dist.start import SHARE_DEVICES
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,57 @@ gradient, so nothing is summed over it, and one of them owns the parameter.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol
+import torch
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import torch
-
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import REPLICAS, Factors, Mesh
-from megatron_port.core.dist.state import WEIGHT
+import math
+from collections.abc import Callable
+from megatron_port.core.dist.counter import key_of, normal_from_uniform, random_bits, uniform
+
+
+# Pieces of a run's state by canonical name: what engines yield, and what they read it from.
+
+WEIGHT = "weight"
+"""Kind of a parameter itself: its fp32 master where the weights are narrower."""
+BUFFER = "buffer"
+"""Kind of state of the model that no gradient changes (a router's balance bias): fp32 in every run, never cast."""
+
+
+@dataclass(frozen=True)
+class StatePiece:
+    """A contiguous range of one tensor of the training state that this rank owns.
+
+    The box (``offset``, ``shape``) is a slice of the parameter's logical global
+    tensor; ``tensor`` is the 1-D range that starts at ``flat_start`` of the
+    row-major flattening of that box. ``kind``: ``WEIGHT``, ``BUFFER``, or a kind of
+    state that the optimizer rule gives the parameter (``exp_avg``).
+    """
+
+    name: str
+    kind: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    flat_start: int
+    tensor: torch.Tensor
+
+
+class StateReader(Protocol):
+    """Source of an engine's state: a checkpoint, an initialisation, a folder of another system."""
+
+    def __call__(
+        self, name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...], /, *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the slice ``offset + shape`` of a tensor, as a tensor of that shape.
+
+        ``out`` is an offer: a reader that can puts the slice there and returns ``out`` itself, which saves memory and a
+        copy; otherwise it leaves it alone and returns a tensor of its own. After an error its content is undefined.
+        """
 
 
 @dataclass(frozen=True)
@@ -208,3 +251,87 @@ def attach(parameter: torch.nn.Parameter, record: ParameterRecord) -> torch.nn.P
         raise ValueError(f"{record.name}: tensor {tuple(parameter.shape)}, record {record.local_shape}")
     parameter.record = record  # type: ignore[attr-defined]
     return parameter
+
+
+# Initial weights as a function of (seed, canonical name, global element position).
+#
+# Every layout evaluates the same function on its own slice of the logical tensor,
+# so weights are equal to the bit whatever the layout; padding is never drawn.
+# Temporaries stay under 256 MB however large the slice is.
+
+_CHUNK = 1 << 20
+"""Elements drawn at once; about 12 float64/int64 temporaries are alive, 100 MB."""
+
+
+def _global_index(
+    start: int,
+    stop: int,
+    shape: tuple[int, ...],
+    offset: tuple[int, ...],
+    extent: tuple[int, ...],
+    device: torch.device,
+) -> torch.Tensor:
+    """Row-major positions in the global tensor of elements [start, stop) of the flattened box."""
+    flat = torch.arange(start, stop, dtype=torch.int64, device=device)
+    # Leading dimensions that the box covers whole, or trailing ones equal to the tensor's, need no unravelling.
+    if extent[1:] == shape[1:]:
+        row = 1
+        for n in shape[1:]:
+            row *= n
+        return flat + offset[0] * row if shape else flat
+    index = torch.zeros_like(flat)
+    stride = 1
+    for d in range(len(shape) - 1, -1, -1):
+        digit = flat % extent[d]
+        flat = flat // extent[d]
+        index += (digit + offset[d]) * stride
+        stride *= shape[d]
+    return index
+
+
+def initial_values(
+    *,
+    seed: int,
+    name: str,
+    init: InitSpec,
+    shape: tuple[int, ...],
+    offset: tuple[int, ...],
+    extent: tuple[int, ...],
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """Return the initial fp32 values of a slice (``offset``, ``extent``) of parameter ``name`` of logical ``shape``."""
+    device = torch.device(device)
+    if init.kind == "zeros":
+        return torch.zeros(extent, device=device)
+    if init.kind == "ones":
+        return torch.ones(extent, device=device)
+    if init.kind not in ("normal", "uniform"):
+        raise ValueError(f"{name}: unknown initialisation {init.kind!r}")
+    out = torch.empty(extent, device=device)
+    flat = out.view(-1)
+    key, key2 = key_of("weight", seed, name), key_of("weight2", seed, name)
+    for start in range(0, flat.numel(), _CHUNK):
+        stop = min(start + _CHUNK, flat.numel())
+        position = _global_index(start, stop, shape, offset, extent, device)
+        value = uniform(random_bits(position, key, key2))
+        value = normal_from_uniform(value) if init.kind == "normal" else value.sub_(0.5).mul_(math.sqrt(12.0))
+        flat[start:stop] = value.mul_(init.std)
+    return out
+
+
+def initial_reader(
+    records: dict[str, ParameterRecord], seed: int, device: torch.device | str = "cpu"
+) -> Callable[..., torch.Tensor]:
+    """A ``StateReader`` that serves initial weights and buffers, and zero optimizer state: a fresh start is a load like
+    any other."""
+
+    def read(
+        name: str, kind: str, offset: tuple[int, ...], extent: tuple[int, ...], /, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        record = records[name]
+        init = record.init if kind == record.kind else InitSpec("zeros")
+        return initial_values(
+            seed=seed, name=name, init=init, shape=record.shape, offset=offset, extent=extent, device=device
+        )
+
+    return read

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.record import ParameterRecord
-from megatron_port.core.dist.state import StatePiece, StateReader
+from megatron_port.core.dist.record import ParameterRecord, StatePiece, StateReader
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.optim.state_check import Damage, StateCheck

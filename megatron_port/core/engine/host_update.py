@@ -10,9 +10,9 @@ import torch
 
 from megatron_port.core.config.schema import OptimizerConfig
 from megatron_port.core.optim.bucket_memory import StateShard
-from megatron_port.core.optim.clipping import clamp_, limited
+from megatron_port.core.optim.gradients import clamp_, limited
+from megatron_port.core.optim.rules import StepValues
 from megatron_port.core.optim.sharded import ShardedParameters
-from megatron_port.core.optim.step_values import StepValues
 
 SquareNorm = Callable[[list[torch.Tensor]], torch.Tensor] | None
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.data.objective import Objective
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import REPLICAS
 from megatron_port.core.layers.step import AuxiliarySums
 

@@ -9,9 +9,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.record import ParameterRecord, record_of
-from megatron_port.core.dist.state import BUFFER, WEIGHT, StatePiece, StateReader
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.record import BUFFER, WEIGHT, ParameterRecord, StatePiece, StateReader, record_of
 from megatron_port.core.layers.step import TallySpec
 
 

@@ -18,12 +18,11 @@ from torch import nn
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.data.objective import Objective
-from megatron_port.core.dist.buffers import recorded_buffers
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.collectives import recorded_buffers
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import REPLICAS
-from megatron_port.core.dist.progress import REDUCE, ProgressTracker
-from megatron_port.core.dist.record import ParameterRecord
-from megatron_port.core.dist.state import StatePiece, StateReader
+from megatron_port.core.dist.process import REDUCE, ProgressTracker
+from megatron_port.core.dist.record import ParameterRecord, StatePiece, StateReader
 from megatron_port.core.engine import native_state
 from megatron_port.core.engine.api import NO_LIMITS, EvalResult, StepLimits, StepResult
 from megatron_port.core.engine.loss_reduction import global_count, shared_sums
@@ -52,11 +51,10 @@ from megatron_port.core.engine.native_update import make_update
 from megatron_port.core.engine.probe import Probe
 from megatron_port.core.layers.step import AuxiliarySums, ModuleSums, StepSlot, Tallies
 from megatron_port.core.optim.bucket_memory import Bucket
-from megatron_port.core.optim.clipping import NormStatistics
-from megatron_port.core.optim.loss_scale import LossScaler
+from megatron_port.core.optim.gradients import LossScaler, NormStatistics
+from megatron_port.core.optim.rules import StepNumbers, StepValues
 from megatron_port.core.optim.sharded import ShardedParameters
 from megatron_port.core.optim.state_check import Damage, StateCheck, check_of
-from megatron_port.core.optim.step_values import StepNumbers, StepValues
 from megatron_port.ext.kernels.recorded_step import (
     CheckReplayed,
     DeferGather,
@@ -66,8 +64,7 @@ from megatron_port.ext.kernels.recorded_step import (
     ReplayUpdate,
 )
 from megatron_port.ext.kernels.step_graphs import Recorder, StepGraphs, cuda_recorder
-from megatron_port.ext.weights.average import WeightAverage
-from megatron_port.ext.weights.masks import GradientMasks
+from megatron_port.ext.weights.masks import GradientMasks, WeightAverage
 
 
 def _record_weights(check: StateCheck, sharded: weakref.ref[ShardedParameters], bucket: Bucket) -> None:

@@ -13,23 +13,20 @@ import torch
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.data.objective import Objective
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.progress import BACKWARD, FORWARD, ProgressTracker
-from megatron_port.core.dist.to_device import to_device_async
+from megatron_port.core.dist.collectives import to_device_async
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.process import BACKWARD, FORWARD, ProgressTracker
 from megatron_port.core.engine.loss_reduction import term_counts
 from megatron_port.core.engine.probe import Probe
 from megatron_port.core.layers.linear import WgradAccumulator
 from megatron_port.core.layers.linear_kernels import QuantizedWeightCache
 from megatron_port.core.layers.step import ModuleSums, StepShared, StepSlot
+from megatron_port.core.optim.rules import StepValues
 from megatron_port.core.optim.sharded import ShardedParameters
-from megatron_port.core.optim.step_values import StepValues
 from megatron_port.core.pipeline.actions import Action, Kind, Schedule, most_held
-from megatron_port.core.pipeline.boundary import Boundary, Payload
-from megatron_port.core.pipeline.filling import fillers
-from megatron_port.core.pipeline.runner import Runner
-from megatron_port.core.pipeline.schedules import forward_only, make_schedule
-from megatron_port.core.pipeline.transfer import StageLink
-from megatron_port.ext.memory.site_clock import SiteClock
+from megatron_port.core.pipeline.runner import Boundary, Payload, Runner, StageLink
+from megatron_port.core.pipeline.schedules import fillers, forward_only, make_schedule
+from megatron_port.ext.memory.site_tape import SiteClock
 
 PassKey = tuple[int, int]
 """(chunk, micro-batch)"""

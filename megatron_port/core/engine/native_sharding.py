@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import SHARDED
 from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.engine.module import recorded_parameters
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.optim.rules import rule_of
 from megatron_port.core.optim.sharded import ShardedParameters, ShardSettings
-from megatron_port.core.optim.unit_gather import WeightSharding
+from megatron_port.core.optim.zero3 import WeightSharding
 from megatron_port.core.pipeline.schedules import make_schedule
 
 REDUCE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from megatron_port.core.dist.record import ParameterRecord
-from megatron_port.core.dist.state import WEIGHT, StatePiece, StateReader
+from megatron_port.core.dist.record import WEIGHT, ParameterRecord, StatePiece, StateReader
 from megatron_port.core.engine.module import ScratchBuffer, logical_pieces, read_local, read_range
 from megatron_port.core.optim.bucket_memory import StateShard
 from megatron_port.core.optim.sharded import ShardedParameters

@@ -18,9 +18,9 @@ import torch
 
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.data.objective import Objective
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import REPLICAS
-from megatron_port.core.dist.progress import OPTIMIZER, REDUCE, ProgressTracker
+from megatron_port.core.dist.process import OPTIMIZER, REDUCE, ProgressTracker
 from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.engine.api import NO_LIMITS, StepLimits
 from megatron_port.core.engine.host_update import Update
@@ -35,14 +35,11 @@ from megatron_port.core.engine.loss_reduction import (
 from megatron_port.core.engine.native_passes import PassRunner
 from megatron_port.core.engine.probe import Probe
 from megatron_port.core.layers.step import ModuleSums
-from megatron_port.core.optim.clipping import NormStatistics
-from megatron_port.core.optim.gradients import global_square_norm, owned_gradients
-from megatron_port.core.optim.loss_scale import LossScaler
+from megatron_port.core.optim.gradients import LossScaler, NormStatistics, global_square_norm, owned_gradients
+from megatron_port.core.optim.rules import StepNumbers, StepValues
 from megatron_port.core.optim.sharded import ShardedParameters
 from megatron_port.core.optim.state_check import StateCheck
-from megatron_port.core.optim.step_values import StepNumbers, StepValues
-from megatron_port.ext.weights.average import WeightAverage
-from megatron_port.ext.weights.masks import GradientMasks
+from megatron_port.ext.weights.masks import GradientMasks, WeightAverage
 
 GradientHook = Callable[[list[tuple[ParameterRecord, torch.Tensor]]], None]
 

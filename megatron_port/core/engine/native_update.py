@@ -19,12 +19,9 @@ from megatron_port.core.engine.host_update import HostUpdate, SquareNorm, Update
 from megatron_port.core.engine.rule_updates import MatrixUpdate, RuleUpdate, SumsUpdate
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.optim.bucket_memory import StateShard
-from megatron_port.core.optim.clipping import clamp_, norm_target
-from megatron_port.core.optim.elementwise import Lion
-from megatron_port.core.optim.parameter_groups import grouped
-from megatron_port.core.optim.rules import AdamW, BlockRule, ElementwiseRule, OptimizerRule
+from megatron_port.core.optim.gradients import clamp_, norm_target
+from megatron_port.core.optim.rules import AdamW, BlockRule, ElementwiseRule, Lion, OptimizerRule, StepValues, grouped
 from megatron_port.core.optim.sharded import ShardedParameters
-from megatron_port.core.optim.step_values import StepValues
 from megatron_port.core.optim.sums import SumsRule
 from megatron_port.ext.kernels.fused_rule_update import FusedRuleUpdate
 from megatron_port.ext.kernels.kernels import load as load_kernels

@@ -11,8 +11,7 @@ from megatron_port.core.config.schema import OptimizerConfig
 from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.engine.host_update import HostUpdate
 from megatron_port.core.optim.bucket_memory import StateShard
-from megatron_port.core.optim.parameter_groups import GroupSettings, settings_in
-from megatron_port.core.optim.rules import BlockRule, ElementwiseRule, UpdateSettings
+from megatron_port.core.optim.rules import BlockRule, ElementwiseRule, GroupSettings, UpdateSettings, settings_in
 from megatron_port.core.optim.sharded import ShardedParameters
 from megatron_port.core.optim.sums import SumsRule, logical_tensors, rectangles, run_rounds
 from megatron_port.ext.rules.matrices import MatrixExchange, MatrixRule, shapes_of

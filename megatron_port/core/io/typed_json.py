@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from megatron_port.core.config.ranges import Range
-from megatron_port.core.io.regular import open_regular, read_regular
+from megatron_port.core.io.files import open_regular, read_regular
 
 T = TypeVar("T")
 LARGEST = 1 << 26

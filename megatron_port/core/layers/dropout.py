@@ -22,9 +22,9 @@ from functools import cache, cached_property, partial
 
 import torch
 
+from megatron_port.core.dist.collectives import to_device_async
 from megatron_port.core.dist.counter import key_of, random_bits
 from megatron_port.core.dist.positions import Positions, Run
-from megatron_port.core.dist.to_device import to_device_async
 from megatron_port.core.layers.fused import ProbabilityDropout
 from megatron_port.ext.kernels.ops.dropout import FIELD, drop_threshold
 

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron_port.core.dist.collectives import reduce_from_tp, reduce_scatter_sequence
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.record import InitSpec, Shard, attach, make_record
-from megatron_port.core.layers.direct import FirstOrderFunction, first_order
+from megatron_port.core.layers.fused import FirstOrderFunction, first_order
 from megatron_port.core.layers.linear import WgradAccumulator
 from megatron_port.core.layers.table_rows import torch_add_rows
 

@@ -11,19 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
-from megatron_port.core.dist.collectives import Group
+from megatron_port.core.dist.collectives import Group, to_device_async
 from megatron_port.core.dist.device_streams import in_flight
-from megatron_port.core.dist.to_device import to_device_async
-from megatron_port.core.layers.direct import FirstOrderFunction, first_order
+from megatron_port.core.layers import expert_choice as router
+from megatron_port.core.layers.expert_choice import Routed, Routing
+from megatron_port.core.layers.fused import FirstOrderFunction, first_order
 from megatron_port.core.layers.linear import WgradAccumulator
 from megatron_port.core.layers.linear_kernels import add_product
-from megatron_port.ext.kernels.row_exchange import Arriving, Manifest, RowExchange, RowTransport
+from megatron_port.ext.kernels import expert_rows
+from megatron_port.ext.kernels.exchanges import Arriving, Manifest, RowExchange, RowTransport
+from megatron_port.ext.kernels.ops import expert_rows as own_rows
+from megatron_port.ext.kernels.ops import route as own_router
 
 # -- the exchange ------------------------------------------------------------------------------------------------------
 
@@ -309,4 +314,132 @@ def grouped_linear(
     one (``layers.linear``), each expert's in the dtype of the sum: rows of all ranks' tokens come together here.
     """
     out: torch.Tensor = _GroupedLinear.apply(rows, weight, bias, counts)
+    return out
+
+
+# Providers of a layer of experts: the router and the moving of rows, in torch ops or own kernels.
+#
+# None of them has a gradient; the layer's autograd functions put them together (``layers.experts``).
+
+class ExpertOps(Protocol):
+    """Rows x, y [.., h] of any dtype; indices int64; logits, scores and weights float32, float64 with float64 rows.
+
+    ``kernels.expert_rows`` and ``layers.expert_choice`` say what is computed. Rows have the same bits from every
+    provider.
+    """
+
+    def gather_rows(self, x: Tensor, source: Tensor) -> Tensor:
+        """Return [rows, h] with row r = x[source[r]]. Its gradient is ``sum_rows`` without weights."""
+
+    def sum_rows(self, y: Tensor, place: Tensor, weight: Tensor | None) -> Tensor:
+        """Return [tokens, h], of each token the sum of weight[t, j] · y[place[t, j]]; -1 is left out."""
+
+    def sum_rows_backward(self, grad: Tensor, y: Tensor, place: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (dy [rows, h], dweight [tokens, k]); ``place`` names each row once."""
+
+    def route(self, logits: Tensor, bias: Tensor | None, routing: Routing, given: Tensor | None = None) -> Routed:
+        """Return where tokens go: to the best experts by score + bias, or to ``given`` ones int64 [tokens, k]."""
+
+    def route_backward(
+        self, scores: Tensor, experts: Tensor, dweights: Tensor | None, dscores: Tensor | None, routing: Routing
+    ) -> Tensor:
+        """Return the logits' gradient from those of the weights and of the scores."""
+
+
+class TorchExperts:
+    """Router and rows in torch ops."""
+
+    gather_rows = staticmethod(expert_rows.gather_rows)
+    sum_rows = staticmethod(expert_rows.sum_rows)
+    sum_rows_backward = staticmethod(expert_rows.sum_rows_backward)
+    route = staticmethod(router.route)
+    route_backward = staticmethod(router.route_backward)
+
+
+class OwnExperts:
+    """Router and rows through ``backend.ops``; ``kernels.load`` must have run."""
+
+    def gather_rows(self, x: Tensor, source: Tensor) -> Tensor:
+        return own_rows.gather_rows(x.contiguous(), source)
+
+    def sum_rows(self, y: Tensor, place: Tensor, weight: Tensor | None) -> Tensor:
+        return own_rows.sum_rows(y.contiguous(), place, weight)
+
+    def sum_rows_backward(self, grad: Tensor, y: Tensor, place: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return own_rows.sum_rows_backward(grad.contiguous(), y, place, weight)
+
+    def route(self, logits: Tensor, bias: Tensor | None, routing: Routing, given: Tensor | None = None) -> Routed:
+        return Routed(*own_router.route(
+            logits.contiguous(), bias, None if given is None else given.contiguous(), k=routing.k,
+            sigmoid=routing.score == "sigmoid", groups=routing.groups, top_groups=routing.top_groups,
+            two=routing.group_score == "top2", normalise=routing.normalise, scale=routing.scale,
+        ))
+
+    def route_backward(
+        self, scores: Tensor, experts: Tensor, dweights: Tensor | None, dscores: Tensor | None, routing: Routing
+    ) -> Tensor:
+        return own_router.route_backward(
+            scores, experts, None if dweights is None else dweights.contiguous(),
+            None if dscores is None else dscores.contiguous(), sigmoid=routing.score == "sigmoid",
+            normalise=routing.normalise, scale=routing.scale,
+        )
+
+
+def own_limit(experts: int, top_k: int, groups: int) -> str:
+    """Return why the own router cannot serve a layer of this size, or nothing."""
+    most, choices = own_router.MOST_EXPERTS, own_router.MOST_CHOICES
+    if experts <= most and top_k <= choices and groups <= choices:
+        return ""
+    return (f"the own router takes at most {most} experts, {choices} choices and {choices} groups, not {experts}, "
+            f"{top_k} and {groups}")
+
+
+torch_experts: ExpertOps = TorchExperts()
+own_experts: ExpertOps = OwnExperts()
+
+
+# Copies of tokens in the order of their experts, and the sums of what comes back, with their gradients.
+#
+# ``source`` int64 [rows] says which token each row is a copy of, ``place`` int64 [tokens, k] where each token's copies
+# are (-1: left out, because an expert was full). ``kernels.expert_rows`` says what is computed.
+
+class _Copies(FirstOrderFunction):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, source: torch.Tensor, place: torch.Tensor, ops: ExpertOps) -> torch.Tensor:
+        ctx.save_for_backward(place)
+        ctx.ops = ops
+        return ops.gather_rows(x, source)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (place,) = ctx.saved_tensors
+        return ctx.ops.sum_rows(grad.contiguous(), place, None), None, None, None
+
+
+class _Combined(FirstOrderFunction):
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, place: torch.Tensor, weight: torch.Tensor, ops: ExpertOps) -> torch.Tensor:
+        ctx.save_for_backward(y, place, weight)
+        ctx.ops = ops
+        return ops.sum_rows(y, place, weight)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        y, place, weight = ctx.saved_tensors
+        dy, dweight = ctx.ops.sum_rows_backward(grad.contiguous(), y, place, weight)
+        return dy, None, dweight, None
+
+
+def copies(x: torch.Tensor, source: torch.Tensor, place: torch.Tensor, ops: ExpertOps) -> torch.Tensor:
+    """Return the rows [rows, h] of tokens ``x`` [tokens, h]; the gradient sums over each token's ``place``."""
+    out: torch.Tensor = _Copies.apply(x, source, place, ops)
+    return out
+
+
+def combined(y: torch.Tensor, place: torch.Tensor, weight: torch.Tensor, ops: ExpertOps) -> torch.Tensor:
+    """Return of each token [tokens, h] the sum of its rows of ``y`` [rows, h] times ``weight`` [tokens, k], added in
+    the order of k in float32 or wider."""
+    out: torch.Tensor = _Combined.apply(y, place, weight, ops)
     return out

@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, _sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from megatron_port.core.layers.cpu_upcast import product
-from megatron_port.core.layers.fused import CausalSoftmax, ProbabilityDropout, torch_causal_softmax
-from megatron_port.core.layers.mask import AttentionMask, masked_softmax, query_runs
+from megatron_port.core.layers.attention import AttentionMask, masked_softmax, query_runs
+from megatron_port.core.layers.fused import CausalSoftmax, ProbabilityDropout, product, torch_causal_softmax
 
 
 class Attention(Protocol):

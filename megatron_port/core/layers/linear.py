@@ -30,11 +30,10 @@ from megatron_port.core.dist.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import REPLICAS
 from megatron_port.core.dist.record import SEQUENCE, InitSpec, ParameterRecord, Shard, attach, make_record
-from megatron_port.core.layers.cpu_upcast import widens
-from megatron_port.core.layers.direct import FirstOrderFunction, first_order
+from megatron_port.core.layers.fused import FirstOrderFunction, first_order, widens
 from megatron_port.core.layers.linear_kernels import PLAIN, LinearKernels, add_product
 from megatron_port.core.layers.table_rows import torch_add_rows
 from megatron_port.ext.weights.adapter import Adapter

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from megatron_port.core.config.quantisation import NO_QUANTISATION, QuantisationConfig
 from megatron_port.core.dist.compat import widening_addmm
-from megatron_port.core.layers import cpu_upcast
-from megatron_port.ext.kernels.few_bits import on_grid
-from megatron_port.ext.kernels.fp8 import Fp8, Quantised
+from megatron_port.core.layers import fused as cpu_upcast
+from megatron_port.ext.kernels.fp8 import Fp8, Quantised, on_grid
 
 
 def add_product(main_grad: Tensor, a: Tensor, b: Tensor, *, first: bool = False, scale: float = 1.0) -> None:

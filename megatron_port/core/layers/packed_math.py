@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_port.core.layers.direct import first_order
-from megatron_port.core.layers.fused import CausalSoftmax, PackedAttention, ProbabilityDropout, SplitRotary
+from megatron_port.core.layers.attention import AttentionMask, masked_softmax
+from megatron_port.core.layers.fused import CausalSoftmax, PackedAttention, ProbabilityDropout, SplitRotary, first_order
 from megatron_port.core.layers.fused_attention import math_attention_with
-from megatron_port.core.layers.mask import AttentionMask, masked_softmax
 
 
 def _heads(packed: Tensor) -> list[Tensor]:

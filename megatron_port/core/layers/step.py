@@ -18,10 +18,10 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from megatron_port.core.dist.collectives import to_device_async
 from megatron_port.core.dist.positions import Division, Positions
-from megatron_port.core.dist.to_device import to_device_async
+from megatron_port.core.layers.attention import PackedDocuments, PackedKeys
 from megatron_port.core.layers.dropout import DropoutStream, SampleKey
-from megatron_port.core.layers.mask import PackedDocuments, PackedKeys
 
 
 class RouteKeeper(Protocol):

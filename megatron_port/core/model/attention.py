@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.positions import Positions
-from megatron_port.core.layers.context_attention import DropoutOf
+from megatron_port.core.layers.attention import AttentionMask
+from megatron_port.core.layers.context import DropoutOf
 from megatron_port.core.layers.fused import ProbabilityDropout
 from megatron_port.core.layers.linear import ColumnParallelLinear, Rows
-from megatron_port.core.layers.mask import AttentionMask
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.norm import Norm, ProjectionNorm
 from megatron_port.core.model.recompute import recompute

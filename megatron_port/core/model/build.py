@@ -12,18 +12,16 @@ from torch import nn
 from megatron_port.core.config.fine_tuning import NO_ADAPTERS, FineTuningConfig
 from megatron_port.core.config.quantisation import NO_QUANTISATION, QuantisationConfig
 from megatron_port.core.config.schema import LayoutConfig, ModelConfig
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import REPLICAS
 from megatron_port.core.dist.positions import SequencePartition, sequence_partition
 from megatron_port.core.dist.record import SEQUENCE, InitSpec, Shard, attach, make_record
 from megatron_port.core.errors import ConfigError
-from megatron_port.core.layers.context_attention import ContextAttention, GatherKeys
+from megatron_port.core.layers.context import ContextAttention, ExchangeHeads, GatherKeys, RingKeys
 from megatron_port.core.layers.cross_entropy import TokenLoss, vocab_parallel_cross_entropy
 from megatron_port.core.layers.embedding import padded_vocab_size, vocab_parameter
-from megatron_port.core.layers.head_attention import ExchangeHeads
 from megatron_port.core.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows
 from megatron_port.core.layers.linear_kernels import make_linear_kernels
-from megatron_port.core.layers.ring_attention import RingKeys
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.activation_sites import LayerActivations
 from megatron_port.core.model.loss import StageLoss
@@ -31,11 +29,10 @@ from megatron_port.core.model.residual import ResidualStream
 from megatron_port.core.model.rotary import RotaryTables
 from megatron_port.core.model.spec import LinearSpec, ParameterSpec, Rotation
 from megatron_port.ext.kernels.providers import Providers
-from megatron_port.ext.memory.site_parking import ParkingPlaces
+from megatron_port.ext.memory.site_tape import ParkingPlaces
 from megatron_port.ext.memory.swap import SwapSpace
 from megatron_port.ext.weights.adapter import Adapter
-from megatron_port.ext.weights.adapter_spec import adapter_spec
-from megatron_port.ext.weights.adapters import make_adapter
+from megatron_port.ext.weights.adapters import adapter_spec, make_adapter
 from megatron_port.ext.weights.chunked import ChunkedColumnParallelLinear, ChunkedRowParallelLinear
 
 

@@ -12,21 +12,24 @@ from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.model.spec import (
     AttentionSpec,
+    EmbeddingSpec,
     GroupedAttentionSpec,
     Groups,
+    HeadSpec,
     LatentAttentionSpec,
     LatentSpec,
     LayerSpec,
     LinearSpec,
     MixerSpec,
     MLPSpec,
+    ModelSpec,
     MoESpec,
     NormSpec,
     ParameterSpec,
+    PredictionSpec,
     Rotation,
     Split,
 )
-from megatron_port.core.model.unit_spec import EmbeddingSpec, HeadSpec, ModelSpec, PredictionSpec
 
 WORD_EMBEDDING = "embedding.word.weight"
 """Canonical name of the token embedding, and of the head's matrix when the two are tied."""

@@ -28,7 +28,7 @@ from megatron_port.core.config.fine_tuning import NO_ADAPTERS, FineTuningConfig
 from megatron_port.core.config.schema import DataConfig, ModelConfig
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.spec import LayerSpec
-from megatron_port.ext.weights.adapter_spec import layer_adapters
+from megatron_port.ext.weights.adapters import layer_adapters
 
 RECOMPUTE = ("none", "selective", "full")
 

@@ -19,8 +19,7 @@ from megatron_port.core.model.moe import MoE
 from megatron_port.core.model.norm import Norm
 from megatron_port.core.model.program import Program, Watch
 from megatron_port.core.model.recompute import recompute
-from megatron_port.core.model.spec import LayerSpec, NormSpec
-from megatron_port.core.model.unit_spec import EmbeddingSpec, HeadSpec
+from megatron_port.core.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, NormSpec
 from megatron_port.ext.memory.site_tape import SiteTape
 
 

@@ -9,7 +9,7 @@ import torch
 from megatron_port.core.layers.step import StepContext
 
 if TYPE_CHECKING:
-    from megatron_port.core.model.gpt import GPTStage
+    from megatron_port.core.model.decoder import GPTStage
 
 
 class StageLoss:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron_port.core.config.model import CLAMP, SHARPNESS
-from megatron_port.core.layers.direct import FirstOrderFunction, first_order
+from megatron_port.core.layers.fused import FirstOrderFunction, first_order
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.spec import MLPSpec
 from megatron_port.ext.kernels.providers import Providers

@@ -11,8 +11,7 @@ from torch import nn
 
 from megatron_port.core.dist.collectives import join_shares, take_share
 from megatron_port.core.dist.record import SEQUENCE, InitSpec, Shard, attach, make_record
-from megatron_port.core.layers.expert_rows import combined, copies
-from megatron_port.core.layers.experts import Dispatched, grouped_linear, plan_exchange, send_home
+from megatron_port.core.layers.experts import Dispatched, combined, copies, grouped_linear, plan_exchange, send_home
 from megatron_port.core.layers.linear import linear
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.mlp import MLP, activate

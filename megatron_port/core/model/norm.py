@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron_port.core.layers import fused
 from megatron_port.core.layers.fused import torch_layer_norm, torch_rms_norm
-from megatron_port.core.layers.split_norm import split_rms_norm
+from megatron_port.core.layers.norm import split_rms_norm
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.spec import NormSpec
 

@@ -14,17 +14,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_port.core.config.moe import MoEConfig
-from megatron_port.core.dist.buffers import Buffered, add_buffer
-from megatron_port.core.dist.collectives import all_gather_first
+from megatron_port.core.dist.collectives import Buffered, add_buffer, all_gather_first
 from megatron_port.core.dist.counter import random_bits, uniform
 from megatron_port.core.dist.positions import SequencePartition
 from megatron_port.core.dist.record import InitSpec, make_record, record_of
-from megatron_port.core.layers.context_attention import in_order
-from megatron_port.core.layers.direct import FirstOrderFunction, first_order
+from megatron_port.core.layers.context import in_order
 from megatron_port.core.layers.expert_choice import Routed, Routing
+from megatron_port.core.layers.fused import FirstOrderFunction, first_order
 from megatron_port.core.layers.linear import linear
 from megatron_port.core.layers.linear_kernels import WIDE
-from megatron_port.core.layers.routing import routed
+from megatron_port.core.layers.router import routed
 from megatron_port.core.layers.step import TallySpec
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.spec import MoESpec

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import REPLICAS
 from megatron_port.core.dist.record import SEQUENCE, InitSpec, ParameterRecord, Shard, make_record
 from megatron_port.core.model.decoder_spec import model_spec

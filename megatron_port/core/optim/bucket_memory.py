@@ -10,11 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_port.core.dist.compat import all_gather_single
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.optim.buckets import BucketEntry, BucketPlan
-from megatron_port.core.optim.rules import StateKind
-from megatron_port.core.optim.state_layout import StateLayout
+from megatron_port.core.optim.rules import StateKind, StateLayout
 from megatron_port.ext.memory.offload import Offload
 
 Recorded = tuple[ParameterRecord, nn.Parameter]

@@ -17,19 +17,22 @@ docs/optimizers.md says how each is written and served.
 
 from __future__ import annotations
 
+import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from math import lcm, prod
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import torch
 
-from megatron_port.core.config.schema import OptimizerConfig
-from megatron_port.core.dist.record import ParameterRecord
-from megatron_port.core.dist.state import WEIGHT
+from megatron_port.core.config.optimizer import INHERITED, ParameterGroup, parameter_class
+from megatron_port.core.config.rule_options import AdagradOptions, SGDOptions
+from megatron_port.core.config.schema import OptimizerConfig, RunConfig
+from megatron_port.core.dist.record import WEIGHT, ParameterRecord, record_of
 from megatron_port.core.errors import ConfigError
-from megatron_port.core.optim.buckets import ALIGN
+from megatron_port.core.optim.buckets import ALIGN, BucketPlan, ShardRange, shard_ranges
 from megatron_port.core.registry import OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -281,3 +284,293 @@ def state_bytes(rule: OptimizerRule, record: ParameterRecord, wide: int = 4) -> 
 def mixed_kinds(kinds: Mapping[str, Sequence[str]]) -> Mapping[str, Sequence[str]]:
     """Return ``kinds`` (by name) where two names differ in theirs, else an empty mapping: what a manifest declares."""
     return kinds if len({frozenset(each) for each in kinds.values()}) > 1 else {}
+
+
+# Rules that update each element by itself: Lion, stochastic gradient descent with momentum, Adagrad.
+#
+# Arithmetic is in the master's dtype, in torch's ops; of one element it is the same whatever range it is in.
+
+MOMENTUM = "momentum_buffer"
+"""Kind of a momentum, as torch.optim calls it."""
+
+
+class Lion(ElementwiseRule):
+    """Lion (Chen et al., arXiv 2302.06675): steps of one size, in the direction of the momentum's sign.
+
+    ``u = sign(beta1 m + (1 - beta1) g)``, ``p -= lr (u + weight_decay p)``, ``m = beta2 m + (1 - beta2) g``.
+    """
+
+    def kinds(self, record: ParameterRecord) -> tuple[str, ...]:
+        """Return the momentum, for every parameter."""
+        return ("exp_avg",)
+
+    def update_(
+        self, master: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], settings: UpdateSettings
+    ) -> None:
+        momentum = state["exp_avg"]
+        direction = torch.lerp(gradient, momentum, settings.beta1).sign_()
+        master.mul_(1.0 - settings.lr * settings.weight_decay).sub_(direction, alpha=settings.lr)
+        momentum.lerp_(gradient, 1.0 - settings.beta2)
+
+
+@dataclass(frozen=True)
+class SGD(ElementwiseRule):
+    """Stochastic gradient descent with momentum, by the formula of torch.optim.SGD: weight decay is added to the
+    gradient. ``optimizer.lr`` is some hundred times AdamW's."""
+
+    options: SGDOptions = field(default_factory=SGDOptions)
+
+    def configured(self, config: OptimizerConfig) -> SGD:
+        """Return the rule with ``[optimizer.sgd]``."""
+        return SGD(config.sgd)
+
+    def kinds(self, record: ParameterRecord) -> tuple[str, ...]:
+        """Return the momentum, if there is one."""
+        return (MOMENTUM,) if self.options.momentum else ()
+
+    def update_(
+        self, master: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], settings: UpdateSettings
+    ) -> None:
+        options = self.options
+        if settings.weight_decay:
+            gradient.add_(master, alpha=settings.weight_decay)
+        if options.momentum:
+            # torch's first momentum is the gradient itself, without dampening.
+            damped = 1.0 - options.dampening if settings.step > 1 else 1.0
+            momentum = state[MOMENTUM].mul_(options.momentum).add_(gradient, alpha=damped)
+            gradient = gradient.add_(momentum, alpha=options.momentum) if options.nesterov else momentum
+        master.sub_(gradient, alpha=settings.lr)
+
+
+@dataclass(frozen=True)
+class Adagrad(ElementwiseRule):
+    """Adagrad (Duchi et al., 2011), by the formula of torch.optim.Adagrad: weight decay is added to the gradient.
+
+    With momentum, ``m = momentum m + (1 - momentum) g / (√sum + eps)`` is the update, as in the runs that SM3's paper
+    (arXiv 1901.11150) compares with.
+    """
+
+    options: AdagradOptions = field(default_factory=AdagradOptions)
+
+    def configured(self, config: OptimizerConfig) -> Adagrad:
+        """Return the rule with ``[optimizer.adagrad]``."""
+        return Adagrad(config.adagrad)
+
+    def kinds(self, record: ParameterRecord) -> tuple[str, ...]:
+        """Return the sum of squared gradients, for every parameter, and the mean of updates, if there is one."""
+        return ("sum", "exp_avg") if self.options.momentum else ("sum",)
+
+    def update_(
+        self, master: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], settings: UpdateSettings
+    ) -> None:
+        options, total = self.options, state["sum"]
+        if settings.weight_decay:
+            gradient.add_(master, alpha=settings.weight_decay)
+        if options.initial_accumulator and settings.step == 1:
+            total.fill_(options.initial_accumulator)
+        root = total.addcmul_(gradient, gradient).sqrt().add_(settings.eps)
+        if options.momentum:
+            mean = state["exp_avg"].lerp_(gradient.div_(root), 1.0 - options.momentum)
+            master.sub_(mean, alpha=settings.lr)
+        else:
+            master.addcdiv_(gradient, root, value=-settings.lr)
+
+
+LION, MOMENTUM_SGD, ADAGRAD = Lion(), SGD(), Adagrad()
+
+
+# Learning rates and weight decays by parameter (``[[optimizer.groups]]``, and muP's), as fields of the records.
+
+T = TypeVar("T")
+
+
+class GroupSettings(NamedTuple):
+    """Settings in which groups of parameters differ."""
+
+    lr_factor: float
+    weight_decay: float
+
+
+def set_parameter_groups(parameters: Iterable[torch.Tensor], config: RunConfig) -> None:
+    """Write each parameter's learning-rate factor and weight decay into its record.
+
+    muP (Tensor Programs V, arXiv 2203.03466, Adam): matrices, whose inputs grow with the width, learn at 1/m of the
+    rate; their decay is m times as large, so that what a step takes from a weight stays that of the narrow model.
+    """
+    optimizer, width = config.optimizer, config.model.width_factor
+    if not optimizer.groups and width == 1.0:
+        return
+    for parameter in parameters:
+        record = record_of(parameter)
+        group = next((g for g in optimizer.groups if g.has(record.name)), None)
+        factor, decay = (group.lr_factor, group.weight_decay) if group is not None else (1.0, INHERITED)
+        if decay == INHERITED:
+            decay = optimizer.weight_decay if record.decay else 0.0
+        if parameter_class(record.name) == "matrix":
+            factor, decay = factor / width, decay * width
+        parameter.record = replace(record, lr_factor=factor, weight_decay=decay)  # type: ignore[attr-defined]
+
+
+def settings_in(record: ParameterRecord, weight_decay: float) -> GroupSettings:
+    """Return the settings of a parameter. ``weight_decay``: of parameters that decay and are in no group."""
+    if record.weight_decay is None:
+        return GroupSettings(record.lr_factor, weight_decay if record.decay else 0.0)
+    return GroupSettings(record.lr_factor, record.weight_decay)
+
+
+def grouped(pairs: Iterable[tuple[ParameterRecord, T]], weight_decay: float) -> dict[GroupSettings, list[T]]:
+    """Return what belongs to each parameter by settings, those of decaying matrices first."""
+    out: dict[GroupSettings, list[T]] = {GroupSettings(1.0, weight_decay): [], GroupSettings(1.0, 0.0): []}
+    for record, one in pairs:
+        out.setdefault(settings_in(record, weight_decay), []).append(one)
+    return {settings: found for settings, found in out.items() if found}
+
+
+def check_groups(groups: Sequence[ParameterGroup], names: Iterable[str]) -> None:
+    """Raise ConfigError naming the first group that has no parameter, or none that no group before it has."""
+    left = list(names)
+    known = ", ".join(left[:3])
+    for number, group in enumerate(groups, 1):
+        rest = [name for name in left if not group.has(name)]
+        if len(rest) == len(left):
+            raise ConfigError(
+                f"optimizer.groups, group {number}: no parameter matches {group.match!r} that no group before it has; "
+                f"the model has {known}, ... (megatron-port checkpoint inspect lists them)"
+            )
+        left = rest
+
+
+# The numbers in which one optimizer step differs from the next, for kernels to read on the device.
+#
+# What a kernel takes by value is fixed when its launch is recorded (a CUDA graph); what it reads from memory is the
+# replayed step's own. One copy per step brings all of them, and no kernel is launched for a single number.
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """The numbers of a step, as the host knows them."""
+
+    lr: float = 0.0
+    """Learning rate."""
+    loss_factor: float = 1.0
+    """Factor of the loss in the backward pass: loss scale over the tokens of the step."""
+    sample_factor: float = 1.0
+    """Factor of a term that is a mean over the step's samples: loss scale over their number."""
+    tokens: float = 0.0
+    """Loss tokens of the step over all replicas."""
+    replica_tokens: float = 0.0
+    """This replica's share of them."""
+    scale: float = 1.0
+    """Loss scale."""
+    largest_loss: float = sys.float_info.max
+    """Largest mean loss with which the update is applied; finite."""
+    largest_norm: float = sys.float_info.max
+    """Largest gradient norm with which the update is applied; finite."""
+    norm_mean: float = 0.0
+    """Mean of earlier gradient norms, and their standard deviation, for adaptive clipping (``optim.clipping``)."""
+    norm_deviation: float = sys.float_info.max
+
+
+class StepValues:
+    """The step's numbers as float64 scalars at fixed addresses on the device. ``host``: the numbers themselves."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.host = StepNumbers()
+        self._all = torch.zeros(11, dtype=torch.float64, device=device)
+        (
+            self.lr, self.loss_factor, self.sample_factor, self.tokens, self.replica_tokens, _, self.largest_loss,
+            self.largest_norm, self.norm_mean, self.norm_deviation, self.inv_scale,
+        ) = self._all.unbind()
+
+    def set(self, numbers: StepNumbers) -> None:
+        """Set the numbers of the step that begins. The host does not wait for the device."""
+        if not (math.isfinite(numbers.largest_loss) and math.isfinite(numbers.largest_norm)):
+            raise ValueError(f"the limits of a step must be finite numbers: {numbers}")
+        self.host = numbers
+        values = torch.tensor([*astuple(numbers), 1.0 / numbers.scale], dtype=torch.float64)
+        # From pageable memory the copy would wait for all that the device has to do.
+        self._all.copy_(values.pin_memory() if self._all.is_cuda else values, non_blocking=True)
+
+
+# Where the optimizer's state of a bucket lies: one flat tensor for each kind, and the range of each parameter in it.
+#
+# State of elements and blocks follows the bucket: where all parameters have a kind, it lies as the masters do. Where
+# only
+# some have it, theirs alone takes memory. State of rows and columns is small, and every rank of a bucket holds it for
+# all
+# of the bucket's parameters.
+
+@dataclass(frozen=True)
+class StateRange:
+    """Elements [start, start + numel) of the flattened state of parameter ``index``, from ``at`` on in the flat tensor.
+
+    ``start`` counts in this rank's tensor of the state (``StateKind.place``).
+    """
+
+    index: int
+    start: int
+    numel: int
+    at: int
+
+    @property
+    def span(self) -> slice:
+        """Place in the flat tensor."""
+        return slice(self.at, self.at + self.numel)
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """Flat tensor of one kind: ``numel`` elements, and the ranges in it, in the order of the bucket."""
+
+    kind: StateKind
+    numel: int
+    ranges: tuple[StateRange, ...]
+
+
+def state_layouts(
+    plan: BucketPlan, shard: int, records: Sequence[ParameterRecord], rule: OptimizerRule
+) -> list[StateLayout]:
+    """Return the layouts of all kinds that parameters of a bucket have, on the rank that holds ``shard`` of it.
+
+    Raises:
+        ConfigError: a rank's slice of a parameter would cut a block (``StateKind.place``).
+    """
+    kinds = {slot.index: rule.state(records[slot.index]) for slot in plan.slots}
+    owned = shard_ranges(plan, shard=shard)
+    out = []
+    for kind in dict.fromkeys(kind for each in kinds.values() for kind in each):
+        for slot in plan.slots:
+            if kind in kinds[slot.index]:
+                kind.place(records[slot.index])  # refuses what it cannot hold, alike on every shard
+        if kind.divided:
+            having = [f for f in owned if kind in kinds[f.index]]
+            everywhere = all(kind in each for each in kinds.values())
+            out.append(_aligned(plan, shard, kind, having) if everywhere else _packed(kind, having))
+        else:
+            having_all = [slot.index for slot in plan.slots if kind in kinds[slot.index]]
+            out.append(_whole(kind, having_all, records))
+    return out
+
+
+def _aligned(plan: BucketPlan, shard: int, kind: StateKind, owned: Sequence[ShardRange]) -> StateLayout:
+    """The layout of the masters, padding included."""
+    size, b = plan.numel // plan.shards, kind.block
+    ranges = [StateRange(f.index, f.start // b, -(-f.numel // b), (f.at - shard * size) // b) for f in owned]
+    return StateLayout(kind, size // b, tuple(ranges))
+
+
+def _packed(kind: StateKind, owned: Sequence[ShardRange]) -> StateLayout:
+    ranges, end = [], 0
+    for f in owned:
+        numel = -(-f.numel // kind.block)
+        ranges.append(StateRange(f.index, f.start // kind.block, numel, end))
+        end += -(-numel // ALIGN) * ALIGN
+    return StateLayout(kind, end, tuple(ranges))
+
+
+def _whole(kind: StateKind, indices: Sequence[int], records: Sequence[ParameterRecord]) -> StateLayout:
+    ranges, end = [], 0
+    for index in indices:
+        numel = prod(kind.place(records[index]).local_shape)
+        ranges.append(StateRange(index, 0, numel, end))
+        end += -(-numel // ALIGN) * ALIGN
+    return StateLayout(kind, end, tuple(ranges))

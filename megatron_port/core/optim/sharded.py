@@ -26,19 +26,23 @@ from torch import nn
 
 from megatron_port.core.config.offload import OffloadConfig
 from megatron_port.core.dist.compat import all_gather_single, reduce_scatter_single
-from megatron_port.core.dist.context import ParallelContext
 from megatron_port.core.dist.device_streams import COMPUTE, access, in_flight
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import REPLICAS, SHARDED, Factors
 from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.optim.bucket_memory import Bucket, Recorded, ReducedState, StateShard, clear, whole_gradients
-from megatron_port.core.optim.buckets import BucketPlan, ShardRange, plan_buckets, shard_ranges
-from megatron_port.core.optim.grad_buffer_pool import GradBufferPool
-from megatron_port.core.optim.grad_ready import GradReadyTracker
+from megatron_port.core.optim.buckets import (
+    BucketPlan,
+    GradBufferPool,
+    GradReadyTracker,
+    ShardRange,
+    plan_buckets,
+    shard_ranges,
+)
 from megatron_port.core.optim.gradients import all_reduce_flat
-from megatron_port.core.optim.rules import ADAMW, OptimizerRule
+from megatron_port.core.optim.rules import ADAMW, OptimizerRule, StateLayout, state_layouts
 from megatron_port.core.optim.state_check import StateEntry, StateTensor
-from megatron_port.core.optim.state_layout import StateLayout, state_layouts
-from megatron_port.core.optim.unit_gather import UnitGather, WeightSharding
+from megatron_port.core.optim.zero3 import UnitGather, WeightSharding
 from megatron_port.ext.health.gradient_check import GradientCheck
 from megatron_port.ext.memory.offload import Offload
 

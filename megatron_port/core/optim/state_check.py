@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import REPLICAS
 from megatron_port.core.dist.row_hashes import ROW, RowHashes, one_word, row_factors
 

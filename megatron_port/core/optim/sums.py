@@ -20,7 +20,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.optim.bucket_memory import Bucket

@@ -7,10 +7,9 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from megatron_port.core.dist.agreement import agree
+from megatron_port.core.dist.agree import agree
 from megatron_port.core.dist.lease import LeaseLost
-from megatron_port.core.dist.progress import IDLE, REDUCE
-from megatron_port.core.dist.signals import LEVELS
+from megatron_port.core.dist.process import IDLE, LEVELS, REDUCE
 from megatron_port.core.errors import NumericsError
 from megatron_port.core.train.folders import run_folder
 from megatron_port.core.train.hooks import LoopState

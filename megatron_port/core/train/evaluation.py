@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from megatron_port.core.dist.progress import EVALUATE
+from megatron_port.core.dist.process import EVALUATE
 from megatron_port.core.engine.api import EvalResult
 from megatron_port.core.train.hooks import LoopHook, LoopState, every
 

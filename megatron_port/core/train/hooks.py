@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.signals import EXIT_CODES, name_of
+from megatron_port.core.dist.process import EXIT_CODES, name_of
 from megatron_port.core.engine.api import Engine, StepLimits, StepResult
 from megatron_port.run.session import Session
 
 if TYPE_CHECKING:
     from megatron_port.core.checkpoint.lineage import Committer
     from megatron_port.core.data.loader import Loaders
-    from megatron_port.core.dist.context import ParallelContext
+    from megatron_port.core.dist.groups import ParallelContext
     from megatron_port.core.optim.schedules import BatchSchedule
     from megatron_port.core.optim.state_check import Damage
     from megatron_port.ext.health.anomaly import Anomaly

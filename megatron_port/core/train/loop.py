@@ -9,8 +9,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from megatron_port.core.dist.progress import DATA
-from megatron_port.core.dist.signals import StopRequest
+from megatron_port.core.dist.process import DATA, StopRequest
 from megatron_port.core.errors import NumericsError
 from megatron_port.core.optim.schedules import learning_rate
 from megatron_port.core.train.agreement import agreed_level

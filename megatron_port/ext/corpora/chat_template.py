@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_port.core.errors import DataError, shortened
-from megatron_port.core.io.links import outside_target
+from megatron_port.core.io.files import outside_target
 from megatron_port.ext.corpora.extras import need
 from megatron_port.ext.corpora.template_jinja import BEGIN, END, compiled
 from megatron_port.ext.corpora.template_process import template_process, variables

@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.dataset import TokenDataset
-from megatron_port.core.data.run_datasets import corpus_datasets, drawn_samples, open_corpora, synthetic_datasets
+from megatron_port.core.data.loader import corpus_datasets, drawn_samples, open_corpora, synthetic_datasets
 from megatron_port.core.errors import DataError
 from megatron_port.core.registry import SOURCES
 

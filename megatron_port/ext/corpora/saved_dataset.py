@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_port.core.errors import DataError
-from megatron_port.core.io.regular import read_regular
+from megatron_port.core.io.files import read_regular
 from megatron_port.core.io.typed_json import LARGEST, parse_json
 
 NOT_ROWS = "describes a saved data set"

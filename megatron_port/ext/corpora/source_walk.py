@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_port.core.data.format import MAGIC
 from megatron_port.core.errors import DataError
-from megatron_port.core.io.regular import read_regular
+from megatron_port.core.io.files import read_regular
 from megatron_port.core.io.typed_json import WrongContent, parse_json
 from megatron_port.ext.corpora.saved_dataset import parts_of
 

@@ -17,9 +17,7 @@ from typing import Any
 import xxhash
 
 from megatron_port.core.errors import DataError
-from megatron_port.ext.corpora.columns import Piece, texts
-from megatron_port.ext.corpora.delimited import cells
-from megatron_port.ext.corpora.json_values import json_values
+from megatron_port.ext.corpora.columns import Piece, cells, json_values, texts
 from megatron_port.ext.corpora.source_files import ReadOptions, Source
 from megatron_port.ext.corpora.unpack import unfinished, unpacked
 

@@ -6,13 +6,12 @@ from typing import Any
 
 from megatron_port.core.config.moe import MoEConfig
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.ext.families import moe_like
+from megatron_port.ext.families import shared as moe_like
 from megatron_port.ext.families.deepseek_v3 import NAMES
-from megatron_port.ext.families.family import Family
-from megatron_port.ext.families.fields import Fields
-from megatron_port.ext.families.latent_like import experts_there, read_latent, read_shared, write_latent
+from megatron_port.ext.families.family import Family, Fields
+from megatron_port.ext.families.shared import experts_there, read_latent, read_shared, write_latent
 
-HARMLESS = moe_like.HARMLESS | {"ep_size", "aux_loss_alpha", "seq_aux", "pretraining_tp", "rope_interleave"}
+HARMLESS = moe_like.MOE_HARMLESS | {"ep_size", "aux_loss_alpha", "seq_aux", "pretraining_tp", "rope_interleave"}
 """Fields of training and layouts; rotated pairs are neighbours whatever ``rope_interleave`` says."""
 
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.ext.families.family import Family, Names
-from megatron_port.ext.families.fields import Fields, activation_there, rope_scaling
+from megatron_port.ext.families.family import Family, Fields, Names, activation_there, rope_scaling
 
 HARMLESS = frozenset({"apply_residual_connection_post_layernorm"})
 """Not read by transformers."""

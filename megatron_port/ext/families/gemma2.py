@@ -6,10 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.ext.families.family import Family
-from megatron_port.ext.families.fields import Fields, rope_scaling
-from megatron_port.ext.families.gemma_like import HARMLESS, read_gemma_like, write_gemma_like
+from megatron_port.ext.families.family import Family, Fields, rope_scaling
 from megatron_port.ext.families.llama import NAMES as LLAMA
+from megatron_port.ext.families.shared import GEMMA_HARMLESS, read_gemma_like, write_gemma_like
 
 
 def read(f: Fields) -> dict[str, Any]:
@@ -34,5 +33,5 @@ NAMES = replace(LLAMA, inside={**LLAMA.inside, **_NORMS}, buffers=())
 
 
 FAMILY = Family(
-    name="gemma2", architecture="Gemma2ForCausalLM", read=read, write=write, names=NAMES, harmless=HARMLESS
+    name="gemma2", architecture="Gemma2ForCausalLM", read=read, write=write, names=NAMES, harmless=GEMMA_HARMLESS
 )

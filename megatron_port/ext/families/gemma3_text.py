@@ -7,14 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.ext.families import gemma_like
-from megatron_port.ext.families.family import Family
-from megatron_port.ext.families.fields import Fields, rope_scaling
+from megatron_port.ext.families import shared as gemma_like
+from megatron_port.ext.families.family import ORIGINAL_LENGTH, TABLES, Family, Fields, rope_scaling
 from megatron_port.ext.families.gemma2 import NAMES as GEMMA2
-from megatron_port.ext.families.gemma_like import read_gemma_like, write_gemma_like
-from megatron_port.ext.families.rope_fields import ORIGINAL_LENGTH, TABLES
+from megatron_port.ext.families.shared import read_gemma_like, write_gemma_like
 
-HARMLESS = gemma_like.HARMLESS | {"_sliding_window_pattern"}  # of which layer_types was made
+HARMLESS = gemma_like.GEMMA_HARMLESS | {"_sliding_window_pattern"}  # of which layer_types was made
 _KINDS = ("full_attention", "sliding_attention")
 
 

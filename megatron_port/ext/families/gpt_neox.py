@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.ext.families.family import Family, Names
-from megatron_port.ext.families.fields import Fields, activation_there, common_sizes, rope_scaling
+from megatron_port.ext.families.family import Family, Fields, Names, activation_there, common_sizes, rope_scaling
 
 HARMLESS = frozenset({"classifier_dropout"})
 

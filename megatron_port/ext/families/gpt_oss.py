@@ -8,13 +8,12 @@ from typing import Any
 from megatron_port.core.config.model import CLAMP, SHARPNESS
 from megatron_port.core.config.moe import MoEConfig
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.ext.families import moe_like
-from megatron_port.ext.families.family import Family
-from megatron_port.ext.families.fields import Fields, layer_types
+from megatron_port.ext.families import shared as moe_like
+from megatron_port.ext.families.family import Family, Fields, layer_types
 from megatron_port.ext.families.llama import NAMES as LLAMA
-from megatron_port.ext.families.llama_like import read_llama_like, write_llama_like
+from megatron_port.ext.families.shared import read_llama_like, write_llama_like
 
-HARMLESS = moe_like.HARMLESS | {"experts_per_token", "initial_context_length"}
+HARMLESS = moe_like.MOE_HARMLESS | {"experts_per_token", "initial_context_length"}
 """The last two repeat others."""
 _YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.ext.families.family import Family, Names
-from megatron_port.ext.families.fields import Fields
-from megatron_port.ext.families.llama_like import one_bias, read_llama_like, write_llama_like
+from megatron_port.ext.families.family import Family, Fields, Names
+from megatron_port.ext.families.shared import one_bias, read_llama_like, write_llama_like
 
 
 def read(f: Fields) -> dict[str, Any]:

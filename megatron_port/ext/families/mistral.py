@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.ext.families.family import Family
-from megatron_port.ext.families.fields import Fields
+from megatron_port.ext.families.family import Family, Fields
 from megatron_port.ext.families.llama import NAMES
-from megatron_port.ext.families.llama_like import read_llama_like, write_llama_like
+from megatron_port.ext.families.shared import read_llama_like, write_llama_like
 
 
 def read(f: Fields) -> dict[str, Any]:

@@ -7,11 +7,9 @@ from typing import Any
 
 from megatron_port.core.config.moe import MoEConfig
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.ext.families.family import Family
-from megatron_port.ext.families.fields import Fields
+from megatron_port.ext.families.family import Family, Fields
 from megatron_port.ext.families.llama import NAMES as LLAMA
-from megatron_port.ext.families.llama_like import read_llama_like, write_llama_like
-from megatron_port.ext.families.moe_like import HARMLESS, experts_named
+from megatron_port.ext.families.shared import MOE_HARMLESS, experts_named, read_llama_like, write_llama_like
 
 
 def read(f: Fields) -> dict[str, Any]:
@@ -42,5 +40,5 @@ NAMES = replace(LLAMA, inside={**LLAMA.inside, **_EXPERTS}, buffers=(), loaded={
 
 
 FAMILY = Family(
-    name="mixtral", architecture="MixtralForCausalLM", read=read, write=write, names=NAMES, harmless=HARMLESS
+    name="mixtral", architecture="MixtralForCausalLM", read=read, write=write, names=NAMES, harmless=MOE_HARMLESS
 )

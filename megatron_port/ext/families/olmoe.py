@@ -6,11 +6,9 @@ from typing import Any
 
 from megatron_port.core.config.moe import MoEConfig
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.ext.families.family import Family
-from megatron_port.ext.families.fields import Fields
-from megatron_port.ext.families.llama_like import read_llama_like, write_llama_like
-from megatron_port.ext.families.moe_like import HARMLESS
+from megatron_port.ext.families.family import Family, Fields
 from megatron_port.ext.families.qwen3_moe import NAMES
+from megatron_port.ext.families.shared import MOE_HARMLESS, read_llama_like, write_llama_like
 
 
 def read(f: Fields) -> dict[str, Any]:
@@ -37,4 +35,4 @@ def write(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-FAMILY = Family(name="olmoe", architecture="OlmoeForCausalLM", read=read, write=write, names=NAMES, harmless=HARMLESS)
+FAMILY = Family(name="olmoe", architecture="OlmoeForCausalLM", read=read, write=write, names=NAMES, harmless=MOE_HARMLESS)

@@ -6,10 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.ext.families.family import Family
-from megatron_port.ext.families.fields import Fields
+from megatron_port.ext.families.family import Family, Fields
 from megatron_port.ext.families.llama import NAMES as LLAMA
-from megatron_port.ext.families.llama_like import read_llama_like, write_llama_like
+from megatron_port.ext.families.shared import read_llama_like, write_llama_like
 
 HARMLESS = frozenset({"original_max_position_embeddings"})
 """Read by transformers only for rope_type longrope, which is refused."""

@@ -6,11 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.ext.families.family import Family
-from megatron_port.ext.families.fields import Fields, windows_by_layer_there
+from megatron_port.ext.families.family import Family, Fields, windows_by_layer_there
 from megatron_port.ext.families.llama import NAMES as LLAMA
-from megatron_port.ext.families.llama_like import read_llama_like, write_llama_like
-from megatron_port.ext.families.moe_like import HARMLESS, USUAL, qwen_experts, qwen_experts_there
+from megatron_port.ext.families.shared import (
+    MOE_HARMLESS,
+    USUAL,
+    qwen_experts,
+    qwen_experts_there,
+    read_llama_like,
+    write_llama_like,
+)
 
 
 def read(f: Fields) -> dict[str, Any]:
@@ -50,5 +55,5 @@ NAMES = replace(LLAMA, inside={**LLAMA.inside, **USUAL, **_SHARED}, buffers=())
 
 
 FAMILY = Family(
-    name="qwen2_moe", architecture="Qwen2MoeForCausalLM", read=read, write=write, names=NAMES, harmless=HARMLESS
+    name="qwen2_moe", architecture="Qwen2MoeForCausalLM", read=read, write=write, names=NAMES, harmless=MOE_HARMLESS
 )

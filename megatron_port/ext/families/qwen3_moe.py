@@ -6,11 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.ext.families.family import Family
-from megatron_port.ext.families.fields import Fields
-from megatron_port.ext.families.llama_like import read_llama_like, write_llama_like
-from megatron_port.ext.families.moe_like import HARMLESS, USUAL, qwen_experts, qwen_experts_there
+from megatron_port.ext.families.family import Family, Fields
 from megatron_port.ext.families.qwen3 import NAMES as QWEN3
+from megatron_port.ext.families.shared import (
+    MOE_HARMLESS,
+    USUAL,
+    qwen_experts,
+    qwen_experts_there,
+    read_llama_like,
+    write_llama_like,
+)
 
 
 def read(f: Fields) -> dict[str, Any]:
@@ -39,5 +44,5 @@ NAMES = replace(QWEN3, inside={**QWEN3.inside, **USUAL})
 
 FAMILY = Family(
     name="qwen3_moe", architecture="Qwen3MoeForCausalLM", read=read, write=write, names=NAMES,
-    harmless=HARMLESS | {"max_window_layers"},
+    harmless=MOE_HARMLESS | {"max_window_layers"},
 )

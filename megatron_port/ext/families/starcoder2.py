@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.ext.families.family import Family
-from megatron_port.ext.families.fields import Fields, activation_there, common_sizes, rope_scaling
+from megatron_port.ext.families.family import Family, Fields, activation_there, common_sizes, rope_scaling
 from megatron_port.ext.families.llama import NAMES as LLAMA
 
 

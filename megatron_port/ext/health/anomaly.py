@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.agreement import broadcast_text
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.topology import Coordinates
+from megatron_port.core.dist.agree import broadcast_text
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import Coordinates
 from megatron_port.core.engine.api import Engine, StepLimits, StepResult
 from megatron_port.core.engine.probe import NOWHERE, Probe, StepDiagnostics, trace_diagnostics
-from megatron_port.core.io.atomic import write_bytes
+from megatron_port.core.io.files import write_bytes
 from megatron_port.ext.telemetry.metrics import finite_or_text
 from megatron_port.run.session import Session
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_port.core.dist.progress import EVALUATE
+from megatron_port.core.dist.process import EVALUATE
 from megatron_port.core.train.hooks import LoopHook, LoopState, every
 from megatron_port.ext.health.replay import check_replay_settings, replay_on_neighbour
 from megatron_port.ext.health.replicas import check_replicas

@@ -22,10 +22,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_port.core.dist.agreement import gather_names
+from megatron_port.core.dist.agree import gather_names
 from megatron_port.core.dist.compat import reduce_scatter_single
-from megatron_port.core.dist.context import ParallelContext
 from megatron_port.core.dist.counter import key_of, random_bits
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Factors
 from megatron_port.core.dist.row_hashes import RowHashes, odd_ones
 from megatron_port.core.io.logging import ranks_text

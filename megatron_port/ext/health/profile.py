@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from megatron_port.core.config.ranges import parse_ranges, within
-from megatron_port.core.dist.progress import IDLE, SAVE, ProgressTracker, describe
-from megatron_port.core.io.atomic import write_bytes, write_text
+from megatron_port.core.dist.process import IDLE, SAVE, ProgressTracker, describe
+from megatron_port.core.io.files import write_bytes, write_text
 from megatron_port.core.train.folders import run_folder
 from megatron_port.core.train.hooks import Ending, LoopHook, LoopState
 from megatron_port.ext.telemetry.trace import FOLDER, MERGED, trace_name

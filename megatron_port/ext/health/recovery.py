@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_port.core.dist.progress import EVALUATE
+from megatron_port.core.dist.process import EVALUATE
 from megatron_port.core.errors import NumericsError
 from megatron_port.core.train.agreement import stop_if_damaged
 from megatron_port.core.train.folders import run_folder

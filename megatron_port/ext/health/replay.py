@@ -21,8 +21,8 @@ import torch.distributed as dist
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.data.loader import StepLoader
-from megatron_port.core.dist.agreement import agree, gather_names
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.agree import agree, gather_names
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import REPLICAS
 from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.engine.api import Engine

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_port.core.dist.agreement import agree, gather_names
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.agree import agree, gather_names
 from megatron_port.core.dist.counter import key_of, random_bits
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import REPLICAS
 from megatron_port.core.dist.row_hashes import odd_ones
 from megatron_port.core.engine.api import Engine

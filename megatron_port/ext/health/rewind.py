@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_port.core.dist.progress import START
+from megatron_port.core.dist.process import START
 from megatron_port.core.errors import NumericsError
 from megatron_port.core.train.hooks import LoopHook, LoopState, TakenStep
 from megatron_port.ext.health.anomaly import REPRODUCIBLE, Anomaly

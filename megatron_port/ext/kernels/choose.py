@@ -21,13 +21,13 @@ from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.dist.device import DeviceInfo
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.layers import fused
-from megatron_port.core.layers.cross_entropy_kernel import torch_cross_entropy
-from megatron_port.core.layers.expert_products import ExpertOps, own_experts, own_limit, torch_experts
+from megatron_port.core.layers.context import PARTIALS
+from megatron_port.core.layers.cross_entropy import torch_cross_entropy
+from megatron_port.core.layers.experts import ExpertOps, own_experts, own_limit, torch_experts
 from megatron_port.core.layers.packed_math import packed_math_attention
-from megatron_port.core.layers.partial_attention import PARTIALS
 from megatron_port.core.registry import OPTIMIZERS, OWN_UPDATES, PROVIDERS
 from megatron_port.ext.kernels import kernels
-from megatron_port.ext.kernels.choose_attention import (
+from megatron_port.ext.kernels.attention_choice import (
     AttentionNeeds,
     OwnAttention,
     choose_attention,
@@ -335,7 +335,7 @@ def _own_softmax() -> fused.CausalSoftmax:
 
 
 def _own_cross_entropy() -> Any:
-    from megatron_port.core.layers.cross_entropy_kernel import own_cross_entropy
+    from megatron_port.core.layers.cross_entropy import own_cross_entropy
 
     return own_cross_entropy
 

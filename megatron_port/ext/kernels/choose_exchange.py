@@ -7,10 +7,8 @@ import torch
 from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.dist.device import DeviceInfo
 from megatron_port.core.errors import EnvironmentFault
-from megatron_port.ext.kernels.deepep import DeepEP
-from megatron_port.ext.kernels.mori import Mori
+from megatron_port.ext.kernels.exchanges import DeepEP, Mori, RowExchange
 from megatron_port.ext.kernels.providers import ProviderRow, optional_import
-from megatron_port.ext.kernels.row_exchange import RowExchange
 
 KINDS = {"deepep": "cuda", "mori": "rocm"}
 """The devices that libraries are for."""

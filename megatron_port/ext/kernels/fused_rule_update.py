@@ -10,11 +10,8 @@ import torch
 from megatron_port.core.config.schema import OptimizerConfig
 from megatron_port.core.engine.host_update import SquareNorm
 from megatron_port.core.optim.bucket_memory import StateShard
-from megatron_port.core.optim.clipping import clamp_, step_factor
-from megatron_port.core.optim.elementwise import Lion
-from megatron_port.core.optim.parameter_groups import GroupSettings, grouped
-from megatron_port.core.optim.rules import AdamW, OptimizerRule
-from megatron_port.core.optim.step_values import StepValues
+from megatron_port.core.optim.gradients import clamp_, step_factor
+from megatron_port.core.optim.rules import AdamW, GroupSettings, Lion, OptimizerRule, StepValues, grouped
 from megatron_port.ext.kernels.ops.narrow_adamw import adamw_8bit_, adamw_bf16_, lion_
 from megatron_port.ext.kernels.ops.optimizer import adamw_, square_norm
 from megatron_port.ext.rules.narrow_adamw import FIRST, SECOND, AdamW8bit, AdamWBf16, code_values, logical_range

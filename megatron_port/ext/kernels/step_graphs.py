@@ -18,7 +18,7 @@ import torch
 
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.engine.step_inputs import StepInputs, shapes_of
 from megatron_port.core.errors import ConfigError
 

@@ -8,17 +8,16 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from megatron_port.core.dist.agreement import broadcast_text
+from megatron_port.core.dist.agree import broadcast_text
 from megatron_port.core.dist.lease import LeaseLost
-from megatron_port.core.dist.shares import measured_gather
+from megatron_port.core.dist.mesh import measured_gather
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.model.activation_sites import RECOMPUTED, SITES, decided
 from megatron_port.core.model.layers import TransformerLayer
 from megatron_port.core.train.folders import run_folder
 from megatron_port.core.train.hooks import LoopHook, LoopState, TakenStep
-from megatron_port.ext.memory.site_clock import SiteClock
-from megatron_port.ext.memory.site_parking import ParkingPlaces
+from megatron_port.ext.memory.site_tape import ParkingPlaces, SiteClock
 from megatron_port.ext.memory.swap import measured_copy
 from megatron_port.run.provenance import record_event
 from megatron_port.tools.plan import activation_file

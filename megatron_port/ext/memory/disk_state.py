@@ -21,7 +21,7 @@ import torch
 
 from megatron_port.core.errors import EnvironmentFault
 from megatron_port.core.optim.rules import StateKind
-from megatron_port.ext.memory.staging import ALIGN
+from megatron_port.ext.memory.swap import ALIGN
 
 
 def aligned(nbytes: int) -> int:

@@ -21,12 +21,11 @@ import torch
 
 from megatron_port.core.config.offload import OffloadConfig
 from megatron_port.core.dist.device_streams import HOST, access, is_observed
-from megatron_port.core.io.pinned import host_bytes
+from megatron_port.core.io.memory import host_bytes
 from megatron_port.core.optim.buckets import BucketPlan
-from megatron_port.core.optim.rules import StateKind
-from megatron_port.core.optim.state_layout import StateLayout
+from megatron_port.core.optim.rules import StateKind, StateLayout
 from megatron_port.ext.memory.disk_state import DiskState, StatePart, aligned
-from megatron_port.ext.memory.staging import StagingBuffer, StagingRing
+from megatron_port.ext.memory.swap import StagingBuffer, StagingRing
 
 MASTER = StateKind("master")
 WIDTH = 4

@@ -19,11 +19,9 @@ from megatron_port.core.engine.host_update import SquareNorm
 from megatron_port.core.engine.rule_updates import RuleUpdate
 from megatron_port.core.optim.bucket_memory import Bucket, StateShard
 from megatron_port.core.optim.buckets import shard_ranges
-from megatron_port.core.optim.clipping import step_factor
-from megatron_port.core.optim.parameter_groups import grouped
-from megatron_port.core.optim.rules import BlockRule, ElementwiseRule, StateKind
+from megatron_port.core.optim.gradients import step_factor
+from megatron_port.core.optim.rules import BlockRule, ElementwiseRule, StateKind, StepValues, grouped
 from megatron_port.core.optim.sharded import ShardedParameters
-from megatron_port.core.optim.step_values import StepValues
 from megatron_port.ext.kernels.fused_rule_update import FusedCalls
 from megatron_port.ext.memory.offload import Offload, StagedBucket
 

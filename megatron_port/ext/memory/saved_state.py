@@ -6,13 +6,13 @@ import torch
 
 from megatron_port.core.config.fine_tuning import NO_ADAPTERS, FineTuningConfig
 from megatron_port.core.config.schema import LayoutConfig, ModelConfig
-from megatron_port.core.dist.buffers import recorded_buffers
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.collectives import recorded_buffers
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.record import ParameterRecord, record_of
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.build import BuildContext, BuildOptions
-from megatron_port.core.model.gpt import GPTStage
+from megatron_port.core.model.decoder import GPTStage
 from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.ext.weights.adapters import freeze_all_but_adapters
 

@@ -17,20 +17,195 @@ saved by whatever follows; here both may be dropped.
 
 from __future__ import annotations
 
+import statistics
+import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_port.core.dist.mesh import PartitionedBytes
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.activation_sites import Decision, LayerActivations, Site
-from megatron_port.ext.memory.site_clock import SiteClock
-from megatron_port.ext.memory.site_parking import Lot, ParkedTensor, ParkingPlaces, is_of_all_layers
+from megatron_port.ext.memory.swap import SwappedLayer, SwapSpace
+
+# Seconds and bytes of sites and passes, measured while a run trains.
+#
+# On a GPU the times are those of events, which are read when a step has ended; nothing waits for the device meanwhile.
+
+class SiteClock:
+    """Times and sizes on one rank. ``device``: where the operations run."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu, self._pending = device.type == "cuda", list[tuple[str, Any, Any]]()
+        self._seconds: dict[str, list[float]] = {}
+        self.sizes: dict[str, float] = {}
+        """Site → most bytes that one layer saved of it in a micro-batch."""
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Time what runs in the context under a name."""
+        if self._on_gpu:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            yield
+            end.record()
+            self._pending.append((name, start, end))
+        else:
+            started = time.perf_counter()
+            yield
+            self._seconds.setdefault(name, []).append(time.perf_counter() - started)
+
+    def saw(self, sizes: Mapping[str, float]) -> None:
+        """Note the bytes that one layer saved of each site in one forward pass."""
+        for site, size in sizes.items():
+            self.sizes[site] = max(self.sizes.get(site, 0.0), size)
+
+    def end_step(self) -> None:
+        """Read the events of a step that has ended."""
+        for name, start, end in self._pending:
+            end.synchronize()
+            self._seconds.setdefault(name, []).append(start.elapsed_time(end) / 1e3)
+        self._pending.clear()
+
+    def seconds(self, name: str) -> float:
+        """Return the median of what a name took; 0 where it never ran."""
+        return statistics.median(self._seconds.get(name, [0.0]))
+
+
+# Where activations wait that are neither kept nor computed again: in host memory, or a part on each of several ranks.
+#
+# What is moved is memory, not tensors: several views of the same are moved once, and come back together when the first
+# of
+# them is asked for.
+
+SMALL = 256
+"""Bytes of memory that is not worth moving."""
+
+
+class Parked(Protocol):
+    """Flat bytes that are elsewhere."""
+
+    def take(self) -> torch.Tensor:
+        """Bring them back, once."""
+
+
+class _Swapped:
+    """One tensor of what a layer swapped."""
+
+    def __init__(self, layer: SwappedLayer, number: int) -> None:
+        self._layer, self._number = layer, number
+
+    def take(self) -> torch.Tensor:
+        return self._layer.take(self._number)
+
+
+class _Memory:
+    """Parked memory, and the views of it that have not been asked for."""
+
+    def __init__(self, parked: Parked) -> None:
+        self._parked, self.users = parked, 0
+        self._flat: torch.Tensor | None = None
+
+    def take(self) -> torch.UntypedStorage:
+        if self._flat is None:
+            self._flat = self._parked.take()
+        storage = self._flat.untyped_storage()
+        self.users -= 1
+        if self.users == 0:
+            self._flat = None
+        return storage
+
+
+class ParkedTensor:
+    """A tensor in parked memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._dtype, self._view = tensor.dtype, (tensor.storage_offset(), tensor.shape, tensor.stride())
+        self._memory: _Memory | None = None
+
+    def lies_in(self, memory: _Memory) -> None:
+        """Note where it is."""
+        self._memory = memory
+        memory.users += 1
+
+    def take(self) -> torch.Tensor:
+        """Return it, once."""
+        assert self._memory is not None
+        storage, self._memory = self._memory.take(), None
+        return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._view)
+
+
+class Lot:
+    """Tensors that are to be parked together."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[torch.Tensor, list[ParkedTensor]]] = {}
+
+    def add(self, tensor: torch.Tensor) -> ParkedTensor | None:
+        """Note a tensor; None: it is too small to be moved."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < SMALL:
+            return None
+        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        parked = ParkedTensor(tensor)
+        self._found.setdefault(storage.data_ptr(), (flat, []))[1].append(parked)
+        return parked
+
+    def park(self, places: ParkingPlaces, decision: Decision, layer: int) -> None:
+        """Offload all tensors; the caller must drop its references."""
+        if self._found:
+            parked = places.park(decision, layer, [flat for flat, _ in self._found.values()])
+            for place, (_, tensors) in zip(parked, self._found.values()):
+                memory = _Memory(place)
+                for tensor in tensors:
+                    tensor.lies_in(memory)
+        self._found.clear()
+
+
+class ParkingPlaces:
+    """Where a rank's activations may wait, and who measures them.
+
+    Args:
+        swap: None: nothing is swapped.
+        group: ranks that hold alike what is partitioned; None: this one is alone, or nothing is alike, and it is kept.
+    """
+
+    def __init__(self, swap: SwapSpace | None = None, group: dist.ProcessGroup | None = None) -> None:
+        self.swap, self.group = swap, group
+        self.clock: SiteClock | None = None
+        """Measures the sites of all layers that park here, as long as it is set."""
+
+    def has(self, decision: Decision) -> bool:
+        """Return whether there is a place for what is so decided."""
+        return (self.swap if decision == "swap" else self.group if decision == "partition" else None) is not None
+
+    def park(self, decision: Decision, layer: int, flats: Sequence[torch.Tensor]) -> list[Parked]:
+        """Park flat bytes of a layer, given by its number in the model."""
+        if decision == "swap":
+            assert self.swap is not None
+            swapped = self.swap.swap(layer, flats)
+            return [_Swapped(swapped, number) for number in range(len(flats))]
+        assert self.group is not None
+        return [PartitionedBytes(flat, self.group) for flat in flats]
+
+
+def is_of_all_layers(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is marked as one that all layers share (rotary tables): it is no layer's to park."""
+    return getattr(tensor, "of_all_layers", False) or getattr(tensor._base, "of_all_layers", False)
+
+
+def mark_as_of_all_layers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, marked so."""
+    tensor.of_all_layers = True  # type: ignore[attr-defined]
+    return tensor
+
 
 Function = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
 Tensors = tuple[torch.Tensor, ...]

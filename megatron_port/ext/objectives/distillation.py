@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_port.core.dist.collectives import Group
-from megatron_port.core.layers.direct import FirstOrderFunction, first_order
+from megatron_port.core.layers.fused import FirstOrderFunction, first_order
 from megatron_port.ext.objectives.stored_teacher import Stored
 
 _CHUNK = 1 << 22

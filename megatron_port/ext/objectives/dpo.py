@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.data.objective import Objective, WholeSamples
-from megatron_port.core.dist.state import StateReader
+from megatron_port.core.dist.record import StateReader
 from megatron_port.core.layers.step import StepContext
-from megatron_port.core.model.gpt import GPTStage
+from megatron_port.core.model.decoder import GPTStage
 from megatron_port.ext.objectives.reference_losses import read_header
-from megatron_port.ext.weights.base_weights import fingerprint
+from megatron_port.ext.weights.readers import fingerprint
 
 REWARDS = ("chosen_reward", "reward_margin", "reward_accuracy")
 """Names of the sums of a step over its pairs, and of their means in metrics.jsonl."""

@@ -17,7 +17,7 @@ from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.data.objective import Objective, WholeSamples
 from megatron_port.core.layers.step import StepContext
-from megatron_port.core.model.gpt import GPTStage
+from megatron_port.core.model.decoder import GPTStage
 
 _LOSS = "mtp_loss_"
 """Before the depth, in the names of sums."""

@@ -15,8 +15,7 @@ import xxhash
 
 from megatron_port.core.data.indexed import IndexedDataset
 from megatron_port.core.errors import DataError
-from megatron_port.core.io.atomic import write_bytes
-from megatron_port.core.io.regular import open_regular
+from megatron_port.core.io.files import open_regular, write_bytes
 from megatron_port.core.io.typed_json import parse_json, typed
 
 HEADER_BYTES = 1 << 16

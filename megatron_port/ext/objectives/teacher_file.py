@@ -19,10 +19,9 @@ import numpy as np
 import torch
 import xxhash
 
-from megatron_port.core.data.sample import Sample
+from megatron_port.core.data.batch import Sample
 from megatron_port.core.errors import DataError
-from megatron_port.core.io.atomic import write_bytes
-from megatron_port.core.io.regular import open_regular
+from megatron_port.core.io.files import open_regular, write_bytes
 from megatron_port.core.io.typed_json import parse_json, typed
 from megatron_port.ext.objectives.stored_teacher import Stored
 

@@ -31,24 +31,28 @@ import torch
 
 from megatron_port.core.checkpoint.format import SavedState, directory_name, shard_name
 from megatron_port.core.checkpoint.lineage import Committer
-from megatron_port.core.checkpoint.peers import Peers, failure_text, together
 from megatron_port.core.checkpoint.shard import ShardPlan, plan_shard
 from megatron_port.core.checkpoint.snapshot_hashes import SnapshotHashes
-from megatron_port.core.checkpoint.tidying import Note, tidy, work_folder
 from megatron_port.core.checkpoint.writer import (
     LONGEST_NAP,
     VISIBLE_SECONDS,
     Cancelled,
+    Note,
+    Peers,
     absent_parts,
     await_visible,
     commit,
+    failure_text,
     prepare,
+    tidy,
+    together,
+    work_folder,
     write_part,
 )
 from megatron_port.core.dist.device_streams import COMPUTE, HOST, Event, access, host_waits_for
-from megatron_port.core.dist.state import StatePiece
+from megatron_port.core.dist.record import StatePiece
 from megatron_port.core.errors import CheckpointError
-from megatron_port.core.io.pinned import host_bytes
+from megatron_port.core.io.memory import host_bytes
 
 _NICE = 10
 _THREAD = "saving thread"

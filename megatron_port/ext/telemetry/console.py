@@ -7,8 +7,8 @@ from collections import deque
 from math import isfinite, isnan
 from typing import TYPE_CHECKING, Any, TextIO
 
+from megatron_port.core.io.logging import trusted
 from megatron_port.core.io.numbers import shown
-from megatron_port.core.io.printable import trusted
 from megatron_port.core.io.step_metrics import step_metrics
 from megatron_port.ext.telemetry.metrics import Record
 

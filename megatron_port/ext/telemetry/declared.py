@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_port.core.errors import ConfigError
-from megatron_port.core.io.atomic import write_bytes
+from megatron_port.core.io.files import write_bytes
 from megatron_port.core.io.metric import Chart, Metric
 from megatron_port.core.io.step_metrics import declared_metrics, step_metrics
 from megatron_port.core.io.typed_json import read_optional

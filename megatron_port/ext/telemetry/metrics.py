@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_port.core.io.atomic import atomic_file
+from megatron_port.core.io.files import atomic_file, open_regular
 from megatron_port.core.io.metric import Metric
-from megatron_port.core.io.regular import open_regular
 from megatron_port.core.io.step_metrics import step_metrics
 from megatron_port.core.io.typed_json import WrongContent, parse_json
 from megatron_port.ext.telemetry.declared import known_metrics

@@ -8,7 +8,9 @@ in the model and in the batch its rows belong is stated beside them, so that a r
 from __future__ import annotations
 
 import json
+import queue
 import re
+import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -18,9 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_port.core.dist.lease import LeaseLost
 from megatron_port.core.errors import ConfigError, DataError
-from megatron_port.core.io.atomic import atomic_file, write_text
-from megatron_port.core.io.regular import open_regular, read_regular
+from megatron_port.core.io.files import atomic_file, open_regular, read_regular, write_text
 from megatron_port.core.io.typed_json import LARGEST, Natural, parse_json, typed
 
 FOLDER = "routes"
@@ -327,3 +329,79 @@ def _common_rows(mine: Share, theirs: Share) -> list[tuple[int, int, int]]:
 def _damaged(path: Path, error: Exception) -> DataError:
     return DataError(f"{path} is damaged ({type(error).__name__}: {error}); log the routes again, or leave moe.replay "
                      "empty")
+
+
+# Writes a rank's routes in the background: a step costs the training loop an append.
+
+FILE_BYTES = 1 << 26
+"""A file ends with the step in which it gets so large, and where the run saves."""
+WAITING = 8
+"""Steps that wait for the writer at most; then training waits for it."""
+FLUSH_S = 120.0
+
+
+@dataclass(frozen=True)
+class _Flush:
+    """Asks for all that came before it to be on disk; ``done`` is set then."""
+
+    done: threading.Event
+
+
+class RouteWriter:
+    """Takes steps in order. What the disk refuses is lost, with a warning, and training continues.
+
+    Args:
+        share: of this rank.
+        guard: called before a file gets its name; LeaseLost: nothing is written any more.
+        warn: takes a line.
+    """
+
+    def __init__(
+        self, folder: Path, rank: int, share: Share, *, guard: Callable[[], None], warn: Callable[[str], None]
+    ) -> None:
+        self._folder, self._rank, self._share, self._guard, self._warn = folder, rank, share, guard, warn
+        self._items: queue.Queue[Callable[[], RankRoutes] | _Flush | None] = queue.Queue(WAITING)
+        self._held: list[RankRoutes] = []
+        self._off = False
+        self._thread = threading.Thread(target=self._run, name="routes", daemon=True)
+        self._thread.start()
+
+    def put(self, step: Callable[[], RankRoutes]) -> None:
+        """Take a step; ``step`` gives its routes, on the writer's thread, once the device has delivered them."""
+        self._items.put(step)
+
+    def flush(self) -> None:
+        """Wait until all steps so far are on disk, or are given up."""
+        done = threading.Event()
+        self._items.put(_Flush(done))
+        if not done.wait(FLUSH_S):
+            self._warn(f"{self._folder}: the routes of the last steps were not written within {FLUSH_S:g} s")
+
+    def close(self) -> None:
+        """Flush and end; a second call does nothing."""
+        if self._thread.is_alive():
+            self.flush()
+            self._items.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._items.get()) is not None:
+            if isinstance(item, _Flush):
+                self._write()
+                item.done.set()
+            elif not self._off:
+                self._held.append(item())
+                if sum(one.experts.nbytes for one in self._held) >= FILE_BYTES:
+                    self._write()
+
+    def _write(self) -> None:
+        steps, self._held = self._held, []
+        if not steps or self._off:
+            return
+        try:
+            write_steps(self._folder, self._rank, steps, self._share, self._guard)
+        except LeaseLost:
+            self._off = True  # the loop says why, and ends
+        except Exception as error:  # no log is worth a run
+            self._warn(f"{self._folder}: {error}; the routes of steps {steps[0].step} to {steps[-1].step} are lost, "
+                       "training continues")

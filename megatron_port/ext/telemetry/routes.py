@@ -17,9 +17,9 @@ import torch
 
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.agreement import agreed
+from megatron_port.core.dist.agree import agreed
+from megatron_port.core.dist.collectives import to_device_async
 from megatron_port.core.dist.positions import Division, sequence_partition
-from megatron_port.core.dist.to_device import to_device_async
 from megatron_port.core.engine.api import Engine
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.layers.step import StepContext
@@ -31,12 +31,12 @@ from megatron_port.ext.telemetry.route_file import (
     RankRoutes,
     RouteFolder,
     RouteIdentity,
+    RouteWriter,
     Runs,
     Share,
     remove_steps_after,
     write_identity,
 )
-from megatron_port.ext.telemetry.route_writer import RouteWriter
 from megatron_port.run.session import Session
 
 _LAYER = re.compile(r"(?:layers\.(\d+)|mtp\.(\d+)\.layer)\.mlp\.router\.weight")

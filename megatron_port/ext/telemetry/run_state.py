@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_port.core.dist.holder import Life
-from megatron_port.core.dist.lease import life_of
-from megatron_port.core.io.regular import open_regular, read_regular
+from megatron_port.core.dist.lease import Life, life_of
+from megatron_port.core.io.files import open_regular, read_regular
 from megatron_port.core.io.typed_json import REQUIRED, Natural, Seconds, WrongContent, parse_json, read_optional, typed
 from megatron_port.ext.telemetry.declared import known_metrics
 from megatron_port.ext.telemetry.metrics import FILE_NAME, decode

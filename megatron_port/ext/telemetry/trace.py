@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_port.core.io.atomic import write_bytes
-from megatron_port.core.io.regular import open_regular
+from megatron_port.core.io.files import open_regular, write_bytes
 from megatron_port.core.io.typed_json import Natural, WrongContent, parse_json, typed
 
 FOLDER = "profile"

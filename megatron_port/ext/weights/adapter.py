@@ -29,8 +29,8 @@ from megatron_port.core.dist.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from megatron_port.core.layers import cpu_upcast
-from megatron_port.core.layers.direct import FirstOrderFunction, first_order
+from megatron_port.core.layers import fused as cpu_upcast
+from megatron_port.core.layers.fused import FirstOrderFunction, first_order
 from megatron_port.core.layers.linear_kernels import LinearKernels, add_product
 
 Drop = Callable[[torch.Tensor], torch.Tensor]

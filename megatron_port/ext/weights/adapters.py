@@ -2,22 +2,140 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
-from megatron_port.core.dist.buffers import recorded_buffers
+from megatron_port.core.config.fine_tuning import TARGETS, FineTuningConfig
+from megatron_port.core.config.schema import ModelConfig
+from megatron_port.core.dist.collectives import recorded_buffers
 from megatron_port.core.dist.positions import SequencePartition
-from megatron_port.core.dist.record import record_of
+from megatron_port.core.dist.record import WEIGHT, InitSpec, StateReader, initial_values, record_of
 from megatron_port.core.layers.step import StepSlot
+from megatron_port.core.model.decoder_spec import model_spec
+from megatron_port.core.model.spec import LayerSpec, LinearSpec, ParameterSpec, Split
 from megatron_port.ext.weights.adapter import Adapter, AdapterPart, Drop
-from megatron_port.ext.weights.adapter_spec import AdapterSpec, Part, parts_of
 
 if TYPE_CHECKING:
     from megatron_port.core.model.build import BuildContext
+
+
+# Low-rank adapters of a layer's linears, stated as the model's other parts are (``model.spec``). Without torch.
+#
+# PEFT gives each of transformers' modules an adapter of its own, so a fused matrix here has one for each matrix that
+# lies
+# in it (:func:`parts_of`), whatever family the model is exported as: A [r, in], B [out, r], under DoRA the lengths
+# [out].
+# Where the linear's outputs are divided, so are B and the lengths, and A is whole on every rank; where its inputs are,
+# A
+# is divided. A rank has its part's share of the gradient of what is whole, with sequence parallelism and without.
+# Beside
+# a linear that is not divided everything is whole, and the gradient that of the rank's tokens. Experts, which are no
+# linears of every token, have none; the block beside them has.
+
+A, B, MAGNITUDE = "lora_a", "lora_b", "magnitude"
+"""Last parts of the names of an adapter's parameters."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One matrix that is in a linear's weight."""
+
+    name: str
+    """A name from ``config.fine_tuning.TARGETS``."""
+    rows: int
+    kv_heads: int = 0
+    """The rows are of so many key/value heads; 0: of something that every tensor-parallel rank has its own of."""
+
+
+def parts_of(linear: LinearSpec) -> tuple[Part, ...]:
+    """Return the matrices of a linear in the order of their rows (of one group's rows where it has groups)."""
+    g = linear.groups
+    if g is not None:
+        each = g.groups * g.head_size
+        return Part("query", g.heads * g.head_size), Part("key", each, g.groups), Part("value", each, g.groups)
+    if linear.packed == 2:
+        return Part("gate", linear.outputs), Part("up", linear.outputs)
+    return (Part(linear.name.rpartition(".")[2], linear.outputs),)
+
+
+def rows_of(linear: LinearSpec, part: Part) -> Iterator[tuple[int, int, int]]:
+    """Yield the rows of a part as runs (first in the linear's weight with leading dimensions flattened, first in the
+    part, how many)."""
+    parts = parts_of(linear)
+    runs = linear.groups.groups if linear.groups is not None else 1
+    each, before = part.rows // runs, sum(p.rows for p in parts[: parts.index(part)]) // runs
+    whole = sum(p.rows for p in parts) // runs
+    for run in range(runs):
+        yield run * whole + before, run * each, each
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """The adapters of one linear: those of its parts that are ``adapted``."""
+
+    linear: LinearSpec
+    adapted: tuple[Part, ...]
+    rank: int
+    with_magnitude: bool
+
+    def name_of(self, part: Part, kind: str) -> str:
+        """Return the name, relative to the layer, of a part's ``A``, ``B`` or ``MAGNITUDE``."""
+        middle = f".{part.name}" if len(parts_of(self.linear)) > 1 else ""
+        return f"{self.linear.name}{middle}.{kind}"
+
+    def parameters_of(self, part: Part) -> tuple[ParameterSpec, ...]:
+        """A as PEFT draws it (uniform, variance 1 / 3 in), B zero, and the lengths of the rows."""
+        column, inputs = self.linear.parallel == "column", self.linear.inputs
+        if self.linear.parallel == "none":
+            return tuple(replace(p, split=None, gradient="tokens") for p in self._parameters(part, True, inputs))
+        return self._parameters(part, column, inputs)
+
+    def _parameters(self, part: Part, column: bool, inputs: int) -> tuple[ParameterSpec, ...]:
+        rows = Split(0, kv_heads=part.kv_heads) if column else None
+        a = ParameterSpec(
+            name=self.name_of(part, A), shape=(self.rank, inputs), init="uniform", std=1 / math.sqrt(3 * inputs),
+            decay=True, split=None if column else Split(1), gradient="heads" if column else "whole",
+        )
+        b = ParameterSpec(
+            name=self.name_of(part, B), shape=(part.rows, self.rank), init="zeros", decay=True, split=rows,
+            gradient="whole" if column else "heads",
+        )
+        lengths = replace(b, name=self.name_of(part, MAGNITUDE), shape=(part.rows,), init="row norms", decay=False)
+        return (a, b, lengths) if self.with_magnitude else (a, b)
+
+    @property
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """In the order of the modules."""
+        return tuple(p for part in self.adapted for p in self.parameters_of(part))
+
+
+def adapter_spec(linear: LinearSpec, tuning: FineTuningConfig) -> AdapterSpec | None:
+    """Return the adapters of a linear; None: it has none, as routers and the gates of shared blocks."""
+    if not tuning.enabled:
+        return None
+    adapted = tuple(p for p in parts_of(linear) if p.name in (tuning.targets or TARGETS))
+    return AdapterSpec(linear, adapted, tuning.rank, tuning.method == "dora") if adapted else None
+
+
+def layer_adapters(layer: LayerSpec, tuning: FineTuningConfig) -> tuple[AdapterSpec, ...]:
+    """Return the adapters of a layer, in the order of its linears."""
+    found = (adapter_spec(linear, tuning) for linear in layer.linears)
+    return tuple(spec for spec in found if spec is not None)
+
+
+def adapter_parameters(model: ModelConfig, tuning: FineTuningConfig) -> dict[str, ParameterSpec]:
+    """Return the specs of all adapters' parameters by canonical name, in model order."""
+    return {
+        f"layers.{index}.{p.name}": replace(p, name=f"layers.{index}.{p.name}")
+        for index, layer in enumerate(model_spec(model).layers)
+        for spec in layer_adapters(layer, tuning) for p in spec.parameters
+    }
 
 
 def make_adapter(layer: str, spec: AdapterSpec, build: BuildContext) -> Adapter:
@@ -69,3 +187,143 @@ def freeze_all_but_adapters(modules: Iterable[nn.Module]) -> None:
                 p.requires_grad_(False)
         for record, buffer in recorded_buffers(module):
             buffer.record = replace(record, trainable=False)  # type: ignore[attr-defined]
+
+
+# State readers of a model with adapters: what they begin as, and the weights that they make of the frozen ones.
+
+Box = tuple[int, ...]
+
+
+def adapters_by_weight(model: ModelConfig, tuning: FineTuningConfig) -> dict[str, tuple[str, AdapterSpec]]:
+    """Return (name of the layer, spec of the adapters) by the canonical name of the linear's weight."""
+    return {
+        f"layers.{i}.{spec.linear.name}.weight": (f"layers.{i}", spec)
+        for i, layer in enumerate(model_spec(model).layers) for spec in layer_adapters(layer, tuning)
+    }
+
+
+class InitialAdapters:
+    """A reader of adapters before the first step: A drawn from the seed, B zero, and the lengths of the frozen rows.
+
+    Whatever is no adapter's weight comes from ``read``. Lengths are computed of whole rows, so they are alike on every
+    layout.
+    """
+
+    def __init__(self, model: ModelConfig, tuning: FineTuningConfig, seed: int, read: StateReader) -> None:
+        self._read, self._seed = read, seed
+        self._specs = adapter_parameters(model, tuning)
+        self._rows = {
+            f"{layer}.{spec.name_of(part, MAGNITUDE)}": (weight, spec, part)
+            for weight, (layer, spec) in adapters_by_weight(model, tuning).items() for part in spec.adapted
+        }
+
+    def __call__(
+        self, name: str, kind: str, offset: Box, shape: Box, /, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return a slice of a tensor (``dist.state.StateReader``)."""
+        spec = self._specs.get(name)
+        if spec is None:
+            return self._read(name, kind, offset, shape, out=out)
+        if kind == WEIGHT and name in self._rows:
+            weight, adapter, part = self._rows[name]
+            return torch.cat([
+                lengths_of(read_rows(self._read, weight, adapter, at, count))
+                for at, _, count in row_runs(adapter, part, offset[0], shape[0])
+            ])
+        init = InitSpec(spec.init, spec.std) if kind == WEIGHT else InitSpec("zeros")
+        return initial_values(
+            seed=self._seed, name=name, init=init, shape=spec.shape, offset=offset, extent=shape
+        )
+
+
+class MergedWeights:
+    """A reader of the weights of a model without adapters that computes what the adapted one does: W + s B A.
+
+    Args:
+        base: of the frozen weights.
+        adapters: of the adapters.
+    """
+
+    def __init__(
+        self, model: ModelConfig, tuning: FineTuningConfig, base: StateReader, adapters: StateReader
+    ) -> None:
+        self._scale, self._base, self._adapters = tuning.scale, base, adapters
+        self._by_weight = adapters_by_weight(model, tuning)
+
+    def __call__(
+        self, name: str, kind: str, offset: Box, shape: Box, /, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return a slice of a tensor (``dist.state.StateReader``)."""
+        if kind != WEIGHT or name not in self._by_weight:
+            return self._base(name, kind, offset, shape, out=out)
+        layer, spec = self._by_weight[name]
+        lead, columns = spec.linear.outputs if spec.linear.packed > 1 else 0, (offset[-1], shape[-1])
+        parts = [(0, shape[0])] if not lead else [(offset[0] + i, shape[1]) for i in range(shape[0])]
+        rows = [
+            self._rows(name, layer, spec, which * lead + offset[-2], count, columns) for which, count in parts
+        ]
+        return torch.cat(rows).view(shape)
+
+    def _rows(
+        self, name: str, layer: str, spec: AdapterSpec, first: int, count: int, columns: tuple[int, int]
+    ) -> torch.Tensor:
+        """Return some columns of the merged rows [first, first + count)."""
+        start, width = columns
+        weight = read_rows(self._base, name, spec, first, count)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        merged = weight.to(wide, copy=True)
+        for part in spec.adapted:
+            names = [f"{layer}.{spec.name_of(part, kind)}" for kind in (A, B, MAGNITUDE)]
+            for ours, theirs, length in _meeting(spec, part, first, count):
+                some = merged[ours - first : ours - first + length]
+                a = self._adapters(names[0], WEIGHT, (0, 0), (spec.rank, spec.linear.inputs)).to(wide)
+                b = self._adapters(names[1], WEIGHT, (theirs, 0), (length, spec.rank)).to(wide)
+                some.add_(b @ a, alpha=self._scale)
+                if spec.with_magnitude:
+                    wanted = self._adapters(names[2], WEIGHT, (theirs,), (length,)).to(wide)
+                    some.mul_((wanted / lengths_of(some).to(wide))[:, None])
+        return merged.narrow(1, start, width)
+
+
+def lengths_of(rows: torch.Tensor) -> torch.Tensor:
+    """Return the lengths of rows [n, in], float64 [n]."""
+    lengths: torch.Tensor = torch.linalg.vector_norm(rows.double(), dim=1)
+    return lengths
+
+
+def _meeting(spec: AdapterSpec, part: Part, first: int, count: int) -> list[tuple[int, int, int]]:
+    """Return (row of the weight, row of the part, how many) of a part's rows among [first, first + count)."""
+    out = []
+    for ours, theirs, length in rows_of(spec.linear, part):
+        start, stop = max(first, ours), min(first + count, ours + length)
+        if start < stop:
+            out.append((start, theirs + start - ours, stop - start))
+    return out
+
+
+def row_runs(spec: AdapterSpec, part: Part, first: int, count: int) -> list[tuple[int, int, int]]:
+    """Return (row of the weight, row of the part, how many) of the rows [first, first + count) of a part, in order."""
+    out = []
+    for ours, theirs, length in rows_of(spec.linear, part):
+        start, stop = max(first, theirs), min(first + count, theirs + length)
+        if start < stop:
+            out.append((ours + start - theirs, start, stop - start))
+    return out
+
+
+def read_rows(read: StateReader, name: str, spec: AdapterSpec, first: int, count: int) -> torch.Tensor:
+    """Return rows [first, first + count) of a linear's weight, leading dimensions flattened, [count, in]."""
+    linear = spec.linear
+    if linear.packed == 1:
+        return read(name, WEIGHT, (first, 0), (count, linear.inputs))
+    which, row = divmod(first, linear.outputs)  # no run of rows leaves its matrix
+    return read(name, WEIGHT, (which, row, 0), (1, count, linear.inputs))[0]
+
+
+def over_base(base: StateReader, adapters: StateReader, names: Mapping[str, object]) -> StateReader:
+    """Return a reader of the tensors ``names`` from ``adapters``, and of all others from ``base``."""
+
+    def read(name: str, kind: str, offset: Box, shape: Box, /, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        return (adapters if name in names else base)(name, kind, offset, shape, out=out)
+
+    return read

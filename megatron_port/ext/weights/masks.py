@@ -7,12 +7,15 @@ whose weight, gradient and moments are 0, and its gradient is no part of the nor
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from megatron_port.core.config.sparsity import SparsityConfig
 from megatron_port.core.optim.bucket_memory import Bucket, StateShard
+from megatron_port.core.optim.rules import AVERAGE
+from megatron_port.core.optim.sharded import ShardedParameters
 
 
 class GradientMasks:
@@ -48,3 +51,60 @@ class GradientMasks:
         self._done.add(number)
         for gradient, mask in self._masks.get(number, ()):
             gradient.mul_(mask)
+
+
+# A running mean of the weights (exponential moving average; Polyak & Juditsky), held as the optimizer's state is.
+#
+# average = decay * average + (1 - decay) * master after each applied update; the first one begins it as a copy. It is a
+# state tensor of every parameter beside those of the rule, so it is divided with the masters, saved, verified and
+# resharded like them, and in their precision.
+
+class WeightAverage:
+    """The average of ``sharded``'s masters."""
+
+    def __init__(self, sharded: ShardedParameters, decay: float) -> None:
+        self.sharded, self.decay = sharded, decay
+        self._updates = torch.zeros((), dtype=torch.float64, device=sharded.ctx.device)
+
+    def restore(self, steps: int) -> None:
+        """Continue after ``steps`` updates, when the state has been loaded."""
+        self._updates.fill_(steps)
+
+    @torch.no_grad()
+    def update(self, refused: torch.Tensor) -> None:
+        """Take in the masters after a step, unless ``refused`` (scalar on the device) is not 0: no update was applied.
+
+        Nothing is read back.
+        """
+        applied = (refused == 0).double()
+        later = torch.full_like(applied, 1.0 - self.decay)
+        share = applied * torch.where(self._updates == 0, torch.ones_like(applied), later)
+        self._updates += applied
+        for bucket in self.sharded.trained:
+            average = bucket.state[AVERAGE]
+            average.lerp_(bucket.masters, share.to(average.dtype))
+
+    @contextmanager
+    def as_weights(self) -> Iterator[None]:
+        """Let the model compute with the average; before the first update with the weights. Collective."""
+        if float(self._updates) == 0:
+            yield
+            return
+        self.sharded.wait()
+        self._exchange()
+        try:
+            yield
+        finally:
+            self.sharded.wait()
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """Exchange masters and average, and make the weights of what the masters are now."""
+        for bucket in self.sharded.trained:
+            average, masters = bucket.state[AVERAGE], bucket.masters.clone()
+            bucket.masters.copy_(average)
+            average.copy_(masters)
+        self.sharded.publish()
+        self.sharded.start_gather()
+        self.sharded.wait()

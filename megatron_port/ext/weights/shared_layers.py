@@ -20,9 +20,8 @@ import torch
 from torch import nn
 
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.core.dist.mesh import shared_name
+from megatron_port.core.dist.mesh import Topology, shared_name
 from megatron_port.core.dist.record import record_of
-from megatron_port.core.dist.topology import Topology
 from megatron_port.core.layers.linear import WgradAccumulator
 from megatron_port.core.model.layers import TransformerLayer
 

@@ -20,7 +20,7 @@ from megatron_port.core.dist.compat import all_gather_single, reduce_scatter_sin
 from megatron_port.tools.preflight.exchange import meet, synchronize
 
 ROUNDS = 5
-SIZES = {
+EXCHANGE_SIZES = {
     "cpu": (4 << 10, 64 << 10, 256 << 10, 1 << 20, 8 << 20),
     "cuda": (4 << 10, 256 << 10, 4 << 20, 64 << 20),
 }
@@ -56,7 +56,7 @@ def collective_times(device: torch.device, ranks: int, budget_s: float) -> list[
         a, b = a.bfloat16(), b.bfloat16()
     product = partial(torch.mm, a, b, out=torch.empty_like(a))
     out = []
-    for size in SIZES[kind]:
+    for size in EXCHANGE_SIZES[kind]:
         whole = torch.zeros(size // 4 // ranks * ranks, device=device)
         part = torch.zeros(whole.numel() // ranks, device=device)
         works: dict[str, Callable[..., dist.Work]] = {

@@ -12,7 +12,7 @@ from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.loader import Loaded
 from megatron_port.core.config.schema import DataConfig, RunConfig
 from megatron_port.core.errors import ConfigError
-from megatron_port.core.io.atomic import write_output
+from megatron_port.core.io.files import write_output
 from megatron_port.core.model.flops import hardware_flops
 from megatron_port.tools.charts.page import columns, page, section
 from megatron_port.tools.plan.case import Case, case_of
@@ -20,10 +20,10 @@ from megatron_port.tools.plan.page import study_picture
 from megatron_port.tools.plan.search import Candidate, fullest, options_of, settings_of
 from megatron_port.tools.plan.step import plan_step
 from megatron_port.tools.plan.studies import Planned, Point, Study, planned, studies
-from megatron_port.tools.tune.lease import hold_folder
 from megatron_port.tools.tune.results import Results, Trial, key_of
-from megatron_port.tools.tune.space import Space, make_space
+from megatron_port.tools.tune.strategies import Space, make_space
 from megatron_port.tools.tune.trial import Launcher, run_trial
+from megatron_port.tools.tune.tuner import hold_folder
 
 NAMES = ("tensor", "micro-batches", "stages", "ratio", "weak", "strong", "attention", "attention-math")
 

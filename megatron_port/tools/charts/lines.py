@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 from megatron_port.core.io.numbers import decades, number, ticks
-from megatron_port.tools.charts.shapes import colour, drawing, legend, line, text
+from megatron_port.tools.charts.page import colour, drawing, legend, line, text
 
 LEFT, RIGHT, TOP, BOTTOM = 66.0, 16.0, 14.0, 34.0
 HOVER = 120

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 
 # Series colours: told apart by people with the common colour blindnesses, on both backgrounds.
 VARIABLES = {
@@ -77,7 +79,7 @@ def page(title: str, body: str) -> str:
 
 
 def standalone(picture: str, *, themed: bool = False) -> str:
-    """Make a file of a drawing (:func:`megatron_port.tools.charts.shapes.drawing`): its own ground and style sheet.
+    """Make a file of a drawing (:func:`megatron_port.tools.charts.page.drawing`): its own ground and style sheet.
 
     ``themed``: light and dark, for browsers; without, light, with plain colours that every viewer of SVG knows.
     """
@@ -130,3 +132,133 @@ def card(title: str, content: str, note: str = "") -> str:
 def fold(title: str, content: str) -> str:
     """Content that is opened by a click."""
     return f"<details><summary>{escape(title)}</summary>{content}</details>"
+
+
+# The shapes that every picture is made of. Colours are variables of the page's style sheet.
+
+COLOURS = 8
+"""Series colours of the style sheet: ``var(--c0)`` to ``var(--c7)``."""
+
+
+def colour(index: int) -> str:
+    """The CSS colour of a series."""
+    return f"var(--c{index % COLOURS})"
+
+
+def text(x: float, y: float, words: str, *, anchor: str = "start", kind: str = "", rotate: float = 0.0) -> str:
+    """A line of text; ``kind``: class of the style sheet (``small``, ``strong``, ``axis``)."""
+    turn = f' transform="rotate({rotate:g} {x:.1f} {y:.1f})"' if rotate else ""
+    name = f' class="{kind}"' if kind else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{name}{turn}>{escape(words)}</text>'
+
+
+def rectangle(x: float, y: float, width: float, height: float, fill: str, *, title: str = "", more: str = "") -> str:
+    """A rectangle; ``title``: shown when pointed at; ``more``: further attributes."""
+    head = f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(width, 0):.2f}" height="{max(height, 0):.2f}" '
+    head += f'style="fill:{fill}"{" " + more if more else ""}'
+    return f"{head}><title>{escape(title)}</title></rect>" if title else f"{head}/>"
+
+
+def line(x1: float, y1: float, x2: float, y2: float, kind: str = "grid", *, title: str = "") -> str:
+    """A straight line of a class of the style sheet; ``title``: shown when pointed at."""
+    head = f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"'
+    return f"{head}><title>{escape(title)}</title></line>" if title else f"{head}/>"
+
+
+def drawing(width: float, height: float, parts: Sequence[str], label: str) -> str:
+    """An <svg> that scales with its column; ``label``: for readers who do not see it."""
+    return (
+        f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(label, quote=True)}" '
+        f'style="max-width:{width:g}px">' + "".join(parts) + "</svg>"
+    )
+
+
+def legend(x: float, y: float, names: Sequence[tuple[str, str]], width: float) -> tuple[str, float]:
+    """Swatches (name, CSS colour) in rows of at most ``width``; return the SVG and its height."""
+    out, at, row = [], x, y
+    for name, fill in names:
+        need = 22 + 6.6 * len(name)
+        if at > x and at + need > x + width:
+            at, row = x, row + 18
+        out.append(rectangle(at, row - 9, 11, 11, fill, more='rx="2"') + text(at + 16, row, name, kind="small"))
+        at += need
+    return "".join(out), row - y + 18
+
+
+# Heat maps: a cell for each row and column, coloured by level. Neighbours of a level are one stroke of a path.
+
+def heat_map(
+    levels: Sequence[Sequence[int]], fills: Sequence[str], *, left: float, top: float, width: float, height: float
+) -> list[str]:
+    """Draw ``levels`` [rows][columns], row 0 at the top; each cell has the colour ``fills[level]``, none below 0."""
+    columns = len(levels[0]) if levels else 0
+    if not columns:
+        return []
+    wide, tall = width / columns, height / len(levels)
+    paths: dict[int, list[str]] = {}
+    for i, row in enumerate(levels):
+        at = 0
+        for level, run in groupby(row):
+            count = len(list(run))
+            if level >= 0:
+                paths.setdefault(level, []).append(f"M{at} {i}h{count}v1h-{count}z")
+            at += count
+    drawn = "".join(f'<path style="fill:{fills[level]}" d="{"".join(parts)}"/>' for level, parts in
+                    sorted(paths.items()))
+    return [f'<g transform="translate({left:g} {top:g}) scale({wide:.5g} {tall:.5g})" shape-rendering="crispEdges">'
+            f"{drawn}</g>"]
+
+
+def row_names(names: Sequence[str], *, left: float, top: float, height: float, each: float = 14.0) -> list[str]:
+    """Write the names of rows to the left of a map, every so many of them where they would touch."""
+    tall = height / max(len(names), 1)
+    every = max(1, -int(-each // tall))
+    return [text(left - 6, top + (i + 0.5) * tall + 4, name, anchor="end", kind="axis")
+            for i, name in enumerate(names) if i % every == 0]
+
+
+# Gantt charts: a row for each worker, a bar for each piece of its work.
+
+@dataclass(frozen=True)
+class Bar:
+    """A piece of work."""
+
+    start: float
+    end: float
+    fill: str
+    """CSS colour."""
+    mark: str = ""
+    """Text on the bar, left out where the bar is too narrow."""
+    title: str = ""
+    """Shown when pointed at."""
+    kind: str = "cellmark"
+    """Class of the mark."""
+    tall: float = 1.0
+    """Share of the row's height that it takes, from the foot up."""
+
+
+def gantt(
+    rows: Sequence[Sequence[Bar]], *, left: float, top: float, scale: float, each: float, span: float,
+    names: Sequence[str] = (), first: float = 0.0,
+) -> list[str]:
+    """Draw the rows from ``top`` down, ``each`` pixels high; bars over an idle ground.
+
+    Args:
+        scale: pixels per unit of time.
+        span: units of time that the ground reaches.
+        names: of the rows; written to the left, every so many of them where there are more than 32.
+        first: time at the left edge.
+    """
+    out = []
+    for i, row in enumerate(rows):
+        y = top + i * each + 1
+        if i < len(names) and (len(rows) <= 32 or i % (len(rows) // 16) == 0):
+            out.append(text(left - 8, y + each / 2 + 3, names[i], anchor="end", kind="axis"))
+        out.append(rectangle(left, y, span * scale, each - 2, "var(--idle)"))
+        for bar in row:
+            x, wide = left + (bar.start - first) * scale, (bar.end - bar.start) * scale
+            tall = (each - 2) * bar.tall
+            out.append(rectangle(x, y + each - 2 - tall, max(wide - 0.6, 0.5), tall, bar.fill, title=bar.title))
+            if bar.mark and wide > 12 and each > 15:
+                out.append(text(x + wide / 2, y + each / 2 + 2, bar.mark, anchor="middle", kind=bar.kind))
+    return out

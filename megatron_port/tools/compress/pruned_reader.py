@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from megatron_port.core.dist.state import StateReader
+from megatron_port.core.dist.record import StateReader
 from megatron_port.core.model.shapes import buffer_shapes, parameter_shapes
 from megatron_port.tools.compress.axes import Axis, axes_of, layer_of
 from megatron_port.tools.compress.selection import Selection

@@ -10,16 +10,20 @@ from typing import Any
 import numpy as np
 
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.core.dist.state import StateReader
+from megatron_port.core.dist.record import StateReader
 from megatron_port.core.errors import CheckpointError, ConfigError
-from megatron_port.ext.weights.base_weights import fingerprint
+from megatron_port.ext.weights.readers import fingerprint
 from megatron_port.run.weights import Weights
-from megatron_port.tools.compress.factor import FactoredWeights, ranks_by_budget, ranks_by_energy, with_ranks
-from megatron_port.tools.compress.importance_file import Importance, read_importance
+from megatron_port.tools.compress.convert import (
+    FactoredWeights,
+    MeanWeights,
+    ranks_by_budget,
+    ranks_by_energy,
+    with_ranks,
+)
+from megatron_port.tools.compress.importance import Importance, read_importance
 from megatron_port.tools.compress.pruned_reader import PrunedWeights
-from megatron_port.tools.compress.selection import Selection, select
-from megatron_port.tools.compress.shared import MeanWeights
-from megatron_port.tools.compress.sizes import Sizes
+from megatron_port.tools.compress.selection import Selection, Sizes, select
 
 
 @dataclass(frozen=True, kw_only=True)

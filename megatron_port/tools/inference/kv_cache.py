@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_port.core.layers.context_attention import GatherKeys
-from megatron_port.core.layers.cpu_upcast import product
+from megatron_port.core.layers.attention import visible_softmax
+from megatron_port.core.layers.context import GatherKeys
+from megatron_port.core.layers.fused import product
 from megatron_port.core.layers.fused_attention import Attention
-from megatron_port.core.layers.mask import visible_softmax
 from megatron_port.core.model.attention import SelfAttention
-from megatron_port.core.model.gpt import GPTStage
+from megatron_port.core.model.decoder import GPTStage
 from megatron_port.core.model.layers import Embedding
 
 

@@ -15,20 +15,19 @@ import torch
 from megatron_port.core.config.distillation import teacher_run
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.loader import StepLoader, build_loaders
-from megatron_port.core.dist.agreement import agreed, broadcast_text
+from megatron_port.core.dist.agree import Advance, agreed, broadcast_text, silent
 from megatron_port.core.dist.positions import sequence_partition
 from megatron_port.core.dist.record import record_of
-from megatron_port.core.dist.work import Advance, silent
 from megatron_port.core.engine.api import Engine
 from megatron_port.core.engine.loss_reduction import summed_over_replicas
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.layers.step import StepContext
-from megatron_port.core.model.gpt import GPTStage
+from megatron_port.core.model.decoder import GPTStage
 from megatron_port.core.optim.schedules import BatchSchedule
 from megatron_port.ext.objectives.stored_teacher import Stored
 from megatron_port.ext.objectives.teacher_file import LogitsHeader, StoredLogits, begin
 from megatron_port.ext.objectives.vocab_top import vocab_parallel_top
-from megatron_port.ext.weights.base_weights import fingerprint
+from megatron_port.ext.weights.readers import fingerprint
 from megatron_port.run.build import build_engine
 from megatron_port.run.session import Session
 from megatron_port.run.weights import Weights

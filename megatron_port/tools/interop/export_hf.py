@@ -19,16 +19,16 @@ import torch
 from megatron_port.core.checkpoint.disk import write_chunks, write_text
 from megatron_port.core.checkpoint.reader import Checkpoint
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.core.dist.state import BUFFER
-from megatron_port.core.dist.work import Advance, Tally, silent
+from megatron_port.core.dist.agree import Advance, Tally, silent
+from megatron_port.core.dist.record import BUFFER
 from megatron_port.core.errors import CheckpointError, DataError
 from megatron_port.core.model.flops import parameter_count
-from megatron_port.tools.interop.folder import building
+from megatron_port.tools.interop.export_dcp import building
 from megatron_port.tools.interop.hf_check import Agreement, check_export
 from megatron_port.tools.interop.hf_config import family_for, hf_config
+from megatron_port.tools.interop.hf_files import DTYPES, INDEX, SINGLE
 from megatron_port.tools.interop.hf_names import Tensor, hf_tensors
 from megatron_port.tools.interop.hf_runs import Run
-from megatron_port.tools.interop.hf_shards import DTYPES, INDEX, SINGLE
 from megatron_port.tools.interop.hf_tokenizer import (
     begin_of_text,
     check_written,
@@ -37,9 +37,15 @@ from megatron_port.tools.interop.hf_tokenizer import (
     make_paddable,
     write_tokenizer,
 )
-from megatron_port.tools.interop.import_hf import SLAB_BYTES
-from megatron_port.tools.interop.pinned_chat import PinnedChat, pinned_chat, write_chat, write_generation
-from megatron_port.tools.interop.pinned_tokenizer import Trained, trained_with
+from megatron_port.tools.interop.pinned import (
+    PinnedChat,
+    Trained,
+    pinned_chat,
+    trained_with,
+    write_chat,
+    write_generation,
+)
+from megatron_port.tools.interop.run_import import SLAB_BYTES
 from megatron_port.tools.interop.sidecar import model_of
 
 SHARD_BYTES = 5_000_000_000

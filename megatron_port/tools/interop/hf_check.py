@@ -20,10 +20,9 @@ from torch import nn
 
 from megatron_port.core.checkpoint.reader import Checkpoint
 from megatron_port.core.config.schema import LayoutConfig, ModelConfig
-from megatron_port.core.dist.buffers import recorded_buffers
-from megatron_port.core.dist.context import ParallelContext
-from megatron_port.core.dist.record import record_of
-from megatron_port.core.dist.state import BUFFER, StateReader
+from megatron_port.core.dist.collectives import recorded_buffers
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.record import BUFFER, StateReader, record_of
 from megatron_port.core.engine.module import read_local
 from megatron_port.core.errors import CheckpointError, EnvironmentFault
 from megatron_port.core.layers.dropout import DropoutStream

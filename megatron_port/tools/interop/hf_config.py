@@ -23,9 +23,7 @@ from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.errors import CheckpointError
 from megatron_port.core.registry import FAMILIES
 from megatron_port.ext.families import AUTO, family_named, family_names
-from megatron_port.ext.families.family import Family
-from megatron_port.ext.families.fields import HARMLESS, Fields
-from megatron_port.ext.families.known import known_fields
+from megatron_port.ext.families.family import HARMLESS, Family, Fields, known_fields
 
 CONFIG = "config.json"
 _MAX_BYTES = 1 << 24

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.core.dist.state import BUFFER, WEIGHT
+from megatron_port.core.dist.record import BUFFER, WEIGHT
 from megatron_port.core.errors import CheckpointError
 from megatron_port.core.model.shapes import LAST_STEP, buffer_shapes, parameter_shapes
 from megatron_port.ext.families import family_named

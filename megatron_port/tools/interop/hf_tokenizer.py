@@ -12,7 +12,7 @@ from megatron_port.core.checkpoint.disk import write_text
 from megatron_port.core.checkpoint.reader import Checkpoint
 from megatron_port.core.data.format import bos_ids
 from megatron_port.core.errors import DataError, shortened
-from megatron_port.core.io.links import outside_target
+from megatron_port.core.io.files import outside_target
 from megatron_port.ext.corpora.chat_template import settings_of
 from megatron_port.ext.corpora.tokenizer import (
     ByteTokenizer,
@@ -20,17 +20,21 @@ from megatron_port.ext.corpora.tokenizer import (
     byte_characters,
     get_tokenizer,
     gpt2_directory,
+    load,
+    piece_named,
+    settings_beside,
 )
 from megatron_port.ext.corpora.tokenizer_base import Tokenizer, added_ids, bos_of
-from megatron_port.ext.corpora.tokenizer_files import load, piece_named, settings_beside
-from megatron_port.tools.interop.import_hf import KEPT, TOKENIZER_FILES
-from megatron_port.tools.interop.pinned_chat import SETTINGS_FILE, PinnedChat, chat_difference, end_ids
-from megatron_port.tools.interop.pinned_tokenizer import (
+from megatron_port.tools.interop.pinned import (
     ADVICE,
     FILES,
     PROBES,
+    SETTINGS_FILE,
+    PinnedChat,
     Trained,
+    chat_difference,
     check_same,
+    end_ids,
     first_difference,
     pieces,
     pinned_file,
@@ -38,6 +42,7 @@ from megatron_port.tools.interop.pinned_tokenizer import (
     tokenizer_in,
     trained_with,
 )
+from megatron_port.tools.interop.run_import import KEPT, TOKENIZER_FILES
 
 FILE = "tokenizer.json"
 _END = "<|endoftext|>"

@@ -16,15 +16,14 @@ from typing import Any
 import torch
 
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.core.dist.state import BUFFER, WEIGHT
+from megatron_port.core.dist.record import BUFFER, WEIGHT
 from megatron_port.core.errors import CheckpointError
 from megatron_port.core.model.shapes import buffer_shapes, model_records, parameter_shapes
-from megatron_port.tools.interop.commit import Imported, saved_rule
-from megatron_port.tools.interop.export_dcp import dcp_key
+from megatron_port.tools.interop.export_dcp import Imported, dcp_key, saved_rule
 from megatron_port.tools.interop.inert import MAX_BYTES, Inert, read_inert
-from megatron_port.tools.interop.pickle_size import check_torch_file, first_line
 from megatron_port.tools.interop.sidecar import model_of, read_sidecar
 from megatron_port.tools.interop.staged import Stage
+from megatron_port.tools.interop.unpickle import check_torch_file, first_line
 
 METADATA = ".metadata"
 _MAX_CHUNK = 1 << 33

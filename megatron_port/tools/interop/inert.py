@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_port.core.errors import CheckpointError
-from megatron_port.tools.interop.pickle_size import check_size
+from megatron_port.tools.interop.unpickle import check_size
 
 MAX_BYTES = 1 << 31
 _MAX_VALUES = 1 << 28

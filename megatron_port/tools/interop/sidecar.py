@@ -12,7 +12,7 @@ from megatron_port.core.checkpoint.reader import Checkpoint
 from megatron_port.core.config.fine_tuning import FineTuningConfig
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.errors import CheckpointError
-from megatron_port.core.io.regular import read_regular
+from megatron_port.core.io.files import read_regular
 from megatron_port.core.io.typed_json import parse_json
 
 NAME = "megatron_port.json"

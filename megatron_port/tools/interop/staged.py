@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megatron_port.core.dist.state import StatePiece
+from megatron_port.core.dist.record import StatePiece
 
 Shape = tuple[int, ...]
 FILE_BYTES = 1 << 28

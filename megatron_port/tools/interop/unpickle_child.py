@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from megatron_port.tools.interop.pickle_size import check_torch_file
 from megatron_port.tools.interop.sandbox import forbid_network_and_programs, limit
+from megatron_port.tools.interop.unpickle import check_torch_file
 
 _MAX_DEPTH = 64
 

@@ -9,37 +9,175 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import socket
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megatron_port.core.config.schema import LaunchConfig
-from megatron_port.core.dist.job import LOCAL, Fate, Job
+from megatron_port.core.dist.launchers import LOCAL, Fate, Job
 from megatron_port.core.errors import (
     EXIT_CHECKPOINT,
     EXIT_CONFIG,
     EXIT_DATA,
     EXIT_ENVIRONMENT,
+    EXIT_INTERRUPTED,
     EXIT_NUMERICS,
     EXIT_OK,
     EXIT_REQUEUE,
     EnvironmentFault,
+    PortError,
 )
-from megatron_port.core.io.atomic import append_line
-from megatron_port.core.io.typed_json import Natural, Rows, Seconds, read_rows
+from megatron_port.core.io.files import append_line, write_new, write_text
+from megatron_port.core.io.logging import redact
+from megatron_port.core.io.typed_json import Natural, Rows, Seconds, read_optional, read_rows
+from megatron_port.core.io.variables import variables
 from megatron_port.ext.telemetry.metrics import FILE_NAME, read_metrics
-from megatron_port.tools.launch.outcome import (
-    FINISHED,
-    GONE,
-    SAVED,
-    AttemptOutcome,
-    Failure,
-    outcome_faults,
-    read_failure,
-    read_outcome,
+from megatron_port.ext.telemetry.run_state import FINISHED, OUTCOME, SAVED, AttemptOutcome
+
+# What the ranks leave behind: how an attempt ended, and which failure came first.
+#
+# srun's exit code is the highest of its tasks' and says 143 when one task failed and the
+# others were ended for it, or 0 although ranks are lost. So the ranks themselves commit
+# two small files in the run's folder, and the job script reads those.
+#
+#     outcome.json             the last attempt's end: finished, or saved on a signal (rank 0)
+#     failures/ATTEMPT.json    the first failure of an attempt (whichever rank was first)
+#     failures/ATTEMPT.lost    the first rank that noticed that a peer had gone
+
+__all__ = ["FINISHED", "GONE", "OUTCOME", "SAVED", "AttemptOutcome", "Failure", "outcome_faults", "read_failure",
+           "read_outcome", "record_failure", "write_outcome"]
+FAILURES = "failures"
+MESSAGE_CHARACTERS = 4000
+GONE = "is gone at"
+"""In the watch's message about a rank that ended without a word (in ATTEMPT.lost: only its launcher knows why)."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Failure that ended an attempt, from the rank that failed first."""
+
+    attempt: str
+    rank: Natural
+    host: str
+    exit_code: Natural
+    message: str
+    time: Seconds = 0.0
+    permanent: bool = False
+    """Another attempt would meet it again (``PortError.permanent``)."""
+
+
+def write_outcome(run_folder: Path, outcome: AttemptOutcome) -> None:
+    """Commit ``outcome.json`` (rank 0, after the state it speaks of is on disk). Raises OSError."""
+    run_folder.mkdir(parents=True, exist_ok=True)
+    write_text(run_folder / OUTCOME, json.dumps(asdict(outcome)))
+
+
+def read_outcome(run_folder: Path) -> AttemptOutcome | None:
+    """Return the last committed outcome, of whatever attempt; None if there is none that can be read."""
+    return read_optional(run_folder / OUTCOME, AttemptOutcome)[0]
+
+
+def record_failure(
+    run_folder: Path, attempt: str, rank: int, error: BaseException, *, lost_peer: bool = False, host: str = ""
+) -> None:
+    """Keep this failure if no rank of the attempt was faster. Never raises: the failure itself matters more.
+    Outside of a job nothing is kept.
+
+    ``lost_peer``: this rank only noticed that another had gone; kept apart, as it is a consequence.
+    ``host``: of that rank; empty: this one.
+    """
+    if attempt == LOCAL:
+        return  # nobody reads it; the message is on the terminal
+    code = error.exit_code if isinstance(error, PortError) else 1
+    if isinstance(error, KeyboardInterrupt):
+        code = EXIT_INTERRUPTED
+    text = str(error) if isinstance(error, PortError) else f"{type(error).__name__}: {error}"
+    text = redact(text)[:MESSAGE_CHARACTERS]
+    permanent = isinstance(error, PortError) and error.permanent
+    failure = Failure(attempt, rank, host or socket.gethostname(), code, text, time.time(), permanent)
+    target = _failure_file(run_folder, attempt, lost_peer)
+    with contextlib.suppress(OSError):
+        if not target.exists():  # thousands of ranks may fail at once
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_new(target, json.dumps(asdict(failure)).encode())
+
+
+def read_failure(run_folder: Path, attempt: str, *, lost_peer: bool = False) -> Failure | None:
+    """Return the first failure of an attempt, if any rank could record it."""
+    return read_optional(_failure_file(run_folder, attempt, lost_peer), Failure)[0]
+
+
+def outcome_faults(run_folder: Path, attempt: str) -> list[str]:
+    """Return what is wrong with the outcome and the failures of an attempt, where one is there and not believed."""
+    found = [read_optional(run_folder / OUTCOME, AttemptOutcome)[1]]
+    found += [read_optional(_failure_file(run_folder, attempt, lost), Failure)[1] for lost in (False, True)]
+    return [fault for fault in found if fault]
+
+
+def _failure_file(run_folder: Path, attempt: str, lost_peer: bool) -> Path:
+    return run_folder / FAILURES / f"{attempt}.{'lost' if lost_peer else 'json'}"
+
+
+# What srun itself said of a step: which task or node was lost first, or why no step was started.
+
+TASK = r"srun: error: (?P<where>[^:\s]+): tasks? (?P<task>[\d,\-]+): (?P<what>.+)"
+NODE = r"srun: error: (?P<what>Node failure on (?P<where>\S+))"
+SAID = re.compile(r"srun: (?:(?:error|fatal): (?P<error>.+)|(?P<option>.*\boption\b.*))")
+"""Errors, and what getopt says of an option."""
+PERMANENT = re.compile(
+    r"\binvalid|unrecognized option|requires an argument|more processors requested|is more than the job's|"
+    r"only allocated \d+ nodes|node configuration is not available|memory required by task|permission denied|"
+    r"cannot find \w+ plugin",
+    re.IGNORECASE,
 )
-from megatron_port.tools.launch.srun_log import first_srun_failure, refused_by_srun
+"""srun's words for a request that it would refuse again: in options, resources or plug-ins."""
+PASSING = re.compile(
+    r"task launch for|credential|job id|authenticat|protocol|connect|timed out|contact|busy|complet", re.IGNORECASE
+)
+"""Failures of the controller, a daemon or the network: another start may succeed."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Refusal of srun to start a step, and its cause."""
+
+    text: str
+    permanent: bool
+    """srun would refuse this request again on the same nodes."""
+
+
+def first_srun_failure(text: str) -> str:
+    """Return srun's first line about a lost task or node; empty if there is none.
+
+    srun reports in the order in which it learns; what it says of tasks it ended itself comes later.
+    """
+    for line in text.splitlines():
+        for pattern in (TASK, NODE):
+            found = re.match(pattern, line.strip())
+            if found:
+                task = found.groupdict().get("task")
+                return f"{found['where']}: {'task ' + task + ': ' if task else ''}{found['what']}"
+    return ""
+
+
+def refused_by_srun(text: str) -> Refusal | None:
+    """Return srun's reason for not starting a step; None: it gave none.
+
+    srun ends with the consequence ("Unable to create step …: REASON"); the line before it, if there is one, has the
+    numbers.
+    """
+    found = [SAID.match(line.strip()) for line in text.splitlines()]
+    said = [m["error"] or m["option"] for m in found if m]
+    if not said:
+        return None
+    permanent = any(PERMANENT.search(words) for words in said) and not any(PASSING.search(words) for words in said)
+    return Refusal(f"srun did not start the ranks: {' / '.join(said[-2:])}", permanent)
+
 
 HISTORY = "attempts.jsonl"
 FAILED = "failed"
@@ -419,3 +557,42 @@ def _after_failure(
         )
     return launch.when_failed, f"{_next(launch.when_failed, True)} (failed attempt {len(failed)} of at most " \
                                f"{launch.max_attempts} without progress)"
+
+
+# A line to a chat or a pager when a job starts, ends or is queued again: a webhook, beside SLURM's mail.
+#
+# The URL is in the environment variable MEGATRON_PORT_WEBHOOK, which sbatch hands to the job. It is a secret (who has
+# it
+# can post), so it is never written to a record, a log or a message.
+
+VARIABLE = "MEGATRON_PORT_WEBHOOK"
+TIMEOUT_S = 5.0
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Refuses to be sent elsewhere."""
+
+    def redirect_request(self, *_: object) -> None:
+        """Return nothing: the answer becomes an HTTPError."""
+        return None
+
+
+def notify(event: str, text: str, **more: str) -> str:
+    """Post ``{"text": …, "event": …}`` and what ``more`` names; return a line for the log if that failed.
+
+    Slack, Mattermost and Teams show ``text``. Never raises: a job does not depend on it.
+    """
+    url = variables((VARIABLE,)).get(VARIABLE, "")
+    if not url:
+        return ""
+    if not url.startswith(("https://", "http://")):
+        return f"{VARIABLE} is no http(s) URL: nobody was told"
+    body = json.dumps({"text": redact(text), "event": event, **more}).encode()
+    try:
+        request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})
+        with contextlib.closing(urllib.request.build_opener(_NoRedirect).open(request, timeout=TIMEOUT_S)):
+            return ""
+    except urllib.error.HTTPError as error:
+        return f"the webhook answered {error.code}: nobody was told"
+    except Exception as error:  # a malformed URL raises anything, with the URL in its text
+        return f"the webhook did not answer ({type(error).__name__}): nobody was told"

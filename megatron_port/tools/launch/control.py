@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megatron_port.core.dist.job import QueueEntry, ask_queue, run_tool
+from megatron_port.core.dist.launchers import QueueEntry, ask_queue, run_tool
 from megatron_port.core.errors import ConfigError, EnvironmentFault
-from megatron_port.core.io.regular import open_regular
+from megatron_port.core.io.files import open_regular
 from megatron_port.tools.launch import direct
 from megatron_port.tools.launch import record as records
 from megatron_port.tools.launch.attempts import read_history

@@ -22,18 +22,25 @@ from pathlib import Path
 from megatron_port import __version__
 from megatron_port.core.config.dump import config_hash, to_toml
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist import processes
+from megatron_port.core.dist import process as processes
 from megatron_port.core.dist.discovery import ProcessInfo
-from megatron_port.core.dist.holder import Holder, Life, look, this_process
-from megatron_port.core.dist.job import current_job
-from megatron_port.core.dist.lease import LeaseLost, lease_file, newest_epoch, read_holder
+from megatron_port.core.dist.launchers import current_job
+from megatron_port.core.dist.lease import (
+    Holder,
+    LeaseLost,
+    Life,
+    lease_file,
+    look,
+    newest_epoch,
+    read_holder,
+    this_process,
+)
 from megatron_port.core.errors import PortError
-from megatron_port.core.io.atomic import write_output
-from megatron_port.core.io.redact import redact
+from megatron_port.core.io.files import write_output
+from megatron_port.core.io.logging import redact
 from megatron_port.tools.launch import record as records
 from megatron_port.tools.launch import snapshot
-from megatron_port.tools.launch.attempts import FAILED, Attempt, add_attempt, close_lost, steps_done
-from megatron_port.tools.launch.outcome import read_outcome
+from megatron_port.tools.launch.attempts import FAILED, Attempt, add_attempt, close_lost, read_outcome, steps_done
 from megatron_port.tools.launch.record import Planned, QueuedJob, Record
 
 BY = "command"

@@ -16,9 +16,14 @@ from megatron_port.core.config.dump import to_toml
 from megatron_port.core.config.launch_checks import wall_seconds, wall_text
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.errors import ConfigError
-from megatron_port.tools.launch.quote import directive_name, directive_word, kubernetes_value, shell_quote
-from megatron_port.tools.launch.script import Order
-from megatron_port.tools.launch.site import exports
+from megatron_port.tools.launch.script import (
+    Order,
+    directive_name,
+    directive_word,
+    exports,
+    kubernetes_value,
+    shell_quote,
+)
 
 PORT = 29500
 CLAIM = "megatron-port"

@@ -8,15 +8,14 @@ from pathlib import Path
 
 from megatron_port.core.config.loader import Loaded
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.job import Job, ask_record, run_tool
+from megatron_port.core.dist.launchers import Job, ask_record, run_tool
 from megatron_port.core.errors import ConfigError, EnvironmentFault
-from megatron_port.core.io.atomic import write_output
+from megatron_port.core.io.files import write_output
 from megatron_port.core.io.variables import variables
 from megatron_port.tools.launch import record as records
 from megatron_port.tools.launch import snapshot
-from megatron_port.tools.launch.continuation import asked_fields
 from megatron_port.tools.launch.record import QueuedJob, Record, RecordFault
-from megatron_port.tools.launch.submit import fill, order_of, run_folder_of, unwritable
+from megatron_port.tools.launch.submit import asked_fields, fill, order_of, run_folder_of, unwritable
 
 
 def open_record(
@@ -104,7 +103,7 @@ def _keep_script(folder: Path, job: Job) -> None:
 
 def with_record(script: str, folder: Path) -> str:
     """Return a job script with the record's place set ahead of its first command."""
-    from megatron_port.tools.launch.quote import shell_quote
+    from megatron_port.tools.launch.script import shell_quote
 
     lines = script.removesuffix("\n").split("\n")
     first = next((i for i, line in enumerate(lines) if line.strip() and not line.startswith("#")), len(lines))

@@ -26,9 +26,8 @@ from typing import Any
 
 from megatron_port.core.config.secrets import HIDDEN
 from megatron_port.core.errors import EnvironmentFault
-from megatron_port.core.io.atomic import append_line, write_new, write_text
-from megatron_port.core.io.redact import redact
-from megatron_port.core.io.regular import read_regular
+from megatron_port.core.io.files import append_line, read_regular, write_new, write_text
+from megatron_port.core.io.logging import redact
 from megatron_port.core.io.typed_json import (
     Duration,
     Natural,

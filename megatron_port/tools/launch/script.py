@@ -7,13 +7,186 @@ source ``launch/sites/`` and look for that place when they run, because they are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import unicodedata
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_port.core.config.schema import LaunchConfig, RunConfig
-from megatron_port.tools.launch.quote import sbatch_quote, shell_quote
-from megatron_port.tools.launch.site import array, assignment, exports, function, site_block
+from megatron_port.core.config.schema import ClusterConfig, LaunchConfig, RunConfig
+from megatron_port.core.errors import ConfigError, EnvironmentFault
+
+# Saying a value in a job script so that nothing but that value comes out.
+#
+# A job script is read twice: by its scheduler, whose directives have rules of their own, and by bash. SLURM's rules are
+# known (:func:`sbatch_quote`). Those of the others differ between versions, so a value stands in their directives as
+# one
+# plain word or not at all: :func:`directive_name` makes a word of a run's name, :func:`directive_word` refuses what is
+# none.
+
+PLACEHOLDER = re.compile(r"\{(\w*)\}")
+PLACEHOLDERS = {"job_id": '"$SLURM_JOB_ID"', "user": '"$port_user"', "local_disk": '"$site_local_disk"'}
+"""``{name}`` in an environment value → quoted variable that is set on the node."""
+
+LONGEST_NAME = 100
+"""Characters of a job's name."""
+_PLAIN = re.compile(r"[\w./:@%+=-]+", re.ASCII)
+"""Text that both readers take as it stands. A comma would do too, but not for shellcheck within an array."""
+
+
+def shell_quote(text: str, field: str) -> str:
+    """Return ``text`` as one word of bash, in single quotes unless it is plain.
+
+    Raises:
+        ConfigError: naming ``field``, for text that holds a control character or cannot be written as UTF-8.
+    """
+    _refuse(text, field)
+    return text if _PLAIN.fullmatch(text) else "'" + text.replace("'", "'\\''") + "'"
+
+
+def shell_fill(text: str, field: str, known: dict[str, str] | None = None) -> str:
+    """Return ``text`` as one word of bash with its placeholders replaced by variables; everything else is literal.
+
+    Raises:
+        ConfigError: as :func:`shell_quote`.
+    """
+    known = PLACEHOLDERS if known is None else known
+    pieces, start = [], 0
+    for found in PLACEHOLDER.finditer(text):
+        if found.group(1) in known:
+            pieces += [text[start : found.start()], known[found.group(1)]]
+            start = found.end()
+    pieces.append(text[start:])
+    quoted = [shell_quote(p, field) if i % 2 == 0 else p for i, p in enumerate(pieces) if p]
+    return "".join(quoted) or "''"
+
+
+def sbatch_quote(text: str, field: str) -> str:
+    """Return ``text`` as (part of) one argument of an ``#SBATCH`` line.
+
+    sbatch reads both kinds of quotes, takes a backslash as an escape anywhere, even within single
+    quotes, and ends a line at an unquoted ``#``. Within double quotes with ``\\`` and ``"`` escaped
+    every printable character survives (tested against sbatch's own parser); a line feed cannot be said.
+
+    Raises:
+        ConfigError: as :func:`shell_quote`.
+    """
+    _refuse(text, field)
+    if _PLAIN.fullmatch(text):
+        return text
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def directive_word(text: str, field: str) -> str:
+    """Return ``text``, a plain word, for a directive of Flux, PBS or LSF.
+
+    Raises:
+        ConfigError: naming ``field``; it is no word of letters, digits and ``_ . / : @ % + = -``, or begins with ``-``.
+    """
+    _refuse(text, field)
+    if not _PLAIN.fullmatch(text) or text.startswith("-"):
+        raise ConfigError(
+            f"{field} is {text!r}; a directive of this scheduler holds letters, digits and _./:@%+=- only, and does "
+            "not begin with -"
+        )
+    return text
+
+
+def directive_name(text: str) -> str:
+    """Return a run's name as a word of such a directive, and of file names: other characters become ``-``."""
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", text).strip("-.")[:LONGEST_NAME] or "run"
+
+
+def kubernetes_value(text: str) -> str:
+    """Return the value of a pod's variable: Kubernetes replaces ``$(NAME)``, and ``$$`` stands for ``$``."""
+    return text.replace("$", "$$")
+
+
+def _refuse(text: str, field: str) -> None:
+    for at, char in enumerate(text):
+        if unicodedata.category(char) in ("Cc", "Cs"):  # controls; surrogates stand for bytes that are no UTF-8
+            raise ConfigError(
+                f"{field} has the character U+{ord(char):04X} at position {at + 1} of {text!r}; "
+                "a job script cannot hold control characters or bytes that are no UTF-8"
+            )
+
+
+# What a job script has to know of a cluster, as assignments of bash.
+#
+# ``launch/common.sh`` reads them; its head lists the names. ``site_setup`` runs first in the job,
+# when the job's id and the user are known: all that holds a placeholder is set there.
+
+def assignment(name: str, value: str, field: str) -> str:
+    """Return ``name=value``."""
+    return f"{name}={shell_quote(value, field)}"
+
+
+def array(name: str, values: Sequence[str], field: str) -> str:
+    """Return ``name=(a b c)``, with one element per line where the line would be long."""
+    words = [shell_quote(v, field) for v in values]
+    line = f"{name}=({' '.join(words)})"
+    return line if len(line) <= 110 else f"{name}=(\n" + "".join(f"  {w}\n" for w in words) + ")"
+
+
+def exports(entries: Sequence[str], field: str) -> list[str]:
+    """Return ``export NAME=value`` for every NAME=value; placeholders become variables."""
+    out = []
+    for entry in entries:
+        name, _, value = entry.partition("=")
+        out.append(f"export {name}={shell_fill(value, f'{field} {name}')}")
+    return out
+
+
+def function(name: str, body: Sequence[str]) -> str:
+    """Return a bash function; an empty one does nothing."""
+    return f"{name}() {{\n" + "".join(f"  {line}\n" for line in body or [":"]) + "}"
+
+
+def _container(cluster: ClusterConfig) -> list[str]:
+    """Return what is said of the container, where the ranks run in one."""
+    if not cluster.container:
+        return []
+    return [
+        assignment("site_container", cluster.container, "cluster.container"),
+        assignment("site_image", cluster.container_image, "cluster.container_image"),
+        assignment("site_container_python", cluster.container_python, "cluster.container_python"),
+        array("site_container_options", cluster.container_options, "cluster.container_options"),
+    ]
+
+
+def site_block(cluster: ClusterConfig) -> str:
+    """Return the site part of a job script.
+
+    Raises:
+        ConfigError: a value that cannot be said in a script.
+    """
+    disk = {name: word for name, word in PLACEHOLDERS.items() if name != "local_disk"}
+    setup = [f"site_local_disk={shell_fill(cluster.local_disk, 'cluster.local_disk', disk)}"]
+    if cluster.modules:
+        setup.append("load_modules " + " ".join(shell_quote(m, "cluster.modules") for m in cluster.modules))
+    setup += exports(cluster.environment, "cluster.environment")
+    if cluster.container:
+        mounts = [shell_fill(m, "cluster.container_mounts") for m in cluster.container_mounts]
+        setup.append(f"site_mounts=({' '.join(mounts)})")
+    return "\n".join([
+        assignment("site_name", cluster.name, "cluster.name"),
+        assignment("site_interface", cluster.interface, "cluster.interface"),
+        f"site_cores_per_task={cluster.cores_per_task}",
+        array("site_srun", cluster.srun_options, "cluster.srun_options"),
+        *_container(cluster),
+        function("site_setup", setup),
+    ]) + "\n"
+
 
 _COUNTED = ("cluster.nodes", "cluster.gpus_per_node")
 """Settings that the job takes from its allocation: ``sbatch -N`` wins over the file."""
@@ -159,3 +332,158 @@ def render_shipped(order: Order, *, site: str, head: Sequence[str], config: RunC
 
 def _start() -> str:
     return '# shellcheck source=/dev/null\nsource "$launch_dir/common.sh"\nlaunch_main "$@"\n'
+
+
+# A relocatable image of an environment: interpreter, standard library, packages. ``STAGE`` copies it to the nodes.
+#
+# The archive is a tar of parts (``parts/00.tar.zst`` …) of about equal size, so that a node unpacks it with all its
+# cores
+# (launch/stage.sh). Python finds its own library beside its executable, wherever that is; what a virtual environment's
+# links and ``pyvenv.cfg`` would pin to a path is left behind. Nothing is compiled: the modules' compiled forms go
+# along.
+
+PARTS = 32
+"""More than most unpack at once, so that the last one is short."""
+SKIPPED = {"test", "tests", "idlelib", "turtledemo", "ensurepip", "lib2to3"}
+"""Folders of the standard library that no rank imports."""
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """A file of the image."""
+
+    source: Path
+    name: str
+    """Path in the image."""
+    size: int
+
+
+@dataclass(frozen=True)
+class Image:
+    """Archive that was written, and its size."""
+
+    path: Path
+    files: int
+    unpacked: int
+    """Bytes."""
+    packed: int
+
+
+def environment_files() -> Iterator[ImageFile]:
+    """Yield all files of this interpreter's environment: links are followed, so nothing leads out of the image."""
+    base, version = Path(sys.base_prefix), f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    executable = (base / "bin" / version).resolve()
+    if not executable.is_file():
+        raise EnvironmentFault(f"{executable} is not there: this Python has no bin/{version} to take along")
+    yield ImageFile(executable, f"bin/{version}", executable.stat().st_size)
+    library = sysconfig.get_config_var("INSTSONAME") or ""
+    for folder in (base / "lib", Path(sysconfig.get_config_var("LIBDIR") or base / "lib")):
+        if ".so" in library and (folder / library).is_file():
+            found = (folder / library).resolve()
+            yield ImageFile(found, f"lib/{library}", found.stat().st_size)
+            break
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    yield from _below(stdlib, f"lib/{version}", skip=SKIPPED | {"site-packages", "dist-packages"})
+    places = dict.fromkeys(Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib"))
+    for place in places:
+        yield from _below(place, f"lib/{version}/site-packages", skip=set())
+
+
+def _below(root: Path, name: str, *, skip: set[str]) -> Iterator[ImageFile]:
+    for folder, names, files in os.walk(root, followlinks=True):
+        names[:] = sorted(n for n in names if not (n in skip and Path(folder) == root))
+        inside = os.path.relpath(folder, root)
+        for file in sorted(files):
+            source = Path(folder) / file
+            if "__editable__" in file:  # leads to a checkout; the launch record brings the code
+                continue
+            with contextlib.suppress(OSError):
+                yield ImageFile(source, os.path.normpath(f"{name}/{inside}/{file}"), source.stat().st_size)
+
+
+def parts_of(files: list[ImageFile], count: int = PARTS) -> list[list[ImageFile]]:
+    """Deal files out so that the parts are about equally large: the largest first, each to the smallest part."""
+    parts: list[list[ImageFile]] = [[] for _ in range(count)]
+    sizes = [0] * count
+    for file in sorted(files, key=lambda f: (-f.size, f.name)):
+        at = sizes.index(min(sizes))
+        parts[at].append(file)
+        sizes[at] += file.size + 512
+    return [part for part in parts if part]
+
+
+def compressor() -> tuple[list[str], str]:
+    """Return the command that compresses and the ending of its files: zstd, otherwise gzip."""
+    if shutil.which("zstd"):
+        return ["zstd", "-q", "-3", "-T1", "-c"], "zst"
+    return ["gzip", "-c", "-4"], "gz"
+
+
+def make_image(target: Path) -> Image:
+    """Write the image of this interpreter's environment to ``target``, and its unpacked size beside it.
+
+    Raises:
+        ConfigError: the target's name has another ending than .tar.
+        EnvironmentFault: the environment cannot be read, or the target not written.
+    """
+    if target.suffix != ".tar":
+        raise ConfigError(f"{target}: an image is a .tar of compressed parts; name it so, e.g. {target.stem}.tar")
+    files = list({file.name: file for file in environment_files()}.values())
+    part = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    command, ending = compressor()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".image-") as folder:
+            made = [Path(folder) / f"{i:02d}.tar.{ending}" for i in range(len(parts_of(files)))]
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(_write_part, parts_of(files), made, [command] * len(made)))
+            with tarfile.open(part, "w") as archive:
+                _add_link(archive)
+                for path in made:
+                    archive.add(path, f"parts/{path.name}")
+        with open(part, "rb") as stream:
+            os.fsync(stream.fileno())
+        os.replace(part, target)
+        unpacked = sum(f.size for f in files)
+        target.with_name(f"{target.name}.bytes").write_text(f"{unpacked + 4096 * len(files)}\n")
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise EnvironmentFault(f"{target} cannot be written: {error.strerror or error}") from error
+    return Image(target, len(files), unpacked, target.stat().st_size)
+
+
+def _write_part(files: list[ImageFile], path: Path, command: list[str]) -> None:
+    with open(path, "wb") as out, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out) as process:
+        assert process.stdin is not None
+        with tarfile.open(fileobj=process.stdin, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+            for file in files:
+                info = archive.gettarinfo(str(file.source), file.name)
+                if info.islnk() or info.issym():
+                    info = _as_file(file)
+                info.uid = info.gid = 0
+                info.uname = info.gname = ""
+                info.mode |= 0o600
+                with open(file.source, "rb") as stream:
+                    archive.addfile(info, stream)
+        process.stdin.close()
+        code = process.wait()
+    if code:
+        raise OSError(0, f"{command[0]} ended with {code}")
+
+
+def _as_file(file: ImageFile) -> tarfile.TarInfo:
+    about = file.source.stat()
+    info = tarfile.TarInfo(file.name)
+    info.size, info.mtime, info.mode = about.st_size, int(about.st_mtime), about.st_mode & 0o777
+    return info
+
+
+def _add_link(archive: tarfile.TarFile) -> None:
+    """bin/python, and Debian's name of site-packages; relative links within the image."""
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    links = (("bin/python", version), ("bin/python3", version), (f"lib/{version}/dist-packages", "site-packages"))
+    for name, to in links:
+        info = tarfile.TarInfo(name)
+        info.type, info.linkname = tarfile.SYMTYPE, to
+        archive.addfile(info, io.BytesIO())

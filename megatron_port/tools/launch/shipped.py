@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_port.core.config.loader import load
-from megatron_port.core.io.atomic import write_output
+from megatron_port.core.io.files import write_output
 from megatron_port.core.package import shipped_folder
-from megatron_port.tools.launch.script import Order, render_shipped
-from megatron_port.tools.launch.site import site_block
+from megatron_port.tools.launch.script import Order, render_shipped, site_block
 
 RUNS = {run.replace("-", "_"): run for run in (
     "frontier-22b", "frontier-175b", "frontier-1t", "frontier-1t-tp4", "lumi-22b", "lumi-175b", "perlmutter-22b",

@@ -15,18 +15,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megatron_port.core.dist.job import QueueEntry
-from megatron_port.core.dist.slurm import expand_hosts
+from megatron_port.core.dist.launchers import QueueEntry, expand_hosts
 from megatron_port.core.errors import ConfigError, EnvironmentFault
-from megatron_port.core.io.regular import open_regular
+from megatron_port.core.io.files import open_regular
 from megatron_port.core.io.typed_json import Rows
 from megatron_port.ext.telemetry.console import duration
 from megatron_port.ext.telemetry.declared import known_metrics
 from megatron_port.ext.telemetry.metrics import FILE_NAME, decode
 from megatron_port.tools.launch import record as records
-from megatron_port.tools.launch.attempts import HISTORY, Attempt, history_rows
+from megatron_port.tools.launch.attempts import FINISHED, HISTORY, Attempt, history_rows
 from megatron_port.tools.launch.direct import running
-from megatron_port.tools.launch.outcome import FINISHED
 from megatron_port.tools.launch.record import Planned, QueuedJob, RecordFault
 
 TAIL_BYTES = 6000

@@ -4,33 +4,252 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import math
 import os
 import re
 import shlex
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.dump import config_hash, to_toml
-from megatron_port.core.config.launch_checks import launch_problems
+from megatron_port.core.config.launch_checks import launch_problems, wall_seconds
 from megatron_port.core.config.loader import Loaded
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.job import QueueEntry, ask_queue, ask_record, run_tool
+from megatron_port.core.dist.launchers import (
+    SERIES,
+    Job,
+    QueueEntry,
+    ask_queue,
+    ask_record,
+    expand_hosts,
+    fate_of,
+    run_tool,
+)
 from megatron_port.core.errors import ConfigError, EnvironmentFault
-from megatron_port.core.io.atomic import write_output
+from megatron_port.core.io.files import write_output
 from megatron_port.core.io.variables import variables
 from megatron_port.core.package import ROOT, shipped_folder
+from megatron_port.ext.telemetry.console import duration
 from megatron_port.tools.launch import direct, shipped, snapshot
 from megatron_port.tools.launch import record as records
-from megatron_port.tools.launch.continuation import asked_fields
-from megatron_port.tools.launch.forecast import planned
-from megatron_port.tools.launch.record import QueuedJob, Record
+from megatron_port.tools.launch.record import SCRIPT, Planned, QueuedJob, Record, add_job, cancelled, jobs, read_record
 from megatron_port.tools.launch.script import Order, render
 from megatron_port.tools.plan.guard import memory_problem
+from megatron_port.tools.plan.verdict import make_plan
+
+# Queue a job again, or hand its work to a new job: the record's script, with what was asked for at first.
+
+OPTIONS = (
+    ("JobName", "job-name"), ("NumNodes", "nodes"), ("TimeLimit", "time"), ("Partition", "partition"),
+    ("Account", "account"), ("QOS", "qos"), ("Reservation", "reservation"), ("Features", "constraint"),
+    ("NtasksPerN:B:S:C", "ntasks-per-node"), ("CPUs/Task", "cpus-per-task"), ("TresPerNode", "gres"),
+    ("ExcNodeList", "exclude"), ("MinMemoryNode", "mem"), ("Network", "network"),
+)
+"""Field of a job's record, and the option of sbatch that asks for it."""
+ONCE = (
+    "--hold", "-H", "--wait", "-W", "--begin", "-b", "--array", "-a", "--dependency", "-d", "--parsable", "--export",
+)
+"""Options that were meant for the first job."""
+WITH_VALUE = ("-b", "-a", "-d", "--begin", "--array", "--dependency", "--export")
+
+
+def asked_fields(record: Mapping[str, str], *, tasks: bool = False) -> dict[str, str]:
+    """Return what a job asked for, of SLURM's record of it as it was queued: once a node is lost it shows what is left.
+
+    ``tasks``: their number was asked for (-n); otherwise SLURM's record has one it made up.
+    """
+    names = [field for field, _ in OPTIONS] + ["StdOut"] + (["NumTasks"] if tasks else [])
+    return {name: record[name] for name in names if name in record}
+
+
+def lasting(options: Sequence[str]) -> list[str]:
+    """Return those of the first job's options that hold for every job after it."""
+    out: list[str] = []
+    skip = False
+    for word in options:
+        name, equals, _ = word.partition("=")
+        if skip:
+            skip = False
+        elif name in ONCE:
+            skip = name in WITH_VALUE and not equals
+        elif re.match(r"-[bad][^-]", word):  # -dafterany:1
+            continue
+        else:
+            out.append(word)
+    return out
+
+
+def chain_command(folder: Path, record: Record, job: Job) -> list[str]:
+    """Return the sbatch command of a job like the record's first, which starts when ``job`` has ended."""
+    first = next(iter(jobs(folder)), QueuedJob(job=job.id))
+    asked = dict(first.asked)
+    if "NumNodes" not in asked and job.node_list:
+        asked["NumNodes"] = str(len(expand_hosts(job.node_list)))
+    command = ["sbatch", "--parsable", *lasting(record.options)]
+    for field, option in OPTIONS:
+        value = asked.get(field, "")
+        if field == "NumNodes":
+            value = value.partition("-")[0]
+        if field == "NtasksPerN:B:S:C":
+            value = value.partition(":")[0]
+        if field == "TresPerNode":
+            value = re.sub(r"(^|,)gres[:/]", r"\1", value)  # gres:gpu:8 or gres/gpu:8
+        if value and value not in ("(null)", "N/A", "0"):
+            command.append(f"--{option}={value}")
+    if asked.get("NtasksPerN:B:S:C", "0").startswith("0:") and asked.get("NumTasks", "").isdigit():
+        command.append(f"--ntasks={asked['NumTasks']}")
+    log = asked.get("StdOut", "")
+    if log:
+        folder_of, slash, name = log.rpartition("/")
+        name = re.sub(rf"(?<!\d){first.job.partition('_')[0]}(?!\d)", "%j", name.replace("%", "%%"))
+        command.append(f"--output={folder_of.replace('%', '%%')}{slash}{name}")
+    if record.sweep:
+        command.append(f"--array={record.task}")
+    command += [f"--dependency=afterany:{job.id}", f"--export=ALL,{SERIES}={job.series}"]
+    return [*command, str(folder / SCRIPT), *record.arguments]
+
+
+def continue_job(action: str, job: Job, folder: Path, *, asked: Sequence[str]) -> str:
+    """Do what an action asks for: ``requeue`` or ``chain``. Return a line for the log.
+
+    Nothing is done where the job was cancelled meanwhile, or SLURM has queued it again by itself.
+
+    Args:
+        folder: of the launch record.
+        asked: signals that the job script received.
+
+    Raises:
+        EnvironmentFault: SLURM refused.
+    """
+    if action == "chain":  # from here on a lost node cannot make SLURM start this job again beside the next one
+        run_tool(["scontrol", "update", f"JobId={job.id}", "Requeue=0"])
+    record = ask_record(job.id)
+    fate = fate_of(job, asked, record)
+    who = cancelled(folder)
+    if who:
+        return f"the run was cancelled by {who}: nothing is queued again"
+    if fate == "requeued":
+        if action == "chain":
+            run_tool(["scontrol", "update", f"JobId={job.id}", "Requeue=1"])
+        return f"SLURM has queued job {job.id} again by itself"
+    if fate == "cancelled":
+        return f"job {job.id} was cancelled: nothing is queued again"
+    if action == "requeue":
+        return _requeue(job)
+    if not record:
+        raise EnvironmentFault(f"scontrol show job {job.id} does not answer; submit the run again by hand")
+    return _chain(job, folder)
+
+
+def _requeue(job: Job) -> str:
+    code, text = run_tool(["scontrol", "requeue", job.id])
+    if code:
+        raise EnvironmentFault(
+            f"job {job.id} could not be queued again: {text}; some sites do not allow it: "
+            f"set launch.when_stopped and launch.when_failed to \"chain\", or submit it again by hand"
+        )
+    return f"job {job.id} is queued again"
+
+
+def _chain(job: Job, folder: Path) -> str:
+    kept = read_record(folder)
+    if not (folder / SCRIPT).is_file():
+        raise EnvironmentFault(f"job {job.id} has no script that sbatch could take again; submit the run again")
+    code, text = run_tool(chain_command(folder, kept, job))
+    if code:
+        raise EnvironmentFault(f"no job could be chained: {text}; submit the run again by hand")
+    number = text.splitlines()[-1].partition(";")[0]
+    name = f"{number}_{kept.task}" if kept.sweep else number
+    log = ask_record(name).get("StdOut", "")
+    add_job(folder, QueuedJob(job=name, why="chained", time=time.time(), log=log))
+    if cancelled(folder):  # between the look above and now
+        run_tool(["scancel", number])
+        return f"job {number} was queued and cancelled: the run was cancelled by {cancelled(folder)}"
+    return f"job {number} follows"
+
+
+# What a run will take: steps, node-hours, jobs, its end and its price, by the planner. Arithmetic, no measurement.
+
+START_SECONDS = 120.0
+"""Taken off each job: start of the ranks, model, checkpoint, first step. An estimate."""
+
+
+def planned(config: RunConfig) -> Planned:
+    """Return what is expected of a run; without the planner's numbers where it knows too little of the cluster."""
+    nodes = config.cluster.nodes + config.launch.spare_nodes
+    known = Planned(
+        steps=config.training.steps, save_interval=config.checkpoint.save_interval, nodes=nodes,
+        tokens_per_step=config.batch.global_batch_size * config.model.seq_length,
+    )
+    try:
+        plan = make_plan(config, neighbours=False)
+    except ConfigError:
+        return known
+    seconds = plan.step.seconds
+    if not math.isfinite(seconds):
+        return known
+    return Planned(**{**vars(known), "seconds_per_step": seconds, "node_hours": known.steps * seconds * nodes / 3600})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """Forecast of a run that starts at once and is never interrupted but by its time limit."""
+
+    planned: Planned
+    jobs: int
+    """Jobs of ``launch.time`` that it takes, one after another; 0: not known."""
+    seconds: float
+    node_hours: float
+    charge: float
+    unit: str
+
+
+def forecast(config: RunConfig) -> Forecast:
+    """Return the forecast of a whole run, by jobs of ``launch.time``."""
+    known = planned(config)
+    limit = wall_seconds(config.launch.time) or 0
+    usable = limit - START_SECONDS - config.launch.signal_seconds
+    work = known.steps * known.seconds_per_step
+    if not work:
+        jobs, seconds = 0, 0.0
+    elif work + START_SECONDS <= limit or usable <= 0:
+        jobs, seconds = 1, min(work + START_SECONDS, limit)
+    else:
+        jobs = math.ceil(work / usable)
+        seconds = work + jobs * START_SECONDS
+    hours = seconds / 3600 * known.nodes
+    return Forecast(planned=known, jobs=jobs, seconds=seconds, node_hours=hours, unit=config.cluster.charge_unit,
+                    charge=hours * config.cluster.charge_per_node_hour)
+
+
+def lines(config: RunConfig, now: float | None = None) -> list[str]:
+    """Return the forecast in words, for ``launch submit --dry-run``."""
+    found, plan = forecast(config), planned(config)
+    nodes, spare = config.cluster.nodes, config.launch.spare_nodes
+    head = f"nodes: {plan.nodes}" + (f" ({nodes} and {spare} spare)" if spare else "")
+    limit = wall_seconds(config.launch.time) or 0
+    most = limit / 3600 * plan.nodes
+    out = [
+        f"{head}, {config.cluster.gpus_per_node} ranks on each; time limit {config.launch.time}: at most {most:,.1f} "
+        "node-hours for each job"
+    ]
+    if not found.jobs:
+        return [*out, f"{plan.steps:,} steps; the planner knows too little of {config.cluster.name} to say how long "
+                "they take (cluster.peak_tflops, cluster.memory_gb, [hardware])"]
+    end = time.strftime("%Y-%m-%d %H:%M", time.localtime((time.time() if now is None else now) + found.seconds))
+    several = f"; {found.jobs} jobs, one after another" if found.jobs > 1 else ""
+    out.append(f"{plan.steps:,} steps of {plan.seconds_per_step:.3g} s (planned): {duration(found.seconds)}{several}")
+    if found.jobs > 1 and config.launch.when_stopped == "stop":
+        out.append("launch.when_stopped is stop: each of these jobs has to be submitted by hand")
+    price = "" if found.unit == "node-hours" else f", {found.charge:,.1f} {found.unit}"
+    out.append(f"predicted: {found.node_hours:,.1f} node-hours{price}; ends {end} if it starts now and nothing fails")
+    return out
+
 
 SBATCH_TIMEOUT_S = 300.0
 """A busy controller answers late; giving up earlier leaves a job that nobody knows of."""

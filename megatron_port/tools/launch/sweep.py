@@ -17,16 +17,14 @@ from pathlib import Path
 
 from megatron_port.core.config.dump import to_toml
 from megatron_port.core.config.loader import Loaded, load
-from megatron_port.core.dist.job import ask_record, run_tool
+from megatron_port.core.dist.launchers import ask_record, run_tool
 from megatron_port.core.errors import ConfigError, EnvironmentFault
-from megatron_port.core.io.atomic import write_output
+from megatron_port.core.io.files import write_output
 from megatron_port.tools.launch import record as records
 from megatron_port.tools.launch import snapshot, submit
-from megatron_port.tools.launch.continuation import asked_fields
-from megatron_port.tools.launch.forecast import planned
-from megatron_port.tools.launch.quote import sbatch_quote, shell_quote
 from megatron_port.tools.launch.record import QueuedJob, Record
-from megatron_port.tools.launch.script import Order, render, sbatch_lines
+from megatron_port.tools.launch.script import Order, render, sbatch_lines, sbatch_quote, shell_quote
+from megatron_port.tools.launch.submit import asked_fields, planned
 
 FOLDER, FILE = "sweep", "sweep.json"
 MOST_TASKS = 1000

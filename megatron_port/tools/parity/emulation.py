@@ -14,28 +14,44 @@ have another.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.config.schema import PrecisionConfig, RunConfig
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.positions import SequencePartition
 from megatron_port.core.dist.record import record_of
-from megatron_port.core.dist.topology import Topology
-from megatron_port.core.layers import cpu_upcast
-from megatron_port.core.layers.cross_entropy_kernel import CrossEntropyOps
+from megatron_port.core.layers import fused as cpu_upcast
+from megatron_port.core.layers.cross_entropy import CrossEntropyOps
 from megatron_port.core.layers.embedding import VocabParallelEmbedding, padded_vocab_size
 from megatron_port.core.layers.linear import ColumnParallelLinear, RowParallelLinear, linear
-from megatron_port.core.layers.linear_kernels import PLAIN, LinearKernels
+from megatron_port.core.layers.linear_kernels import PLAIN, FewBitLinearKernels, LinearKernels
 from megatron_port.core.model.attention import SelfAttention, rank_rows
 from megatron_port.core.model.layers import Embedding, Head, TransformerLayer
+from megatron_port.core.model.mlp import MLP
+from megatron_port.core.model.moe import Experts, MoE
 from megatron_port.core.model.norm import Norm, ProjectionNorm
 from megatron_port.core.model.residual import ResidualStream
+from megatron_port.core.optim.gradients import LossScaler
 from megatron_port.ext.weights.factored import FactoredColumnLinear
+from megatron_port.tools.parity.comparison import (
+    FIRST_STEP,
+    FP32,
+    ROUNDOFF,
+    SPREAD_FACTOR,
+    Deviation,
+    Run,
+    compare,
+    distances,
+    first_step,
+    spread,
+)
 
 Pieces = tuple[slice, ...]
 
@@ -368,3 +384,251 @@ class _SplitResidual(ResidualStream):
             own = None if bias is None else _share(bias, i)
             out.append(rank.bias_dropout_add(part, own, rest, op=op))
         return torch.cat(out)
+
+
+# Other orders of the same sums on one process: what rounding alone may change.
+#
+# bf16 and fp16 have no bound that suits every model. What a layout may differ by
+# is measured instead: the same run on one process with its samples in another
+# order, in micro-batches of another size, and with every linear's contraction
+# cut in random pieces that are rounded before they are added, as tensor
+# parallelism cuts it in pieces of its own.
+
+@dataclass(frozen=True)
+class Reordering:
+    """Order of one process's sums. ``micro_batches``: into how many the global batch is cut (as far as it divides)."""
+
+    micro_batches: int
+    order_seed: int
+    chunks: int
+    """Pieces of every split linear's contraction."""
+
+    def micro_batch_size(self, global_batch: int) -> int:
+        """Return the micro-batch size: the largest divisor of the batch up to batch / micro_batches."""
+        wanted = max(global_batch // self.micro_batches, 1)
+        return max(b for b in range(1, wanted + 1) if global_batch % b == 0)
+
+    def order(self, global_batch: int) -> list[int]:
+        """Return a permutation of the batch's samples."""
+        generator = torch.Generator().manual_seed(self.order_seed)
+        return torch.randperm(global_batch, generator=generator).tolist()
+
+
+REORDERINGS = (
+    Reordering(8, 0, 1), Reordering(4, 1, 1), Reordering(2, 2, 1), Reordering(1, 3, 1),
+    Reordering(4, 4, 2), Reordering(2, 5, 2), Reordering(8, 6, 2), Reordering(4, 7, 4),
+)
+"""The eight that tolerances are measured with."""
+ORDERS: tuple[Reordering | None, ...] = (None, *sorted(REORDERINGS, key=lambda r: -r.chunks))
+"""One process in its own order and in the eight, those first that change most."""
+
+
+def _pieces(
+    size: int, reordering: Reordering, place: int, device: torch.device, group: int = 1
+) -> tuple[torch.Tensor, ...]:
+    """Return a random partition of ``range(size)`` into the reordering's pieces, another for every linear; ``group``
+    neighbours stay together."""
+    generator = torch.Generator().manual_seed(1_000 * reordering.order_seed + place)
+    drawn = torch.randperm(size // group, generator=generator).chunk(reordering.chunks)
+    return tuple((part[:, None] * group + torch.arange(group)).flatten().to(device) for part in drawn)
+
+
+def _row(module: RowParallelLinear, reordering: Reordering, place: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    # Weights of few bits have a scale for each group, which no piece may cut.
+    group = module.kernels.group_size if isinstance(module.kernels, FewBitLinearKernels) else 1
+    pieces = _pieces(module.weight.shape[1], reordering, place, module.weight.device, group)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        parts = [linear(x[..., piece], module.weight[:, piece], kernels=module.kernels) for piece in pieces]
+        y = sum(parts[1:], parts[0])
+        return y if module.bias is None or module.skip_bias else y + module.bias
+
+    return forward
+
+
+def _columns(
+    x: torch.Tensor, weight: torch.Tensor, pieces: Sequence[torch.Tensor], kernels: LinearKernels
+) -> torch.Tensor:
+    """Return x Wᵀ, whose backward pass adds as many input gradients as there are pieces of W's rows."""
+    parts = [linear(x, weight[piece], kernels=kernels) for piece in pieces]
+    return torch.cat(parts, dim=-1)[..., torch.cat(tuple(pieces)).argsort()]
+
+
+def _column(module: ColumnParallelLinear, reordering: Reordering, place: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    pieces = _pieces(module.weight.shape[:-1].numel(), reordering, place, module.weight.device)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = _columns(x, module.weight.flatten(0, -2), pieces, module.kernels)
+        return y if module.bias is None or module.skip_bias else y + module.bias.flatten()
+
+    return forward
+
+
+def _head(module: Head, reordering: Reordering, place: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    pieces = _pieces(module.weight.shape[0], reordering, place, module.weight.device)
+
+    def logits(y: torch.Tensor) -> torch.Tensor:
+        found = _columns(y, module.weight, pieces, PLAIN)
+        return module.capped(found if module.bias is None else found + module.bias)
+
+    return logits
+
+
+def apply_reduction_order(stage: nn.Module, reordering: Reordering) -> None:
+    """Make every split linear (the head too) of a single-process model add rounded partial sums of random pieces.
+
+    Random ones, because what rounding does to a run depends on where the sums are cut far more than on the order of
+    samples, and is the same at every step: runs that are all cut in the same place would be one measurement.
+    """
+    if reordering.chunks < 2:
+        return
+    for place, module in enumerate(stage.modules()):
+        if isinstance(module, RowParallelLinear):
+            module.forward = _row(module, reordering, place)  # type: ignore[method-assign, assignment]
+        elif isinstance(module, ColumnParallelLinear):
+            module.forward = _column(module, reordering, place)  # type: ignore[method-assign, assignment]
+        elif isinstance(module, Head):
+            module.logits = _head(module, reordering, place)  # type: ignore[method-assign, assignment]
+
+
+# Half precision: is a layout's run within what rounding may do to it?
+#
+# Three questions, each with its bounds (``parity.comparison``): is the first step that of one process which rounds
+# where
+# the layout does, are the steps after it as near to that process as its own reordered sums are to one another, and is
+# that process itself near to the plain one and to fp32? Without the last, an error that the layout and the emulation
+# have in common would be seen by neither.
+
+@dataclass(frozen=True)
+class SingleRuns:
+    """Runs of one process that half precision is judged by; what is not needed is not run."""
+
+    rounding_there: Run
+    """Rounds where the layout does."""
+    ordered: Callable[[int], Sequence[Run]]
+    """The first so many of ``reorder.ORDERS``."""
+    plain: Callable[[], Run]
+    """Cuts no sum; its first step."""
+    fp32: Callable[[], Run]
+    """Its first step."""
+    noisy: Callable[[], Sequence[Run]]
+    """First steps with random errors instead of rounding (``parity.rounding_noise``)."""
+
+
+def within_rounding(config: RunConfig, other: Run, single: SingleRuns) -> list[Deviation]:
+    """Return every deviation of a layout's run in half precision (or of free-running steps in fp32), with its bound.
+    ``config``: with that layout.
+
+    Norms at the ends of branches make large what rounding leaves of them: there a first step outside its bounds is held
+    to the distances of the reference, as divided sequences are, whose sums nothing emulates.
+
+    The spread only grows with each run that it is measured with, and is never under fp32's bounds: once nothing is over
+    it the verdict is that of all eight, and the others are not run. Products in 8 bits have the spread alone: ranks
+    scale their pieces by themselves.
+    """
+    dtype, model, reference = config.precision.dtype, config.model, single.rounding_there
+    first = FIRST_STEP.get(dtype, FP32)
+    floor = replace(FP32, key_bias=first.key_bias)
+    out, exact = [], config.precision.fp8 == "none"
+    apart = config.layout.context_parallel_size > 1
+    if exact and not apart:
+        out += compare(first_step(reference), first_step(other), first, model)
+        if model.norm_placement != "pre" and not all(d.ok for d in out):
+            apart, out = True, []
+    free: list[Deviation] = []
+    alike = all(d.ok for d in out)  # else the verdict stands, and what later steps make of it says nothing
+    for measured in (0, 3, 5, len(ORDERS)) if alike else ():
+        bound = spread(single.ordered(measured), model, name=dtype, floor=floor).scaled(SPREAD_FACTOR)
+        what = f"the spread of {measured} orders" if measured else "fp32's bounds"
+        free = compare(reference, other, replace(bound, name=f"all steps, {SPREAD_FACTOR:g} x {what}"), model)
+        if all(d.ok for d in free):
+            break
+    out += free
+    if dtype in ROUNDOFF and exact:
+        noise = functools.cache(lambda: (single.fp32(), single.noisy()))
+        held = [(reference, "the reference"), *([(other, "the layout")] if apart else [])]
+        for start, rule in ((single.plain(), "from the plain process"), (single.fp32(), "from fp32")):
+            for run, name in held:
+                out += distances(start, run, dtype, model, rule=f"{name}, {rule}", noise=noise)
+    return out
+
+
+# Random errors in the place of rounding: how far may half precision move a gradient at all?
+#
+# A gradient that is a sum of terms of both signs keeps the errors of its terms and not their size. The terms of the
+# norms
+# of queries and keys and of sinks are differences themselves (of what a softmax passes back, behind a soft-cap's
+# slope),
+# and what a norm at a branch's end makes large was small before. How ill-conditioned that is depends on the model and
+# on the batch, so it is measured: a process in fp32 is given errors as large as half precision's can be, in the places
+# where half precision rounds. What they change is the unit of what half precision changed (docs/parity.md).
+
+SEEDS = range(16)
+"""Seeds of the errors, one per process."""
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class _Noisy(torch.autograd.Function):
+    """Add errors to a result, and others to its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, noise: Callable[[Tensor, float], Tensor], scale: float) -> Tensor:
+        ctx.noise, ctx.scale = noise, scale
+        return noise(x, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.noise(grad, ctx.scale), None, None
+
+
+@dataclass(frozen=True)
+class RoundingNoise:
+    """Random errors, uniform within the largest that rounding to ``dtype`` makes, of weights, results and gradients."""
+
+    seed: int
+    dtype: str
+    loss_scale: float = 1.0
+    """Factor of the gradients that are rounded, which lifts small ones out of fp16's subnormal numbers."""
+
+    @classmethod
+    def of(cls, precision: PrecisionConfig) -> list[RoundingNoise]:
+        """Return the noise of each of the processes that a run in half precision is judged by."""
+        return [cls(seed, precision.dtype, LossScaler(precision).scale) for seed in SEEDS]
+
+    def emulate_rounding(self, stage: nn.Module) -> None:
+        """Give these errors to the model of a single process that rounds nothing itself."""
+        generator, info = torch.Generator().manual_seed(self.seed), torch.finfo(_DTYPES[self.dtype])
+
+        def noise(x: Tensor, scale: float) -> Tensor:
+            error = (x.abs() * (info.eps / 2)).clamp_min(info.smallest_normal * info.eps / 2 / scale)
+            return x + error * (2 * torch.rand(x.shape, generator=generator) - 1).to(x)
+
+        def noisy(x: Any) -> Any:
+            if isinstance(x, tuple):
+                return tuple(map(noisy, x))
+            if not isinstance(x, Tensor) or not x.requires_grad:
+                return x
+            return _Noisy.apply(x, noise, self.loss_scale)  # type: ignore[no-untyped-call]
+
+        for parameter in stage.parameters():
+            parameter.data.copy_(noise(parameter.data, 1.0))
+        for module in list(stage.modules()):
+            if isinstance(module, Embedding | Head | Norm | ColumnParallelLinear | RowParallelLinear | Experts | MoE):
+                module.register_forward_hook(lambda _module, _inputs, out: noisy(out))
+            elif isinstance(module, SelfAttention):
+                _around_attention(module, noisy)
+            if isinstance(module, MLP | Experts):
+                _around_activation(module, noisy)
+
+
+def _around_attention(module: SelfAttention, noisy: Callable[[Any], Any]) -> None:
+    """Add errors to queries, keys and values as attention takes them, and to what it mixes."""
+    split, values = module.split, module.values
+    module.split = lambda y: noisy(split(y))  # type: ignore[method-assign]
+    module.values = lambda out: values(noisy(out))  # type: ignore[method-assign]
+
+
+def _around_activation(module: MLP | Experts, noisy: Callable[[Any], Any]) -> None:
+    """Add errors to an activation, and to its argument unless that is the output of a module."""
+    activate, before = module.activate, noisy if isinstance(module, Experts) else lambda hidden: hidden
+    module.activate = lambda hidden: noisy(activate(before(hidden)))  # type: ignore[method-assign]

@@ -19,15 +19,13 @@ from megatron_port.core.dist.discovery import ProcessInfo
 from megatron_port.core.dist.positions import sequence_partition
 from megatron_port.core.engine.step_inputs import tensors_of, with_tensors
 from megatron_port.core.errors import CheckpointError
-from megatron_port.core.io.regular import read_regular
+from megatron_port.core.io.files import read_regular
 from megatron_port.core.io.typed_json import parse_json
 from megatron_port.core.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.run.build import build_engine
 from megatron_port.run.session import open_session
 from megatron_port.tools.parity.comparison import Run
-from megatron_port.tools.parity.emulation import RoundingEmulation
-from megatron_port.tools.parity.reduction_order import Reordering, apply_reduction_order
-from megatron_port.tools.parity.rounding_noise import RoundingNoise
+from megatron_port.tools.parity.emulation import Reordering, RoundingEmulation, RoundingNoise, apply_reduction_order
 from megatron_port.tools.parity.run_record import RankTrace, Slice, record_run
 
 MOST_BYTES = 1 << 30

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.context import ParallelContext
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.engine.api import Engine
 

@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.errors import ConfigError
-from megatron_port.core.io.atomic import write_text
-from megatron_port.core.io.regular import read_regular
+from megatron_port.core.io.files import read_regular, write_text
 from megatron_port.core.io.typed_json import Natural, WrongContent, parse_json, typed
 from megatron_port.core.model.activation_sites import decided
 

@@ -20,12 +20,12 @@ from megatron_port.core.config.distillation import as_teacher
 from megatron_port.core.config.fine_tuning import NO_ADAPTERS, FineTuningConfig
 from megatron_port.core.config.layout import topology_sizes
 from megatron_port.core.config.schema import CalibrationConfig, ClusterConfig, HardwareConfig, ModelConfig, RunConfig
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.model.activation_sites import layer_choices
 from megatron_port.core.model.flops import document_of, unit_costs
 from megatron_port.core.package import shipped_folder
-from megatron_port.core.pipeline.partition import balanced_layers
+from megatron_port.core.pipeline.simulate import balanced_layers
 from megatron_port.tools.plan.engines import ENGINES, Engine
 from megatron_port.tools.plan.kernel_table import KernelTable, read_table
 from megatron_port.tools.plan.rule_cost import ADAMW, RuleCost, rule_cost

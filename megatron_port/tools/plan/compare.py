@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_port.core.config.loader import load
 from megatron_port.core.errors import DataError
-from megatron_port.core.io.regular import open_regular
+from megatron_port.core.io.files import open_regular
 from megatron_port.core.io.typed_json import Duration, Natural, WrongContent, parse_json, typed
 from megatron_port.tools.plan.case import Case, case_of, machine_of
 from megatron_port.tools.plan.memory import StageMemory, stage_memory

@@ -96,14 +96,14 @@ class Engine:
 
 
 ENGINES = {
-    # ext/deepspeed/deepspeed_config.py: fp32 accumulation, fp32 all-reduce, no overlap under a pipeline.
+    # ext/deepspeed/deepspeed_engine.py: fp32 accumulation, fp32 all-reduce, no overlap under a pipeline.
     "deepspeed": Engine(
         name="deepspeed", accumulate_traffic=12, duplex_transfers=False, tensor_overlap="backward",
         copies_logits=False, frees_outputs=False, bucket_bytes=50e6 * 4 + 500e6 * 2, update_copy_bytes=4,
         update_extra_bytes=22,  # flattened and cast (4 + 4), unscaled and clipped (4 + 4), written back (4 + 2)
     ),
     # core/engine/native.py: the weight gradient goes straight into the fp32 sum; core/optim/sharded.py: reduced and
-    # gathered in place, beside the passes; core/pipeline/transfer.py: sends and receives are started ahead.
+    # gathered in place, beside the passes; core/pipeline/runner.py: sends and receives are started ahead.
     "native": Engine(
         name="native", accumulate_traffic=8, bucket_bytes=0.0, shard_reduces=True, reduce_overlap=1.0,
         gather_overlap=1.0, transfer_overlap=True, tensor_overlap="backward", copies_logits=False, frees_outputs=False,

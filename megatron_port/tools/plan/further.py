@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_port.core.model.unit_spec import PredictionSpec
+from megatron_port.core.model.spec import PredictionSpec
 from megatron_port.tools.plan.case import Case
 from megatron_port.tools.plan.cost import Cost
 from megatron_port.tools.plan.ends import logits_loss, token_rows

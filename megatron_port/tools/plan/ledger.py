@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import ge
 
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.pipeline.actions import Action, Kind, Schedule
-from megatron_port.core.pipeline.messages import AHEAD, Message, Turn, turns
-from megatron_port.core.pipeline.schedules import interleaved, make_schedule, one_f_one_b
+from megatron_port.core.pipeline.schedules import AHEAD, Message, Turn, interleaved, make_schedule, one_f_one_b, turns
 from megatron_port.core.registry import SCHEDULES
 from megatron_port.tools.plan.case import Case
 from megatron_port.tools.plan.chunk import ChunkBytes, chunk_bytes

@@ -8,9 +8,8 @@ from dataclasses import replace
 from megatron_port.core.io.numbers import number, ticks
 from megatron_port.core.pipeline.actions import Kind
 from megatron_port.core.pipeline.simulate import Span
-from megatron_port.tools.charts.gantt import Bar as GanttBar
-from megatron_port.tools.charts.gantt import gantt
-from megatron_port.tools.charts.shapes import colour, drawing, legend, line, rectangle, text
+from megatron_port.tools.charts.page import Bar as GanttBar
+from megatron_port.tools.charts.page import colour, drawing, gantt, legend, line, rectangle, text
 from megatron_port.tools.plan.case import Case, Machine
 from megatron_port.tools.plan.memory import StageMemory
 from megatron_port.tools.plan.search import Candidate

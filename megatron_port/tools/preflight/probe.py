@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megatron_port.core.dist.job import run_tool
+from megatron_port.core.dist.launchers import run_tool
 from megatron_port.core.io.variables import VISIBLE
-from megatron_port.tools.preflight.vendor import (
+from megatron_port.tools.preflight.core import (
     ROCM_ARGUMENTS,
     VendorDevice,
     nvidia_command,

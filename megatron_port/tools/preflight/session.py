@@ -12,20 +12,24 @@ import torch
 
 from megatron_port import __version__
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist import process_group
-from megatron_port.core.dist.agreement import attempt
+from megatron_port.core.dist import start as process_group
+from megatron_port.core.dist.agree import attempt
 from megatron_port.core.dist.device import DeviceInfo, choose_device
 from megatron_port.core.dist.discovery import ProcessInfo
-from megatron_port.core.dist.job import attempt_name
-from megatron_port.core.dist.slurm import compress_hosts
-from megatron_port.core.dist.topology import Topology
+from megatron_port.core.dist.launchers import attempt_name, compress_hosts
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.errors import EnvironmentFault, PortError
 from megatron_port.core.io.variables import node_name, variables
-from megatron_port.tools.preflight import files
+from megatron_port.tools.preflight import node as files
+from megatron_port.tools.preflight.core import LoadedNetwork, parse_log, plugin_problem
 from megatron_port.tools.preflight.exchange import gather_place, meet
-from megatron_port.tools.preflight.groups import groups_across_nodes
-from megatron_port.tools.preflight.library import LoadedNetwork, parse_log, plugin_problem
-from megatron_port.tools.preflight.network import NetworkResult, check_network, default_sizes, render
+from megatron_port.tools.preflight.network import (
+    NetworkResult,
+    check_network,
+    default_sizes,
+    groups_across_nodes,
+    render,
+)
 
 LONGEST_WAIT_S = 120.0
 """A message that takes longer is taken for lost (launch.collective_timeout, if that is less)."""

@@ -8,7 +8,7 @@ from itertools import accumulate
 from math import isfinite
 from pathlib import Path
 
-from megatron_port.core.io.atomic import write_text
+from megatron_port.core.io.files import write_text
 from megatron_port.core.io.numbers import quantity
 from megatron_port.ext.telemetry.metrics import read_metrics
 from megatron_port.tools.charts.lines import Axis, Mark, Note, Series, line_chart

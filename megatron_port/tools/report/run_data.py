@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_port.core.errors import ConfigError
+from megatron_port.core.io.files import open_regular, read_regular
 from megatron_port.core.io.metric import Metric
-from megatron_port.core.io.regular import open_regular, read_regular
 from megatron_port.core.io.step_metrics import step_metrics
 from megatron_port.core.io.typed_json import Natural, Seconds, WrongContent, parse_json, read_optional, typed
 from megatron_port.ext.telemetry.declared import known_metrics

@@ -11,11 +11,11 @@ from typing import Any
 from megatron_port.core.config.dump import leaves, toml_value
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.errors import ConfigError, EnvironmentFault
-from megatron_port.core.io.atomic import write_output
+from megatron_port.core.io.files import write_output
 from megatron_port.core.io.typed_json import Natural, Rows, Seconds, read_rows
 
 FORMAT = 1
-FILE_NAME = "results.jsonl"
+RESULTS_FILE = "results.jsonl"
 OK, OUT_OF_MEMORY, FAILED, TIMEOUT = "ok", "oom", "failed", "timeout"
 _FREE = (
     "layout.tensor_parallel_size", "layout.pipeline_parallel_size", "layout.virtual_pipeline_size",
@@ -106,7 +106,7 @@ class Results:
             ConfigError: they are of another run, or of trials of another length.
             EnvironmentFault: the folder cannot be made or read.
         """
-        path, run = folder / FILE_NAME, run_key(config, steps)
+        path, run = folder / RESULTS_FILE, run_key(config, steps)
         out = cls(path, run, config.name)
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -18,14 +18,14 @@ from typing import Any
 
 from megatron_port.core.config.dump import toml_value
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.job import current_job
+from megatron_port.core.dist.launchers import current_job
 from megatron_port.core.errors import EXIT_INTERRUPTED, ConfigError, EnvironmentFault
-from megatron_port.core.io.redact import redact
+from megatron_port.core.io.logging import redact
 from megatron_port.core.model.flops import document_of, model_flops
 from megatron_port.ext.telemetry.metrics import FILE_NAME, read_metrics
 from megatron_port.tools.plan.search import Candidate
 from megatron_port.tools.tune.results import FAILED, OK, OUT_OF_MEMORY, TIMEOUT, Trial, key_of
-from megatron_port.tools.tune.space import parameters
+from megatron_port.tools.tune.strategies import parameters
 
 _MEMORY = re.compile(
     r"out of memory|OutOfMemory|can't allocate memory|Cannot allocate memory|oom[-_ ]kill|killed by SIGKILL"

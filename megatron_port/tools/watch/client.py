@@ -22,15 +22,13 @@ from typing import Any
 
 from megatron_port.core.config.schema import WatchConfig
 from megatron_port.core.dist.discovery import ProcessInfo
-from megatron_port.core.dist.processes import born, kill
-from megatron_port.core.dist.progress import END, PHASES, ProgressTracker
+from megatron_port.core.dist.process import END, PHASES, ProgressTracker, born, kill
 from megatron_port.core.errors import PortError
 from megatron_port.tools.watch import wire
-from megatron_port.tools.watch.format import FOREIGN, Stack
 from megatron_port.tools.watch.hub import STACK_SIGNAL
 from megatron_port.tools.watch.hub_process import HUB_STARTS_S, HubProcess
 from megatron_port.tools.watch.rules import PAUSE_S
-from megatron_port.tools.watch.secret import Store, look_up, publish
+from megatron_port.tools.watch.wire import FOREIGN, Stack, Store, look_up, publish
 
 BEAT_S = 1.0
 CONNECT_S = 10.0

@@ -29,20 +29,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_port.core.config.schema import WatchConfig
-from megatron_port.core.dist.job import attempt_name
-from megatron_port.core.dist.processes import kill, out_of_memory_kills
-from megatron_port.core.dist.signals import ignore_in_child
+from megatron_port.core.dist.launchers import attempt_name
+from megatron_port.core.dist.process import ignore_in_child, kill, out_of_memory_kills
 from megatron_port.core.errors import EnvironmentFault, HangError, PortError
-from megatron_port.core.io.logging import ranks_text
-from megatron_port.core.io.printable import encodable
-from megatron_port.core.io.redact import redact
-from megatron_port.tools.launch.outcome import record_failure
-from megatron_port.tools.watch import judge, wire
-from megatron_port.tools.watch.format import Stack
-from megatron_port.tools.watch.now import NowFile
-from megatron_port.tools.watch.rules import LAGS_S, Alarm, Beat, RankIdentity, Rules
-from megatron_port.tools.watch.stragglers import Stragglers
-from megatron_port.tools.watch.watch_report import add_event, add_spread, write_hang
+from megatron_port.core.io.logging import encodable, ranks_text, redact
+from megatron_port.tools.launch.attempts import record_failure
+from megatron_port.tools.watch import rules as judge
+from megatron_port.tools.watch import wire
+from megatron_port.tools.watch.rules import LAGS_S, Alarm, Beat, RankIdentity, Rules, Stragglers
+from megatron_port.tools.watch.watch_report import NowFile, add_event, add_spread, write_hang
+from megatron_port.tools.watch.wire import Stack
 
 TICK_S = 0.25
 ALIVE_S = 1.0

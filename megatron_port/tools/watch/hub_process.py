@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_port.core.config.schema import WatchConfig
-from megatron_port.core.dist.discovery import ProcessInfo, is_loopback, resolve_host
-from megatron_port.core.dist.sockets import is_own_address, own_addresses
+from megatron_port.core.dist.discovery import ProcessInfo, is_loopback, is_own_address, own_addresses, resolve_host
 
 HUB_STARTS_S = 30.0
 HUB_ENDS_S = 5.0

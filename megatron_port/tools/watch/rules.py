@@ -7,11 +7,28 @@
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_port.core.config.schema import WatchConfig
-from megatron_port.core.dist.progress import COMMUNICATOR, DATA, EVALUATE, PHASES, SAVE, START, STEP
+from megatron_port.core.dist.process import (
+    COMMUNICATOR,
+    DATA,
+    EVALUATE,
+    OWN,
+    PHASES,
+    SAVE,
+    START,
+    STEP,
+    WAITING,
+    describe,
+)
+from megatron_port.core.errors import EXIT_ENVIRONMENT, EXIT_HANG
+from megatron_port.core.io.logging import ranks_text
+from megatron_port.tools.launch.attempts import GONE
+from megatron_port.tools.watch.wire import Stack, innermost, waits_in
 
 MARGIN_S = 1.5
 """A heartbeat is up to a second old, and stacks take a moment: so much earlier is a hang called."""
@@ -284,3 +301,288 @@ class Rules:
         for state in self.ranks.values():
             state.heard_at += pause
             state.progress_at += pause
+
+
+# Who is it: the verdict over an alarm, from the last heartbeats and, of a hang, the stacks. Pure.
+
+KINDS_SHOWN = 4
+WORDS_SHOWN = 40
+"""Lines of a dying process's stack."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Diagnosis of a failure, for a person and for the exit code."""
+
+    code: int
+    ranks: tuple[int, ...]
+    """Named, the first of them first."""
+    headline: str
+    details: tuple[str, ...] = ()
+    told: bool = False
+    """A rank prints it; the watch need not."""
+
+
+def doing(state: Rank) -> str:
+    """Return ``step 12, evaluate: forward, micro-batch 3``."""
+    b = state.beat
+    scope = "" if b.scope in ("step", b.phase) else f"{b.scope}: "
+    return f"step {b.step}, {scope}{describe(b.phase, b.operation, b.number)}"
+
+
+def hang(rules: Rules, alarm: Alarm, stacks: Mapping[int, Sequence[Stack]], now: float) -> Diagnosis:
+    """Name the rank that the others wait for.
+
+    First those that cannot run; else those that do not wait for another rank, the first to stand still first; else all
+    wait for one another, and the rarest operation is the odd one out.
+    """
+    here = {r: s for r, s in rules.ranks.items() if s.here and s.fault is None}
+    mute = [r for r, _ in alarm.mute if r in here]
+    waits = {r: _wait(here[r], stacks.get(r, ())) for r in here if r not in mute}
+    busy = sorted((r for r, wait in waits.items() if not wait), key=lambda r: here[r].progress_at)
+    if mute:
+        named = mute
+        why = (f"no heartbeat for {now - alarm.mute[0][1]:.1f} s: the process is stopped or cannot run, its node "
+               "is dead, or the network to it is cut")
+    elif busy:
+        # What stands still later waits for the first, somewhere that cannot be seen (a GPU's queue, say).
+        named = [r for r in busy if here[r].progress_at - here[busy[0]].progress_at < 1.0]
+        at = innermost(stacks.get(busy[0], ()))
+        why = f"it answers, and waits for no other rank{f'; it is at {at}' if at else ''}"
+    elif len(set(waits.values())) == 1:
+        named = _odd_ones(waits, here)
+        why = (f"all ranks wait in the same operation, {waits[named[0]]}: the network or a device does not answer; "
+               "this rank is the first that stood still")
+    else:
+        named = _odd_ones(waits, here)
+        why = f"the ranks wait for one another in different operations; this one in {waits[named[0]]}"
+    first = here[named[0]]
+    where = f"{doing(first)} (its last heartbeat; others are at step {rules.step})" if mute else doing(first)
+    if not first.met:
+        where = f"a place unknown since the watch was started again (others are at step {rules.step})"
+    headline = (
+        f"{first.place} made no progress for {now - first.progress_at:.1f} s (the limit is {alarm.deadline:.1f} s) at "
+        f"{where}: {why}"
+    )
+    more = [f"so did {ranks_text(named[1:])}"] if len(named) > 1 else []
+    return Diagnosis(EXIT_HANG, tuple(named), headline, (*more, *_others(waits, set(named))))
+
+
+def _wait(state: Rank, stacks: Sequence[Stack]) -> str:
+    """Return what a rank that answers waits for; empty: for no other rank, as far as can be seen."""
+    seen = waits_in(stacks)
+    if seen:
+        return describe(state.beat.phase, state.beat.operation, -1) if state.beat.connects else seen
+    return describe(state.beat.phase, state.beat.operation, state.beat.number) if state.beat.phase in WAITING else ""
+
+
+def _odd_ones(waits: Mapping[int, str], here: Mapping[int, Rank]) -> list[int]:
+    kinds: dict[str, list[int]] = {}
+    for rank in sorted(waits, key=lambda r: here[r].progress_at):
+        kinds.setdefault(waits[rank], []).append(rank)
+    return min(kinds.values(), key=lambda found: (len(found), here[found[0]].progress_at))
+
+
+def _others(waits: Mapping[int, str], named: set[int]) -> list[str]:
+    """Return lines ``ranks 0, 2-3 wait in all_reduce (…)``, the most frequent first."""
+    kinds: dict[str, list[int]] = {}
+    for rank, wait in waits.items():
+        if rank not in named:
+            kinds.setdefault(wait, []).append(rank)
+    found = sorted(kinds.items(), key=lambda item: -len(item[1]))
+    lines = [
+        f"{ranks_text(ranks)} wait{'s' if len(ranks) == 1 else ''} in {wait}" if wait
+        else f"{ranks_text(ranks)} made no progress either"
+        for wait, ranks in found[:KINDS_SHOWN]
+    ]
+    left = found[KINDS_SHOWN:]
+    return [*lines, f"and {sum(len(r) for _, r in left)} ranks in {len(left)} other places"] if left else lines
+
+
+def lost(rules: Rules, rank: int, *, words: str = "", hint: str = "") -> Diagnosis:
+    """Diagnose a rank that ended without a word: a signal, the kernel's out-of-memory killer, ``os._exit``."""
+    state = rules.ranks[rank]
+    gone = [r for r, s in rules.ranks.items() if s.closed_at is not None and not s.left and s.fault is None]
+    last = words.strip().splitlines()
+    reason = last[0] if last else "it ended without a word: killed (out of memory?), or the process left by itself"
+    age = (state.closed_at or state.heard_at) - state.heard_at
+    headline = (
+        f"{state.place} {GONE} {doing(state)} (its last heartbeat, {age:.1f} s before its end; others are at step "
+        f"{rules.step}): {reason}{f'; {hint}' if hint else ''}"
+    )
+    if len(gone) > 1 and len(gone) == rules.world:
+        headline = f"all {len(gone)} ranks ended at once, from outside; the first: {headline}"
+        return Diagnosis(EXIT_ENVIRONMENT, (rank,), headline)
+    others = [r for r in gone if r != rank]
+    more = [f"after it {ranks_text(others)} ended too"] if others else []
+    return Diagnosis(EXIT_ENVIRONMENT, (rank, *others), headline, (*last[1 : 1 + WORDS_SHOWN], *more))
+
+
+def failed(rules: Rules, rank: int) -> Diagnosis:
+    """Diagnose a rank that met an error it could not share with the others; they would wait for it."""
+    state = rules.ranks[rank]
+    assert state.fault is not None
+    told = state.fault.told or any(
+        s.fault is not None and s.fault.told and not s.fault.victim for s in rules.ranks.values()
+    )
+    headline = f"{state.place} failed at {doing(state)}: {state.fault.text}"
+    return Diagnosis(state.fault.code, (rank,), headline, told=told)
+
+
+# Slow ranks: each rank's own seconds per step against those of its stage's other ranks, window by window. Pure.
+#
+# Own work is reading data, forward and backward passes; waits for neighbours and collectives are not. The ranks of a
+# pipeline stage do equal work, so a rank's score is its own time over the median of the others'. Work done on the hub,
+# once per window, from numbers that heartbeats carry anyway.
+
+WINDOW_S = 5.0
+"""The shortest window."""
+_OWN = [PHASES.index(phase) for phase in OWN]
+ALL_RANKS = 128
+"""Up to so many ranks a line of ``ranks.jsonl`` has each; beyond, quartiles and the slowest."""
+SLOWEST = 8
+
+
+@dataclass(frozen=True)
+class StragglerEvent:
+    """A rank that is slow, or no longer is."""
+
+    place: RankIdentity
+    step: int
+    score: float
+    """Own seconds over the peers' median."""
+    own_seconds: float
+    """A step."""
+    peer_seconds: float
+    phases: dict[str, float]
+    """Seconds per step by phase, in this window."""
+    windows: int
+    slow: bool
+
+    def line(self) -> str:
+        """Return the line for the console."""
+        if not self.slow:
+            return f"straggler: {self.place} is as fast as the others again at step {self.step}"
+        worst = max(OWN, key=lambda p: self.phases[p])
+        return (
+            f"straggler: {self.place} takes {self.score:.2f} times as long as its stage's other ranks, for "
+            f"{self.windows} windows until step {self.step}: {self.own_seconds:.3g} s of its own work a step against "
+            f"{self.peer_seconds:.3g} s, most of it in {worst}"
+        )
+
+    def record(self) -> dict[str, object]:
+        """Return the record for events.jsonl."""
+        return {
+            "event": "straggler" if self.slow else "straggler_over", "step": self.step, "rank": self.place.rank,
+            "host": self.place.host, "coords": self.place.coords, "score": round(self.score, 4),
+            "own_seconds": round(self.own_seconds, 6), "peer_seconds": round(self.peer_seconds, 6),
+            "phases": {name: round(value, 6) for name, value in self.phases.items()}, "windows": self.windows,
+        }
+
+
+class Stragglers:
+    """Comparison of the ranks at the end of each window."""
+
+    def __init__(self, config: WatchConfig, now: float) -> None:
+        self.config = config
+        self._began = self._started = self._spread_at = now
+        self._spread: dict[str, object] | None = None
+        self._steps_at: dict[int, int] = {}
+        self._totals_at: dict[int, tuple[float, ...]] = {}
+        self._slow_for: dict[int, int] = {}
+        self._named: set[int] = set()
+        self._own: dict[int, tuple[float, int]] = {}
+        """Own times of the last window: rank → own seconds per step, steps done."""
+
+    def look(self, ranks: Iterable[Rank], now: float) -> list[StragglerEvent]:
+        """Return what is new since the last call; most calls fall within a window and cost next to nothing."""
+        if not self.config.straggler_percent or now - self._began < WINDOW_S:
+            return []
+        states = [s for s in ranks if s.here and s.beat.steps_done > 1]
+        if not states:
+            return []
+        if min(s.beat.steps_done - self._steps_at.get(s.place.rank, 0) for s in states) < self.config.straggler_steps:
+            return []
+        found = self._compare(states) if self._steps_at else []
+        self._note_spread(now)
+        self._began = now
+        self._steps_at = {s.place.rank: s.beat.steps_done for s in states}
+        self._totals_at = {s.place.rank: s.beat.totals for s in states}
+        return found
+
+    def spread(self) -> dict[str, object] | None:
+        """Return the ranks' own seconds per step in the last window, for ``ranks.jsonl``; None: nothing new.
+
+        Lines come at every window at first and ever more rarely, so that a run of months leaves a few thousand.
+        """
+        made, self._spread = self._spread, None
+        return made
+
+    def _note_spread(self, now: float) -> None:
+        if not self._own or now - self._spread_at < (now - self._started) / 200:
+            self._own = {}
+            return
+        own, self._own = self._own, {}
+        self._spread_at = now
+        values = sorted((seconds, rank) for rank, (seconds, _) in own.items())
+        at = {name: round(values[round(share * (len(values) - 1))][0], 6)
+              for name, share in (("least", 0), ("q1", 0.25), ("median", 0.5), ("q3", 0.75), ("most", 1))}
+        record: dict[str, object] = {"step": max(step for _, step in own.values()), "ranks": len(own), **at}
+        if len(own) <= ALL_RANKS:
+            record["own_seconds"] = {str(rank): round(own[rank][0], 6) for rank in sorted(own)}
+        else:
+            record["slowest"] = {str(rank): round(seconds, 6) for seconds, rank in values[-SLOWEST:]}
+        self._spread = record
+
+    def _compare(self, states: list[Rank]) -> list[StragglerEvent]:
+        """Close a window."""
+        phases: dict[int, list[float]] = {}
+        stages: dict[int, list[Rank]] = {}
+        for s in states:
+            rank = s.place.rank
+            if rank not in self._totals_at:
+                continue
+            steps = s.beat.steps_done - self._steps_at[rank]
+            phases[rank] = [(a - b) / steps for a, b in zip(s.beat.totals, self._totals_at[rank])]
+            self._own[rank] = sum(phases[rank][i] for i in _OWN), s.beat.step
+            stages.setdefault(s.place.stage, []).append(s)
+        out = []
+        for members in stages.values():
+            if len(members) < 2:
+                continue
+            own = sorted((sum(phases[s.place.rank][i] for i in _OWN), s.place.rank) for s in members)
+            for s in members:
+                finding = self._judge(s, phases[s.place.rank], own)
+                if finding is not None:
+                    out.append(finding)
+        return sorted(out, key=lambda f: -f.score)
+
+    def _judge(self, state: Rank, phases: list[float], own: list[tuple[float, int]]) -> StragglerEvent | None:
+        """Score one rank; return an event when it becomes slow or fast again. ``own``: its stage's ranks, sorted."""
+        rank = state.place.rank
+        mine = sum(phases[i] for i in _OWN)
+        peers = _median_without(own, (mine, rank))
+        score = mine / peers if peers > 0 else 1.0
+        slow = score > 1 + self.config.straggler_percent / 100
+        count = self._slow_for[rank] = self._slow_for.get(rank, 0) + 1 if slow else 0
+        named = rank in self._named
+        if slow and not named and count >= self.config.straggler_windows:
+            self._named.add(rank)
+        elif not slow and named:
+            self._named.discard(rank)
+        else:
+            return None
+        return StragglerEvent(
+            state.place, state.beat.step, score, mine, peers, dict(zip(PHASES, phases)), count, slow=slow
+        )
+
+
+def _median_without(values: list[tuple[float, int]], left_out: tuple[float, int]) -> float:
+    """Median of sorted values without one of them."""
+    at = bisect_left(values, left_out)
+    n = len(values) - 1
+
+    def pick(i: int) -> float:
+        return values[i if i < at else i + 1][0]
+
+    return pick(n // 2) if n % 2 else statistics.fmean((pick(n // 2 - 1), pick(n // 2)))

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from megatron_port.core.io.atomic import append_line, write_text
-from megatron_port.core.io.logging import ranks_text
-from megatron_port.core.io.redact import redact, redacted
-from megatron_port.tools.watch.format import Stack, stack_text
-from megatron_port.tools.watch.judge import Diagnosis, doing
-from megatron_port.tools.watch.rules import LAGS_S, Rank
+from megatron_port.core.dist.process import PHASES, describe
+from megatron_port.core.io.files import append_line, write_text
+from megatron_port.core.io.logging import ranks_text, redact, redacted
+from megatron_port.tools.watch.rules import LAGS_S, Diagnosis, Rank, doing
+from megatron_port.tools.watch.wire import Stack, stack_text
 
 EVENTS = "events.jsonl"
 RANKS = "ranks.jsonl"
@@ -77,3 +78,61 @@ def _append(path: Path, record: Mapping[str, object]) -> None:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         append_line(path, line, durable=False)
+
+
+# ``now.json``: what every rank is doing, by its last heartbeat; rewritten every few seconds while a run is watched.
+
+NOW = "now.json"
+EVERY_S = 2.0
+"""Between two versions of the file."""
+MOST_RANKS = 128
+"""Ranks that have an entry of their own; of more, those that made no progress for the longest."""
+
+
+def snapshot(ranks: Mapping[int, Rank], world: int, now: float) -> dict[str, Any]:
+    """Return the state of the ranks as JSON types. ``now``: of the clock by which they were heard.
+
+    Its size is bounded, whatever the number of ranks.
+    """
+    here = [s for s in ranks.values() if s.here]
+    longest = sorted(here, key=lambda s: (s.progress_at, s.place.rank))[:MOST_RANKS]
+    mean = [0.0] * len(PHASES)
+    stepped = [s for s in here if s.beat.steps_done and len(s.beat.totals) == len(PHASES)]
+    for s in stepped:
+        for i, seconds in enumerate(s.beat.totals):
+            mean[i] += seconds / s.beat.steps_done / len(stepped)
+    return {
+        "time": time.time(), "world": world, "connected": len(here),
+        "left": sum(s.left for s in ranks.values()), "step": max((s.beat.step for s in here), default=0),
+        "doing": dict(Counter(f"{s.beat.scope}: {s.beat.phase}" for s in here).most_common(16)),
+        "phase_seconds": {name: round(seconds, 6) for name, seconds in zip(PHASES, mean)} if stepped else {},
+        "ranks": [_rank(s, now) for s in sorted(longest, key=lambda s: s.place.rank)],
+    }
+
+
+def _rank(s: Rank, now: float) -> dict[str, Any]:
+    beat = s.beat
+    steps = max(beat.steps_done, 1)
+    return {
+        "rank": s.place.rank, "host": s.place.host, "coords": s.place.coords, "scope": beat.scope,
+        "doing": describe(beat.phase, beat.operation, beat.number)[:120], "step": beat.step,
+        "idle_seconds": round(now - s.progress_at, 1), "silent": now - s.heard_at >= LAGS_S,
+        "seconds_per_step": round(beat.step_seconds / steps, 6),
+        "phase_seconds": {name: round(t / steps, 6) for name, t in zip(PHASES, beat.totals)},
+    }
+
+
+class NowFile:
+    """Writer of ``now.json`` in a run's folder; a disk that refuses it is passed over."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / NOW
+        self._due = 0.0
+
+    def write(self, ranks: Mapping[int, Rank], world: int, now: float) -> None:
+        """Write the file, if it is due and a rank is connected."""
+        if now < self._due or not ranks:
+            return
+        self._due = now + EVERY_S
+        with contextlib.suppress(OSError):
+            write_text(self._path, json.dumps(snapshot(ranks, world, now)))

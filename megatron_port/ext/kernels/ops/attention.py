@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_port.core.layers.direct import FirstOrderFunction, first_order
-from megatron_port.core.layers.fused import ProbabilityDropout
-from megatron_port.core.layers.mask import AttentionMask
+from megatron_port.core.layers.attention import AttentionMask
+from megatron_port.core.layers.fused import FirstOrderFunction, ProbabilityDropout, first_order
 from megatron_port.ext.kernels.ops.dropout import drop_threshold
 
 Dropout = tuple[Tensor | None, int, int, int]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_port.core.layers.direct import differentiable
+from megatron_port.core.layers.fused import differentiable
 
 FIELD = 1 << 16
 """Values of an element's random field of 16 bits."""

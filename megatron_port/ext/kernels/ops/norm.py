@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_port.core.layers.direct import FirstOrderFunction, differentiable, first_order
+from megatron_port.core.layers.fused import FirstOrderFunction, differentiable, first_order
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

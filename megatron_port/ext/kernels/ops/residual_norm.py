@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_port.core.layers.direct import differentiable
+from megatron_port.core.layers.fused import differentiable
 from megatron_port.ext.kernels.ops.dropout import drop_threshold
 
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_port.core.layers.direct import FirstOrderFunction, differentiable, first_order
-from megatron_port.core.layers.fused import torch_split_rotary
+from megatron_port.core.layers.fused import FirstOrderFunction, differentiable, first_order, torch_split_rotary
 
 _LARGEST_HEAD = 512
 

@@ -1,0 +1,304 @@
+"""One rank's fault becomes every rank's, so that all stop together and one speaks.
+
+Without it the others would wait in the next collective for a rank that has left.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import TypeVar
+import torch
+import torch.distributed as dist
+from megatron_port.core.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    EnvironmentFault,
+    HangError,
+    NumericsError,
+    PortError,
+)
+import threading
+import re
+from types import TracebackType
+from megatron_port.core.errors import PeerLost, PortError
+from megatron_port.core.dist.discovery import ProcessInfo
+import os
+from collections.abc import Mapping
+from megatron_port.core.errors import LauncherFault
+from megatron_port.core.dist import launchers, launchers as slurm
+
+
+T = TypeVar("T")
+MOST_BYTES = 1 << 20
+TEXT_CHARACTERS = 4096
+"""A longer message is cut."""
+NAME_BYTES = 128
+"""A longer name is cut."""
+CLASSES: dict[int, type[PortError]] = {
+    cls.exit_code: cls for cls in (ConfigError, EnvironmentFault, DataError, CheckpointError, NumericsError, HangError)
+}
+
+
+def _describe(error: BaseException, where: str) -> str:
+    """The message with rank, host and coordinates in front."""
+    text = str(error) if isinstance(error, PortError) else f"{type(error).__name__}: {error}"
+    place = f"rank {dist.get_rank()} on {socket.gethostname()}"
+    return f"{place}{f' ({where})' if where else ''}: {text}"
+
+
+def broadcast_text(
+    text: str | None, *, source: int = 0, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+) -> str | None:
+    """Collective: the text (or None) of rank ``source`` of the group on every rank.
+
+    What the others bring is not looked at. As bytes in tensors: torch's object collectives would unpickle what a peer
+    sent. Two small broadcasts; without a process group it is the caller's own text.
+
+    Raises:
+        EnvironmentFault: more than 1 MiB was announced.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return text
+    data = b"" if text is None else text.encode()
+    size = torch.tensor([-1 if text is None else len(data)], dtype=torch.int64, device=device)
+    dist.broadcast(size, group=group, group_src=source)
+    count = int(size)
+    if count > MOST_BYTES:
+        raise EnvironmentFault(f"rank {source} announced a text of {count} bytes; at most {MOST_BYTES}")
+    if count <= 0:
+        return None if count < 0 else ""
+    packet = torch.zeros(count, dtype=torch.uint8)
+    if dist.get_rank(group) == source:
+        packet = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    packet = packet.to(device)
+    dist.broadcast(packet, group=group, group_src=source)
+    return bytes(packet.tolist()).decode()
+
+
+def gather_names(
+    name: str, *, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+) -> list[str]:
+    """Collective: the name that each rank of the group gives, in the order of the ranks."""
+    data = name.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    names = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(names, own, group=group)
+    return [bytes(packet.tolist()).rstrip(b"\0").decode(errors="ignore") for packet in names]
+
+
+def agree(
+    error: BaseException | None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    where: str = "",
+    device: torch.device | str = "cpu",
+) -> None:
+    """Collective: meet the other ranks; if any brings an error, all raise that of the lowest such rank.
+
+    Costs one all-reduce of an integer, and on failure two broadcasts. Without a process group it raises the error,
+    if any.
+
+    Args:
+        error: what happened on this rank, or None.
+        group: ranks that agree (None: all); it must take tensors of ``device``.
+        where: this rank's coordinates, for the message.
+
+    Raises:
+        PortError: of the failing rank's class, with its rank, host and coordinates in front of the message.
+        BaseException: on a rank whose own error is not a PortError, that error itself, with its traceback.
+    """
+    if not dist.is_initialized():
+        if error is not None:
+            raise error
+        return
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    flag = torch.tensor([0 if error is None else size - rank], dtype=torch.int64, device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+    worst = int(flag.item())
+    if worst == 0:
+        return
+    first = size - worst
+    own = None
+    if error is not None:
+        code = error.exit_code if isinstance(error, PortError) else 1
+        own = f"{code} {_describe(error, where)[:TEXT_CHARACTERS]}"
+    told = broadcast_text(own, source=first, group=group, device=device) or own or ""
+    if error is not None and not isinstance(error, PortError):
+        raise error
+    code_text, _, message = told.partition(" ")
+    raise CLASSES.get(int(code_text), PortError)(message) from error
+
+
+def attempt(action: Callable[[], T]) -> tuple[T | None, PortError | None]:
+    """Return what ``action`` returns, or the PortError that it raised, for the other ranks to hear of."""
+    try:
+        return action(), None
+    except PortError as error:
+        return None, error
+
+
+def agreed(action: Callable[[], T], *, where: str = "") -> T:
+    """Collective: run ``action`` and :func:`agree` on whether it went well everywhere; return its result on this rank.
+
+    Raises:
+        PortError: ``action`` raised one on some rank. Any other error passes at once.
+    """
+    result, failure = attempt(action)
+    agree(failure, where=where)
+    return result  # type: ignore[return-value]
+
+
+# How long work reports what is done: a call that a command shows as a progress bar, and others pass over.
+
+Advance = Callable[[int, int], None]
+"""Called with what is done and the total, in the unit of the work: bytes, windows, trials."""
+
+
+def silent(done: int, total: int) -> None:
+    """Show nothing."""
+
+
+class Tally:
+    """Sums what several threads have done of ``total``, and reports it to ``advance``."""
+
+    def __init__(self, advance: Advance, total: int) -> None:
+        self._advance, self._total, self._done = advance, total, 0
+        self._lock = threading.Lock()
+
+    def add(self, amount: int) -> None:
+        """Report that so much more is done."""
+        with self._lock:
+            self._done += amount
+            self._advance(self._done, self._total)
+
+
+# Reading what gloo, NCCL and the store raise when another rank has died, so that it can be told from a bug of ours.
+#
+# The texts are those of torch 2.11 to 2.13. gloo's come from ``gloo/transport/tcp`` as plain RuntimeErrors, NCCL's as
+# DistBackendError, the store's as DistNetworkError and DistStoreError.
+
+CONSEQUENCE = "this is a consequence: the cause is with the rank that ended or fell silent first"
+_ADDRESS = r"\[?(?P<peer>[^\s\]]+)\]?:\d+"
+
+
+SIGNS: dict[type[BaseException], tuple[tuple[str, str], ...]] = {
+    RuntimeError: (
+        # gloo/transport/tcp: pair.cc, unbound_buffer.cc, socket.cc
+        (rf"gloo/\S+\] Connection closed by peer {_ADDRESS}", "{peer} closed the connection"),
+        (rf"gloo/\S+\] Read error {_ADDRESS}: (?P<why>[^.]+)", "{peer}: {why}"),
+        (r"gloo/\S+\] (?:Write error|writev|write|send)\b[^:]*?(?:\[[^\]]+\]:\d+)?: (?P<why>[^.]+)", "{why}"),
+        (r"gloo/\S+\] Timed out waiting (?P<wait>\d+)ms for (?P<why>send|recv) operation", "no answer for {wait}"),
+        (r"gloo/\S+\] (?:Connect timeout|Socket Timeout|SO_ERROR|connect)\b(?P<why>[^.]*)", "cannot connect{why}"),
+        (r"Gloo connectFullMesh failed with (?P<why>[^\n]+)", "cannot connect: {why}"),
+        (r"Application timeout caused pair closure", "an earlier exchange with it timed out"),
+    ),
+    dist.DistBackendError: (  # ProcessGroupNCCL
+        (r"Watchdog caught collective operation timeout.*?ran for (?P<wait>\d+) milliseconds", "no answer for {wait}"),
+        (r"NCCL communicator was aborted", "the communicator was aborted"),
+        (r"ncclRemoteError", "NCCL: a remote process ended, or the network failed"),
+        (r"nccl(?:SystemError|InternalError).*?(?P<why>[Cc]onnection (?:closed by (?:remote )?peer|reset by peer|"
+         r"refused|timed out)|[Bb]roken pipe|[Nn]o route to host|peer \S+ (?:closed|timed out))", "NCCL: {why}"),
+    ),
+    # TCPStore: it is rank 0 (or torchrun's agent) that is gone
+    dist.DistNetworkError: (
+        (r"Broken pipe|Connection (?:was likely closed|reset by peer|refused)|failed to recv|Socket Timeout",
+         "the rendezvous store, on rank 0's host, is gone"),
+    ),
+    dist.DistStoreError: (
+        (r"wait timeout after (?P<wait>\d+)ms, keys: (?P<why>\S+)",
+         "no answer for {wait} while a group was being connected"),
+    ),
+}
+"""Class of an error → texts that tell of a lost peer, and what each means (may name groups of its pattern)."""
+
+
+def explain_peer_failure(error: BaseException, info: ProcessInfo | None = None) -> PeerLost | None:
+    """Return what an error says of a lost or silent peer, in one line; None: it is about something else.
+
+    Looks at the error and at those it was raised from. An error of ours (PortError) is never one, save a PeerLost.
+
+    Args:
+        info: this process; its rank and host open the message, and only the first rank of each node prints it
+            (None: asked of torch and the system; the run's rank 0 prints it).
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, PeerLost):
+            return seen
+        if isinstance(seen, PortError):
+            return None
+        meaning = _meaning(seen)
+        if meaning is not None:
+            break
+        seen = seen.__cause__
+    else:
+        return None
+    rank = info.rank if info else dist.get_rank() if dist.is_initialized() else 0
+    host = info.hostname if info else socket.gethostname()
+    where = _where(seen.__traceback__)
+    lost = PeerLost(f"rank {rank} on {host} lost contact with a peer{where}: {meaning}; {CONSEQUENCE}")
+    if info is not None:
+        lost.is_reporter = info.rank == 0 or info.local_rank == 0
+    return lost
+
+
+def _meaning(error: BaseException) -> str | None:
+    """A few words for a recognised error."""
+    text = str(error)
+    for pattern, meaning in (sign for cls, signs in SIGNS.items() if isinstance(error, cls) for sign in signs):
+        found = re.search(pattern, text, re.DOTALL)
+        if found:
+            words = {name: value or "" for name, value in found.groupdict().items()}
+            if "wait" in words:
+                words["wait"] = f"{int(words['wait']) / 1000:g} s"
+            return meaning.format(**words).strip()
+    return None
+
+
+def _where(trace: TracebackType | None) -> str:
+    """`` in all_reduce (dist.collectives.all_reduce_sum)``: the call into torch.distributed, and ours behind it.
+
+    Through torch's backward pass only the outermost call of ours is seen.
+    """
+    ours = theirs = ""
+    while trace is not None:
+        module = str(trace.tb_frame.f_globals.get("__name__", ""))
+        name = trace.tb_frame.f_code.co_name
+        if module.startswith("megatron_port."):
+            ours, theirs = f"{module.removeprefix('megatron_port.')}.{name}", ""
+        elif module.startswith("torch.distributed") and not theirs and name != "wrapper":
+            theirs = name
+        trace = trace.tb_next
+    if ours and theirs:
+        return f" in {theirs} ({ours})"
+    return f" in {ours or theirs}" if ours or theirs else ""
+
+
+# Which process prints before anything is known of the run. Imports nothing heavy.
+
+LOCAL_RANK_VARIABLE = "MEGATRON_PORT_LOCAL_RANK"
+"""Set by ``--nproc`` for each of its ranks."""
+
+
+def is_rank_zero(environ: Mapping[str, str] | None = None) -> bool:
+    """True on the one rank that prints the errors which every rank meets alike.
+
+    That is rank 0 of ``--nproc``, of a torchrun job (RANK), of a SLURM step (SLURM_PROCID counts only with a numeric
+    SLURM_STEP_ID) or of another launcher, in the order in which ``discovery`` looks; and any process that no launcher
+    started. A value that is not a number never silences a process.
+    """
+    env = os.environ if environ is None else environ
+    rank = env.get(LOCAL_RANK_VARIABLE)
+    if rank is None and env.get("TORCHELASTIC_RUN_ID"):
+        rank = env.get("RANK")
+    if rank is None and slurm.in_step(env) and env.get("SLURM_STEP_NUM_TASKS") != "1":
+        rank = env.get("SLURM_PROCID")
+    try:
+        if rank is None:
+            more = launchers.several(launchers.claims(env))
+            rank = None if more is None else str(more.rank)
+        return rank is None or int(rank) == 0
+    except (ValueError, LauncherFault):
+        return True
