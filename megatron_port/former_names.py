@@ -17,7 +17,7 @@ PACKAGE = "megatron_port."
 MOVED = {
     "backend.choose": "ext.kernels.choose", "backend.device": "core.dist.device", "backend.fused": "core.layers.fused",
     "config.schema": "core.config.schema", "errors": "core.errors", "model.families.family": "ext.families.family",
-    "model.families.fields": "ext.families.fields", "optim.rules": "core.optim.rules",
+    "model.families.fields": "ext.families.family", "optim.rules": "core.optim.rules",
     "parallel.collectives": "core.dist.collectives", "parallel.record": "core.dist.record",
     "pipeline.actions": "core.pipeline.actions", "registry": "core.registry",
 }

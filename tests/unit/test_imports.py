@@ -149,9 +149,11 @@ CHANGES = {"add", "append", "appendleft", "clear", "difference_update", "discard
 
 
 def module_names(body: Iterable[ast.stmt]) -> Iterator[str]:
-    """Names that a module assigns, also under ``if``, ``for``, ``try`` and ``with``."""
+    """Names that a module assigns, also under ``if``, ``for``, ``try`` and ``with``; registries left out."""
     for node in body:
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            if isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "Registry":
+                continue  # filled while a configuration is loaded, by what its plugins import
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             yield from (n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name))
         elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -207,8 +209,8 @@ def test_no_two_files_import_one_another() -> None:
     assert not import_cycles(SOURCES)
 
 
-def test_the_environment_is_read_in_three_packages_only() -> None:
-    readers = (("core", "io"), ("core", "dist"), ("ext", "launchers"))
+def test_the_environment_is_read_in_three_packages() -> None:
+    readers = (("core", "io"), ("core", "dist"), ("ext", "deepspeed"))
     found = {m: environment_reads(source) for m, source in SOURCES.items() if part_of(m) not in readers}
     assert not {module: lines for module, lines in found.items() if lines}
 

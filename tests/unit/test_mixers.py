@@ -166,7 +166,8 @@ def test_counts_and_seconds_follow_the_statement(delta: ModelConfig) -> None:
 
 def test_planning_needs_no_torch() -> None:
     code = (
-        "import sys; from megatron_port.core.config.loader import load; from megatron_port.tools.plan.case import case_of; "
+        "import sys; from megatron_port.core.config.loader import load; "
+        "from megatron_port.tools.plan.case import case_of; "
         "from megatron_port.tools.plan.chunk import layer_bytes; "
         f"c = load('{EXAMPLE / 'gated_delta_net.toml'}').config; layer_bytes(case_of(c)[0], 0); "
         "print('torch' in sys.modules)"

@@ -35,4 +35,6 @@ def write(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-FAMILY = Family(name="olmoe", architecture="OlmoeForCausalLM", read=read, write=write, names=NAMES, harmless=MOE_HARMLESS)
+FAMILY = Family(
+    name="olmoe", architecture="OlmoeForCausalLM", read=read, write=write, names=NAMES, harmless=MOE_HARMLESS,
+)
