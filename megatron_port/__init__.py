@@ -1,7 +1,7 @@
 """Train GPT-like models with tensor, pipeline and data parallelism, from one laptop to thousands of GPUs.
 
-``megatron_port.api`` shows the names below at work. Importing this package imports nothing else: each name is looked
-up when it is first used, so that a configuration can be checked on a login node in milliseconds.
+``megatron_port.api`` shows the names below at work. Importing this package imports nothing but ``former_names``: each
+name is looked up when it is first used, so that a configuration can be checked on a login node in milliseconds.
 """
 
 from __future__ import annotations
