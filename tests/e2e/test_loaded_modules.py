@@ -30,8 +30,8 @@ def test_a_plain_run_loads_few_modules(tmp_path: Path) -> None:
     (tmp_path / "loaded_modules.py").write_text(HOOK)
     settings = {
         "plugins": '["loaded_modules"]', "training.hooks": '["modules"]', "data.synthetic": "true",
-        "training.steps": "1", "layout.tensor_parallel_size": "2", "layout.pipeline_parallel_size": "2", "output_dir": f'"{tmp_path}"',
-        "model.num_layers": "2", "backend.device": '"cpu"',
+        "training.steps": "1", "layout.tensor_parallel_size": "2", "layout.pipeline_parallel_size": "2",
+        "model.num_layers": "2", "backend.device": '"cpu"', "output_dir": f'"{tmp_path}"',
     }
     command = [sys.executable, "-m", "megatron_port", "train", "models/gpt-tiny", "--nproc", "8"]
     command += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
