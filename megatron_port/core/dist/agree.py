@@ -5,30 +5,31 @@ Without it the others would wait in the next collective for a rank that has left
 
 from __future__ import annotations
 
+import os
+import re
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
+from types import TracebackType
 from typing import TypeVar
+
 import torch
 import torch.distributed as dist
+
+from megatron_port.core.dist import launchers
+from megatron_port.core.dist import launchers as slurm
+from megatron_port.core.dist.discovery import ProcessInfo
 from megatron_port.core.errors import (
     CheckpointError,
     ConfigError,
     DataError,
     EnvironmentFault,
     HangError,
+    LauncherFault,
     NumericsError,
+    PeerLost,
     PortError,
 )
-import threading
-import re
-from types import TracebackType
-from megatron_port.core.errors import PeerLost, PortError
-from megatron_port.core.dist.discovery import ProcessInfo
-import os
-from collections.abc import Mapping
-from megatron_port.core.errors import LauncherFault
-from megatron_port.core.dist import launchers, launchers as slurm
-
 
 T = TypeVar("T")
 MOST_BYTES = 1 << 20

@@ -27,15 +27,15 @@ Between layers of which every rank has all tokens, one may give each rank its sh
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+
 import torch
 import torch.distributed as dist
-from megatron_port.core.dist.compat import all_gather_single, reduce_scatter_single
-from dataclasses import replace
 from torch import nn
-from megatron_port.core.dist.record import ParameterRecord
-from megatron_port.core.dist.record import BUFFER
 
+from megatron_port.core.dist.compat import all_gather_single, reduce_scatter_single
+from megatron_port.core.dist.record import BUFFER, ParameterRecord
 
 Group = dist.ProcessGroup | None
 

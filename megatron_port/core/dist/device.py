@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from megatron_port.core.errors import EnvironmentFault
 from megatron_port.core.dist.start import SHARE_DEVICES
+from megatron_port.core.errors import EnvironmentFault
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from megatron_port.core.errors import EnvironmentFault, LauncherFault
-from megatron_port.core.dist import launchers, launchers as slurm
 from pathlib import Path
 
+from megatron_port.core.dist import launchers
+from megatron_port.core.dist import launchers as slurm
+from megatron_port.core.errors import EnvironmentFault, LauncherFault
 
 SECRET = "MEGATRON_PORT_SECRET"
 """Set by the job scripts to the same random text for all ranks of an attempt."""

@@ -32,21 +32,22 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_port.core.errors import EnvironmentFault
 from megatron_port.core.dist.mesh import (
     EMBEDDING,
     REVERSE,
     SHARED,
     WORLD,
     Communicator,
+    Coordinates,
     Factors,
     Mesh,
+    Topology,
     communicators,
     purposes,
 )
-from megatron_port.core.dist.mesh import Coordinates, Topology
-from megatron_port.core.io.logging import ranks_text
 from megatron_port.core.dist.process import START, ProgressTracker
+from megatron_port.core.errors import EnvironmentFault
+from megatron_port.core.io.logging import ranks_text
 
 RINGS = ("pp", REVERSE, "cp")
 """Groups whose ranks may send to one another, each to its two neighbours in a ring."""

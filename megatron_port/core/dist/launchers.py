@@ -7,17 +7,15 @@ a process that took itself for the only one would write the same run's folder as
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from megatron_port.core.errors import LauncherFault
-import os
-import re
-from megatron_port.core.errors import EnvironmentFault
-import subprocess
-from dataclasses import dataclass
 from typing import Literal
 
+from megatron_port.core.errors import EnvironmentFault, LauncherFault
 
 DEFAULT_PORT = 29500
 """torch's own, where nothing tells two jobs on one host apart."""

@@ -12,29 +12,25 @@ older epochs, and a rename of one that is gone fails in the file system.
 
 from __future__ import annotations
 
-import os
-import socket
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from enum import Enum
-from typing import Annotated, Any
-from megatron_port.core.config.ranges import Range
-from megatron_port.core.dist.launchers import LOCAL, current_job, job_state
-from megatron_port.core.dist.process import born, process_space
-from megatron_port.core.io.typed_json import Natural, Seconds, right_fields
 import contextlib
 import json
+import os
 import re
+import socket
 import threading
-from dataclasses import replace
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
 from pathlib import Path
-from megatron_port.core.errors import ConfigError, EnvironmentFault
-from megatron_port.core.io.files import write_new, write_text
-from megatron_port.core.dist.launchers import one_task_at_a_time
-from megatron_port.core.io.files import open_regular
-from megatron_port.core.io.typed_json import WrongContent, parse_json
+from typing import Annotated, Any
 
+from megatron_port.core.config.ranges import Range
+from megatron_port.core.dist.launchers import LOCAL, current_job, job_state, one_task_at_a_time
+from megatron_port.core.dist.process import born, process_space
+from megatron_port.core.errors import ConfigError, EnvironmentFault
+from megatron_port.core.io.files import open_regular, write_new, write_text
+from megatron_port.core.io.typed_json import Natural, Seconds, WrongContent, parse_json, right_fields
 
 # Who holds a run folder, and whether that attempt still runs.
 #

@@ -21,10 +21,11 @@ import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-from megatron_port.core.errors import ConfigError, EnvironmentFault
-from megatron_port.core.dist import launchers, launchers as slurm
-from megatron_port.core.dist.discovery import ProcessInfo
+from megatron_port.core.dist import launchers
+from megatron_port.core.dist import launchers as slurm
 from megatron_port.core.dist.agree import LOCAL_RANK_VARIABLE
+from megatron_port.core.dist.discovery import ProcessInfo
+from megatron_port.core.errors import ConfigError, EnvironmentFault
 
 GRACE_S = 8.0
 """After the first rank failed the others may finish speaking; then they are killed. A failing rank leaves within 7 s

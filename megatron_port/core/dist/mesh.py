@@ -13,19 +13,20 @@ how many axes there are nor what they are called.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
 from math import prod
-from megatron_port.core.errors import ConfigError
-from megatron_port.core.config.layout_name import sizes_text
-import math
-import time
+
 import torch
 import torch.distributed as dist
-from megatron_port.core.dist.compat import all_gather_single
 
+from megatron_port.core.config.layout_name import sizes_text
+from megatron_port.core.dist.compat import all_gather_single
+from megatron_port.core.errors import ConfigError
 
 Factors = frozenset[int]
 """Indices of factors of a mesh, slowest first. Sizes of 1 make no factor, so an axis of one rank is the empty set."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterable
-from pathlib import Path
 import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
+
 from megatron_port.core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 
 def born(pid: int) -> int:

@@ -11,17 +11,16 @@ gradient, so nothing is summed over it, and one of them owns the parameter.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
-import torch
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from megatron_port.core.dist.counter import key_of, normal_from_uniform, random_bits, uniform
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import REPLICAS, Factors, Mesh
-import math
-from collections.abc import Callable
-from megatron_port.core.dist.counter import key_of, normal_from_uniform, random_bits, uniform
-
 
 # Pieces of a run's state by canonical name: what engines yield, and what they read it from.
 

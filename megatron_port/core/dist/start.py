@@ -17,29 +17,32 @@ import contextlib
 import errno
 import hashlib
 import hmac
+import json
+import os
 import random
 import socket
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from megatron_port.core.errors import EnvironmentFault
-from megatron_port.core.dist.discovery import ProcessInfo, is_loopback, resolve_host
-from megatron_port.core.dist.discovery import holder_of_port, is_own_address, own_addresses
-import json
-import os
-from torch.distributed.distributed_c10d import Store
-from megatron_port.core.errors import EnvironmentFault, PortError
-from megatron_port.core.dist.discovery import ProcessInfo
-from megatron_port.core.dist.fingerprint import WORLD, Fingerprint, differences
-from megatron_port.core.io.logging import ranks_text
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from torch.distributed import distributed_c10d
-from megatron_port.core.dist.fingerprint import Fingerprint
 
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from megatron_port.core.dist.discovery import (
+    ProcessInfo,
+    holder_of_port,
+    is_loopback,
+    is_own_address,
+    own_addresses,
+    resolve_host,
+)
+from megatron_port.core.dist.fingerprint import WORLD, Fingerprint, differences
+from megatron_port.core.errors import EnvironmentFault, PortError
+from megatron_port.core.io.logging import ranks_text
 
 # The TCP store in which the ranks of a run meet: rank 0 serves it, the others connect, within a deadline.
 
