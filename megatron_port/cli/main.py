@@ -136,7 +136,7 @@ def load_run(args: argparse.Namespace) -> Loaded:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the process's exit code (``errors`` lists them, 130: interrupted).
 
-    Whatever it prints passes through ``io.printable``: names in files are not commands to a terminal.
+    Whatever it prints passes through ``io.logging``: names in files are not commands to a terminal.
     """
     with safe_output():
         return _run(argv)

@@ -4,7 +4,7 @@ Every exception here carries one message that says what is wrong, the numbers,
 and what to change. The command line prints it once, on rank 0, without a
 traceback (unless ``--debug``), and exits with ``exit_code``. Anything else that
 escapes is a bug of ours: one line, exit code 1, and its traceback in a file
-(``io.unexpected``).
+(``io.logging``).
 
 | code | meaning |
 |---|---|
@@ -45,7 +45,7 @@ class PortError(Exception):
 
     exit_code = 1
     is_reporter: bool | None = None
-    """Whether this process prints it; None: rank zero does (``dist.rank_zero``). For errors that rank 0 may
+    """Whether this process prints it; None: rank zero does (``dist.agree``). For errors that rank 0 may
     not be there to tell."""
     permanent = False
     """Another attempt of the same job would meet it again, whatever its nodes; exit codes 2, 4, 5 and 6 always do."""

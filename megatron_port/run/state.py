@@ -117,9 +117,9 @@ class Position:
     tokenizer_identity: dict[str, Any] | None = None
     """``data.tokenizer.identity`` of the corpora's tokenizer, where it is known."""
     corpora: list[dict[str, Any]] | None = None
-    """What the corpora are (``corpora.fingerprint``)."""
+    """What the corpora are (``corpora.verify``)."""
     base: dict[str, Any] | None = None
-    """Which weights are frozen (``weights.base_weights``); None: none are."""
+    """Which weights are frozen (``weights.readers``); None: none are."""
     objective: Mapping[str, Any] = field(default_factory=dict)
     """What it learns from beside the corpora (``data.objective.Objective.identity``)."""
 

@@ -272,7 +272,7 @@ def single_run(config: RunConfig, *, steps: int, gradient_steps: int = 1, order:
 def within_rounding(
     config: RunConfig, topology: Topology, other: Run, single: Callable[[Order], Run]
 ) -> list[Deviation]:
-    """Compare ``other`` with one process that rounds where its layout does (``parity.half_precision``).
+    """Compare ``other`` with one process that rounds where its layout does (``parity.emulation``).
 
     single: the run on one process, in an order.
     """

@@ -5,7 +5,7 @@ a layout's weights differ by more than a rounding, and now and then a token whos
 another one. Then one process is sent the layout's way: its router scores each token itself, and takes the layout's
 choice. Of the tokens for which it would have chosen otherwise each one must have been undecided: experts that change
 places were at most twice as far apart as other orders of the same sums move them, on one process
-(``parity.reduction_order``). All else is held to the bounds that it has without experts.
+(``parity.emulation``). All else is held to the bounds that it has without experts.
 """
 
 from __future__ import annotations

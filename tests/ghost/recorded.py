@@ -72,7 +72,7 @@ CASES = [
 ]
 STEPS, CALLED, REPLAYED = 6, 2, 4
 MARK = f"pinned device {8 * (len(fields(StepNumbers)) + 1)}"
-"""The copy of a step's numbers (``optim.step_values``), with which it begins."""
+"""The copy of a step's numbers (``optim.rules``), with which it begins."""
 
 
 def steps_of(log: RankLog) -> list[list[Event]]:

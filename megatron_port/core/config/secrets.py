@@ -1,5 +1,5 @@
 """What looks like a password or a key, in a name or in a text: such things are refused in configurations, and taken
-out of diagnostics (``io.redact``). Pure; it knows shapes, not the secrets of this environment.
+out of diagnostics (``io.logging``). Pure; it knows shapes, not the secrets of this environment.
 """
 
 from __future__ import annotations

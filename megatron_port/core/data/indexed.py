@@ -56,7 +56,7 @@ class IndexedDataset:
     Blocks of tokens are compared with the sidecar's hashes as they are first read (``data.checked_tokens``);
     ``corpora.verify.verify(prefix)`` reads and checks all of it.
 
-    A corpus in a store (``prefix`` is a URL) is read by blocks, which ``cache`` keeps; see ``corpora.remote``.
+    A corpus in a store (``prefix`` is a URL) is read by blocks, which ``cache`` keeps; see ``corpora.fetch``.
     ``checks``: time that comparisons may take, shared with other corpora.
 
     Raises:

@@ -27,7 +27,7 @@ class DeviceInfo:
     why: str
     """Reason of the choice."""
     identity: str = ""
-    """UUID and PCI address of a GPU, unique on its host; ``dist.process_group.start`` compares them."""
+    """UUID and PCI address of a GPU, unique on its host; ``dist.start.start`` compares them."""
 
     @property
     def is_gpu(self) -> bool:
@@ -93,7 +93,7 @@ def choose_device(
     A launcher may show each rank one device (``--gpus-per-task=1``) or all of the node; the modulus serves
     both. NCCL refuses two ranks on one GPU: ranks that share one use gloo, and only where that was asked for. Seen
     here only where several devices are visible and fewer than the local ranks; a process that sees one device cannot
-    tell whether its neighbours see the same, and ``dist.process_group.start`` settles it by
+    tell whether its neighbours see the same, and ``dist.start.start`` settles it by
     :attr:`DeviceInfo.identity`.
 
     Args:

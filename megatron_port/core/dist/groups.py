@@ -12,11 +12,11 @@ activations. :meth:`ParallelContext.create` therefore uses every group once, in 
 not.
 
 NCCL would also make a communicator for each pair of stages if sends and receives were issued one by one (torch: "in
-lazy initialization mode ... a new 2-rank NCCL communicator"); ``pipeline.transfer`` issues them
+lazy initialization mode ... a new 2-rank NCCL communicator"); ``pipeline.runner`` issues them
 batched, which keeps them on the group's own communicator. All operations of a
 communicator run in order, so gradients travel on one of their own
 (``mesh.REVERSE``), and both queues follow one order of all messages that every
-stage knows (``pipeline.messages``): otherwise two neighbours that each send before
+stage knows (``pipeline.schedules``): otherwise two neighbours that each send before
 they receive would wait for each other. The exceptions are DeepSpeed's: its grid makes
 its own data, model and pipeline groups beside these, and its pipeline sends one by
 one over the world group, hence with a communicator for each neighbour.

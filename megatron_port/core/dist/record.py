@@ -110,7 +110,7 @@ class ParameterRecord:
     decay: bool
     """Weight decay applies."""
     lr_factor: float = field(default=1.0, kw_only=True)
-    """Factor on the learning rate (``optim.parameter_groups``)."""
+    """Factor on the learning rate (``optim.rules``)."""
     weight_decay: float | None = field(default=None, kw_only=True)
     """Weight decay of its own; None: the optimizer's where ``decay``."""
     partial_over: tuple[str, ...] = REPLICAS
@@ -126,7 +126,7 @@ class ParameterRecord:
     """Where one matrix stands for several: their rows in turn, so many of each, over and over (queries, key and value
     of each key/value group)."""
     kind: str = WEIGHT
-    """``WEIGHT``, or ``BUFFER``: state that no gradient changes, float32 in every run (``dist.buffers``)."""
+    """``WEIGHT``, or ``BUFFER``: state that no gradient changes, float32 in every run (``dist.collectives``)."""
 
     # -- on the mesh -------------------------------------------------------------------------------------------------
 

@@ -455,7 +455,7 @@ def abandon(info: ProcessInfo, store: Store, wait_s: float = 1.0) -> None:
 
 # Start and stop of the default process group, with a deadline and faults that name the rank.
 #
-# The ranks first meet in a TCP store (``dist.rendezvous``): rank 0 listens, everyone writes its name, and
+# The ranks first meet in a TCP store (``dist.start``): rank 0 listens, everyone writes its name, and
 # only when all have reported is the process group made. Hence a missing rank is
 # named, instead of a collective that hangs without saying for whom.
 

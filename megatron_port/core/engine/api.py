@@ -82,7 +82,7 @@ class Engine(Protocol):
 
     @property
     def buffers(self) -> Sequence[tuple[ParameterRecord, torch.Tensor]]:
-        """This rank's state that no gradient changes (``dist.buffers``)."""
+        """This rank's state that no gradient changes (``dist.collectives``)."""
     stream: DropoutStream
     """Masks of dropout."""
     step_slot: StepSlot

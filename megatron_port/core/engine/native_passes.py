@@ -127,7 +127,7 @@ class Passes:
         slot: where the modules find the micro-batch in flight.
         target: where gradients go.
         probe: looks on, in a replay.
-        filled_by: by forward pass, the weight pass that fills its exchanges of rows (``pipeline.filling``).
+        filled_by: by forward pass, the weight pass that fills its exchanges of rows (``pipeline.schedules``).
     """
 
     def __init__(

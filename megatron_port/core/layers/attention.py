@@ -2,7 +2,7 @@
 
 A query sees one contiguous range of key rows, [low, high). Causality, a window and documents all give such a range, and
 so do queries and keys that are other runs of positions than 0 to s - 1, as a divided sequence has them. A provider
-honours all of a mask or is refused when a run starts (``kernels.choose_attention``).
+honours all of a mask or is refused when a run starts (``kernels.attention_choice``).
 """
 
 from __future__ import annotations

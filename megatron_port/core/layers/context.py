@@ -1,7 +1,7 @@
 """Attention of a sequence whose positions context-parallel ranks divide: each has queries, keys and values of its own
 positions, and gets the result of its queries.
 
-:class:`ContextAttention` is what a method is; ``layers.head_attention`` and ``layers.ring_attention`` have others.
+:class:`ContextAttention` is what a method is; ``layers.context`` and ``layers.context`` have others.
 :class:`GatherKeys` gathers keys and values of all positions, as Llama 3 does (arXiv 2407.21783, section 3.3.2), and
 puts them in the sequence's order: each query's softmax is then one call over the same keys in the same order as in one
 process. They are kept for the backward pass as attention keeps its inputs; where attention is computed again there

@@ -272,7 +272,7 @@ class RowwiseLinearKernels:
 
 
 class FewBitLinearKernels(PlainLinearKernels):
-    """Products with weights on a grid of few bits (``kernels.few_bits``), computed anew for each pass; the gradient of
+    """Products with weights on a grid of few bits (``kernels.fp8``), computed anew for each pass; the gradient of
     the weight is that of its value on the grid."""
 
     def __init__(self, few_bits: QuantisationConfig) -> None:

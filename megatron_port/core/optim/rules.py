@@ -222,7 +222,7 @@ class AdamW(OptimizerRule):
 
 ADAMW = AdamW()
 AVERAGE = StateKind("ema")
-"""Averaged weights (``weights.average``), a state tensor of every parameter beside those of the rule."""
+"""Averaged weights (``weights.masks``), a state tensor of every parameter beside those of the rule."""
 
 
 @dataclass(frozen=True)
@@ -466,7 +466,7 @@ class StepNumbers:
     largest_norm: float = sys.float_info.max
     """Largest gradient norm with which the update is applied; finite."""
     norm_mean: float = 0.0
-    """Mean of earlier gradient norms, and their standard deviation, for adaptive clipping (``optim.clipping``)."""
+    """Mean of earlier gradient norms, and their standard deviation, for adaptive clipping (``optim.gradients``)."""
     norm_deviation: float = sys.float_info.max
 
 

@@ -30,7 +30,7 @@ class Action:
     chunk: int = 0
     fills: bool = field(default=False, compare=False)
     """WEIGHT only: its products are computed while the pass before it exchanges rows of experts, and after that pass
-    those that are left (``pipeline.filling``)."""
+    those that are left (``pipeline.schedules``)."""
 
     def __str__(self) -> str:
         chunk = f".{self.chunk}" if self.chunk else ""

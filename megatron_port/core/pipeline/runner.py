@@ -117,12 +117,12 @@ class StageLink:
 
     Sends do not block. Their payloads are freed as they end: each send first frees those before it that the backend
     reports as done (NCCL: an event is queried), the caller ``finish``es those that the schedule knows to be taken
-    (``pipeline.messages``), and ``drain`` waits for the rest. gloo cannot
+    (``pipeline.schedules``), and ``drain`` waits for the rest. gloo cannot
     send a tensor that lives on a GPU, so there the transfer goes through host memory.
 
     Under NCCL the tensors of a transfer are one batch: it then runs on its group's communicator, instead of one for
     each pair of ranks. Activations (``downstream``) use ``ctx.over("pp")``, gradients ``ctx.reverse_group``: two
-    queues, in each of which operations run in the order in which they were started (``pipeline.messages``).
+    queues, in each of which operations run in the order in which they were started (``pipeline.schedules``).
     """
 
     def __init__(self, ctx: ParallelContext) -> None:

@@ -13,7 +13,7 @@ the planner and the trace read the same lists.
 | ``zb-h1`` (arXiv 2401.10241) | gradients of inputs first, of weights in the gaps | p | (p - 1) / (3 m) |
 | ``zb-v`` (the same) | the same on a folded pipeline, two chunks a stage | p | (p - 1) / (6 m) |
 
-Where experts are divided over ranks, weight passes of ``zb-h1`` fill exchanges (``pipeline.filling``).
+Where experts are divided over ranks, weight passes of ``zb-h1`` fill exchanges (``pipeline.schedules``).
 
 torch.distributed.pipelining has schedules of these names too; why they are not used: docs/decisions.md.
 """
@@ -491,10 +491,10 @@ def make_schedule(
 ) -> Schedule:
     """Return the schedule of a step. Made once per step size; lists of all stages, O(stages × micro-batches).
 
-    ``exchanges``: the passes exchange rows of experts, which weight passes may fill (``pipeline.filling``).
+    ``exchanges``: the passes exchange rows of experts, which weight passes may fill (``pipeline.schedules``).
 
     Schedules of one chunk a stage are functions (stage, stages, micro-batches) → the stage's actions; those that
-    plugins register are checked here (``pipeline.check``).
+    plugins register are checked here (``pipeline.schedules``).
 
     Raises:
         ValueError: there is no such schedule with so many chunks a stage (``config.checks`` says what there is).

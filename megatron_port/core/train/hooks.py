@@ -63,7 +63,7 @@ class LoopState:
     damage: Damage | None = None
     """State of this rank that something other than an update has changed."""
     base: dict[str, Any] | None = None
-    """Which weights are frozen (``weights.base_weights``)."""
+    """Which weights are frozen (``weights.readers``)."""
     learns_from: Mapping[str, Any] = field(default_factory=dict)
     """What the run learns from beside the corpora (``data.objective.Objective.identity``)."""
     validation_loss: float | None = None
@@ -105,7 +105,7 @@ class Ending:
     """End of a run that no error ended."""
 
     level: int
-    """Stop level that the ranks agreed on (``dist.signals``); 0: none."""
+    """Stop level that the ranks agreed on (``dist.process``); 0: none."""
     stopped: bool
     """A signal stopped the run before ``training.steps``."""
     own_signal: str | None
@@ -126,7 +126,7 @@ class LoopHook:
     """Something that a run does beside its steps; by default nothing. One object per rank, made before the engine.
 
     All ranks have the same hooks and call them in the same order, so any method may be collective. What a method raises
-    ends the run; it must be raised on every rank (``dist.agreement.agreed``).
+    ends the run; it must be raised on every rank (``dist.agree.agreed``).
 
     A step asks in this order: ``around_step``, ``before_step``, ``after_passes``, ``measure``, ``after_step``; then the
     ranks agree whether to continue, and each hook that is ``due`` acts. That agreement is why a hook has two methods

@@ -1,4 +1,4 @@
-"""Tokenizers by name: bytes, GPT-2's byte-pair encoding, and those of other libraries (``corpora.tokenizer_files``).
+"""Tokenizers by name: bytes, GPT-2's byte-pair encoding, and those of other libraries (``corpora.tokenizer``).
 
 A name is ``byte``, ``gpt2``, ``tiktoken:ENCODING``, ``hf:FILE`` (a tokenizer.json, or a folder with one) or
 ``sentencepiece:FILE``. All but ``tiktoken:`` work without a network.

@@ -1,7 +1,7 @@
 """A step's work recorded once and replayed: a CUDA or HIP graph in place of thousands of launches by the host.
 
 A step is two recordings: the passes with all that follows them up to the gradient norm, and the update. What differs
-between steps is at fixed addresses and is filled in before a replay (``step_inputs``, ``optim.step_values``); what a
+between steps is at fixed addresses and is filled in before a replay (``step_inputs``, ``optim.rules``); what a
 kernel takes by value must be alike in every step. Between the two the engine may look at the state.
 
 The first ``WARM_UP`` steps run without a recording: they allocate what is made at first use, count the gradients of

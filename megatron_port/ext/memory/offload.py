@@ -3,7 +3,7 @@ ZeRO-Infinity, Rajbhandari et al., arXiv 2104.07857).
 
 The state of an offloaded bucket lives in host memory, page-locked where the device is a GPU, or in a file per rank and
 kind (``memory.disk_state``). A step moves 4 bytes per parameter to the host, the gradient, and the updated weight back.
-Both go through a ring of staging buffers (``memory.staging``), each large enough for all that one bucket's update
+Both go through a ring of staging buffers (``memory.swap``), each large enough for all that one bucket's update
 needs. The buckets whose weights the next forward pass needs first, the last to be reduced, are staged as soon as they
 are reduced, as many as there are buffers; the others follow while the host updates those before them. No update begins
 before the norm of all gradients is known, so the numbers are those of a run without offload.

@@ -8,7 +8,7 @@ something of a dropped site, its operation runs once more, on arguments that are
 all that it saved is then there until it has been asked for. So each dropped site costs one forward pass of its
 operation, whatever else is dropped.
 
-What is swapped or partitioned (``memory.site_parking``) is parked when the layer's forward pass ends, the memory of
+What is swapped or partitioned (``memory.site_tape``) is parked when the layer's forward pass ends, the memory of
 each result and of all else that the operation saved, and comes back when the first of it is asked for.
 
 ``torch.utils.checkpoint`` (``model.recompute``) keeps the arguments of what it runs again, and its last results are

@@ -1,6 +1,6 @@
 """Activations in host memory between the forward and the backward pass of their layer.
 
-What a layer swaps leaves the device when its forward pass ends, through a ``memory.staging`` buffer of its own,
+What a layer swaps leaves the device when its forward pass ends, through a ``memory.swap`` buffer of its own,
 beside the next layer's computation, and is freed when that one ends. The backward pass of a layer starts the copies
 back of the layer below. A layer that runs backward before its memory was given up uses it as it is.
 

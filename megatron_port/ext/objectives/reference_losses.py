@@ -32,7 +32,7 @@ class ReferenceHeader:
     weights: str
     """Where the weights were."""
     fingerprint: str
-    """Fingerprint of their values (``weights.base_weights``)."""
+    """Fingerprint of their values (``weights.readers``)."""
     dtype: str
     """Dtype in which the sums were computed."""
     xxh3: str = ""

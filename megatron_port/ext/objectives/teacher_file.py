@@ -39,7 +39,7 @@ class LogitsHeader:
     teacher: str
     """Path of its weights."""
     fingerprint: str
-    """Fingerprint of their values (``weights.base_weights``)."""
+    """Fingerprint of their values (``weights.readers``)."""
     computed_in: str
     """The dtype of the teacher's passes."""
     vocab_size: int

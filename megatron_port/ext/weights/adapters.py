@@ -220,7 +220,7 @@ class InitialAdapters:
     def __call__(
         self, name: str, kind: str, offset: Box, shape: Box, /, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return a slice of a tensor (``dist.state.StateReader``)."""
+        """Return a slice of a tensor (``dist.record.StateReader``)."""
         spec = self._specs.get(name)
         if spec is None:
             return self._read(name, kind, offset, shape, out=out)
@@ -253,7 +253,7 @@ class MergedWeights:
     def __call__(
         self, name: str, kind: str, offset: Box, shape: Box, /, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return a slice of a tensor (``dist.state.StateReader``)."""
+        """Return a slice of a tensor (``dist.record.StateReader``)."""
         if kind != WEIGHT or name not in self._by_weight:
             return self._base(name, kind, offset, shape, out=out)
         layer, spec = self._by_weight[name]

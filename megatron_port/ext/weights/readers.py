@@ -109,7 +109,7 @@ class UpcycledWeights:
     def __call__(
         self, name: str, kind: str, offset: Box, shape: Box, /, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return a slice of a tensor (``dist.state.StateReader``)."""
+        """Return a slice of a tensor (``dist.record.StateReader``)."""
         if kind == BUFFER:
             return torch.zeros(shape)
         if name in self._drawn:

@@ -189,7 +189,7 @@ class FactoredWeights:
     def __call__(
         self, name: str, kind: str, offset: Box, shape: Box, /, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return a slice of a tensor (``dist.state.StateReader``), float32 where it is a factor."""
+        """Return a slice of a tensor (``dist.record.StateReader``), float32 where it is a factor."""
         weight = self._low.get(name, name)
         if kind != WEIGHT or weight not in self._ranks:
             return self._read(name, kind, offset, shape, out=out)
@@ -218,7 +218,7 @@ class MultipliedWeights:
     def __call__(
         self, name: str, kind: str, offset: Box, shape: Box, /, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return a slice of a tensor (``dist.state.StateReader``)."""
+        """Return a slice of a tensor (``dist.record.StateReader``)."""
         if kind != WEIGHT or name not in self._ranks:
             return self._read(name, kind, offset, shape, out=out)
         rank = self._ranks[name]
@@ -293,7 +293,7 @@ def plain(checkpoint: Checkpoint) -> Checkpoint:
 
 
 class MeanWeights:
-    """A reader (``dist.state.StateReader``) of ``model``, whose layers share weights, over the same model without:
+    """A reader (``dist.record.StateReader``) of ``model``, whose layers share weights, over the same model without:
     a group's weights are the mean of its layers', in float64. Where they are equal, so are the models."""
 
     def __init__(self, model: ModelConfig, read: StateReader) -> None:

@@ -183,7 +183,7 @@ class Importance:
     source: str
     """Path of the weights."""
     fingerprint: str
-    """Fingerprint of the weights (``weights.base_weights``)."""
+    """Fingerprint of the weights (``weights.readers``)."""
     corpus: str
     tokens: int
     loss: float

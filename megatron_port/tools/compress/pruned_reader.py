@@ -14,7 +14,7 @@ Box = tuple[int, ...]
 
 
 class PrunedWeights:
-    """A reader (``dist.state.StateReader``) of what ``selection`` keeps of the weights and buffers that ``read``
+    """A reader (``dist.record.StateReader``) of what ``selection`` keeps of the weights and buffers that ``read``
     gives.
 
     A slice is read as one slice of the source from its first to its last index along every dimension, a run of the

@@ -195,7 +195,7 @@ class PeftFolder:
         self, name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...], /, *,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return a slice of an adapter's matrix; its optimizer state is zero (``dist.state.StateReader``)."""
+        """Return a slice of an adapter's matrix; its optimizer state is zero (``dist.record.StateReader``)."""
         if kind != "weight":
             return torch.zeros(shape)
         return self.adapters[name][tuple(slice(o, o + n) for o, n in zip(offset, shape))]

@@ -81,7 +81,7 @@ DISTANCE = Distance(loss=0.2, grad_norm=1.25, gradient=12.0, scale=8.0)
 """Largest distance of the process with emulated rounding from the plain one and from fp32, unless noise does more."""
 NOISE_FACTOR = 3.0
 """Largest such distance ÷ the root mean square of what random errors of rounding's size do to fp32
-(``parity.rounding_noise``)."""
+(``parity.emulation``)."""
 
 @dataclass(frozen=True)
 class Run:

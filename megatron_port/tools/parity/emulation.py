@@ -512,7 +512,7 @@ class SingleRuns:
     fp32: Callable[[], Run]
     """Its first step."""
     noisy: Callable[[], Sequence[Run]]
-    """First steps with random errors instead of rounding (``parity.rounding_noise``)."""
+    """First steps with random errors instead of rounding (``parity.emulation``)."""
 
 
 def within_rounding(config: RunConfig, other: Run, single: SingleRuns) -> list[Deviation]:

@@ -112,7 +112,7 @@ def _softmax(t: Tape, s: Sizes, h: Heads, scores: Value) -> Value:
 
 
 def _masked_softmax(t: Tape, s: Sizes, h: Heads, scores: Value) -> Value:
-    """``layers.mask.visible_softmax``, in fp32."""
+    """``layers.attention.visible_softmax``, in fp32."""
     size, wide = h.scores, h.scores * s.ratio
     values = scores
     if s.ratio > 1:
@@ -153,7 +153,7 @@ def context_core(t: Tape, s: Sizes, h: Heads, heads: tuple[Value, ...]) -> Value
 
 
 def _with_gathered_keys(t: Tape, s: Sizes, h: Heads, q: Value, k: Value, v: Value) -> Value:
-    """``layers.context_attention.GatherKeys``."""
+    """``layers.context.GatherKeys``."""
     program = fused_core if s.case.flash else scores_core
     return program(t, s, h, q, _gathered(t, s, h, k), _gathered(t, s, h, v))
 
@@ -184,7 +184,7 @@ def _collective(t: Tape, before: float, after: float, *, first: bool, last: bool
 
 
 def _with_all_positions(t: Tape, s: Sizes, h: Heads, q: Value, k: Value, v: Value) -> Value:
-    """``layers.head_attention.ExchangeHeads``: all positions of some heads, in tensors as large as the rank's own."""
+    """``layers.context.ExchangeHeads``: all positions of some heads, in tensors as large as the rank's own."""
     each = max(h.k, h.k * s.case.cp / s.held_keys)  # copies, where there are fewer heads of keys than ranks
     whole = h.q + 2 * each
     packed = t.note(
@@ -199,7 +199,7 @@ def _with_all_positions(t: Tape, s: Sizes, h: Heads, q: Value, k: Value, v: Valu
 
 
 def _in_ring(t: Tape, s: Sizes, h: Heads, q: Value, k: Value, v: Value) -> Value:
-    """``layers.ring_attention.RingKeys``: two windows of keys and values, partial results in full width."""
+    """``layers.context.RingKeys``: two windows of keys and values, partial results in full width."""
     wide, rows = s.ratio, h.q / s.case.width / s.case.model.head_size * s.case.wide
     runs = 1 if s.case.cp_order == "contiguous" else 2
     block = 0.0 if s.case.flash else h.scores / s.case.cp / runs * wide

@@ -1,12 +1,12 @@
 """Memory of a stage through a step: the engine's own schedule, replayed with the bytes of every pass and message.
 
 The order of passes, the receives that are started ahead and the moment at which a send's memory is free again are those
-of ``pipeline.messages.turns``, which the engine's runner follows; what a pass allocates comes from ``plan.meter``.
+of ``pipeline.schedules.turns``, which the engine's runner follows; what a pass allocates comes from ``plan.meter``.
 
 A replay has two halves. :func:`occupancy` follows a schedule and counts, at each pass, what the stage holds; it knows
 no bytes, so it is made once for a schedule and shared by thousands of cases. :func:`peak_of` multiplies by bytes.
 
-Weight passes count as done before the forward pass whose exchanges they fill (``pipeline.filling``): the operands of
+Weight passes count as done before the forward pass whose exchanges they fill (``pipeline.schedules``): the operands of
 their products are freed one after the other while that pass saves its activations.
 """
 

@@ -1,6 +1,6 @@
 """How long a collective or a transfer takes on the levels of a cluster: package, node, network, group of nodes.
 
-Ranks are placed tensor parallel innermost, then data (and context) parallel, then pipeline, as ``dist.topology``
+Ranks are placed tensor parallel innermost, then data (and context) parallel, then pipeline, as ``dist.mesh``
 does. A ring over r ranks moves 2(r−1)/r of the buffer past each rank for an all-reduce, half of that for a
 reduce-scatter or an all-gather, in as many hops. Where a group spans nodes, its ranks on one node share
 the node's adapters with the other groups of that node, and the slowest level bounds the ring. An all-reduce takes a

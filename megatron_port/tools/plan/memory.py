@@ -77,7 +77,7 @@ class StageMemory:
 
 
 def sum_elements(case: Case, stage: int) -> int:
-    """Gradients of one micro-batch that a rank holds at once under ZeRO-2 (``optim.grad_buffer_pool``): two buckets,
+    """Gradients of one micro-batch that a rank holds at once under ZeRO-2 (``optim.buckets``): two buckets,
     one filling up while the other is reduced, and those of a tied table."""
     units, table = bucket_units(case, stage), unit_elements(case, stage, trained=True)[1]
     largest = largest_bucket(case, stage)

@@ -145,7 +145,7 @@ def normalize(t: Tape, s: Sizes, x: Value, norm: NormSpec, residual: Value | Non
     if residual is not None:
         total = t.note(t.block(x.size), [x, residual], lambda grad, saved: [grad, grad])
     rows = x.size / norm.size / s.case.width
-    over_ranks = norm.split is not None and s.case.tp > 1  # a function of its own (layers.split_norm)
+    over_ranks = norm.split is not None and s.case.tp > 1  # a function of its own (layers.norm)
     if norm.kind == "rmsnorm" and s.torch and not over_ranks:
         return _torch_rms_norm(t, s, total), total
     size = x.size

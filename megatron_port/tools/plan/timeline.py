@@ -85,7 +85,7 @@ def timeline(
     each = [sum(both[grid.virtual_stage(s, c)] for c in range(chunks)) for s in range(stages)]
     costs = _prices(forward, backward, exchanges)
     filled, fills = (0.0,) * stages, exchanges is not None and exchanges.filled
-    if exchanges is not None and schedule == "zb-h1":  # ``pipeline.filling``: from the stages' number of them on
+    if exchanges is not None and schedule == "zb-h1":  # ``pipeline.schedules``: from the stages' number of them on
         pairs = max(micro_batches - stages, 0)
         filled = tuple(pairs * min(w, x) for w, x in zip(costs[3 * len(forward) :], exchanges.forward))
     busy = tuple(micro_batches * t - f for t, f in zip(each, filled))

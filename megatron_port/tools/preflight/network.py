@@ -6,7 +6,7 @@
    that every network adapter works. What looks slow is then measured again, alone, up to four times, and its
    fastest message counts: only what is slow even then is blamed.
 3. *All ranks*: all-reduce and all-gather.
-4. *Groups*: as many communicators across nodes as the run opens (``preflight.groups``).
+4. *Groups*: as many communicators across nodes as the run opens (``preflight.network``).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def groups_across_nodes(
         world_size: ranks of this check; spare nodes among them are left out until the layout fits.
         ranks_per_node: ranks on each node.
         topology_of: gives the rank grid of a resolved run.
-        two_way: the backend needs a second queue between stages (``nccl``; see ``dist.context.planned``).
+        two_way: the backend needs a second queue between stages (``nccl``; see ``dist.groups.planned``).
 
     Returns:
         0 where the layout fits no number of nodes up to this one: training refuses it with its own message.
@@ -238,7 +238,7 @@ def check_network(
     """Check the network. Collective over all ranks.
 
     Args:
-        groups: communicators across nodes to open beside the default group (``preflight.groups``).
+        groups: communicators across nodes to open beside the default group (``preflight.network``).
         timeout_s: seconds that each of them may take.
 
     Raises:

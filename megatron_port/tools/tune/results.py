@@ -34,7 +34,7 @@ class Trial:
     world: Natural
     """Devices."""
     parameters: dict[str, Any]
-    """``tune.space.PARAMETERS``."""
+    """``tune.strategies.PARAMETERS``."""
     settings: dict[str, Any]
     """Leaves of the configuration."""
     planned_seconds: float
@@ -46,7 +46,7 @@ class Trial:
     spread: float | None = None
     """(largest − smallest) ÷ median of the measured steps; with several starts of the starts' medians."""
     runs: tuple[float, ...] = ()
-    """Measured, of one step: the median of each start (``tune.settle``)."""
+    """Measured, of one step: the median of each start (``tune.tuner``)."""
     memory_bytes: Natural | None = None
     """As metrics.jsonl has it (rank 0; on a CPU the resident size of its process)."""
     model_tflops: float | None = None

@@ -237,7 +237,7 @@ def watched(
     Args:
         folder: of the run.
         store: through which rank 0 tells the others where the hub is; None: a single process.
-        victim_of: an error → what it says of a lost peer, or None (``dist.peers``).
+        victim_of: an error → what it says of a lost peer, or None (``dist.agree``).
     """
     if not config.enabled or (info.world_size == 1 and not config.single_process):
         yield

@@ -87,7 +87,7 @@ def clip_factor(
     norm (float64) = sqrt(square_norm) * inv_scale; grad_scale (float32) = inv_scale, times max_norm / (norm + 1e-6)
     where norm > max_norm > 0; skip (float32) = 1 where norm is not finite, above the finite ``limit``, or ``veto``
     (float32 scalar on the device) is not zero, else 0. ``inv_scale`` and ``limit``: numbers, or float64 scalars on the
-    device. ``target``: of the norm, what it is clipped to before max_norm (``optim.clipping``).
+    device. ``target``: of the norm, what it is clipped to before max_norm (``optim.gradients``).
     """
     norm = square_norm.to(torch.float64).sqrt() * inv_scale
     factor = inv_scale if isinstance(inv_scale, Tensor) else torch.full_like(norm, inv_scale)
