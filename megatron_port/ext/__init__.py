@@ -1,0 +1,1 @@
+"""Features. Each package imports the core and itself; they are found by name through ``core.registry``."""

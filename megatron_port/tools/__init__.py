@@ -1,0 +1,1 @@
+"""Work on runs, configurations and checkpoints; imported by ``cli`` and one another."""

@@ -1,1 +1,1 @@
-"""Configuration without torch: ``schema``, ``loader`` (TOML), ``checks`` (cross-field), ``flops`` (counts)."""
+"""Configuration without torch: ``schema``, ``loader`` (TOML), ``checks``, each feature's section and conflicts."""

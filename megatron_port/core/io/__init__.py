@@ -1,1 +1,1 @@
-"""Who this process is and how it talks to its peers: the only package that reads environment variables."""
+"""Files that are whole or absent, typed JSON, lines by rank, declared metrics."""

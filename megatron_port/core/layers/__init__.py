@@ -1,0 +1,1 @@
+"""Split linears, attention, experts, dropout; signatures of ops with several providers; the step's context."""

@@ -1,0 +1,1 @@
+"""Schedules as data, their runner, and their simulation."""

@@ -1,0 +1,1 @@
+"""Corpora from files: sources, tokenizers, conversations, preparing, fetching, verifying."""

@@ -1,0 +1,1 @@
+"""Whether a step can be trusted: limits, anomalies, replays, replica and gradient checks, profiles."""

@@ -1,1 +1,1 @@
-"""Chosen once at start: the device, the collective library, one provider for each op; and the JIT guard."""
+"""Providers of ops, chosen once at start; own compiled kernels; fp8; recorded steps; the guard against JIT."""

@@ -1,0 +1,1 @@
+"""What a rank keeps and where: recompute by site, swapped activations, offloaded state."""

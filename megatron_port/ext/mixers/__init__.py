@@ -1,0 +1,1 @@
+"""Mixers of positions beside grouped attention."""

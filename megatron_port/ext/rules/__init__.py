@@ -1,0 +1,1 @@
+"""Optimizer rules beside AdamW and the elementwise ones."""

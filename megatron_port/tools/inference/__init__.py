@@ -1,0 +1,1 @@
+"""Generation, scoring, perplexity, the ``lm_eval`` adapter."""

@@ -1,1 +1,1 @@
-"""Other systems' checkpoints: export to and import from torch's distributed checkpoint and DeepSpeed's."""
+"""Other systems' checkpoints: Hugging Face, PEFT, torch's distributed checkpoint, DeepSpeed, Megatron."""
