@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-NUMERICS = ("backend", "data", "engine", "memory", "model", "optim", "parallel", "pipeline", "train")
+NUMERICS = ("core", "ext")
 """Packages that decide what a step computes."""
 
 

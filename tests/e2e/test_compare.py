@@ -60,7 +60,7 @@ def test_a_step_brings_values_to_the_host_once_whatever_its_length() -> None:
         found.append(host_reads(lambda made=made, size=size: made.step(*batch(size, 1, CPU))))  # type: ignore[misc]
     assert found[0] == found[1] == found[2] and len(found[0]) == 1, found
     (read,) = found[0]
-    assert read.calls == 1 and read.where.startswith("megatron_port/engine/"), read
+    assert read.calls == 1 and read.where.startswith("megatron_port/core/engine/"), read
 
 
 def test_reads_of_values_are_seen_where_they_are() -> None:

@@ -244,7 +244,7 @@ def recorded_buffers(module: nn.Module, *, below: bool = True) -> list[tuple[Par
             kind = str(buffer.dtype).removeprefix("torch.")
             raise ValueError(
                 f"buffer {name} is {kind} and {'has no record' if record is None else 'was cast'}: buffers are made by "
-                "parallel.buffers.add_buffer, stay float32, and a module that has one is not cast or copied"
+                "dist.collectives.add_buffer, stay float32, and a module that has one is not cast or copied"
             )
         out.append((record, buffer))
     return out
