@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST = 315
-"""A goal of 110 is still far; see docs/decisions.md. The number only gets smaller."""
+"""A goal of 110 is still far; see benchmarks/evidence/decisions.md. The number only gets smaller."""
 HOOK = '''
 import sys
 from pathlib import Path

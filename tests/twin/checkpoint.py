@@ -1,4 +1,4 @@
-"""Reads a checkpoint's tensors with numpy: manifest.json and safetensors files, as docs/definitions.md has them."""
+"""Reads a checkpoint's tensors with numpy: manifest.json and safetensors files, as evidence/definitions.md has them."""
 
 from __future__ import annotations
 

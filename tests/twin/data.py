@@ -1,4 +1,4 @@
-"""Corpora, splits, blends, the order of samples and the loss mask, from docs/definitions.md."""
+"""Corpora, splits, blends, the order of samples and the loss mask, from benchmarks/evidence/definitions.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hundreds of steps in half precision with float32 masters, as docs/definitions.md has them, in any order of sums."""
+"""Hundreds of steps in half precision with float32 masters, as definitions.md has them, in any order of sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The network of docs/definitions.md as plain functions of a dictionary of tensors: batch first, nothing split."""
+"""The network of evidence/definitions.md as plain functions of a dictionary of tensors: batch first, nothing split."""
 
 from __future__ import annotations
 

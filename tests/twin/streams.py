@@ -1,4 +1,4 @@
-"""Random numbers of docs/definitions.md, written with numpy's uint64 and scipy's normal quantile out of torch."""
+"""Random numbers of evidence/definitions.md, written with numpy's uint64 and scipy's normal quantile out of torch."""
 
 from __future__ import annotations
 

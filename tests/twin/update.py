@@ -1,4 +1,4 @@
-"""The update of docs/definitions.md: clipping, AdamW with groups of parameters and muP's factors, averaged weights."""
+"""The update of definitions.md: clipping, AdamW with groups of parameters and muP's factors, averaged weights."""
 
 from __future__ import annotations
 

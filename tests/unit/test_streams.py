@@ -1,6 +1,6 @@
 """No two layers, ops, samples, steps, corpora or seeds share a stream of random numbers, and each is its definition.
 
-The definitions are those of docs/definitions.md, as ``tests/twin`` has them without a line of the program.
+The definitions are those of evidence/definitions.md, as ``tests/twin`` has them without a line of the program.
 """
 
 from __future__ import annotations

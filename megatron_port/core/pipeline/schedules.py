@@ -15,7 +15,7 @@ the planner and the trace read the same lists.
 
 Where experts are divided over ranks, weight passes of ``zb-h1`` fill exchanges (``pipeline.schedules``).
 
-torch.distributed.pipelining has schedules of these names too; why they are not used: docs/decisions.md.
+torch.distributed.pipelining has schedules of these names too; why they are not used: benchmarks/evidence/decisions.md.
 """
 
 from __future__ import annotations
