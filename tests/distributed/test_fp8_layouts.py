@@ -110,7 +110,7 @@ def fp8_config(recipe: str, *, engine: str = "native", **layout: Any) -> RunConf
 def test_layouts_in_8_bits(ranks: RankPool, recipe: str) -> None:
     """No farther from one process than twice what sums in another order make of it (docs/parity.md), both engines."""
     draws = [Draw(i, fp8_config(recipe, **layout), topology) for i, (topology, layout) in enumerate(LAYOUTS[recipe][2])]
-    # Run seed 1: with 1234 tensorwise is at 1.04 of its bound, and engine native at 0.89 (docs/parity.md).
+    # Run seed 1: with 1234 tensorwise is at 1.04 of its bound, and engine native at 0.89 (evidence/parity.md).
     deepspeed = dataclasses.replace(fp8_config(recipe, engine="deepspeed", **SP), seed=1)
     draws.append(Draw(len(draws), deepspeed, Topology(2, 1, 1)))
     results = run_draws(ranks, draws)

@@ -42,7 +42,7 @@ def test_mean_error_over_all_rows(found: list) -> None:
     every = errors(found)
     assert len(every) == 86  # 16 more are set aside
     assert statistics.mean(map(abs, every)) <= 0.055
-    assert sum(abs(e) > 0.25 for e in every) <= 3  # three of vTrain's; named in docs/planner.md
+    assert sum(abs(e) > 0.25 for e in every) <= 3  # three of vTrain's; named in evidence/planner-accuracy.md
 
 
 def test_what_contradicts_other_rows_of_its_layout(script: ModuleType, found: list) -> None:

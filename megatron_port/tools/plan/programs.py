@@ -1,7 +1,7 @@
 """Other systems as the planner sees them: what they keep, gather, send and hide. For published runs, and comparisons.
 
-Each is read off a program's code or documents of the time, not off its measured steps; docs/planner.md lists what is
-not sure. This program's own two are ``plan.case.ENGINES``.
+Each is read off a program's code or documents of the time, not off its measured steps;
+benchmarks/evidence/planner-accuracy.md lists what is not sure. This program's own two are ``plan.case.ENGINES``.
 """
 
 from __future__ import annotations
