@@ -1,6 +1,6 @@
 """The Dockerfiles, without a container engine: read strictly, and linted by hadolint; and scripts/docker_steps.py.
 
-What was run of them, and where, is in docs/ahead-of-time.md.
+What was run of them, and where, is in benchmarks/evidence/ahead-of-time.md.
 """
 
 from __future__ import annotations
