@@ -17,13 +17,14 @@ from twin.streams import dropout_factors
 
 from megatron_port.core.dist.positions import Division, Positions, SequencePartition, divide
 from megatron_port.core.layers.attention import AttentionMask
-from megatron_port.core.layers.context import PARTIALS, ContextAttention, DropoutOf, ExchangeHeads, GatherKeys, RingKeys
+from megatron_port.core.layers.context import ContextAttention, DropoutOf, ExchangeHeads, GatherKeys, RingKeys
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.fused import ProbabilityDropout
 from megatron_port.core.layers.fused_attention import Attention, math_attention, sdpa_attention
 from megatron_port.core.layers.step import earliest_start, pack_documents
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.ops import attention as own
+from megatron_port.ext.kernels.ops.attention import PARTIALS
 
 SEED, STEP, OP = 3, 5, "layers.0.attention.probs"
 METHODS = ("gather", "heads", "ring")

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from megatron_port.core.dist.counter import random_bits
 from megatron_port.core.dist.positions import Positions
-from megatron_port.core.layers.dropout import DropoutStream, keep_mask, keep_scale, op_key
+from megatron_port.core.layers.dropout import DropoutStream, drop_threshold, keep_mask, keep_scale, op_key
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.recompute import recompute
-from megatron_port.ext.kernels.ops.dropout import drop_threshold
 
 CPU = torch.device("cpu")
 SEQ, WIDTH, HEADS = 12, 10, 4

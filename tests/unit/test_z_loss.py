@@ -14,11 +14,11 @@ from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.layers.cross_entropy import (
     CrossEntropyOps,
-    own_cross_entropy,
     torch_cross_entropy,
     vocab_parallel_cross_entropy,
 )
 from megatron_port.ext.kernels.kernels import load as load_kernels
+from megatron_port.ext.kernels.ops.cross_entropy import own_cross_entropy
 from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.run.build import build_engine
 

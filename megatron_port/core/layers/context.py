@@ -11,7 +11,7 @@ process. They are kept for the backward pass as attention keeps its inputs; wher
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -299,10 +299,10 @@ class Partial:
     def add(self, other: Partial) -> None:
         """Take in the partial of the same queries over other keys, in place."""
         top = torch.maximum(self.top, other.top)
-        base = _finite(top)
+        base = finite_top(top)
         mine, theirs = (part.total * torch.exp(part.top - base) for part in (self, other))
         total = mine + theirs
-        share = _inverse(total)
+        share = inverse_total(total)
         self.out.mul_(_by_row(mine * share)).add_(other.out * _by_row(theirs * share))
         self.top.copy_(top)
         self.total.copy_(total)
@@ -360,12 +360,12 @@ def product_with_output(dout: Tensor, out: Tensor) -> Tensor:
     return (dout.to(wide) * out.to(wide)).sum(dim=-1).permute(1, 2, 0)
 
 
-def _finite(top: Tensor) -> Tensor:
+def finite_top(top: Tensor) -> Tensor:
     """Largest scores with 0 for those of no key: -inf less -inf is not a number."""
     return top.masked_fill(top == float("-inf"), 0.0)
 
 
-def _inverse(total: Tensor) -> Tensor:
+def inverse_total(total: Tensor) -> Tensor:
     return torch.where(total > 0, 1.0 / total, 0.0)
 
 
@@ -382,9 +382,9 @@ class MathPartial:
         seq, batch, heads, size = q.shape
         scores, _ = self._scores(self._grouped(q, k.shape[2]), k, seq, mask)
         top = scores.amax(dim=-1)
-        weights = torch.exp(scores - _finite(top).unsqueeze(-1))
+        weights = torch.exp(scores - finite_top(top).unsqueeze(-1))
         total = weights.sum(dim=-1)
-        weights = weights * _inverse(total).unsqueeze(-1)
+        weights = weights * inverse_total(total).unsqueeze(-1)
         weights = weights if drop is None else drop(weights)
         mixed = weights.view(batch, k.shape[2], -1, k.shape[0]) @ v.to(weights.dtype).permute(1, 2, 0, 3)
         return Partial(mixed.view(batch, heads, seq, size).permute(2, 0, 1, 3).contiguous(), top, total)
@@ -397,7 +397,7 @@ class MathPartial:
         groups, seq = k.shape[2], q.shape[0]
         query, grad = self._grouped(q, groups), self._grouped(dout, groups, scaled=False)
         scores, slope = self._scores(query, k, seq, mask)
-        probs = torch.exp(scores - _finite(whole.top).unsqueeze(-1)) * _inverse(whole.total).unsqueeze(-1)
+        probs = torch.exp(scores - finite_top(whole.top).unsqueeze(-1)) * inverse_total(whole.total).unsqueeze(-1)
         dprobs = (grad @ v.to(grad.dtype).permute(1, 2, 3, 0)).view_as(probs)
         dropped = probs
         if drop is not None:
@@ -428,39 +428,6 @@ class MathPartial:
             bent = torch.tanh(scores / mask.softcap)
             scores, slope = mask.softcap * bent, 1.0 - bent.square()
         return scores.masked_fill(~mask.visible(seq, k.shape[0], scores.device), float("-inf")), slope
-
-
-class OwnPartial:
-    """The own CPU kernel on float32 copies: its arithmetic is float32 whatever it is given."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, drop: Drop | None) -> Partial:
-        """Return the partial. ValueError: dropout, whose masks the kernel makes for whole sequences only."""
-        from megatron_port.ext.kernels.ops.attention import partial_forward
-
-        _refuse_dropout(drop)
-        out, rows = partial_forward(q.float(), k.float(), v.float(), mask)
-        top, inverse = rows.flatten(1, 2).unbind(2)
-        return Partial(out.flatten(2, 3), top.masked_fill(inverse == 0, float("-inf")), _inverse(inverse))
-
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Partial, along: Tensor, mask: AttentionMask,
-        drop: Drop | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients. ValueError: dropout."""
-        from megatron_port.ext.kernels.ops.attention import partial_backward
-
-        _refuse_dropout(drop)
-        rows = torch.stack((_finite(whole.top), _inverse(whole.total)), dim=2)
-        return partial_backward(dout.float(), q.float(), k.float(), v.float(), whole.out.float(), rows, mask)
-
-
-PARTIALS: Mapping[str, PartialAttention] = {"math": MathPartial(), "own": OwnPartial()}
-"""By the name of the provider of attention."""
-
-
-def _refuse_dropout(drop: Drop | None) -> None:
-    if drop is not None:
-        raise ValueError("own attention drops probabilities of whole sequences; set backend.attention = \"math\"")
 
 
 # Attention over a sequence that ranks divide, whose keys and values travel round (Liu et al., arXiv 2310.01889).

@@ -24,9 +24,8 @@ from torch import Tensor
 
 from megatron_port.core.dist.collectives import Group
 from megatron_port.core.layers.fused import FirstOrderFunction, first_order
-from megatron_port.ext.kernels.ops import cross_entropy as own
 
-# The two steps of cross-entropy that have providers: torch's ops and the project's own kernels.
+# The two steps of cross-entropy that have providers: torch's ops and the project's own kernels (kernels.ops).
 #
 # What happens between them, over the ranks, is in ``layers.cross_entropy``.
 
@@ -52,20 +51,6 @@ class CrossEntropyOps(Protocol):
         self, logits: Tensor, labels: Tensor, maximum: Tensor, total: Tensor, grad: Tensor, *, offset: int, extent: int
     ) -> None:
         """Write (exp(x - maximum) / total - onehot(label)) * grad over the logits, zeros over the other columns."""
-
-
-class OwnCrossEntropy:
-    """Cross-entropy through ``backend.ops``; ``kernels.load`` must have run."""
-
-    def statistics(
-        self, logits: Tensor, labels: Tensor, *, offset: int, extent: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return own.statistics(logits, labels, offset=offset, extent=extent)
-
-    def gradient_(
-        self, logits: Tensor, labels: Tensor, maximum: Tensor, total: Tensor, grad: Tensor, *, offset: int, extent: int
-    ) -> None:
-        own.gradient_(logits, labels, maximum, total, grad, offset=offset, extent=extent)
 
 
 class TorchCrossEntropy:
@@ -128,7 +113,6 @@ def _columns(labels: Tensor, offset: int, extent: int) -> tuple[Tensor, Tensor]:
 
 
 torch_cross_entropy: CrossEntropyOps = TorchCrossEntropy()
-own_cross_entropy: CrossEntropyOps = OwnCrossEntropy()
 
 
 TokenLoss = Callable[..., torch.Tensor]

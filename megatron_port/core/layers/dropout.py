@@ -26,7 +26,16 @@ from megatron_port.core.dist.collectives import to_device_async
 from megatron_port.core.dist.counter import key_of, random_bits
 from megatron_port.core.dist.positions import Positions, Run
 from megatron_port.core.layers.fused import ProbabilityDropout
-from megatron_port.ext.kernels.ops.dropout import FIELD, drop_threshold
+
+FIELD = 1 << 16
+"""Values of an element's random field of 16 bits."""
+
+
+def drop_threshold(p: float) -> int:
+    """Return how many of the 65536 values of a field drop an element, for p in [0, 1): at most 65535."""
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"dropout probability {p} is not in [0, 1)")
+    return min(round(p * FIELD), FIELD - 1)
 
 
 @cache

@@ -21,7 +21,6 @@ from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.dist.device import DeviceInfo
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.layers import fused
-from megatron_port.core.layers.context import PARTIALS
 from megatron_port.core.layers.cross_entropy import torch_cross_entropy
 from megatron_port.core.layers.experts import ExpertOps, own_experts, own_limit, torch_experts
 from megatron_port.core.layers.packed_math import packed_math_attention
@@ -38,6 +37,7 @@ from megatron_port.ext.kernels.attention_choice import (
 from megatron_port.ext.kernels.choose_exchange import choose_exchange
 from megatron_port.ext.kernels.choose_fp8 import choose_fp8
 from megatron_port.ext.kernels.fp8 import Fp8, Quantiser, own_quantiser, torch_quantiser
+from megatron_port.ext.kernels.ops.attention import PARTIALS
 from megatron_port.ext.kernels.providers import ProviderRow, Providers, optional_import
 
 
@@ -335,7 +335,7 @@ def _own_softmax() -> fused.CausalSoftmax:
 
 
 def _own_cross_entropy() -> Any:
-    from megatron_port.core.layers.cross_entropy import own_cross_entropy
+    from megatron_port.ext.kernels.ops.cross_entropy import own_cross_entropy
 
     return own_cross_entropy
 

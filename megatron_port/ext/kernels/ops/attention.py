@@ -8,14 +8,16 @@ proportional to what the mask leaves.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_port.core.layers.attention import AttentionMask
+from megatron_port.core.layers.context import Drop, MathPartial, Partial, PartialAttention, finite_top, inverse_total
+from megatron_port.core.layers.dropout import drop_threshold
 from megatron_port.core.layers.fused import FirstOrderFunction, ProbabilityDropout, first_order
-from megatron_port.ext.kernels.ops.dropout import drop_threshold
 
 Dropout = tuple[Tensor | None, int, int, int]
 """(keys, op_key, threshold, head_offset) as the kernel takes them; no keys: no dropout."""
@@ -115,6 +117,35 @@ def _backward(
         sinks, ctx.window, ctx.softcap, dsinks,
     )
     return None if dsinks is None else dsinks.sum(dim=0)
+
+
+class OwnPartial:
+    """The own CPU kernel on float32 copies: its arithmetic is float32 whatever it is given."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, drop: Drop | None) -> Partial:
+        """Return the partial. ValueError: dropout, whose masks the kernel makes for whole sequences only."""
+        _refuse_dropout(drop)
+        out, rows = partial_forward(q.float(), k.float(), v.float(), mask)
+        top, inverse = rows.flatten(1, 2).unbind(2)
+        return Partial(out.flatten(2, 3), top.masked_fill(inverse == 0, float("-inf")), inverse_total(inverse))
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Partial, along: Tensor, mask: AttentionMask,
+        drop: Drop | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients. ValueError: dropout."""
+        _refuse_dropout(drop)
+        rows = torch.stack((finite_top(whole.top), inverse_total(whole.total)), dim=2)
+        return partial_backward(dout.float(), q.float(), k.float(), v.float(), whole.out.float(), rows, mask)
+
+
+PARTIALS: Mapping[str, PartialAttention] = {"math": MathPartial(), "own": OwnPartial()}
+"""By the name of the provider of attention."""
+
+
+def _refuse_dropout(drop: Drop | None) -> None:
+    if drop is not None:
+        raise ValueError("own attention drops probabilities of whole sequences; set backend.attention = \"math\"")
 
 
 class _Attention(FirstOrderFunction):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_port.core.layers.cross_entropy import CrossEntropyOps
+
 
 def statistics(logits: Tensor, labels: Tensor, *, offset: int, extent: int) -> tuple[Tensor, Tensor, Tensor]:
     """(maximum, total, target), each float32 [...], of contiguous logits [..., v] and labels int64 [...].
@@ -31,6 +33,23 @@ def gradient_(
     ``maximum`` and ``total`` are those of the whole vocabulary, ``grad`` the losses' gradient: float32 [...].
     """
     torch.ops.megatron_port.cross_entropy_gradient_(logits, labels, maximum, total, grad, offset, extent)
+
+
+class OwnCrossEntropy:
+    """Cross-entropy through ``backend.ops``; ``kernels.load`` must have run."""
+
+    def statistics(
+        self, logits: Tensor, labels: Tensor, *, offset: int, extent: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return statistics(logits, labels, offset=offset, extent=extent)
+
+    def gradient_(
+        self, logits: Tensor, labels: Tensor, maximum: Tensor, total: Tensor, grad: Tensor, *, offset: int, extent: int
+    ) -> None:
+        gradient_(logits, labels, maximum, total, grad, offset=offset, extent=extent)
+
+
+own_cross_entropy: CrossEntropyOps = OwnCrossEntropy()
 
 
 def _statistics_shapes(logits: Tensor, labels: Tensor, offset: int, extent: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,17 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_port.core.layers.dropout import drop_threshold
 from megatron_port.core.layers.fused import differentiable
-
-FIELD = 1 << 16
-"""Values of an element's random field of 16 bits."""
-
-
-def drop_threshold(p: float) -> int:
-    """Return how many of the 65536 values of a field drop an element, for p in [0, 1): at most 65535."""
-    if not 0.0 <= p < 1.0:
-        raise ValueError(f"dropout probability {p} is not in [0, 1)")
-    return min(round(p * FIELD), FIELD - 1)
 
 
 def bias_dropout_add(
