@@ -32,8 +32,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_port.core.layers.expert_choice import Routing
-from megatron_port.core.layers.experts import ExpertOps, own_experts, torch_experts
+from megatron_port.core.layers.experts import ExpertOps, torch_experts
 from megatron_port.ext.kernels import kernels
+from megatron_port.ext.kernels.own_experts import own_experts
 
 Step = Callable[[], object]
 Clock = Callable[[], float]

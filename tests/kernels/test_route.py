@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_port.core.layers import expert_choice as router
-from megatron_port.core.layers.experts import ExpertOps, own_experts, own_limit, torch_experts
+from megatron_port.core.layers.experts import ExpertOps, torch_experts
 from megatron_port.ext.kernels import kernels
+from megatron_port.ext.kernels.own_experts import own_experts, own_limit
 
 INFINITY = float("inf")
 ULP = float(torch.finfo(torch.float32).eps)

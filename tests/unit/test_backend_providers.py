@@ -20,7 +20,7 @@ from megatron_port.core.config.moe import MoEConfig
 from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.dist.device import Accelerators, DeviceInfo, choose_device, describe_device, identity_of
 from megatron_port.core.errors import EnvironmentFault
-from megatron_port.core.layers.experts import own_experts, torch_experts
+from megatron_port.core.layers.experts import torch_experts
 from megatron_port.core.layers.fused import ProbabilityDropout, torch_layer_norm, torch_rms_norm, torch_split_rotary
 from megatron_port.core.layers.fused_attention import (
     flash_attention,
@@ -32,6 +32,7 @@ from megatron_port.core.layers.fused_attention import (
 from megatron_port.ext.kernels import attention_choice as choose_attention
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.choose import choose_providers
+from megatron_port.ext.kernels.own_experts import own_experts
 from megatron_port.ext.kernels.providers import torch_providers
 
 CPU = DeviceInfo("cpu", torch.device("cpu"), "gloo", "cpu", 0, "test")

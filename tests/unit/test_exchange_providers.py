@@ -16,9 +16,10 @@ from megatron_port.core.config.moe import CONFLICTS
 from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.dist.device import DeviceInfo
 from megatron_port.core.errors import EnvironmentFault
+from megatron_port.core.layers.experts import Manifest
 from megatron_port.ext.kernels.choose_exchange import choose_exchange
 from megatron_port.ext.kernels.compile_entry_points import ENTRY_POINTS
-from megatron_port.ext.kernels.exchanges import DeepEP, Manifest, arrangement
+from megatron_port.ext.kernels.exchanges import DeepEP, arrangement
 
 
 def device(kind: str) -> DeviceInfo:

@@ -21,14 +21,76 @@ from torch import Tensor
 from megatron_port.core.dist.collectives import Group, to_device_async
 from megatron_port.core.dist.device_streams import in_flight
 from megatron_port.core.layers import expert_choice as router
+from megatron_port.core.layers import expert_rows
 from megatron_port.core.layers.expert_choice import Routed, Routing
 from megatron_port.core.layers.fused import FirstOrderFunction, first_order
 from megatron_port.core.layers.linear import WgradAccumulator
 from megatron_port.core.layers.linear_kernels import add_product
-from megatron_port.ext.kernels import expert_rows
-from megatron_port.ext.kernels.exchanges import Arriving, Manifest, RowExchange, RowTransport
-from megatron_port.ext.kernels.ops import expert_rows as own_rows
-from megatron_port.ext.kernels.ops import route as own_router
+
+# -- what moves rows between ranks: torch, or a library (backend.experts_exchange) ---------------------------------
+
+LARGEST_KEY = 2**24
+"""Integers up to this one are exact in float32."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Rows that this rank sends to each rank of the group and receives from it in a forward pass of a layer.
+
+    ``counts`` int64 [E], on the device: rows for each expert of the layer; the rows are sorted by expert. ``most``:
+    rows that any rank can send, alike on all.
+    """
+
+    group: Any
+    rank: int
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    counts: torch.Tensor
+    most: int
+
+    def expert_of_row(self) -> torch.Tensor:
+        """Return the expert of each row that is sent, int64 [rows, 1]."""
+        experts = torch.arange(len(self.counts), device=self.counts.device)
+        return torch.repeat_interleave(experts, self.counts, output_size=sum(self.sent)).unsqueeze(1)
+
+    def keys(self) -> torch.Tensor:
+        """Return numbers float32 [rows, 1] that are larger for rows of later ranks, and of a rank for later rows: a
+        library carries them with the rows, as weights, and what arrives is put in order by them.
+
+        Raises:
+            ValueError: there are more rows than float32 can number.
+        """
+        if len(self.sent) * self.most > LARGEST_KEY:
+            raise ValueError(
+                f"{len(self.sent)} ranks of {self.most} rows are more than {LARGEST_KEY}, which "
+                'backend.experts_exchange deepep and mori can keep apart; lower batch.micro_batch_size, or use "torch"'
+            )
+        rows = torch.arange(sum(self.sent), device=self.counts.device)
+        return (rows + self.rank * self.most).to(torch.float32).unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """Rows on their way: the memory for them, undefined until ``wait`` returns them."""
+
+    memory: torch.Tensor
+    wait: Callable[[], torch.Tensor]
+
+
+class RowTransport(Protocol):
+    """Moves the rows of one forward pass of a layer, and their gradients; one exchange at a time."""
+
+    def start(self, rows: torch.Tensor, *, to_experts: bool) -> Arriving:
+        """Start to exchange contiguous rows [sent, h] to the ranks of their experts; or [received, h] back."""
+
+    def arranged(self) -> torch.Tensor | None:
+        """Return where in what has arrived first the rows are in the order of an all-to-all, by rank and place, int64
+        [received]: all further exchanges keep that order. None: they come in the order of an all-to-all."""
+
+
+RowExchange = Callable[[Manifest], RowTransport]
+"""Provider of ``backend.experts_exchange``."""
+
 
 # -- the exchange ------------------------------------------------------------------------------------------------------
 
@@ -324,7 +386,7 @@ def grouped_linear(
 class ExpertOps(Protocol):
     """Rows x, y [.., h] of any dtype; indices int64; logits, scores and weights float32, float64 with float64 rows.
 
-    ``kernels.expert_rows`` and ``layers.expert_choice`` say what is computed. Rows have the same bits from every
+    ``layers.expert_rows`` and ``layers.expert_choice`` say what is computed. Rows have the same bits from every
     provider.
     """
 
@@ -356,52 +418,13 @@ class TorchExperts:
     route_backward = staticmethod(router.route_backward)
 
 
-class OwnExperts:
-    """Router and rows through ``backend.ops``; ``kernels.load`` must have run."""
-
-    def gather_rows(self, x: Tensor, source: Tensor) -> Tensor:
-        return own_rows.gather_rows(x.contiguous(), source)
-
-    def sum_rows(self, y: Tensor, place: Tensor, weight: Tensor | None) -> Tensor:
-        return own_rows.sum_rows(y.contiguous(), place, weight)
-
-    def sum_rows_backward(self, grad: Tensor, y: Tensor, place: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return own_rows.sum_rows_backward(grad.contiguous(), y, place, weight)
-
-    def route(self, logits: Tensor, bias: Tensor | None, routing: Routing, given: Tensor | None = None) -> Routed:
-        return Routed(*own_router.route(
-            logits.contiguous(), bias, None if given is None else given.contiguous(), k=routing.k,
-            sigmoid=routing.score == "sigmoid", groups=routing.groups, top_groups=routing.top_groups,
-            two=routing.group_score == "top2", normalise=routing.normalise, scale=routing.scale,
-        ))
-
-    def route_backward(
-        self, scores: Tensor, experts: Tensor, dweights: Tensor | None, dscores: Tensor | None, routing: Routing
-    ) -> Tensor:
-        return own_router.route_backward(
-            scores, experts, None if dweights is None else dweights.contiguous(),
-            None if dscores is None else dscores.contiguous(), sigmoid=routing.score == "sigmoid",
-            normalise=routing.normalise, scale=routing.scale,
-        )
-
-
-def own_limit(experts: int, top_k: int, groups: int) -> str:
-    """Return why the own router cannot serve a layer of this size, or nothing."""
-    most, choices = own_router.MOST_EXPERTS, own_router.MOST_CHOICES
-    if experts <= most and top_k <= choices and groups <= choices:
-        return ""
-    return (f"the own router takes at most {most} experts, {choices} choices and {choices} groups, not {experts}, "
-            f"{top_k} and {groups}")
-
-
 torch_experts: ExpertOps = TorchExperts()
-own_experts: ExpertOps = OwnExperts()
 
 
 # Copies of tokens in the order of their experts, and the sums of what comes back, with their gradients.
 #
 # ``source`` int64 [rows] says which token each row is a copy of, ``place`` int64 [tokens, k] where each token's copies
-# are (-1: left out, because an expert was full). ``kernels.expert_rows`` says what is computed.
+# are (-1: left out, because an expert was full). ``layers.expert_rows`` says what is computed.
 
 class _Copies(FirstOrderFunction):
     @staticmethod

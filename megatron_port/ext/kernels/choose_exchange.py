@@ -7,7 +7,8 @@ import torch
 from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.dist.device import DeviceInfo
 from megatron_port.core.errors import EnvironmentFault
-from megatron_port.ext.kernels.exchanges import DeepEP, Mori, RowExchange
+from megatron_port.core.layers.experts import RowExchange
+from megatron_port.ext.kernels.exchanges import DeepEP, Mori
 from megatron_port.ext.kernels.providers import ProviderRow, optional_import
 
 KINDS = {"deepep": "cuda", "mori": "rocm"}

@@ -10,8 +10,7 @@ from megatron_port.core.layers import fused
 from megatron_port.core.layers import fused_attention as attn
 from megatron_port.core.layers.context import MathPartial, PartialAttention
 from megatron_port.core.layers.cross_entropy import CrossEntropyOps, torch_cross_entropy
-from megatron_port.core.layers.experts import ExpertOps, torch_experts
-from megatron_port.ext.kernels.exchanges import RowExchange
+from megatron_port.core.layers.experts import ExpertOps, RowExchange, torch_experts
 from megatron_port.ext.kernels.fp8 import Fp8
 
 

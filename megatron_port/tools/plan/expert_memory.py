@@ -63,7 +63,7 @@ def route(t: Tape, s: Sizes, op: Op, x: Value) -> Value:
 
 
 def dispatch(t: Tape, s: Sizes, op: Op, x: Value) -> tuple[Value, Value]:
-    """``kernels.expert_rows.copies``: a row for each of a token's experts, sorted by expert; and where each row is."""
+    """``layers.expert_rows.copies``: a row for each of a token's experts, sorted by expert; and where each row is."""
     sizes, own = routed(s.case, op.part), _own(s, op.part)
     place = Value(t.block(sizes.tokens * op.part.top_k * INDEX), constant=True)
     sent = sizes.sent * s.case.model.hidden_size * s.case.width
@@ -110,7 +110,7 @@ def _reordered(t: Tape, sizes: Routed, x: Value) -> Value:
 
 
 def combine(t: Tape, s: Sizes, op: Op, y: Value, weights: Value, place: Value) -> Value:
-    """``kernels.expert_rows.combined``: each token's sum of its experts' results."""
+    """``layers.expert_rows.combined``: each token's sum of its experts' results."""
     own = _own(s, op.part)
     size, of_weights, wide = y.size, weights.size, own * s.ratio
     weighed = s.case.engine.weighs_activation
