@@ -22,7 +22,6 @@ from torch import Tensor
 from megatron_port.core.config.quantisation import NO_QUANTISATION, QuantisationConfig
 from megatron_port.core.dist.compat import widening_addmm
 from megatron_port.core.layers import fused as cpu_upcast
-from megatron_port.ext.kernels.fp8 import Fp8, Quantised, on_grid
 
 
 def add_product(main_grad: Tensor, a: Tensor, b: Tensor, *, first: bool = False, scale: float = 1.0) -> None:
@@ -33,7 +32,7 @@ def add_product(main_grad: Tensor, a: Tensor, b: Tensor, *, first: bool = False,
     if main_grad.dtype == torch.float32 != a.dtype and widening_addmm(a.device, a.dtype):
         mm, addmm = _WIDENING
         if scale != 1.0:
-            _add(main_grad, mm(a.t(), b, out_dtype=torch.float32).mul_(scale), first)
+            add_to_sum(main_grad, mm(a.t(), b, out_dtype=torch.float32).mul_(scale), first)
         elif first:
             mm(a.t(), b, out_dtype=torch.float32, out=main_grad)
         else:
@@ -41,7 +40,7 @@ def add_product(main_grad: Tensor, a: Tensor, b: Tensor, *, first: bool = False,
         return
     if a.dtype != main_grad.dtype and a.device.type != "cpu":
         product = a.t().mm(b)
-        _add(main_grad, product if scale == 1.0 else product.to(main_grad.dtype).mul_(scale), first)
+        add_to_sum(main_grad, product if scale == 1.0 else product.to(main_grad.dtype).mul_(scale), first)
         return
     # On a CPU in the sum's dtype: no product to round, and none to add in a pass of its own.
     left, right = a.t().to(main_grad.dtype), b.to(main_grad.dtype)
@@ -57,11 +56,32 @@ _WIDENING: tuple[Any, Any] = (torch.mm, torch.addmm)
 """Both also take ``out_dtype``, which their types do not know."""
 
 
-def _add(main_grad: Tensor, product: Tensor, first: bool) -> None:
+def add_to_sum(main_grad: Tensor, product: Tensor, first: bool) -> None:
+    """Add a product to a sum of gradients; ``first``: write it over what the sum holds."""
     if first:
         main_grad.copy_(product)
     else:
         main_grad.add_(product)
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """A matrix in 8 bits: ``values`` [rows, columns] contiguous; ``values`` × ``inverse`` is the matrix."""
+
+    values: Tensor
+    inverse: Tensor
+    """fp32 powers of two, [1, 1] or, with a scale for each row, [rows, 1]."""
+    rowwise: bool
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the matrix."""
+        return self.values.shape
+
+    def transposed(self) -> Quantised:
+        """The transposed matrix; only with one scale for the tensor."""
+        assert not self.rowwise, "scales of rows are not scales of columns"
+        return Quantised(self.values.t().contiguous(), self.inverse, False)
 
 
 class QuantizedWeightCache:
@@ -190,89 +210,36 @@ class PlainLinearKernels:
 PLAIN = PlainLinearKernels()
 
 
-def _cached(weight: Tensor, name: str, make: Callable[[], Quantised]) -> Quantised:
-    cache: QuantizedWeightCache | None = getattr(weight, "quantized_weight_cache", None)
-    return make() if cache is None else cache.get(weight, name, make)
+# Values that few bits can say: the grid on which weights compute while they are trained for it.
+#
+# A group is ``group_size`` neighbours along the inputs of a row of the logical matrix, and has one scale, in float32.
+# For b bits the scale is the smallest at which nothing lies beyond [-2^(b-1), 2^(b-1) - 1]: torchao's
+# ``SYMMETRIC_NO_CLIPPING_ERR``, so that post-training quantisation of what was trained gives the weights that it was
+# trained with. As nothing is clipped, the straight-through gradient (Bengio et al., arXiv 1308.3432) is the identity.
+
+BITS = {"int8": 8, "int4": 4}
 
 
-@dataclass(frozen=True)
-class TensorwiseLinearKernels:
-    """Products in 8 bits with one scale per tensor; wgrad reuses the input's scale of the forward pass."""
+def on_grid(weight: torch.Tensor, kind: str, group_size: int) -> torch.Tensor:
+    """Return a matrix [rows, inputs] with each element at the nearest value that ``kind`` can say, in its dtype.
 
-    fp8: Fp8
-
-    def forward(
-        self, x: Tensor, weight: Tensor, weight_2d: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        left = self.fp8.quantiser.tensor(x.reshape(-1, x.shape[-1]), self.fp8.formats.precise)
-        y = self.fp8.product(left, self._weight(weight, weight_2d, "rows"), bias, x.dtype, True)
-        return y.view(*x.shape[:-1], weight_2d.shape[0]), left.inverse
-
-    def _weight(self, weight: Tensor, weight_2d: Tensor, which: str) -> Quantised:
-        q, dtype = self.fp8.quantiser, self.fp8.formats.precise
-        one = partial(q.tensor if which == "rows" else q.transposed, weight_2d, dtype)
-        cache: QuantizedWeightCache | None = getattr(weight, "quantized_weight_cache", None)
-        return one() if cache is None else cache.pair(weight, which, one, partial(q.both, weight_2d, dtype))
-
-    def prepare_grad_output(self, grad_output_2d: Tensor) -> tuple[tuple[Quantised, torch.dtype], Quantised]:
-        straight, transposed = self.fp8.quantiser.both(grad_output_2d, self.fp8.formats.wide)
-        return (straight, grad_output_2d.dtype), transposed
-
-    def dgrad(self, grad_output_2d: tuple[Quantised, torch.dtype], weight: Tensor, weight_2d: Tensor) -> Tensor:
-        left, dtype = grad_output_2d
-        return self.fp8.product(left, self._weight(weight, weight_2d, "columns"), None, dtype, False)
-
-    def _wgrad(
-        self, grad_output_2d: Quantised, x: Tensor, saved_input_scale: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
-        right = self.fp8.quantiser.transposed(x, self.fp8.formats.precise, saved_input_scale)
-        return self.fp8.product(grad_output_2d, right, None, dtype, False)
-
-    def wgrad(self, grad_output_2d: Quantised, x: Tensor, saved_input_scale: Tensor | None) -> Tensor:
-        return self._wgrad(grad_output_2d, x, saved_input_scale, x.dtype)
-
-    def wgrad_accumulate(
-        self, main_grad: Tensor, grad_output_2d: Quantised, x: Tensor, saved_input_scale: Tensor | None, *,
-        first: bool = False,
-    ) -> None:
-        _add(main_grad, self._wgrad(grad_output_2d, x, saved_input_scale, torch.float32), first)
-
-
-@dataclass(frozen=True)
-class RowwiseLinearKernels:
-    """Products in 8 bits with one scale per row of the left and per column of the right operand; wgrad in bf16."""
-
-    fp8: Fp8
-
-    def forward(
-        self, x: Tensor, weight: Tensor, weight_2d: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        q, dtype = self.fp8.quantiser, self.fp8.formats.precise
-        left = q.rows(x.reshape(-1, x.shape[-1]), dtype)
-        right = _cached(weight, "rows", lambda: q.rows(weight_2d, dtype))
-        y = self.fp8.product(left, right, bias, x.dtype, True)
-        return y.view(*x.shape[:-1], weight_2d.shape[0]), None
-
-    def prepare_grad_output(self, grad_output_2d: Tensor) -> tuple[Tensor, Tensor]:
-        return grad_output_2d, grad_output_2d
-
-    def dgrad(self, grad_output_2d: Tensor, weight: Tensor, weight_2d: Tensor) -> Tensor:
-        q, dtype = self.fp8.quantiser, self.fp8.formats.precise
-        right = _cached(weight, "columns", lambda: q.columns(weight_2d, dtype))
-        return self.fp8.product(q.rows(grad_output_2d, dtype), right, None, grad_output_2d.dtype, True)
-
-    def wgrad(self, grad_output_2d: Tensor, x: Tensor, saved_input_scale: Tensor | None) -> Tensor:
-        return cpu_upcast.product(grad_output_2d.t(), x)
-
-    def wgrad_accumulate(
-        self, main_grad: Tensor, grad_output_2d: Tensor, x: Tensor, saved_input_scale: Tensor | None, *,
-        first: bool = False,
-    ) -> None:
-        add_product(main_grad, grad_output_2d, x, first=first)
+    ``kind``: int8 | int4 | binary. ``group_size`` divides the inputs.
+    """
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    groups = weight.detach().to(wide).unflatten(-1, (-1, group_size))
+    if kind == "binary":
+        size = groups.abs().mean(dim=-1, keepdim=True)
+        found = torch.where(groups < 0, -size, size)
+    else:
+        most = 1 << BITS[kind] - 1
+        low, high = groups.amin(dim=-1, keepdim=True), groups.amax(dim=-1, keepdim=True)
+        scale = torch.maximum(low / -most, high / (most - 1)).clamp_(min=torch.finfo(wide).tiny)
+        found = (groups * (1.0 / scale)).round_().clamp_(-most, most - 1).mul_(scale)
+    return found.flatten(-2).to(weight.dtype)
 
 
 class FewBitLinearKernels(PlainLinearKernels):
-    """Products with weights on a grid of few bits (``kernels.fp8``), computed anew for each pass; the gradient of
+    """Products with weights on a grid of few bits (:func:`on_grid`), computed anew for each pass; the gradient of
     the weight is that of its value on the grid."""
 
     def __init__(self, few_bits: QuantisationConfig) -> None:
@@ -293,10 +260,15 @@ def forward_operand(kernels: LinearKernels, weight_2d: Tensor) -> Tensor:
     return kernels.grid(weight_2d) if isinstance(kernels, FewBitLinearKernels) else weight_2d
 
 
-def make_linear_kernels(fp8: Fp8 | None, few_bits: QuantisationConfig = NO_QUANTISATION) -> LinearKernels:
+class EightBits(Protocol):
+    """A run's products in 8 bits (``kernels.fp8.Fp8``)."""
+
+    def linear_kernels(self) -> LinearKernels:
+        """Return the kernels of the model's linear layers."""
+
+
+def make_linear_kernels(fp8: EightBits | None, few_bits: QuantisationConfig = NO_QUANTISATION) -> LinearKernels:
     """Return the kernels of a model's linear layers; without either in the compute dtype."""
     if few_bits.enabled:
         return FewBitLinearKernels(few_bits)
-    if fp8 is None:
-        return PLAIN
-    return TensorwiseLinearKernels(fp8) if fp8.recipe == "tensorwise" else RowwiseLinearKernels(fp8)
+    return PLAIN if fp8 is None else fp8.linear_kernels()

@@ -15,12 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron_port.core.layers.fused import product
+from megatron_port.core.layers.linear_kernels import (
+    LinearKernels,
+    Quantised,
+    QuantizedWeightCache,
+    add_product,
+    add_to_sum,
+)
 from megatron_port.ext.kernels.ops import quantise as own
 
 _EXPONENT_BITS = 0x7F80_0000
@@ -43,26 +52,6 @@ OCP = Formats(torch.float8_e4m3fn, torch.float8_e5m2)
 """NVIDIA's, AMD's from gfx950 on, the CPU's."""
 FNUZ = Formats(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 """gfx942 (MI300): without infinities and negative zero."""
-
-
-@dataclass(frozen=True)
-class Quantised:
-    """A matrix in 8 bits: ``values`` [rows, columns] contiguous; ``values`` × ``inverse`` is the matrix."""
-
-    values: Tensor
-    inverse: Tensor
-    """fp32 powers of two, [1, 1] or, with a scale for each row, [rows, 1]."""
-    rowwise: bool
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the matrix."""
-        return self.values.shape
-
-    def transposed(self) -> Quantised:
-        """The transposed matrix; only with one scale for the tensor."""
-        assert not self.rowwise, "scales of rows are not scales of columns"
-        return Quantised(self.values.t().contiguous(), self.inverse, False)
 
 
 ScaledMM = Callable[[Quantised, Quantised, Tensor | None, torch.dtype, bool], Tensor]
@@ -181,6 +170,10 @@ class Fp8:
     product: ScaledMM
     quantiser: Quantiser = torch_quantiser
 
+    def linear_kernels(self) -> LinearKernels:
+        """Return the kernels of the model's linear layers (``layers.linear_kernels``)."""
+        return TensorwiseLinearKernels(self) if self.recipe == "tensorwise" else RowwiseLinearKernels(self)
+
 
 def torch_scaled_mm(a: Quantised, b: Quantised, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:
     """Multiply with torch's kernels (:data:`ScaledMM`): cuBLASLt, CUTLASS or hipBLASLt; on a CPU in fp32."""
@@ -197,30 +190,84 @@ def reference_scaled_mm(a: Quantised, b: Quantised, bias: Tensor | None, dtype: 
     return (y if bias is None else y + bias.float()).to(dtype)
 
 
-# Values that few bits can say: the grid on which weights compute while they are trained for it.
-#
-# A group is ``group_size`` neighbours along the inputs of a row of the logical matrix, and has one scale, in float32.
-# For
-# b bits the scale is the smallest at which nothing lies beyond [-2^(b-1), 2^(b-1) - 1]: torchao's
-# ``SYMMETRIC_NO_CLIPPING_ERR``, so that post-training quantisation of what was trained gives the weights that it was
-# trained with. As nothing is clipped, the straight-through gradient (Bengio et al., arXiv 1308.3432) is the identity.
+# The products of linear layers by the two recipes (layers.linear_kernels says what they are).
 
-BITS = {"int8": 8, "int4": 4}
+def _cached(weight: Tensor, name: str, make: Callable[[], Quantised]) -> Quantised:
+    cache: QuantizedWeightCache | None = getattr(weight, "quantized_weight_cache", None)
+    return make() if cache is None else cache.get(weight, name, make)
 
 
-def on_grid(weight: torch.Tensor, kind: str, group_size: int) -> torch.Tensor:
-    """Return a matrix [rows, inputs] with each element at the nearest value that ``kind`` can say, in its dtype.
+@dataclass(frozen=True)
+class TensorwiseLinearKernels:
+    """Products in 8 bits with one scale per tensor; wgrad reuses the input's scale of the forward pass."""
 
-    ``kind``: int8 | int4 | binary. ``group_size`` divides the inputs.
-    """
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    groups = weight.detach().to(wide).unflatten(-1, (-1, group_size))
-    if kind == "binary":
-        size = groups.abs().mean(dim=-1, keepdim=True)
-        found = torch.where(groups < 0, -size, size)
-    else:
-        most = 1 << BITS[kind] - 1
-        low, high = groups.amin(dim=-1, keepdim=True), groups.amax(dim=-1, keepdim=True)
-        scale = torch.maximum(low / -most, high / (most - 1)).clamp_(min=torch.finfo(wide).tiny)
-        found = (groups * (1.0 / scale)).round_().clamp_(-most, most - 1).mul_(scale)
-    return found.flatten(-2).to(weight.dtype)
+    fp8: Fp8
+
+    def forward(
+        self, x: Tensor, weight: Tensor, weight_2d: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        left = self.fp8.quantiser.tensor(x.reshape(-1, x.shape[-1]), self.fp8.formats.precise)
+        y = self.fp8.product(left, self._weight(weight, weight_2d, "rows"), bias, x.dtype, True)
+        return y.view(*x.shape[:-1], weight_2d.shape[0]), left.inverse
+
+    def _weight(self, weight: Tensor, weight_2d: Tensor, which: str) -> Quantised:
+        q, dtype = self.fp8.quantiser, self.fp8.formats.precise
+        one = partial(q.tensor if which == "rows" else q.transposed, weight_2d, dtype)
+        cache: QuantizedWeightCache | None = getattr(weight, "quantized_weight_cache", None)
+        return one() if cache is None else cache.pair(weight, which, one, partial(q.both, weight_2d, dtype))
+
+    def prepare_grad_output(self, grad_output_2d: Tensor) -> tuple[tuple[Quantised, torch.dtype], Quantised]:
+        straight, transposed = self.fp8.quantiser.both(grad_output_2d, self.fp8.formats.wide)
+        return (straight, grad_output_2d.dtype), transposed
+
+    def dgrad(self, grad_output_2d: tuple[Quantised, torch.dtype], weight: Tensor, weight_2d: Tensor) -> Tensor:
+        left, dtype = grad_output_2d
+        return self.fp8.product(left, self._weight(weight, weight_2d, "columns"), None, dtype, False)
+
+    def _wgrad(
+        self, grad_output_2d: Quantised, x: Tensor, saved_input_scale: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        right = self.fp8.quantiser.transposed(x, self.fp8.formats.precise, saved_input_scale)
+        return self.fp8.product(grad_output_2d, right, None, dtype, False)
+
+    def wgrad(self, grad_output_2d: Quantised, x: Tensor, saved_input_scale: Tensor | None) -> Tensor:
+        return self._wgrad(grad_output_2d, x, saved_input_scale, x.dtype)
+
+    def wgrad_accumulate(
+        self, main_grad: Tensor, grad_output_2d: Quantised, x: Tensor, saved_input_scale: Tensor | None, *,
+        first: bool = False,
+    ) -> None:
+        add_to_sum(main_grad, self._wgrad(grad_output_2d, x, saved_input_scale, torch.float32), first)
+
+
+@dataclass(frozen=True)
+class RowwiseLinearKernels:
+    """Products in 8 bits with one scale per row of the left and per column of the right operand; wgrad in bf16."""
+
+    fp8: Fp8
+
+    def forward(
+        self, x: Tensor, weight: Tensor, weight_2d: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        q, dtype = self.fp8.quantiser, self.fp8.formats.precise
+        left = q.rows(x.reshape(-1, x.shape[-1]), dtype)
+        right = _cached(weight, "rows", lambda: q.rows(weight_2d, dtype))
+        y = self.fp8.product(left, right, bias, x.dtype, True)
+        return y.view(*x.shape[:-1], weight_2d.shape[0]), None
+
+    def prepare_grad_output(self, grad_output_2d: Tensor) -> tuple[Tensor, Tensor]:
+        return grad_output_2d, grad_output_2d
+
+    def dgrad(self, grad_output_2d: Tensor, weight: Tensor, weight_2d: Tensor) -> Tensor:
+        q, dtype = self.fp8.quantiser, self.fp8.formats.precise
+        right = _cached(weight, "columns", lambda: q.columns(weight_2d, dtype))
+        return self.fp8.product(q.rows(grad_output_2d, dtype), right, None, grad_output_2d.dtype, True)
+
+    def wgrad(self, grad_output_2d: Tensor, x: Tensor, saved_input_scale: Tensor | None) -> Tensor:
+        return product(grad_output_2d.t(), x)
+
+    def wgrad_accumulate(
+        self, main_grad: Tensor, grad_output_2d: Tensor, x: Tensor, saved_input_scale: Tensor | None, *,
+        first: bool = False,
+    ) -> None:
+        add_product(main_grad, grad_output_2d, x, first=first)
