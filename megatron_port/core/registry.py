@@ -190,6 +190,21 @@ PROVIDERS = {
 LOOP_HOOKS = Registry("loop hook", "training.hooks", {})
 """Of a run's training loop: what makes a ``train.hooks.LoopHook`` from the loop's state, its class as a rule."""
 
+STEP_PARTS = Registry("part of a step", "", {
+    "own update": "megatron_port.ext.kernels.own_updates:own_update",
+    "own update on the host": "megatron_port.ext.kernels.own_updates:host_calls",
+    "own sums of gradients": "megatron_port.ext.kernels.ops.optimizer:add_gradients_",
+    "own sums of rows": "megatron_port.ext.kernels.ops.table_rows:add_rows_",
+    "offloaded state": "megatron_port.ext.memory.offload:Offload",
+    "offloaded update": "megatron_port.ext.memory.offloaded_update:host_update",
+    "gradient check": "megatron_port.ext.health.gradient_check:GradientCheck",
+    "gradient masks": "megatron_port.ext.weights.masks:GradientMasks",
+    "average of weights": "megatron_port.ext.weights.masks:WeightAverage",
+    "recorder": "megatron_port.ext.kernels.step_graphs:cuda_recorder",
+    "recorded steps": "megatron_port.ext.kernels.recorded_step:RecordedSteps",
+})
+"""What makes the parts of engine native's step that few runs have, each imported when a run asks for it."""
+
 CONFLICTS = Registry("table of conflicts", "", {name: f"megatron_port.core.config.{name}:CONFLICTS" for name in (
     "architecture", "attention", "latent", "mixer", "multi_token", "low_rank", "run_conflicts", "fp8", "moe",
     "optimizer", "deepspeed", "objective", "offload", "graphs", "fine_tuning", "preference", "distillation", "sparsity",

@@ -11,9 +11,10 @@ import pytest
 import torch
 from reference import DTYPES, assert_accurate
 
+from megatron_port.core.optim.gradients import clip_factor
 from megatron_port.ext.kernels import kernels
+from megatron_port.ext.kernels.fused_adamw import AdamWGroup, FusedAdamW
 from megatron_port.ext.kernels.ops import optimizer
-from megatron_port.ext.rules.fused import AdamWGroup, FusedAdamW
 
 Tensors = list[torch.Tensor]
 HYPER = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 0.02, "weight_decay": 0.1}
@@ -200,7 +201,7 @@ def test_square_norm_keeps_what_is_not_finite(device: torch.device, dtype: torch
         tensors[1][at] = bad
         total = float(optimizer.square_norm(tensors))
         assert math.isnan(total) if math.isnan(bad) else total == math.inf
-        assert float(optimizer.clip_factor(torch.tensor(total), max_norm=1.0, inv_scale=1.0)[1]) == 1.0
+        assert float(clip_factor(torch.tensor(total), max_norm=1.0, inv_scale=1.0)[1]) == 1.0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -246,7 +247,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(built: Path) -> None:
 @pytest.mark.parametrize("norm, max_norm, inv_scale", [(10.0, 1.0, 1.0), (0.5, 1.0, 1.0), (10.0, 0.0, 1.0),
                                                        (5000.0, 1.0, 2.0**-10), (0.0, 1.0, 0.5)])
 def test_clip_factor(norm: float, max_norm: float, inv_scale: float) -> None:
-    factor, skip, own = optimizer.clip_factor(
+    factor, skip, own = clip_factor(
         torch.tensor(norm**2, dtype=torch.float64), max_norm=max_norm, inv_scale=inv_scale
     )
     real = norm * inv_scale

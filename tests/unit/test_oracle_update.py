@@ -17,7 +17,7 @@ from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.record import InitSpec, ParameterRecord, attach, make_record
 from megatron_port.core.dist.record import record_of as record_of_parameter
 from megatron_port.core.engine.native_update import make_update
-from megatron_port.core.optim.gradients import NormStatistics, limited, norm_target
+from megatron_port.core.optim.gradients import NormStatistics, clip_factor, limited, norm_target
 from megatron_port.core.optim.rules import (
     BlockRule,
     StepNumbers,
@@ -28,7 +28,6 @@ from megatron_port.core.optim.rules import (
     settings_in,
 )
 from megatron_port.core.optim.sharded import ShardedParameters, ShardSettings
-from megatron_port.ext.kernels.ops.optimizer import clip_factor
 from megatron_port.ext.rules.narrow_adamw import ADAMW_8BIT, ADAMW_BF16
 from megatron_port.ext.weights.masks import WeightAverage
 

@@ -11,8 +11,7 @@ from megatron_port.core.engine.native_passes import BackwardTarget
 from megatron_port.core.layers.linear import WgradAccumulator
 from megatron_port.core.layers.table_rows import torch_add_rows
 from megatron_port.core.optim.sharded import ShardedParameters
-from megatron_port.ext.kernels.ops.optimizer import add_gradients_
-from megatron_port.ext.kernels.ops.table_rows import add_rows_
+from megatron_port.core.registry import STEP_PARTS
 
 _LARGEST_DEFERRED = 1 << 16
 """Elements of a gradient that may wait for others: of biases and norms; the memory of a table's is to be freed."""
@@ -30,6 +29,8 @@ class GradientSink:
 
     def __init__(self, sharded: ShardedParameters, *, together: bool) -> None:
         self._alive, self._together = weakref.ref(sharded), together
+        self._add_together = STEP_PARTS.function("own sums of gradients") if together else None
+        self._add_rows = STEP_PARTS.function("own sums of rows") if together else torch_add_rows
         self._waiting: list[torch.Tensor] = []
         self._bucket: int | None = None
 
@@ -40,9 +41,7 @@ class GradientSink:
 
     def accumulator(self) -> WgradAccumulator:
         """Return what adds the gradients of matrices and tables, which autograd does not see, to their sums."""
-        return WgradAccumulator(
-            self.added, self.total, self.unwritten, add_rows_ if self._together else torch_add_rows
-        )
+        return WgradAccumulator(self.added, self.total, self.unwritten, self._add_rows)
 
     def total(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the sum to add a gradient to; see ``ShardedParameters.gradient_of``."""
@@ -93,8 +92,9 @@ class GradientSink:
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
+        assert self._add_together is not None, "only gradients that are added together wait"
         sharded = self._sharded()
-        add_gradients_(
+        self._add_together(
             [sharded.gradient_of(p) for p in waiting], [p.grad for p in waiting if p.grad is not None]
         )
         for parameter in waiting:

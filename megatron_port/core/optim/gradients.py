@@ -19,7 +19,6 @@ from megatron_port.core.dist.mesh import REPLICAS, Factors
 from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.errors import NumericsError
 from megatron_port.core.optim.rules import StepValues
-from megatron_port.ext.kernels.ops.optimizer import clip_factor
 
 RecordedGrad = tuple[ParameterRecord, torch.Tensor]
 
@@ -180,6 +179,31 @@ def norm_target(config: OptimizerConfig, values: StepValues) -> Callable[[torch.
         return torch.where(above <= width, norm, values.norm_mean + width**2 / above)
 
     return target
+
+
+def clip_factor(
+    square_norm: torch.Tensor, *, max_norm: float, inv_scale: float | torch.Tensor,
+    limit: float | torch.Tensor = sys.float_info.max, veto: torch.Tensor | None = None,
+    target: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(grad_scale, skip, norm) for an update (``ops.optimizer.adamw_``), scalars on the device; nothing is read back.
+
+    ``square_norm`` is that of gradients which ``inv_scale`` (1 / loss scale) unscales, summed over all ranks.
+    norm (float64) = sqrt(square_norm) * inv_scale; grad_scale (float32) = inv_scale, times max_norm / (norm + 1e-6)
+    where norm > max_norm > 0; skip (float32) = 1 where norm is not finite, above the finite ``limit``, or ``veto``
+    (float32 scalar on the device) is not zero, else 0. ``inv_scale`` and ``limit``: numbers, or float64 scalars on the
+    device. ``target``: of the norm, what it is clipped to before max_norm (:func:`norm_target`).
+    """
+    norm = square_norm.to(torch.float64).sqrt() * inv_scale
+    factor = inv_scale if isinstance(inv_scale, torch.Tensor) else torch.full_like(norm, inv_scale)
+    if target is not None:
+        wanted = target(norm)
+        wanted = wanted.clamp(max=max_norm) if max_norm > 0.0 else wanted
+        factor = torch.where(norm > wanted, factor * (wanted / (norm + 1e-6)), factor)
+    elif max_norm > 0.0:
+        factor = torch.where(norm > max_norm, factor * (max_norm / (norm + 1e-6)), factor)
+    skip = (~(norm <= limit)).float()
+    return factor.float(), skip if veto is None else torch.maximum(skip, veto), norm
 
 
 def step_factor(

@@ -9,25 +9,36 @@ none, in torch's ops. Either way these are the operations of a run without offlo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import singledispatch
 from typing import NamedTuple, Protocol
 
 import torch
 
 from megatron_port.core.config.schema import OptimizerConfig
 from megatron_port.core.dist.record import ParameterRecord
-from megatron_port.core.engine.host_update import SquareNorm
+from megatron_port.core.engine.host_update import SquareNorm, Update
+from megatron_port.core.engine.native_update import UpdateRequest
 from megatron_port.core.engine.rule_updates import RuleUpdate
+from megatron_port.core.errors import ConfigError
 from megatron_port.core.optim.bucket_memory import Bucket, StateShard
 from megatron_port.core.optim.buckets import shard_ranges
 from megatron_port.core.optim.gradients import step_factor
-from megatron_port.core.optim.rules import BlockRule, ElementwiseRule, StateKind, StepValues, grouped
+from megatron_port.core.optim.rules import (
+    AdamW,
+    BlockRule,
+    ElementwiseRule,
+    OptimizerRule,
+    StateKind,
+    StepValues,
+    grouped,
+)
 from megatron_port.core.optim.sharded import ShardedParameters
-from megatron_port.ext.kernels.fused_rule_update import FusedCalls
+from megatron_port.core.registry import STEP_PARTS
 from megatron_port.ext.memory.offload import Offload, StagedBucket
 
 
 class DeviceUpdate(Protocol):
-    """The update of what stays on the device: ``engine.native_update.OwnUpdate`` or ``FusedRuleUpdate``."""
+    """The update of what stays on the device: ``OwnUpdate`` or ``FusedRuleUpdate``."""
 
     square_norm: SquareNorm
 
@@ -90,17 +101,16 @@ class HostPieces:
 
 class OffloadedUpdate:
     """An update of offloaded buckets by own kernels, and by ``on_device`` of the others
-    (``engine.native_update.Update``)."""
+    (``engine.host_update.Update``)."""
 
     def __init__(
-        self, on_device: DeviceUpdate, sharded: ShardedParameters, offload: Offload, config: OptimizerConfig, *,
-        seed: int,
+        self, rule: OptimizerRule, on_device: DeviceUpdate, asked: UpdateRequest, offload: Offload
     ) -> None:
-        self.on_device, self.offload, self.config = on_device, offload, config
+        self.on_device, self.offload, self.config = on_device, offload, asked.config
         self.square_norm: SquareNorm = on_device.square_norm
         self._step = torch.zeros((), dtype=torch.int64)
-        self._pieces = HostPieces(sharded, offload)
-        self._calls = FusedCalls(sharded.rule.formula, config, self._step, seed=seed, separate=True)
+        self._pieces = HostPieces(asked.sharded, offload)
+        self._calls = STEP_PARTS.function("own update on the host")(rule, asked, self._step)
 
     @property
     def steps(self) -> int:
@@ -161,3 +171,48 @@ class OffloadedRuleUpdate(RuleUpdate):
         self._steps += 1
         self.sharded.publish()
         return norm, veto
+
+
+@singledispatch
+def host_update(rule: OptimizerRule, asked: UpdateRequest) -> Update:
+    """Return the update of offloaded state by a rule: by own kernels, or without one in torch's ops.
+
+    Raises:
+        ConfigError: the rule needs more than the elements of one bucket, or is AdamW and the own optimizer kernel is
+            not what the device uses.
+        EnvironmentFault: the kernel is not built for this machine's CPU.
+    """
+    raise ConfigError(
+        f'offload.optimizer "{_offload(asked).config.optimizer}" with optimizer.name "{asked.config.name}": the host '
+        f"updates one bucket after another, and {type(rule).__name__} needs whole matrices or sums over them; use "
+        'optimizer.name = "adamw", "lion", "sgd" or "adagrad", or no offload'
+    )
+
+
+@host_update.register
+def _adamw(rule: AdamW, asked: UpdateRequest) -> Update:
+    if asked.provider != "own":
+        raise ConfigError(
+            f'offload.optimizer "{_offload(asked).config.optimizer}" updates by the own AdamW kernel, and '
+            f'backend.optimizer is "{asked.provider}" here; build the kernels (make kernels), and set '
+            'backend.optimizer = "own"'
+        )
+    return _of_pieces(rule, asked)
+
+
+@host_update.register(ElementwiseRule)
+@host_update.register(BlockRule)
+def _of_pieces(rule: ElementwiseRule | BlockRule, asked: UpdateRequest) -> Update:
+    provider, sharded, config, seed = asked
+    offload = _offload(asked)
+    here = [p for b, p in zip(sharded.owners, sharded.pieces) if not b.offloaded]
+    by_kernels = STEP_PARTS.function("own update")(rule, asked, here) if provider == "own" else None
+    if by_kernels is None:
+        return OffloadedRuleUpdate(sharded, offload, config, here, rule, seed=seed)
+    return OffloadedUpdate(rule, by_kernels, asked, offload)
+
+
+def _offload(asked: UpdateRequest) -> Offload:
+    offload = asked.sharded.offload
+    assert isinstance(offload, Offload), "an update of offloaded state, and none is"
+    return offload

@@ -21,12 +21,17 @@ from math import prod
 import torch
 import torch.distributed as dist
 
+from megatron_port.core.config.schema import OptimizerConfig
 from megatron_port.core.dist.mesh import Factors
 from megatron_port.core.dist.record import ParameterRecord
-from megatron_port.core.optim.bucket_memory import Bucket
+from megatron_port.core.engine.host_update import HostUpdate, Update
+from megatron_port.core.engine.native_update import UpdateRequest, device_update
+from megatron_port.core.engine.rule_updates import settings_of
+from megatron_port.core.optim.bucket_memory import Bucket, StateShard
 from megatron_port.core.optim.buckets import shard_ranges
 from megatron_port.core.optim.rules import OptimizerRule, UpdateSettings
 from megatron_port.core.optim.sharded import ShardedParameters
+from megatron_port.core.optim.sums import rectangles
 
 
 class MatrixRule(OptimizerRule):
@@ -377,3 +382,52 @@ class _Hop:
 
     def _slices(self, matrix: Matrix) -> list[torch.Tensor]:
         return [torch.empty(part.shape, dtype=self.dtype, device=self.device) for part in matrix.parts]
+
+
+class MatrixUpdate(HostUpdate):
+    """A rule that needs whole matrices: they come together on their owners and go back."""
+
+    def __init__(self, sharded: ShardedParameters, config: OptimizerConfig, rule: MatrixRule, *, seed: int) -> None:
+        super().__init__(sharded, config)
+        narrow = sharded.buckets[0].weights.dtype in (torch.bfloat16, torch.float16)
+        self.rule, self.seed = rule, seed
+        self.exchange = MatrixExchange(sharded, rule, torch.bfloat16 if narrow else sharded.wide)
+        self._factors: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+
+    @torch.no_grad()
+    def _apply(self, lr: float) -> None:
+        settings, rule = settings_of(self.config, step=self.steps + 1, lr=lr, seed=self.seed), self.rule
+        matrices = [p for p in self.sharded.pieces if rule.takes(p.record)]
+        for p in self.sharded.pieces:
+            if not rule.takes(p.record):
+                rule.update_(p.master, p.gradient, p.state, settings(p.record))
+        for p in matrices:
+            rule.prepare_(p.gradient, p.state, settings(p.record))
+        self.exchange.run()
+        for p in matrices:
+            self._apply_piece(p, settings(p.record))
+
+    def _apply_piece(self, p: StateShard, settings: UpdateSettings) -> None:
+        factor = self.rule.factor(*p.record.shape[-2:])
+        if p.record.row_runs:  # of several matrices in one, the factor of each row's
+            rows, columns = p.record.local_shape[-2:]
+            for r in rectangles(p.start, p.start + p.gradient.numel(), rows, columns):
+                r.view(p.gradient).mul_(self._row_factors(p)[r.rows].unsqueeze(1))
+            factor = 1.0
+        self.rule.apply_(p.master, p.gradient, factor, settings)
+
+    def _row_factors(self, p: StateShard) -> torch.Tensor:
+        """Return the factor of each of this rank's rows of a matrix that stands for several; made once."""
+        if p.record.place not in self._factors:
+            record = p.record
+            number = (torch.arange(record.local_shape[-2]) + record.offset[-2]) % sum(record.row_runs)
+            of = torch.searchsorted(torch.tensor(record.row_runs).cumsum(0), number, right=True)
+            factors = [self.rule.factor(*shape) for shape in shapes_of(record)]
+            made = torch.tensor(factors, dtype=p.gradient.dtype)[of].to(p.gradient.device)
+            self._factors[record.place] = made
+        return self._factors[p.record.place]
+
+
+@device_update.register
+def _update(rule: MatrixRule, asked: UpdateRequest) -> Update:
+    return MatrixUpdate(asked.sharded, asked.config, rule, seed=asked.seed)

@@ -8,8 +8,7 @@ half weights). ``square_norm`` reads each element once.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -75,30 +74,6 @@ def adamw_(
     )
     # Autograd then refuses a graph that still holds the old values.
     torch.autograd.graph.increment_version([*weights, *masters, *exp_avg, *exp_avg_sq])
-
-
-def clip_factor(
-    square_norm: Tensor, *, max_norm: float, inv_scale: float | Tensor, limit: float | Tensor = sys.float_info.max,
-    veto: Tensor | None = None, target: Callable[[Tensor], Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(grad_scale, skip, norm) for :func:`adamw_`, scalars on the device; nothing is read back.
-
-    ``square_norm`` is that of gradients which ``inv_scale`` (1 / loss scale) unscales, summed over all ranks.
-    norm (float64) = sqrt(square_norm) * inv_scale; grad_scale (float32) = inv_scale, times max_norm / (norm + 1e-6)
-    where norm > max_norm > 0; skip (float32) = 1 where norm is not finite, above the finite ``limit``, or ``veto``
-    (float32 scalar on the device) is not zero, else 0. ``inv_scale`` and ``limit``: numbers, or float64 scalars on the
-    device. ``target``: of the norm, what it is clipped to before max_norm (``optim.gradients``).
-    """
-    norm = square_norm.to(torch.float64).sqrt() * inv_scale
-    factor = inv_scale if isinstance(inv_scale, Tensor) else torch.full_like(norm, inv_scale)
-    if target is not None:
-        wanted = target(norm)
-        wanted = wanted.clamp(max=max_norm) if max_norm > 0.0 else wanted
-        factor = torch.where(norm > wanted, factor * (wanted / (norm + 1e-6)), factor)
-    elif max_norm > 0.0:
-        factor = torch.where(norm > max_norm, factor * (max_norm / (norm + 1e-6)), factor)
-    skip = (~(norm <= limit)).float()
-    return factor.float(), skip if veto is None else torch.maximum(skip, veto), norm
 
 
 @torch.no_grad()

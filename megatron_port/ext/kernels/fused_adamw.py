@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_port.ext.kernels.ops.optimizer import adamw_, clip_factor
+from megatron_port.core.optim.gradients import clip_factor
+from megatron_port.ext.kernels.ops.optimizer import adamw_
 
 
 class AdamWGroup(NamedTuple):

@@ -1,0 +1,108 @@
+"""The native engine's updates by own kernels: of AdamW here, of rules with narrow state in ``fused_rule_update``.
+
+No step waits for the device: learning rate, loss scale, clip factor and overflow are read there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import singledispatch
+from typing import Any
+
+import torch
+
+from megatron_port.core.config.schema import OptimizerConfig
+from megatron_port.core.engine.host_update import SquareNorm, Update
+from megatron_port.core.engine.native_update import UpdateRequest
+from megatron_port.core.optim.bucket_memory import StateShard
+from megatron_port.core.optim.gradients import clamp_, norm_target
+from megatron_port.core.optim.rules import AdamW, Lion, OptimizerRule, StepValues, grouped
+from megatron_port.ext.kernels.fused_adamw import FusedAdamW
+from megatron_port.ext.kernels.fused_rule_update import FusedCalls, FusedRuleUpdate
+from megatron_port.ext.kernels.kernels import load as load_kernels
+from megatron_port.ext.kernels.ops.optimizer import square_norm
+from megatron_port.ext.rules.narrow_adamw import AdamW8bit, AdamWBf16
+
+
+class OwnUpdate:
+    """Update of ``pieces`` by the kernel of ``ops.optimizer``. ``sums``: the flat gradients."""
+
+    def __init__(
+        self, pieces: Sequence[StateShard], config: OptimizerConfig, device: torch.device,
+        sums: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self.config, self.sums = config, sums
+        self.square_norm: SquareNorm = square_norm
+        groups = grouped(((p.record, p) for p in pieces), config.weight_decay)
+        self.groups = list(groups.values())
+        separate = any(p.weight.dtype != p.master.dtype for p in pieces)
+        self.optimizer = FusedAdamW(
+            [([p.weight for p in pieces] if separate else [], [p.master for p in pieces], settings.weight_decay,
+              settings.lr_factor) for settings, pieces in groups.items()],
+            betas=(config.beta1, config.beta2), eps=config.eps, device=device,
+            moments=[(p.state["exp_avg"], p.state["exp_avg_sq"]) for pieces in self.groups for p in pieces],
+        )
+
+    @property
+    def steps(self) -> int:
+        """Updates taken; reading it waits for the device."""
+        return int(self.optimizer.step_count)
+
+    def restore(self, steps: int) -> None:
+        """Continue after ``steps`` updates (:meth:`Update.restore`)."""
+        self.optimizer.step_count.fill_(steps)
+
+    @torch.no_grad()
+    def step(
+        self, square: torch.Tensor, values: StepValues, *, veto: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.optimizer.clipped_step(
+            self._gradients(), lr=values.lr, square_norm=square, max_norm=self.config.clip_grad,
+            inv_scale=values.inv_scale, limit=values.largest_norm, veto=veto, target=norm_target(self.config, values),
+            before=self._clamp if self.config.clip_value else None,
+        )
+
+    def _clamp(self, scale: torch.Tensor) -> None:
+        clamp_(self.sums, self.config.clip_value, scale)
+
+    def apply(self, factor: torch.Tensor, skip: torch.Tensor, *, lr: torch.Tensor) -> None:
+        """Apply the pieces' gradients times ``factor`` unless ``skip`` is not 0: scalars on the device."""
+        self.optimizer.step(self._gradients(), lr=lr, grad_scale=factor, skip=skip)
+
+    def _gradients(self) -> list[list[torch.Tensor]]:
+        return [[p.gradient for p in pieces] for pieces in self.groups]
+
+
+@singledispatch
+def own_update(
+    rule: OptimizerRule, asked: UpdateRequest, pieces: Sequence[StateShard], sums: Sequence[torch.Tensor] = ()
+) -> Update | None:
+    """Return the update of ``pieces`` by own kernels; None: the rule has none. ``sums``: their flat gradients."""
+    return None
+
+
+@own_update.register
+def _adamw(
+    rule: AdamW, asked: UpdateRequest, pieces: Sequence[StateShard], sums: Sequence[torch.Tensor] = ()
+) -> Update:
+    return OwnUpdate(pieces, asked.config, asked.sharded.ctx.device, sums)
+
+
+@own_update.register(AdamWBf16)
+@own_update.register(AdamW8bit)
+@own_update.register(Lion)
+def _fused(
+    rule: Any, asked: UpdateRequest, pieces: Sequence[StateShard], sums: Sequence[torch.Tensor] = ()
+) -> Update:
+    return FusedRuleUpdate(pieces, rule, asked.config, asked.sharded.ctx.device, seed=asked.seed, sums=sums)
+
+
+def host_calls(rule: OptimizerRule, asked: UpdateRequest, step: torch.Tensor) -> FusedCalls:
+    """Return what updates pieces in host memory by own kernels for CPUs. ``step``: number of the update, int64.
+
+    Raises:
+        EnvironmentFault: the kernels are not built for this machine's CPU.
+    """
+    if asked.sharded.ctx.device.type != "cpu":  # else the provider has loaded them
+        load_kernels("cpu")
+    return FusedCalls(rule, asked.config, step, seed=asked.seed, separate=True)
