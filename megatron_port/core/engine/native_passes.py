@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,7 +26,6 @@ from megatron_port.core.optim.sharded import ShardedParameters
 from megatron_port.core.pipeline.actions import Action, Kind, Schedule, most_held
 from megatron_port.core.pipeline.runner import Boundary, Payload, Runner, StageLink
 from megatron_port.core.pipeline.schedules import fillers, forward_only, make_schedule
-from megatron_port.ext.memory.site_tape import SiteClock
 
 PassKey = tuple[int, int]
 """(chunk, micro-batch)"""
@@ -71,7 +70,14 @@ def reserve_swap(chunks: Sequence[Any], actions: Sequence[Action]) -> None:
                 parking.swap.in_flight[unit.index] = held
 
 
-def _clock_of(chunk: Any) -> SiteClock | None:
+class PassClock(Protocol):
+    """Who measures a chunk's passes (``memory.site_tape.SiteClock``)."""
+
+    def timed(self, what: str) -> AbstractContextManager[None]:
+        """Measure what happens inside."""
+
+
+def _clock_of(chunk: Any) -> PassClock | None:
     """Return who measures a chunk's activations; None: nobody."""
     parking = getattr(chunk, "parking", None)
     return None if parking is None else parking.clock

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,6 @@ from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.optim.buckets import BucketEntry, BucketPlan
 from megatron_port.core.optim.rules import StateKind, StateLayout
-from megatron_port.ext.memory.offload import Offload
 
 Recorded = tuple[ParameterRecord, nn.Parameter]
 UNCLEARED = 1 << 8
@@ -36,6 +36,40 @@ class StateShard:
     """fp32 or wider: the sum over micro-batches and replicas, once ``finish`` has returned; empty where frozen."""
     state: Mapping[str, torch.Tensor]
     """The optimizer rule's tensors of this range, by kind: of its elements, and of its blocks."""
+
+
+class OffloadedState(Protocol):
+    """Masters and optimizer state of some buckets, outside of the device's memory (``memory.offload``)."""
+
+    ring: Any
+    """Staging buffers, on whose ``streams`` copies run."""
+    on_final: Callable[[Any], None]
+    """Called with a bucket whose sums are final, before they are copied within the step."""
+
+    @property
+    def weights_on_host(self) -> bool:
+        """Whether this rank's shards of the weights live in host memory."""
+
+    def host_zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeros in host memory."""
+
+    def holds(self, number: int) -> bool:
+        """Return whether the state of bucket ``number`` is offloaded."""
+
+    def allocate(self, number: int) -> tuple[torch.Tensor, dict[StateKind, torch.Tensor]]:
+        """Return where the masters and the state, by kind, of an offloaded bucket live: zeros."""
+
+    def attach(self, buckets: Sequence[Any]) -> None:
+        """Take the buckets."""
+
+    def reduced(self, bucket: Any) -> None:
+        """Take note that a bucket's gradients are final."""
+
+    def settle(self) -> None:
+        """Wait until all state is where it lives, so that it may be read there."""
+
+    def changed(self) -> None:
+        """Take note that the state has been set from outside."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +105,7 @@ class Bucket:
     def __init__(
         self, plan: BucketPlan, parameters: Sequence[Recorded], wide: torch.dtype, ctx: ParallelContext, *,
         lasting: bool, state: Sequence[StateLayout], window: torch.Tensor | None = None,
-        offload: Offload | None = None, number: int = 0,
+        offload: OffloadedState | None = None, number: int = 0,
     ) -> None:
         first = parameters[plan.slots[0].index][1]
         self.plan, self.shards, self.lasting = plan, plan.shards, lasting

@@ -30,7 +30,15 @@ from megatron_port.core.dist.device_streams import COMPUTE, access, in_flight
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import REPLICAS, SHARDED, Factors
 from megatron_port.core.dist.record import ParameterRecord
-from megatron_port.core.optim.bucket_memory import Bucket, Recorded, ReducedState, StateShard, clear, whole_gradients
+from megatron_port.core.optim.bucket_memory import (
+    Bucket,
+    OffloadedState,
+    Recorded,
+    ReducedState,
+    StateShard,
+    clear,
+    whole_gradients,
+)
 from megatron_port.core.optim.buckets import (
     BucketPlan,
     GradBufferPool,
@@ -41,10 +49,9 @@ from megatron_port.core.optim.buckets import (
 )
 from megatron_port.core.optim.gradients import all_reduce_flat
 from megatron_port.core.optim.rules import ADAMW, OptimizerRule, StateLayout, state_layouts
-from megatron_port.core.optim.state_check import StateEntry, StateTensor
+from megatron_port.core.optim.state_check import ReductionCheck, StateEntry, StateTensor
 from megatron_port.core.optim.zero3 import UnitGather, WeightSharding
-from megatron_port.ext.health.gradient_check import GradientCheck
-from megatron_port.ext.memory.offload import Offload
+from megatron_port.core.registry import STEP_PARTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +102,9 @@ class ShardedParameters:
         self.on_gathered: Callable[[Bucket], None] = lambda bucket: None
         """Called when a bucket's weights have come (on a GPU: in the stream's order)."""
         self._make_rounds(trained, [c for c, chunk in enumerate(chunks) for unit in chunk for _ in unit])
-        self.check = GradientCheck(self.trained, self._owned, ctx, dtype=self.reduce_dtype)
+        self.check: ReductionCheck = STEP_PARTS.function("gradient check")(
+            self.trained, self._owned, ctx, dtype=self.reduce_dtype
+        )
         self._hold = self._deferred = False
         self._open: list[Bucket] = []
         self._reducing: deque[Bucket] = deque()
@@ -126,9 +135,11 @@ class ShardedParameters:
     ) -> None:
         """Allocate the buckets, what offloads their state, and what gathers their weights."""
         plans, ctx, weight = [*trained, *frozen], self.ctx, self.parameters[0][1]
-        self.offload = None
+        self.offload: OffloadedState | None = None
         if offload is not None and offload.optimizer != "none":
-            self.offload = Offload(offload, trained, layouts=[self._layouts(plan) for plan in trained], weight=weight)
+            self.offload = STEP_PARTS.function("offloaded state")(
+                offload, trained, layouts=[self._layouts(plan) for plan in trained], weight=weight
+            )
         self.unit_gather = None
         if sharding is not None and (self.shards > 1 or sharding.on_host):
             streams = None if self.offload is None else self.offload.ring.streams

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -210,3 +210,39 @@ def _bit(byte: int, change: int, flat: torch.Tensor) -> str:
     if abs(change).bit_count() != 1:
         return ""
     return f", bit {8 * (byte % flat.element_size()) + (abs(change).bit_length() - 1) % 8}"
+
+
+class ReductionCheck(Protocol):
+    """Looks at reduced gradients from their reduction to the update (``health.gradient_check``). Nothing waits for the
+    device but :meth:`damage`."""
+
+    interval: int
+    """Steps between checks; 0: never."""
+    recorded: bool
+    """Steps are recorded and replayed: their reductions cannot be looked at, copies can."""
+    differing: torch.Tensor
+    """Rows and copies that differed in any check so far, int64 on the device."""
+
+    def begin(self, *, early: bool) -> None:
+        """Begin a step; ``early`` False: a replay, which changes nothing."""
+
+    def starting(self, bucket: Any, flat: torch.Tensor) -> None:
+        """Look at gradients that are about to be reduced to shards."""
+
+    def record(self, buckets: Sequence[Any]) -> None:
+        """Hash reduced gradients that nobody may change until they are released."""
+
+    def release(self, buckets: Sequence[Any]) -> None:
+        """Compare held gradients with their hashes: something is to be added to them, or the update reads them."""
+
+    def reduced(self, buckets: Sequence[Any]) -> None:
+        """Check the first sums of a step, all of which are complete, before any further ones."""
+
+    def verify(self) -> None:
+        """Release everything and compare copies over their groups: right before the update. Collective."""
+
+    def verify_recorded(self) -> None:
+        """Compare copies after the passes of a recorded step. Collective."""
+
+    def damage(self) -> Damage | None:
+        """Return what this rank has to say of the last step that was checked; None: nothing."""
