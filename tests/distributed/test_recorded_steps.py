@@ -41,7 +41,7 @@ def both(cases: list[tuple[RunConfig, Topology]]) -> list[tuple[tuple[Steps, Sta
                 steps.append((engine.eval_step(make_batches(config, engine.ctx)(9)).loss,))  # of gathered weights
                 assert engine.state_damage(now=True) is None
                 found.append((steps, state_of(engine)))
-                assert engine.graphs is None or engine.graphs.replays
+                assert engine.recorded is None or engine.recorded.graphs.replays
         out.append((found[0], found[1]))
     return out
 

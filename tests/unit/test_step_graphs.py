@@ -92,7 +92,7 @@ def test_replayed_steps_are_the_steps() -> None:
     want = train(plain)
     assert train(recorded) == want
     assert recorder.recorded == 4  # two recordings before the step without masks, two after it
-    assert recorded.graphs is not None and recorded.graphs.replays
+    assert recorded.recorded is not None and recorded.recorded.graphs.replays
     skipped = [one[0].skipped for one in want if isinstance(one, tuple)]
     assert any(skipped[:3]) and not all(skipped)
 
@@ -106,7 +106,8 @@ def test_state_that_changed_between_replays_is_found() -> None:
         engine.train_step(batches_of(step), step=step, lr=1e-3)
         assert (engine.state_damage() is not None) == (step == WARM_UP + 2)
     # NCCL waits for graphs that use a communicator, so they must go with the engine, without a garbage collection.
-    alive = weakref.ref(engine.graphs)
+    assert engine.recorded is not None
+    alive = weakref.ref(engine.recorded.graphs)
     del engine
     assert alive() is None
 

@@ -32,17 +32,20 @@ from megatron_port.core.engine.native_passes import PassRunner, Stages
 from megatron_port.core.engine.native_sharding import shard_parameters
 from megatron_port.core.engine.native_step import (
     ApplyUpdate,
+    Average,
     Check,
     Count,
     GradientHook,
     Mask,
+    Masks,
     Norm,
     Record,
-    RecordAndGather,
+    RecordedParts,
     Reduce,
     RunPasses,
     Show,
     StepPart,
+    StepParts,
     StepState,
     SumLoss,
     run_parts,
@@ -55,16 +58,7 @@ from megatron_port.core.optim.gradients import LossScaler, NormStatistics
 from megatron_port.core.optim.rules import StepNumbers, StepValues
 from megatron_port.core.optim.sharded import ShardedParameters
 from megatron_port.core.optim.state_check import Damage, StateCheck, check_of
-from megatron_port.ext.kernels.recorded_step import (
-    CheckReplayed,
-    DeferGather,
-    Gather,
-    Release,
-    ReplayGradients,
-    ReplayUpdate,
-)
-from megatron_port.ext.kernels.step_graphs import Recorder, StepGraphs, cuda_recorder
-from megatron_port.ext.weights.masks import GradientMasks, WeightAverage
+from megatron_port.core.registry import STEP_PARTS
 
 
 def _record_weights(check: StateCheck, sharded: weakref.ref[ShardedParameters], bucket: Bucket) -> None:
@@ -78,7 +72,7 @@ class NativeEngine:
     """Engine (``engine.api.Engine``) without DeepSpeed. ``chunks``: this rank's stage modules, one per virtual stage.
 
     ``objective``: what the step's mean divides by, and which frozen weights the run's checkpoints do not hold.
-    A step is a list of parts (``native_step``), which :meth:`_parts` shows.
+    A step is a list of parts (``native_step``): those of ``StepParts.plain``, unless steps are recorded.
     """
 
     def __init__(
@@ -107,7 +101,9 @@ class NativeEngine:
         self._attach(gradients)
         self.update = make_update(optimizer_provider, self.sharded, config.optimizer, seed=config.seed)
         self.norms, self.scaler = NormStatistics(config.optimizer), LossScaler(config.precision)
-        self.average = WeightAverage(self.sharded, config.optimizer.ema_decay) if config.optimizer.ema_decay else None
+        self.average: Average | None = None
+        if config.optimizer.ema_decay:
+            self.average = STEP_PARTS.function("average of weights")(self.sharded, config.optimizer.ema_decay)
         self._losses: list[torch.Tensor] = []
         self.state_check, self.gradient_check = check_of(config, ctx), self.sharded.check
         self.gradient_check.interval = self.state_check.interval
@@ -115,10 +111,10 @@ class NativeEngine:
         # Not a bound method: see GradientSink.
         recording, sharded = self.state_check, weakref.ref(self.sharded)
         self.sharded.on_gathered = lambda bucket: _record_weights(recording, sharded, bucket)
-        self.graphs: StepGraphs[StepState] | None = None
-        self._make_parts()
+        self.recorded: RecordedParts | None = None
+        self.parts = self._make_parts()
         if config.backend.graphs == "step":
-            self.record_steps(cuda_recorder(config, ctx, optimizer_provider))
+            self.record_steps(STEP_PARTS.function("recorder")(config, ctx, optimizer_provider))
 
     def _attach(self, gradients: GradientSink) -> None:
         """Let backward passes add to the sums of gradients, and forward passes wait for their weights."""
@@ -131,36 +127,20 @@ class NativeEngine:
             for unit in chunk.units:
                 self.sharded.wait_before(unit)
 
-    def _make_parts(self) -> None:
-        """Make the parts of a step: what the lists of :meth:`_parts` are put together from."""
+    def _make_parts(self) -> StepParts:
+        """Return the parts of a step."""
         sharded, ctx, progress, check = self.sharded, self.ctx, self.progress, self.state_check
-        self._count = Count(
+        count = Count(
             self.objective, ctx, self.config.model.seq_length, self.values, self.scaler, self.norms, progress)
-        self._mask = Mask(sharded, GradientMasks((), self.config.sparsity))
+        self._mask = Mask(sharded)
         self._show = Show(sharded, self.scaler)
-        self._gradient_parts: list[StepPart] = [
+        gradients: list[StepPart] = [
             RunPasses(self.pass_runner, sharded, self.sums, self.stage), Reduce(sharded, progress), self._mask,
             self._show, SumLoss(ctx, self.values, self.sums, progress), Norm(sharded, ctx, self.update, progress),
         ]
         self._check, self._record = Check(sharded, check), Record(sharded, check)
-        self._apply = ApplyUpdate(self.update, self.values, self.average, self.chunks, self.sums, sharded, check)
-
-    def _parts(self, *, replayed: bool) -> list[StepPart]:
-        """Return the parts of a step, in order. ``replayed``: work is recorded and replayed, where it can be."""
-        if self.graphs is None:
-            return [
-                self._count, *self._gradient_parts, self._check, self._apply,
-                RecordAndGather(self._record, self.sharded),
-            ]
-        ending: list[StepPart] = [DeferGather(self.sharded), self._record]
-        if not replayed:
-            return [
-                self._count, Release(self.graphs), *self._gradient_parts, self._check, self._apply, *ending]
-        gradients: list[StepPart] = [Gather(self.sharded), *self._gradient_parts]
-        return [
-            self._count, ReplayGradients(self.graphs, gradients, self.sharded, self.config.seed), self._check,
-            CheckReplayed(self.gradient_check), ReplayUpdate(self.graphs, self._apply), *ending,
-        ]
+        apply = ApplyUpdate(self.update, self.values, self.average, self.chunks, self.sums, sharded, check)
+        return StepParts(count, gradients, self._check, apply, self._record)
 
     @property
     def on_gradients(self) -> GradientHook | None:
@@ -171,9 +151,10 @@ class NativeEngine:
     def on_gradients(self, hook: GradientHook | None) -> None:
         self._show.hook = hook
 
-    def record_steps(self, recorder: Recorder) -> None:
-        """Record steps and replay them, from the fourth on (``step_graphs``). Before the first step."""
-        self.graphs = StepGraphs(recorder, self.ctx.device)
+    def record_steps(self, recorder: Any) -> None:
+        """Record steps by a ``kernels.step_graphs.Recorder`` and replay them, from the fourth on. Before the first
+        step."""
+        self.recorded = STEP_PARTS.function("recorded steps")(recorder, self.parts, self.sharded, seed=self.config.seed)
         self.gradient_check.recorded = self._record.waits = True
         self.sharded.on_gathered = lambda bucket: None  # recorded with the rest of the state, once all are gathered
 
@@ -186,7 +167,9 @@ class NativeEngine:
             self.stage.train()
         self.stream.enabled = True
         state = StepState(micro_batches, step, lr=lr, limits=limits, probe=probe)
-        run_parts(self._parts(replayed=probe is None and self.on_gradients is None), state)
+        replayed = probe is None and self.on_gradients is None
+        parts = self.parts.plain(self.sharded) if self.recorded is None else self.recorded.parts(replayed=replayed)
+        run_parts(parts, state)
         self._losses = state.losses
         # The step's one host synchronisation (one more for each mask's count and torch's AdamW).
         found, auxiliary = state.read_outcome()
@@ -268,10 +251,13 @@ class NativeEngine:
         """Set masters, weights, optimizer state and counters. Each rank reads its own slices, without communication."""
         with self.objective.add_frozen(read) as whole:
             native_state.load_state(self.sharded, self.parameters, whole)
-            masks = GradientMasks(zip(self.sharded.owners, self.sharded.pieces), self.config.sparsity)
+            masks: Masks | None = None
+            if self.config.sparsity.enabled:
+                pieces = zip(self.sharded.owners, self.sharded.pieces)
+                masks = STEP_PARTS.function("gradient masks")(pieces, self.config.sparsity)
             load_buffers(self.buffers, whole)
         self._mask.masks = masks
-        self.sharded.loaded(on_final=masks.apply_to)
+        self.sharded.loaded(on_final=(lambda bucket: None) if masks is None else masks.apply_to)
         self.update.restore(int(scalars.get("optimizer_steps", 0)))
         self.norms.load(scalars)
         if self.average is not None:

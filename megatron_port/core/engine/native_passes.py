@@ -73,8 +73,8 @@ def reserve_swap(chunks: Sequence[Any], actions: Sequence[Action]) -> None:
 class PassClock(Protocol):
     """Who measures a chunk's passes (``memory.site_tape.SiteClock``)."""
 
-    def timed(self, what: str) -> AbstractContextManager[None]:
-        """Measure what happens inside."""
+    def timed(self, name: str) -> AbstractContextManager[None]:
+        """Time what runs in the context under a name."""
 
 
 def _clock_of(chunk: Any) -> PassClock | None:

@@ -1,8 +1,8 @@
 """An optimizer step of the native engine as a list of parts, which run one after the other on a :class:`StepState`.
 
-A plain step (:func:`plain_parts`): count, passes, reduce, mask, show, loss, norm, check, update, record, gather. ZeRO
+A plain step (``StepParts.plain``): count, passes, reduce, mask, show, loss, norm, check, update, record, gather. ZeRO
 stages 0 to 3 differ in what their ``ShardedParameters`` do at reduce and gather, rules and offload in the update that
-is applied. A recorded step (``recorded_step``) has the same parts, in two of its own.
+is applied. A recorded step (``kernels.recorded_step``) has the same parts, in two of its own.
 
 No part keeps the engine: a cycle of references would keep process groups alive until a garbage collection.
 """
@@ -10,7 +10,7 @@ No part keeps the engine: a cycle of references would keep process groups alive 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -39,7 +39,6 @@ from megatron_port.core.optim.gradients import LossScaler, NormStatistics, globa
 from megatron_port.core.optim.rules import StepNumbers, StepValues
 from megatron_port.core.optim.sharded import ShardedParameters
 from megatron_port.core.optim.state_check import StateCheck
-from megatron_port.ext.weights.masks import GradientMasks, WeightAverage
 
 GradientHook = Callable[[list[tuple[ParameterRecord, torch.Tensor]]], None]
 
@@ -112,6 +111,32 @@ def run_parts(parts: Sequence[StepPart], state: StepState) -> None:
         part.run(state)
 
 
+class Masks(Protocol):
+    """Elements of weights that stay zero (``weights.masks.GradientMasks``)."""
+
+    some: bool
+    """Whether there are any."""
+
+    def apply_to(self, bucket: Any) -> None:
+        """Clear their gradients in a bucket whose sums are final, before they go to the host."""
+
+    def apply(self) -> None:
+        """Clear those of all other buckets, after their reduction and before the norm."""
+
+
+class Average(Protocol):
+    """A running mean of the weights (``weights.masks.WeightAverage``)."""
+
+    def restore(self, steps: int) -> None:
+        """Continue after ``steps`` updates, when the state has been loaded."""
+
+    def update(self, refused: torch.Tensor) -> None:
+        """Take in the masters after a step, unless ``refused`` (scalar on the device) is not 0."""
+
+    def as_weights(self) -> AbstractContextManager[None]:
+        """Let the model compute with the average. Collective."""
+
+
 class Count:
     """Counts what the step's mean divides by, and sets the numbers that kernels read."""
 
@@ -169,14 +194,15 @@ class Reduce:
 
 
 class Mask:
-    """Clears the gradients of weights that stay zero. ``masks``: set when weights are loaded."""
+    """Clears the gradients of weights that stay zero. ``masks``: set when weights are loaded; None: there are none."""
 
-    def __init__(self, sharded: ShardedParameters, masks: GradientMasks) -> None:
-        self.sharded, self.masks = sharded, masks
+    def __init__(self, sharded: ShardedParameters) -> None:
+        self.sharded = sharded
+        self.masks: Masks | None = None
 
     def run(self, state: StepState) -> None:
         """Run the part."""
-        if self.masks.some:
+        if self.masks is not None and self.masks.some:
             self.sharded.check.release(self.sharded.trained)
             self.masks.apply()
             self.sharded.check.record(self.sharded.trained)
@@ -243,7 +269,7 @@ class ApplyUpdate:
     """Updates masters and weights, the average of weights, and what modules change by their tallies."""
 
     def __init__(
-        self, update: Update, values: StepValues, average: WeightAverage | None, chunks: Sequence[Any],
+        self, update: Update, values: StepValues, average: Average | None, chunks: Sequence[Any],
         sums: ModuleSums, sharded: ShardedParameters, check: StateCheck,
     ) -> None:
         self.update, self.values, self.average, self.chunks, self.sums = update, values, average, chunks, sums
@@ -296,3 +322,28 @@ class RecordAndGather:
         """Run the part."""
         self.record.run(gathering=self.sharded.gathers_after_update)
         self.sharded.start_gather()
+
+
+class StepParts(NamedTuple):
+    """The parts of an engine's step."""
+
+    count: StepPart
+    gradients: Sequence[StepPart]
+    """From the passes to the gradient norm."""
+    check: StepPart
+    apply: StepPart
+    record: Record
+
+    def plain(self, sharded: ShardedParameters) -> list[StepPart]:
+        """Return the parts of a step, in order."""
+        return [self.count, *self.gradients, self.check, self.apply, RecordAndGather(self.record, sharded)]
+
+
+class RecordedParts(Protocol):
+    """Steps that are recorded once and replayed (``kernels.recorded_step.RecordedSteps``)."""
+
+    graphs: Any
+    """The recordings."""
+
+    def parts(self, *, replayed: bool) -> list[StepPart]:
+        """Return the parts of a step, in order; ``replayed``: it may be recorded and replayed."""

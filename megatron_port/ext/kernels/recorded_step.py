@@ -7,12 +7,12 @@ from functools import partial
 
 import torch
 
-from megatron_port.core.engine.native_step import StepPart, StepState, run_parts
+from megatron_port.core.engine.native_step import StepPart, StepParts, StepState, run_parts
 from megatron_port.core.engine.step_inputs import StepInputs
 from megatron_port.core.layers.dropout import sample_keys
 from megatron_port.core.optim.sharded import ShardedParameters
-from megatron_port.ext.health.gradient_check import GradientCheck
-from megatron_port.ext.kernels.step_graphs import StepGraphs
+from megatron_port.core.optim.state_check import ReductionCheck
+from megatron_port.ext.kernels.step_graphs import Recorder, StepGraphs
 
 
 class Gather:
@@ -52,7 +52,7 @@ class ReplayGradients:
 class CheckReplayed:
     """Looks at what a replay has found in the gradients."""
 
-    def __init__(self, check: GradientCheck) -> None:
+    def __init__(self, check: ReductionCheck) -> None:
         self.check = check
 
     def run(self, state: StepState) -> None:
@@ -96,3 +96,29 @@ class DeferGather:
     def run(self, state: StepState) -> None:
         """Run the part."""
         self.sharded.defer_gather()
+
+
+class RecordedSteps:
+    """The parts of an engine's steps, recorded and replayed where they can be.
+
+    Args:
+        recorder: of the work.
+        plain: the parts of a step that is not recorded.
+        seed: of the run.
+    """
+
+    def __init__(self, recorder: Recorder, plain: StepParts, sharded: ShardedParameters, *, seed: int) -> None:
+        self.graphs = StepGraphs[StepState](recorder, sharded.ctx.device)
+        self.plain, self.sharded, self.seed = plain, sharded, seed
+
+    def parts(self, *, replayed: bool) -> list[StepPart]:
+        """Return the parts of a step, in order. ``replayed``: work is recorded and replayed."""
+        plain, sharded, graphs = self.plain, self.sharded, self.graphs
+        ending: list[StepPart] = [DeferGather(sharded), plain.record]
+        if not replayed:
+            return [plain.count, Release(graphs), *plain.gradients, plain.check, plain.apply, *ending]
+        gradients: list[StepPart] = [Gather(sharded), *plain.gradients]
+        return [
+            plain.count, ReplayGradients(graphs, gradients, sharded, self.seed), plain.check,
+            CheckReplayed(sharded.check), ReplayUpdate(graphs, plain.apply), *ending,
+        ]
