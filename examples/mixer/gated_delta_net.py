@@ -64,8 +64,8 @@ class GatedDeltaNet(MixerSpec):
         import torch  # not needed by the commands that plan and check
         from torch.nn.functional import normalize, softplus
 
+        from megatron_port.core.model.linears import row_linear
         from megatron_port.core.model.recompute import recompute
-        from megatron_port.ext.weights.factored import row_linear
 
         heads, size = self.heads // build.ctx.size("tp"), self.head_size
 

@@ -14,10 +14,10 @@ from megatron_port.core.layers.context import DropoutOf
 from megatron_port.core.layers.fused import ProbabilityDropout
 from megatron_port.core.layers.linear import ColumnParallelLinear, Rows
 from megatron_port.core.model.build import BuildContext
+from megatron_port.core.model.linears import column_linear, row_linear
 from megatron_port.core.model.norm import Norm, ProjectionNorm
 from megatron_port.core.model.recompute import recompute
 from megatron_port.core.model.spec import AttentionSpec, GroupedAttentionSpec, Groups
-from megatron_port.ext.weights.factored import column_linear, row_linear
 
 
 def projection_rows(groups: Groups, ctx: ParallelContext) -> tuple[Rows, Rows] | None:

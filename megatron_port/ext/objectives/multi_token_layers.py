@@ -15,9 +15,9 @@ from torch import nn
 from megatron_port.core.layers.embedding import VocabParallelEmbedding
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.layers import Head, TransformerLayer, embedding_factor
+from megatron_port.core.model.linears import UnsplitLinear
 from megatron_port.core.model.norm import Norm
 from megatron_port.core.model.spec import HeadSpec, PredictionSpec
-from megatron_port.ext.weights.factored import UnsplitLinear
 
 
 class Prediction(nn.Module):

@@ -34,12 +34,12 @@ from megatron_port.core.layers.linear import ColumnParallelLinear, RowParallelLi
 from megatron_port.core.layers.linear_kernels import PLAIN, FewBitLinearKernels, LinearKernels
 from megatron_port.core.model.attention import SelfAttention, rank_rows
 from megatron_port.core.model.layers import Embedding, Head, TransformerLayer
+from megatron_port.core.model.linears import FactoredColumnLinear
 from megatron_port.core.model.mlp import MLP
 from megatron_port.core.model.moe import Experts, MoE
 from megatron_port.core.model.norm import Norm, ProjectionNorm
 from megatron_port.core.model.residual import ResidualStream
 from megatron_port.core.optim.gradients import LossScaler
-from megatron_port.ext.weights.factored import FactoredColumnLinear
 from megatron_port.tools.parity.comparison import (
     FIRST_STEP,
     FP32,

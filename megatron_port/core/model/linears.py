@@ -1,7 +1,7 @@
-"""Linear layers whose weight is a product of two factors, W = B A with A [r, in] and B [out, r], both trained.
+"""A layer's linears as their specs say: of one matrix, or of two factors, W = B A with A [r, in] and B [out, r].
 
-What tensor-parallel ranks exchange at an end of their region has r features in place of the residual stream's. A whole
-factor is applied by every rank to the tokens that it has, and the other is an ordinary split layer.
+What tensor-parallel ranks exchange at an end of their region then has r features in place of the residual stream's. A
+whole factor is applied by every rank to the tokens that it has, and the other is an ordinary split layer.
 """
 
 from __future__ import annotations
