@@ -32,7 +32,7 @@ from megatron_port.core.layers import fused_attention as attn
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.ext.kernels.attention_choice import PROVIDERS, arch_of, parse
 from megatron_port.ext.kernels.ops import attention as own
-from megatron_port.ext.kernels.providers import optional_import
+from megatron_port.ext.kernels.optional import optional_import
 
 TABLE = Path(__file__).resolve().parents[1] / "configs" / "kernels" / "attention.json"
 SHAPES = ((1024, 16, 12, 64), (2048, 8, 25, 64), (2048, 8, 32, 128), (4096, 4, 32, 128), (8192, 2, 32, 128),

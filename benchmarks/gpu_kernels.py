@@ -44,7 +44,7 @@ from megatron_port.ext.kernels.ops import (
     rotary,
     softmax,
 )
-from megatron_port.ext.kernels.providers import optional_import
+from megatron_port.ext.kernels.optional import optional_import
 
 
 @dataclass

@@ -22,12 +22,12 @@ from megatron_port.core.errors import PortError
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.linear import WgradAccumulator
 from megatron_port.core.layers.linear_kernels import QuantizedWeightCache
+from megatron_port.core.layers.providers import Providers
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.layers import TransformerLayer
 from megatron_port.ext.kernels.choose import choose_providers
-from megatron_port.ext.kernels.providers import Providers
 from megatron_port.run.build import DTYPES, build_engine
 
 

@@ -30,6 +30,7 @@ from megatron_port.core.dist.device import Accelerators, DeviceInfo, choose_devi
 from megatron_port.core.errors import EXIT_ENVIRONMENT, EXIT_OK, PortError
 from megatron_port.core.io.logging import redact
 from megatron_port.core.io.variables import variables
+from megatron_port.core.layers.providers import ProviderRow
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.attention_choice import AttentionNeeds, shape_here
 from megatron_port.ext.kernels.choose import Chooser
@@ -41,7 +42,7 @@ from megatron_port.ext.kernels.jit_guard import (
     prebuilt_deepspeed_ops,
     prepare_deepspeed,
 )
-from megatron_port.ext.kernels.providers import ProviderRow, optional_import
+from megatron_port.ext.kernels.optional import optional_import
 
 # What ``doctor`` finds, a line each, and how it prints it.
 

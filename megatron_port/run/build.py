@@ -17,6 +17,7 @@ from megatron_port.core.dist.record import StateReader, initial_reader, record_o
 from megatron_port.core.engine.api import Engine
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.providers import Providers
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.activation_sites import decided, layer_choices
 from megatron_port.core.model.build import BuildContext, BuildOptions
@@ -27,7 +28,6 @@ from megatron_port.core.optim.rules import check_groups, set_parameter_groups
 from megatron_port.core.optim.zero3 import without_memory
 from megatron_port.core.pipeline.simulate import balanced_layers
 from megatron_port.core.registry import LOSSES
-from megatron_port.ext.kernels.providers import Providers
 from megatron_port.ext.weights.adapters import InitialAdapters, adapter_parameters, freeze_all_but_adapters
 from megatron_port.ext.weights.readers import SparseWeights
 from megatron_port.ext.weights.shared_layers import shared_layers

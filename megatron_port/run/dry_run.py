@@ -22,13 +22,13 @@ from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.record import ParameterRecord, record_of
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.activation_sites import layer_choices
 from megatron_port.core.model.flops import counted, document_of, hardware_flops, model_flops
 from megatron_port.core.model.shapes import parameter_shapes
 from megatron_port.core.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.ext.corpora.document_length import with_document_length
-from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.ext.weights.adapters import adapter_parameters
 from megatron_port.run.build import build_model, check_parameter_groups, layers_by_chunk, topology_of
 from megatron_port.run.weights import open_initial

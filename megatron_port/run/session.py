@@ -26,13 +26,13 @@ from megatron_port.core.dist.lease import Fence
 from megatron_port.core.dist.process import COMMUNICATOR, START, ProgressTracker
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.io.logging import Logger
+from megatron_port.core.layers.providers import Providers
 from megatron_port.core.registry import OWN_UPDATES
 from megatron_port.core.train.folders import check_output
 from megatron_port.ext.deepspeed.deepspeed_installed import require_deepspeed
 from megatron_port.ext.kernels.choose import choose_providers
 from megatron_port.ext.kernels.jit_guard import install_guard
 from megatron_port.ext.kernels.kernels import kernels_status
-from megatron_port.ext.kernels.providers import Providers
 from megatron_port.run.build import DTYPES, topology_of
 
 

@@ -20,6 +20,7 @@ from megatron_port.core.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.embedding import VocabParallelEmbedding, padded_vocab_size, vocab_parameter
 from megatron_port.core.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.attention import SelfAttention
 from megatron_port.core.model.build import BuildContext, BuildOptions
@@ -28,7 +29,6 @@ from megatron_port.core.model.layers import Embedding, Head, TransformerLayer
 from megatron_port.core.model.mlp import MLP
 from megatron_port.core.model.norm import Norm
 from megatron_port.core.optim.gradients import reduce_partial_gradients
-from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.tools.parity.run_record import assemble
 
 BOUND = 1e-9

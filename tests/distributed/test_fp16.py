@@ -18,7 +18,7 @@ from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.layers import linear_kernels
-from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.run.build import build_engine
 from megatron_port.tools.parity.comparison import Run
 from megatron_port.tools.parity.run_record import RankTrace, record_run

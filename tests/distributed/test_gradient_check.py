@@ -14,8 +14,8 @@ from pool import RankPool
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.ext.health.gradient_check import SUM_ROW, RowSums, allowed
-from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.run.build import build_engine
 
 STEP = 1

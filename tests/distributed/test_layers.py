@@ -23,7 +23,7 @@ from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import REPLICAS, Topology
 from megatron_port.core.dist.record import ParameterRecord
-from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.run.build import build_engine
 from megatron_port.tools.parity.comparison import FP64, Run, compare
 from megatron_port.tools.parity.run_record import RankTrace, record_run

@@ -29,13 +29,13 @@ from megatron_port.core.dist.positions import WHOLE_SEQUENCE
 from megatron_port.core.dist.record import StateReader
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepShared, StepSlot, Tallies
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.router import Router, tally_specs
 from megatron_port.core.model.shapes import parameter_shapes
 from megatron_port.core.optim.gradients import LossScaler
-from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.run.build import build_engine
 
 BASE: dict[str, Any] = {

@@ -22,10 +22,10 @@ from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.positions import sequence_partition
 from megatron_port.core.engine.api import Engine, StepResult
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.model.shapes import buffer_shapes, parameter_shapes
 from megatron_port.core.optim.rules import ADAMW, mixed_kinds, state_kinds
 from megatron_port.core.optim.schedules import BatchSchedule, learning_rate
-from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.ext.memory.saved_state import state_records
 from megatron_port.run.build import build_engine
 

@@ -19,8 +19,8 @@ from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.record import StatePiece, StateReader
 from megatron_port.core.engine.api import Engine
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.ext.kernels.jit_guard import prebuilt_deepspeed_ops
-from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.run.build import build_engine
 from megatron_port.tools.parity.comparison import FP64, Run, compare
 

@@ -34,7 +34,7 @@ from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.engine.api import Engine
 from megatron_port.core.errors import DamagedCheckpoint
-from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.run import loading, state
 from megatron_port.run.build import build_engine
 

@@ -19,10 +19,10 @@ from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.record import BUFFER, WEIGHT
 from megatron_port.core.engine.module import read_local, recorded_parameters
 from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.build import BuildContext, BuildOptions
 from megatron_port.core.model.decoder import GPTStage
-from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.run.weights import Weights
 from megatron_port.tools.interop.hf_files import HFFolder
 

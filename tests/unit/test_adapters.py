@@ -21,10 +21,10 @@ from megatron_port.core.dist.record import ParameterRecord, StateReader, initial
 from megatron_port.core.engine.module import buffer_pieces
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.linear import WgradAccumulator
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.build import BuildContext, BuildOptions
 from megatron_port.core.model.decoder import GPTStage
-from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.ext.memory.saved_state import state_records
 from megatron_port.ext.weights.adapters import (
     InitialAdapters,

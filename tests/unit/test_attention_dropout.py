@@ -18,6 +18,7 @@ from megatron_port.core.layers.attention import AttentionMask
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.fused import ProbabilityDropout
 from megatron_port.core.layers.fused_attention import Attention, math_attention, math_attention_with
+from megatron_port.core.layers.providers import Providers, torch_providers
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.attention import SelfAttention
 from megatron_port.core.model.build import BuildContext, BuildOptions
@@ -26,7 +27,6 @@ from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.choose import choose_providers
 from megatron_port.ext.kernels.ops import attention as own
 from megatron_port.ext.kernels.ops.softmax import causal_softmax
-from megatron_port.ext.kernels.providers import Providers, torch_providers
 
 CPU = torch.device("cpu")
 SEED, STEP, SAMPLES, P = 5, 9, (3, 1 << 33), 0.4

@@ -29,11 +29,11 @@ from megatron_port.core.layers.fused_attention import (
     math_attention,
     sdpa_attention,
 )
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.ext.kernels import attention_choice as choose_attention
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.choose import choose_providers
 from megatron_port.ext.kernels.own_experts import own_experts
-from megatron_port.ext.kernels.providers import torch_providers
 
 CPU = DeviceInfo("cpu", torch.device("cpu"), "gloo", "cpu", 0, "test")
 GPU = DeviceInfo("cuda", torch.device("cuda", 0), "nccl", "H", 0, "test")

@@ -25,12 +25,12 @@ from megatron_port.core.dist.record import InitSpec, initial_values, record_of
 from megatron_port.core.engine.module import read_local
 from megatron_port.core.errors import CheckpointError, ConfigError
 from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder import GPTStage
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.flops import parameter_count
-from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.ext.weights.readers import fingerprint
 from megatron_port.run.weights import open_weights
 from megatron_port.tools.compress.axes import HEADS

@@ -31,8 +31,8 @@ from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.record import record_of
 from megatron_port.core.errors import CheckpointError, ConfigError
 from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepSlot
-from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.ext.objectives.distillation import Objective, vocab_parallel_distillation
 from megatron_port.ext.objectives.distilled import open_teacher
 from megatron_port.ext.objectives.stored_teacher import Stored

@@ -23,13 +23,13 @@ from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.experts import grouped_linear
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepContext, StepShared, StepSlot, Tallies
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.flops import active_count, model_flops
 from megatron_port.core.model.moe import MoE
 from megatron_port.core.model.router import tally_specs
-from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.run.build import build_engine
 
 SEQ, BATCH, HIDDEN, EXPERTS = 8, 3, 16, 6

@@ -30,6 +30,7 @@ from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.layers.linear import WgradAccumulator, linear
 from megatron_port.core.layers.linear_kernels import PLAIN, QuantizedWeightCache, make_linear_kernels
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.ext.kernels.choose import choose_providers
 from megatron_port.ext.kernels.choose_fp8 import choose_fp8, device_formats, torch_problem
 from megatron_port.ext.kernels.fp8 import (
@@ -45,7 +46,6 @@ from megatron_port.ext.kernels.fp8 import (
     torch_quantiser,
     torch_scaled_mm,
 )
-from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.run.build import build_engine
 from megatron_port.tools.plan.case import case_of, machine_of
 from megatron_port.tools.plan.fp8 import copy_bytes

@@ -20,12 +20,12 @@ from megatron_port.core.config.schema import LayoutConfig, ModelConfig, RunConfi
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.errors import ConfigError, DataError
 from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.attention import SelfAttention
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder import GPTStage
 from megatron_port.ext.corpora.tokenizer import ByteTokenizer
-from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.tools.inference.generation import Sampling, draw, filter_logits
 from megatron_port.tools.inference.kv_cache import CacheSlot, KeyValueCache
 from megatron_port.tools.inference.lm_eval_adapter import Questions

@@ -17,6 +17,7 @@ from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.record import ParameterRecord, record_of
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.embedding import padded_vocab_size
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder import GPTStage
@@ -24,7 +25,6 @@ from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.flops import parameter_count, unit_costs
 from megatron_port.core.model.shapes import model_records, parameter_shapes
 from megatron_port.core.model.spec import GroupedAttentionSpec, LayerSpec, ParameterSpec
-from megatron_port.ext.kernels.providers import torch_providers
 
 SMALL = ModelConfig(num_layers=2, hidden_size=48, num_attention_heads=4, vocab_size=53, seq_length=16)
 LLAMA = replace(

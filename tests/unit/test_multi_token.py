@@ -32,8 +32,8 @@ from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.layers.embedding import VocabParallelEmbedding
 from megatron_port.core.layers.linear import WgradAccumulator
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.model.flops import model_flops, parameter_count
-from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.run.build import build_engine
 
 SEQ, VOCAB, WEIGHT = 8, 31, 0.7

@@ -28,12 +28,12 @@ from megatron_port.core.dist.counter import random_bits
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.record import InitSpec, ParameterRecord
 from megatron_port.core.engine.api import StepLimits
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.optim.bucket_memory import StateShard
 from megatron_port.core.optim.rules import BlockRule, UpdateSettings, state_bytes
 from megatron_port.ext.kernels.kernels import kernels_status
 from megatron_port.ext.kernels.kernels import load as load_kernels
 from megatron_port.ext.kernels.ops.narrow_adamw import BLOCK
-from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.ext.rules.narrow_adamw import (
     ADAMW_8BIT,
     ADAMW_BF16,

@@ -29,7 +29,7 @@ from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.engine.api import EvalResult
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.layers.linear import WgradAccumulator, linear
-from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.run.build import build_engine
 
 

@@ -39,9 +39,9 @@ from megatron_port.core.dist.device_streams import COPY_IN, COPY_OUT, HOST, obse
 from megatron_port.core.engine.api import StepLimits
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import ConfigError, EnvironmentFault
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.optim.zero3 import GatherGroup
 from megatron_port.ext.kernels import kernels
-from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.ext.memory import disk_state
 from megatron_port.ext.memory.disk_state import StateFile
 from megatron_port.ext.memory.offload import offloaded_numbers

@@ -17,6 +17,7 @@ from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.record import SEQUENCE, InitSpec, ParameterRecord, record_of
 from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder import GPTStage, build_stage
@@ -27,7 +28,6 @@ from megatron_port.core.optim.gradients import (
     reduce_partial_gradients,
 )
 from megatron_port.core.pipeline.simulate import balanced_layers
-from megatron_port.ext.kernels.providers import torch_providers
 
 MODEL = ModelConfig(num_layers=4, hidden_size=16, num_attention_heads=4, vocab_size=13, seq_length=8)
 TOPOLOGIES = [Topology(), Topology(tp=2), Topology(pp=4), Topology(tp=2, pp=2, dp=2), Topology(tp=4, pp=3),

@@ -32,13 +32,13 @@ from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.record import InitSpec, ParameterRecord, Shard, StatePiece
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import CheckpointError, ConfigError, DamagedCheckpoint
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.model import layers
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.optim.bucket_memory import StateShard
 from megatron_port.core.optim.buckets import ALIGN, plan_buckets
 from megatron_port.core.optim.rules import BlockRule, ElementwiseRule, StateKind, UpdateSettings, rule_of, state_layouts
 from megatron_port.core.registry import OPTIMIZERS
-from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.ext.memory.saved_state import state_records
 from megatron_port.run.build import build_engine
 from megatron_port.run.changes import check_rule, starts_fresh

@@ -28,11 +28,11 @@ from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.positions import WHOLE_SEQUENCE
 from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepShared, StepSlot, Tallies
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.router import Router, tally_specs
-from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.run.build import build_engine
 
 HIDDEN, FACTOR = 16, 0.25

@@ -22,11 +22,11 @@ from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.record import InitSpec, ParameterRecord, initial_reader, initial_values, record_of
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.embedding import padded_vocab_size
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder import GPTStage, build_stage
 from megatron_port.core.pipeline.simulate import balanced_layers
-from megatron_port.ext.kernels.providers import torch_providers
 
 NORMAL = InitSpec("normal", 0.02)
 

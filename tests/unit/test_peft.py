@@ -24,8 +24,8 @@ from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.record import StateReader
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import CheckpointError
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.ext.families import family_names
-from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.ext.weights.adapters import MAGNITUDE, InitialAdapters, MergedWeights, adapter_parameters, over_base
 from megatron_port.ext.weights.merged import MergedCheckpoint
 from megatron_port.ext.weights.readers import fingerprint

@@ -15,7 +15,7 @@ from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.schema import CalibrationConfig, HardwareConfig
 from megatron_port.core.dist.device import choose_device
-from megatron_port.ext.kernels.providers import torch_providers
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.tools.bench import clock
 from megatron_port.tools.bench.calibration import (
     calibrated,

@@ -20,9 +20,9 @@ from megatron_port.core.config.schema import (
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.decoder_spec import model_spec
-from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.run.build import build_model
 from megatron_port.tools.plan.activations import layer_activation_bytes
 from megatron_port.tools.plan.case import Case, Machine, balanced_split, case_of, machine_of

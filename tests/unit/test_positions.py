@@ -24,6 +24,7 @@ from megatron_port.core.dist.positions import (
     sequence_partition,
 )
 from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.providers import Providers, torch_providers
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.attention import SelfAttention
 from megatron_port.core.model.build import BuildContext
@@ -32,7 +33,6 @@ from megatron_port.core.model.decoder_spec import attention_spec, model_spec
 from megatron_port.core.model.layers import Embedding
 from megatron_port.core.model.norm import Norm
 from megatron_port.ext.kernels.choose import choose_providers
-from megatron_port.ext.kernels.providers import Providers, torch_providers
 
 CPU = torch.device("cpu")
 SEQ, BATCH = 32, 2

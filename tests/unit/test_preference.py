@@ -23,10 +23,10 @@ from megatron_port.core.data.loader import Loaders, build_loaders
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import DataError
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.ext.corpora.conversations import ConversationRefusal
 from megatron_port.ext.corpora.tokenizer import get_tokenizer
 from megatron_port.ext.corpora.verify import verify
-from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.ext.objectives.dpo import PairObjective, pair_loss_sum
 from megatron_port.ext.objectives.preferences import preference_of
 from megatron_port.ext.objectives.reference_losses import read_reference, reference_path

@@ -26,11 +26,11 @@ from megatron_port.core.dist.counter import key_of
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.record import initial_reader, initial_values
 from megatron_port.core.layers.dropout import DropoutStream, op_key
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.build import BuildContext, BuildOptions
 from megatron_port.core.model.decoder import GPTStage
 from megatron_port.core.model.shapes import model_records
-from megatron_port.ext.kernels.providers import torch_providers
 
 CPU = torch.device("cpu")
 SEEDS = st.integers(0, 2**63 - 1)

@@ -31,12 +31,12 @@ from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import CheckpointError, ConfigError
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.model.shapes import parameter_shapes
 from megatron_port.core.optim.gradients import NormStatistics
 from megatron_port.core.registry import OPTIMIZERS
 from megatron_port.ext.kernels.kernels import kernels_status
 from megatron_port.ext.kernels.kernels import load as load_kernels
-from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.ext.memory.saved_state import state_records
 from megatron_port.ext.weights.readers import AveragedCheckpoint
 from megatron_port.run.build import build_engine

@@ -17,9 +17,9 @@ from megatron_port.core.layers.cross_entropy import (
     torch_cross_entropy,
     vocab_parallel_cross_entropy,
 )
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.ext.kernels.kernels import load as load_kernels
 from megatron_port.ext.kernels.ops.cross_entropy import own_cross_entropy
-from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.run.build import build_engine
 
 Z = 0.03

@@ -22,13 +22,13 @@ from megatron_port.core.layers.cross_entropy import TokenLoss, vocab_parallel_cr
 from megatron_port.core.layers.embedding import padded_vocab_size, vocab_parameter
 from megatron_port.core.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows
 from megatron_port.core.layers.linear_kernels import make_linear_kernels
+from megatron_port.core.layers.providers import Providers
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.activation_sites import LayerActivations
 from megatron_port.core.model.loss import StageLoss
 from megatron_port.core.model.residual import ResidualStream
 from megatron_port.core.model.rotary import RotaryTables
 from megatron_port.core.model.spec import LinearSpec, ParameterSpec, Rotation
-from megatron_port.ext.kernels.providers import Providers
 from megatron_port.ext.memory.site_tape import ParkingPlaces
 from megatron_port.ext.memory.swap import SwapSpace
 from megatron_port.ext.weights.adapter import Adapter

@@ -10,10 +10,10 @@ from torch import nn
 
 from megatron_port.core.config.model import CLAMP, SHARPNESS
 from megatron_port.core.layers.fused import FirstOrderFunction, first_order
+from megatron_port.core.layers.providers import Providers
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.linears import column_linear, row_linear
 from megatron_port.core.model.spec import MLPSpec
-from megatron_port.ext.kernels.providers import Providers
 
 
 class _ClampedSwiGLU(FirstOrderFunction):

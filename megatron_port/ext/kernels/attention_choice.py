@@ -18,8 +18,9 @@ from megatron_port.core.io.typed_json import WrongContent, parse_json, typed
 from megatron_port.core.layers import fused_attention as attn
 from megatron_port.core.layers.attention import AttentionMask
 from megatron_port.core.layers.fused import CausalSoftmax, ProbabilityDropout
+from megatron_port.core.layers.providers import ProviderRow
 from megatron_port.core.package import shipped_folder
-from megatron_port.ext.kernels.providers import ProviderRow, optional_import
+from megatron_port.ext.kernels.optional import optional_import
 
 # Measured times of attention's providers on GPUs: ``configs/kernels/attention.json``.
 #

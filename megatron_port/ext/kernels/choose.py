@@ -24,6 +24,7 @@ from megatron_port.core.layers import fused
 from megatron_port.core.layers.cross_entropy import torch_cross_entropy
 from megatron_port.core.layers.experts import ExpertOps, torch_experts
 from megatron_port.core.layers.packed_math import packed_math_attention
+from megatron_port.core.layers.providers import ProviderRow, Providers
 from megatron_port.core.registry import OPTIMIZERS, OWN_UPDATES, PROVIDERS
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.attention_choice import (
@@ -38,8 +39,8 @@ from megatron_port.ext.kernels.choose_exchange import choose_exchange
 from megatron_port.ext.kernels.choose_fp8 import choose_fp8
 from megatron_port.ext.kernels.fp8 import Fp8, Quantiser, own_quantiser, torch_quantiser
 from megatron_port.ext.kernels.ops.attention import PARTIALS
+from megatron_port.ext.kernels.optional import optional_import
 from megatron_port.ext.kernels.own_experts import own_experts, own_limit
-from megatron_port.ext.kernels.providers import ProviderRow, Providers, optional_import
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.dist.device import DeviceInfo
 from megatron_port.core.errors import EnvironmentFault
 from megatron_port.core.layers.experts import RowExchange
+from megatron_port.core.layers.providers import ProviderRow
 from megatron_port.ext.kernels.exchanges import DeepEP, Mori
-from megatron_port.ext.kernels.providers import ProviderRow, optional_import
+from megatron_port.ext.kernels.optional import optional_import
 
 KINDS = {"deepep": "cuda", "mori": "rocm"}
 """The devices that libraries are for."""

@@ -9,6 +9,7 @@ import torch
 from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.dist.device import DeviceInfo
 from megatron_port.core.errors import EnvironmentFault
+from megatron_port.core.layers.providers import ProviderRow
 from megatron_port.ext.kernels.fp8 import (
     FNUZ,
     OCP,
@@ -19,7 +20,6 @@ from megatron_port.ext.kernels.fp8 import (
     reference_scaled_mm,
     torch_scaled_mm,
 )
-from megatron_port.ext.kernels.providers import ProviderRow
 
 NEEDED = (8, 9)
 """Least compute capability of an NVIDIA GPU with 8-bit products."""

@@ -10,10 +10,10 @@ from megatron_port.core.dist.collectives import recorded_buffers
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.record import ParameterRecord, record_of
 from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.build import BuildContext, BuildOptions
 from megatron_port.core.model.decoder import GPTStage
-from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.ext.weights.adapters import freeze_all_but_adapters
 
 

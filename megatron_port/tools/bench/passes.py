@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatron_port.core.layers.linear_kernels import PLAIN
-from megatron_port.ext.kernels.providers import Providers
+from megatron_port.core.layers.providers import Providers
 from megatron_port.tools.bench.clock import queued_seconds, seconds_of
 from megatron_port.tools.plan.kernel_table import Entry
 

@@ -20,8 +20,8 @@ from megatron_port.core.dist.discovery import ProcessInfo
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.io.files import write_output
 from megatron_port.core.layers.linear import WgradAccumulator, linear
+from megatron_port.core.layers.providers import Providers
 from megatron_port.ext.kernels.choose import choose_providers
-from megatron_port.ext.kernels.providers import Providers
 from megatron_port.tools.bench.calibration import calibrated, described, kernel_entries, table, to_toml
 from megatron_port.tools.bench.passes import DTYPES, pass_entries
 from megatron_port.tools.bench.probe import host_entries, measure, shapes_of

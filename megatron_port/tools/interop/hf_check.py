@@ -26,13 +26,13 @@ from megatron_port.core.dist.record import BUFFER, StateReader, record_of
 from megatron_port.core.engine.module import read_local
 from megatron_port.core.errors import CheckpointError, EnvironmentFault
 from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.flops import parameter_count
 from megatron_port.core.model.layers import Embedding, Head, TransformerLayer
 from megatron_port.core.model.shapes import LAST_STEP
-from megatron_port.ext.kernels.providers import torch_providers
 from megatron_port.tools.interop.hf_files import HFFolder
 from megatron_port.tools.interop.hf_theirs import loaded_by, norm_weights, scaled_logits, their_logits
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,6 @@ from megatron_port.core.layers import fused_attention as attn
 from megatron_port.core.layers.context import MathPartial, PartialAttention
 from megatron_port.core.layers.cross_entropy import CrossEntropyOps, torch_cross_entropy
 from megatron_port.core.layers.experts import ExpertOps, RowExchange, torch_experts
-from megatron_port.ext.kernels.fp8 import Fp8
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,8 @@ class Providers:
     """The split that gives the projection's bias its gradient; None: the linear layer does."""
     bias_dropout_add_norm: fused.BiasDropoutAddNorm | None = None
     """``bias_dropout_add`` with the norm that follows, where one provider has both; None: one after the other."""
-    fp8: Fp8 | None = None
-    """Kernels of the layers' linears in 8 bits; None: in the compute dtype."""
+    fp8: Any = None
+    """Quantiser and products (``kernels.fp8.Fp8``) of the layers' linears in 8 bits; None: in the compute dtype."""
     experts: ExpertOps = torch_experts
     """Router and moving of rows of layers of experts."""
     row_exchange: RowExchange | None = None
@@ -61,16 +59,6 @@ class Providers:
         rows = [("op", "provider", "why"), *((r.op, r.provider, r.why) for r in self.table)]
         width = [max(len(row[i]) for row in rows) for i in (0, 1)]
         return "\n".join(f"{op:<{width[0]}}  {provider:<{width[1]}}  {why}" for op, provider, why in rows)
-
-
-def optional_import(name: str) -> tuple[Any | None, str]:
-    """Return (module, "") or (None, why not). A package built for another torch may raise anything."""
-    try:
-        return importlib.import_module(name), ""
-    except ModuleNotFoundError as error:
-        return None, f"{error.name or name} is not installed"
-    except Exception as error:
-        return None, f"import {name} fails: {type(error).__name__}: {error}"
 
 
 def torch_providers() -> Providers:
