@@ -204,6 +204,16 @@ STEP_PARTS = Registry("part of a step", "", {
     "recorded steps": "megatron_port.ext.kernels.recorded_step:RecordedSteps",
 })
 """What makes the parts of engine native's step that few runs have, each imported when a run asks for it."""
+PARTS = Registry("part", "", {
+    "adapter": "megatron_port.ext.weights.adapters:make_adapter",
+    "adapters of a layer": "megatron_port.ext.weights.adapter_spec:layer_adapters",
+    "chunked column": "megatron_port.ext.weights.chunked:ChunkedColumnParallelLinear",
+    "chunked row": "megatron_port.ext.weights.chunked:ChunkedRowParallelLinear",
+    "parking": "megatron_port.ext.memory.site_tape:parking_places",
+    "predictions": "megatron_port.ext.objectives.multi_token_layers:build_predictions",
+    "shared weights": "megatron_port.ext.weights.shared_layers:share_weights",
+})
+"""What the core makes of a model or its data where a setting asks for it, and else never imports."""
 
 CONFLICTS = Registry("table of conflicts", "", {name: f"megatron_port.core.config.{name}:CONFLICTS" for name in (
     "architecture", "attention", "latent", "mixer", "multi_token", "low_rank", "run_conflicts", "fp8", "moe",

@@ -21,16 +21,16 @@ from megatron_port.core.layers.providers import Providers
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.activation_sites import decided, layer_choices
 from megatron_port.core.model.build import BuildContext, BuildOptions
-from megatron_port.core.model.decoder import GPTStage
+from megatron_port.core.model.decoder import GPTStage, shared_layers
 from megatron_port.core.model.flops import unit_costs
 from megatron_port.core.model.shapes import parameter_shapes
 from megatron_port.core.optim.rules import check_groups, set_parameter_groups
 from megatron_port.core.optim.zero3 import without_memory
 from megatron_port.core.pipeline.simulate import balanced_layers
 from megatron_port.core.registry import LOSSES
-from megatron_port.ext.weights.adapters import InitialAdapters, adapter_parameters, freeze_all_but_adapters
+from megatron_port.ext.weights.adapter_spec import adapter_parameters
+from megatron_port.ext.weights.adapters import InitialAdapters, freeze_all_but_adapters
 from megatron_port.ext.weights.readers import SparseWeights
-from megatron_port.ext.weights.shared_layers import shared_layers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 

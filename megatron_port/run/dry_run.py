@@ -29,7 +29,7 @@ from megatron_port.core.model.flops import counted, document_of, hardware_flops,
 from megatron_port.core.model.shapes import parameter_shapes
 from megatron_port.core.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.ext.corpora.document_length import with_document_length
-from megatron_port.ext.weights.adapters import adapter_parameters
+from megatron_port.ext.weights.adapter_spec import adapter_parameters
 from megatron_port.run.build import build_model, check_parameter_groups, layers_by_chunk, topology_of
 from megatron_port.run.weights import open_initial
 from megatron_port.tools.interop.hf_config import another_family

@@ -27,7 +27,8 @@ from megatron_port.core.train.folders import FOLDER, run_folder
 from megatron_port.ext.corpora.tokenizer import get_tokenizer, piece_named, settings_beside
 from megatron_port.ext.corpora.tokenizer import load as load_tokenizer
 from megatron_port.ext.corpora.tokenizer_base import Tokenizer
-from megatron_port.ext.weights.adapters import InitialAdapters, MergedWeights, adapter_parameters, over_base
+from megatron_port.ext.weights.adapter_spec import adapter_parameters
+from megatron_port.ext.weights.adapters import InitialAdapters, MergedWeights, over_base
 from megatron_port.ext.weights.readers import (
     AveragedCheckpoint,
     SparseWeights,

@@ -26,7 +26,8 @@ from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import CheckpointError
 from megatron_port.core.layers.providers import torch_providers
 from megatron_port.ext.families import family_names
-from megatron_port.ext.weights.adapters import MAGNITUDE, InitialAdapters, MergedWeights, adapter_parameters, over_base
+from megatron_port.ext.weights.adapter_spec import MAGNITUDE, adapter_parameters
+from megatron_port.ext.weights.adapters import InitialAdapters, MergedWeights, over_base
 from megatron_port.ext.weights.merged import MergedCheckpoint
 from megatron_port.ext.weights.readers import fingerprint
 from megatron_port.run.build import build_engine

@@ -36,7 +36,6 @@ from megatron_port.core.dist.record import SEQUENCE, InitSpec, ParameterRecord, 
 from megatron_port.core.layers.fused import FirstOrderFunction, first_order, widens
 from megatron_port.core.layers.linear_kernels import PLAIN, LinearKernels, add_product
 from megatron_port.core.layers.table_rows import torch_add_rows
-from megatron_port.ext.weights.adapter import Adapter
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "Rows", "WgradAccumulator", "add_product", "linear"]
 
@@ -279,7 +278,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.group, self.sequence_parallel, self.skip_bias = ctx.over("tp"), sequence_parallel, skip_bias
         self.kernels = kernels
-        self.adapter: Adapter | None = None
+        self.adapter: nn.Module | None = None
         self.bias: nn.Parameter | None = None
         self.shared_weight: nn.Parameter | None = None
         self.shared_bias: nn.Parameter | None = None
@@ -358,7 +357,7 @@ class RowParallelLinear(nn.Module):
             f"{name}.weight", (out_features, in_features), ctx, init=init, decay=True, shards=(Shard(1, ("tp",)),),
         )
         self.weight = attach(nn.Parameter(torch.empty(record.local_shape, dtype=dtype, device=ctx.device)), record)
-        self.adapter: Adapter | None = None
+        self.adapter: nn.Module | None = None
         self.bias: nn.Parameter | None = None
         if bias:
             record = make_record(

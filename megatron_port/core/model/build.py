@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,11 +30,7 @@ from megatron_port.core.model.loss import StageLoss
 from megatron_port.core.model.residual import ResidualStream
 from megatron_port.core.model.rotary import RotaryTables
 from megatron_port.core.model.spec import LinearSpec, ParameterSpec, Rotation
-from megatron_port.ext.memory.site_tape import ParkingPlaces
-from megatron_port.ext.memory.swap import SwapSpace
-from megatron_port.ext.weights.adapter import Adapter
-from megatron_port.ext.weights.adapters import adapter_spec, make_adapter
-from megatron_port.ext.weights.chunked import ChunkedColumnParallelLinear, ChunkedRowParallelLinear
+from megatron_port.core.registry import PARTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +79,7 @@ class BuildContext:
         self.sequence_parallel = layout.sequence_parallel and ctx.size("tp") > 1
         self.recompute, self.cp_method = options.recompute, layout.cp_method
         self.layer_activations = options.layer_activations
-        # Under sequence parallelism tensor-parallel ranks hold nothing alike.
-        self.parking = ParkingPlaces(SwapSpace(ctx.device), None if self.sequence_parallel else ctx.over("tp"))
+        self.parking = self._parking()
         self.padding_multiple = layout.vocab_padding_multiple
         # Of the layers' linears; embedding, head and attention stay in the compute dtype.
         self.kernels = make_linear_kernels(providers.fp8, options.quantisation)
@@ -98,6 +94,13 @@ class BuildContext:
             providers.bias_dropout_add_norm, model.residual_multiplier,
         )
         self._rotary: dict[Rotation, RotaryTables | None] = {}
+
+    def _parking(self) -> Any:
+        """Return where activations wait (``memory.site_tape.ParkingPlaces``); None: nothing is decided of them."""
+        if not self.layer_activations:
+            return None
+        # Under sequence parallelism tensor-parallel ranks hold nothing alike.
+        return PARTS.function("parking")(self.ctx.device, None if self.sequence_parallel else self.ctx.over("tp"))
 
     def context_attention(self) -> ContextAttention | None:
         """Return how attention reaches the positions of other context-parallel ranks; None: there are none.
@@ -132,8 +135,8 @@ class BuildContext:
         """Build the linear layer of a spec with its outputs split over the tensor-parallel ranks."""
         adapter = self.adapter(layer, spec)
         chunked = self.chunks > 1 and adapter is None
-        make = partial(ChunkedColumnParallelLinear, self.chunks) if chunked else ColumnParallelLinear
-        made = make(
+        make = partial(PARTS.function("chunked column"), self.chunks) if chunked else ColumnParallelLinear
+        made: ColumnParallelLinear = make(
             f"{layer}.{spec.name}", spec.inputs, spec.outputs, ctx=self.ctx, bias=spec.bias,
             sequence_parallel=self.sequence_parallel, init=InitSpec("normal", spec.std), packed=spec.packed, rows=rows,
             row_runs=spec.groups.row_runs if spec.groups is not None else (), skip_bias=skip_bias, dtype=self.dtype,
@@ -146,8 +149,8 @@ class BuildContext:
         """Build the linear layer of a spec with inputs split over tensor-parallel ranks; the caller adds its bias."""
         adapter = self.adapter(layer, spec)
         chunked = self.chunks > 1 and adapter is None
-        make = partial(ChunkedRowParallelLinear, self.chunks) if chunked else RowParallelLinear
-        made = make(
+        make = partial(PARTS.function("chunked row"), self.chunks) if chunked else RowParallelLinear
+        made: RowParallelLinear = make(
             f"{layer}.{spec.name}", spec.inputs, spec.outputs, ctx=self.ctx, bias=spec.bias,
             sequence_parallel=self.sequence_parallel, init=InitSpec("normal", spec.std), skip_bias=True,
             dtype=self.dtype, kernels=self.kernels,
@@ -167,10 +170,12 @@ class BuildContext:
         )
         return attach(nn.Parameter(torch.empty(record.local_shape, dtype=self.dtype, device=self.ctx.device)), record)
 
-    def adapter(self, layer: str, spec: LinearSpec) -> Adapter | None:
-        """Build the adapters of the linear layer of a spec; None: it has none."""
-        found = adapter_spec(spec, self.fine_tuning)
-        return None if found is None else make_adapter(layer, found, self)
+    def adapter(self, layer: str, spec: LinearSpec) -> nn.Module | None:
+        """Build the adapters of the linear layer of a spec (``weights.adapter``); None: it has none."""
+        found: nn.Module | None = None
+        if self.fine_tuning.enabled:
+            found = PARTS.function("adapter")(layer, spec, self)
+        return found
 
     def unsplit(self, spec: ParameterSpec, layer: str = "") -> nn.Parameter:
         """Build a parameter that every tensor-parallel rank holds in full; ``layer`` is the prefix of its name."""

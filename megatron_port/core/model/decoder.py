@@ -4,18 +4,57 @@ contiguous run of them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from megatron_port.core.config.schema import ModelConfig
+from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.layers.step import StepContext
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.layers import Embedding, Head, TransformerLayer
 from megatron_port.core.model.moe import MoE
 from megatron_port.core.model.router import tally_specs
-from megatron_port.ext.objectives.multi_token_layers import Prediction, build_predictions
-from megatron_port.ext.weights.shared_layers import Held, SharedLayers, share_weights, shared_layers
+from megatron_port.core.registry import PARTS
+
+Held = dict[tuple[str, tuple[int, ...]], nn.Parameter]
+"""Parameters of groups that this rank has built, by name and offset."""
+
+
+@dataclass(frozen=True)
+class SharedLayers:
+    """Which stages hold each group's weights; by the first layer of the group."""
+
+    stages: dict[int, tuple[int, ...]]
+    primary: dict[int, int]
+    """The stage whose copy is saved and counted."""
+
+    @classmethod
+    def of(cls, model: ModelConfig, topology: Topology, layers_by_chunk: Sequence[int]) -> SharedLayers:
+        """Return them for a split of the layers over the virtual stages."""
+        found: dict[int, set[int]] = {}
+        primary: dict[int, int] = {}
+        layer = 0
+        for virtual, count in enumerate(layers_by_chunk):
+            stage, _ = topology.holder(virtual)
+            for _ in range(count):
+                owner = model.owner_of(layer)
+                found.setdefault(owner, set()).add(stage)
+                primary.setdefault(owner, stage)
+                layer += 1
+        return cls({owner: tuple(sorted(stages)) for owner, stages in found.items()}, primary)
+
+    @property
+    def spanning(self) -> tuple[tuple[int, ...], ...]:
+        """Sets of stages that hold copies of the same weights, each once."""
+        return tuple(sorted({stages for stages in self.stages.values() if len(stages) > 1}))
+
+
+def shared_layers(model: ModelConfig, topology: Topology, layers_by_chunk: Sequence[int]) -> SharedLayers | None:
+    """Return which stages hold each group's weights; None: every layer has its own."""
+    return SharedLayers.of(model, topology, layers_by_chunk) if model.shared_layers > 1 else None
 
 
 class GPTStage(nn.Module):
@@ -48,14 +87,16 @@ class GPTStage(nn.Module):
         if build.model.shared_layers > 1:
             if shared is None and build.ctx.topology.virtual_stages > 1:
                 raise ValueError("layers share weights over stages, and nothing says which hold them")
-            share_weights(self.layers, build.model, shared, build.ctx.index("pp"), {} if held is None else held)
+            share = PARTS.function("shared weights")
+            share(self.layers, build.model, shared, build.ctx.index("pp"), {} if held is None else held)
         self.head: Head | None = None
-        further: list[Prediction] = []
+        further: list[nn.Module] = []
         if self.last:
             if self.embedding is not None:
                 table = self.embedding.word.weight
             self.head = Head(spec.head, build, table if spec.head.weight.tied else None)
-            further = build_predictions(spec.head, build, self.head, table)
+            if spec.head.predictions:
+                further = PARTS.function("predictions")(spec.head, build, self.head, table)
         self.predictions = nn.ModuleList(further)
         self.objective, self.step = build.objective, build.step
         self.auxiliary_names = self.objective.sums
@@ -74,7 +115,7 @@ class GPTStage(nn.Module):
         return sum(layer.mlp.exchanges for layer in self.layers if isinstance(layer.mlp, MoE))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.parking.swap is not None:
+        if self.parking is not None and self.parking.swap is not None:
             self.parking.swap.begin_pass()
         if self.embedding is not None:
             x = self.embedding(x)

@@ -27,8 +27,8 @@ from collections.abc import Sequence
 from megatron_port.core.config.fine_tuning import NO_ADAPTERS, FineTuningConfig
 from megatron_port.core.config.schema import DataConfig, ModelConfig
 from megatron_port.core.model.decoder_spec import model_spec
-from megatron_port.core.model.spec import LayerSpec
-from megatron_port.ext.weights.adapters import layer_adapters
+from megatron_port.core.model.spec import LayerSpec, ParameterSpec
+from megatron_port.core.registry import PARTS
 
 RECOMPUTE = ("none", "selective", "full")
 
@@ -63,9 +63,15 @@ def trained_count(model: ModelConfig, tuning: FineTuningConfig) -> int:
     if not tuning.enabled:
         return parameter_count(model)
     return sum(
-        count * sum(p.numel for spec in layer_adapters(layer, tuning) for p in spec.parameters)
-        for layer, count in model_spec(model).kinds()
+        count * sum(p.numel for p in _adapter_parameters(layer, tuning)) for layer, count in model_spec(model).kinds()
     )
+
+
+def _adapter_parameters(layer: LayerSpec, tuning: FineTuningConfig) -> list[ParameterSpec]:
+    """Return the parameters of a layer's adapters."""
+    if not tuning.enabled:
+        return []
+    return [p for spec in PARTS.function("adapters of a layer")(layer, tuning) for p in spec.parameters]
 
 
 def counted(model: ModelConfig, tuning: FineTuningConfig) -> str:
@@ -78,7 +84,7 @@ def counted(model: ModelConfig, tuning: FineTuningConfig) -> str:
 
 def adapter_flops(layer: LayerSpec, tuning: FineTuningConfig, seq: int) -> int:
     """Operations of one sample's forward that a layer's adapters add: the products with A and with B."""
-    return sum(2 * seq * p.numel for s in layer_adapters(layer, tuning) for p in s.parameters if len(p.shape) == 2)
+    return sum(2 * seq * p.numel for p in _adapter_parameters(layer, tuning) if len(p.shape) == 2)
 
 
 def unit_costs(model: ModelConfig) -> list[float]:

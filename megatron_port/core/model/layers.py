@@ -20,7 +20,6 @@ from megatron_port.core.model.norm import Norm
 from megatron_port.core.model.program import Program, Watch
 from megatron_port.core.model.recompute import recompute
 from megatron_port.core.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, NormSpec
-from megatron_port.ext.memory.site_tape import SiteTape
 
 
 def embedding_factor(build: BuildContext) -> float:
@@ -134,7 +133,7 @@ class TransformerLayer(nn.Module):
             if self.recompute:
                 return recompute(partial(self.program.run, self), x, step=self.step)
             if self.activations:
-                tape = SiteTape(self.activations, self.step, x, self.parking)
+                tape = self.parking.tape(self.activations, self.step, x)
                 try:
                     out = self.program.run_on_tape(self, x, tape)
                     tape.park(self.index)

@@ -5,18 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from megatron_port.core.model.activation_sites import Site
 from megatron_port.core.model.ops import INPUT, Op, last_uses
-from megatron_port.ext.memory.site_tape import SiteTape
 
 Values = dict[str, Any]
 """Values by name, each a tensor or a tuple of tensors."""
 Watch = Callable[[str, Any], None]
 """(name of a value, the value): called when an operation of a forward pass has made it."""
+
+
+class Tape(Protocol):
+    """What runs a layer's operations and decides what autograd holds of them (``memory.site_tape.SiteTape``)."""
+
+    def run(self, site: Site, function: Callable[..., Any], *inputs: torch.Tensor) -> Any:
+        """Return ``function(*inputs)``, of one site."""
+
+    def run_fused(
+        self, function: Callable[..., Any], inputs: tuple[torch.Tensor, ...], made_by: Callable[..., Any]
+    ) -> tuple[torch.Tensor, ...]:
+        """Return ``function(*inputs)``, whose results belong to several sites: ``made_by(*results)`` says how each is
+        made by itself."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +59,7 @@ class Step:
         """Dotted path from the layer to what the forward pass calls."""
         return self.op.run
 
-    def on_tape(self, layer: nn.Module, tape: SiteTape, inputs: Sequence[torch.Tensor]) -> Any:
+    def on_tape(self, layer: nn.Module, tape: Tape, inputs: Sequence[torch.Tensor]) -> Any:
         """Run the operation on ``inputs``, with its site's decision for what autograd saves; return its results."""
         return tape.run(self.op.site, attrgetter(self.op.run)(layer), *inputs)
 
@@ -58,7 +71,7 @@ class NormStep(Step):
     def path(self) -> str:
         return f"{self.op.run}.fork"
 
-    def on_tape(self, layer: nn.Module, tape: SiteTape, inputs: Sequence[torch.Tensor]) -> Any:
+    def on_tape(self, layer: nn.Module, tape: Tape, inputs: Sequence[torch.Tensor]) -> Any:
         norm, (x,), site = attrgetter(self.op.run)(layer), inputs, self.op.site
         if not norm.fuses_add:  # torch's norm has x itself for the second
             return tape.run(site, norm, x), x
@@ -83,7 +96,7 @@ class AddNormStep(Step):
     def path(self) -> str:
         return f"{self.op.run}_{self.norm.run}"
 
-    def on_tape(self, layer: nn.Module, tape: SiteTape, inputs: Sequence[torch.Tensor]) -> Any:
+    def on_tape(self, layer: nn.Module, tape: Tape, inputs: Sequence[torch.Tensor]) -> Any:
         norm, add, both = (attrgetter(path)(layer) for path in (self.norm.run, self.op.run, self.path))
         if not norm.fuses_add:
             x = tape.run(self.op.site, add, *inputs)
@@ -124,7 +137,7 @@ class Program:
             del out  # else it would live until the next operation has run
         return _result(values)
 
-    def run_on_tape(self, layer: nn.Module, x: torch.Tensor, tape: SiteTape) -> torch.Tensor:
+    def run_on_tape(self, layer: nn.Module, x: torch.Tensor, tape: Tape) -> torch.Tensor:
         """Return the same, each operation under the name of what it leaves behind."""
         values: Values = {INPUT: x}
         for step, dead in self._steps:

@@ -13,8 +13,8 @@ import torch
 
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.dist.positions import Positions
+from megatron_port.core.model.recompute import mark_as_of_all_layers
 from megatron_port.core.model.spec import Rotation
-from megatron_port.ext.memory.site_tape import mark_as_of_all_layers
 
 _KEPT = 8
 """Sets of positions whose rows are kept: those of the micro-batches in flight, where each has its own."""

@@ -33,6 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_port.core.dist.mesh import PartitionedBytes
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.activation_sites import Decision, LayerActivations, Site
+from megatron_port.core.model.recompute import is_of_all_layers
 from megatron_port.ext.memory.swap import SwappedLayer, SwapSpace
 
 # Seconds and bytes of sites and passes, measured while a run trains.
@@ -186,6 +187,10 @@ class ParkingPlaces:
         """Return whether there is a place for what is so decided."""
         return (self.swap if decision == "swap" else self.group if decision == "partition" else None) is not None
 
+    def tape(self, activations: LayerActivations, step: StepSlot, source: torch.Tensor) -> SiteTape:
+        """Return the tape of one forward pass of a layer that parks here."""
+        return SiteTape(activations, step, source, self)
+
     def park(self, decision: Decision, layer: int, flats: Sequence[torch.Tensor]) -> list[Parked]:
         """Park flat bytes of a layer, given by its number in the model."""
         if decision == "swap":
@@ -196,15 +201,9 @@ class ParkingPlaces:
         return [PartitionedBytes(flat, self.group) for flat in flats]
 
 
-def is_of_all_layers(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is marked as one that all layers share (rotary tables): it is no layer's to park."""
-    return getattr(tensor, "of_all_layers", False) or getattr(tensor._base, "of_all_layers", False)
-
-
-def mark_as_of_all_layers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, marked so."""
-    tensor.of_all_layers = True  # type: ignore[attr-defined]
-    return tensor
+def parking_places(device: torch.device, group: dist.ProcessGroup | None) -> ParkingPlaces:
+    """Return the places of a rank on ``device``; ``group``: as :class:`ParkingPlaces` takes it."""
+    return ParkingPlaces(SwapSpace(device), group)
 
 
 Function = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]

@@ -61,8 +61,6 @@ def build_predictions(
 ) -> list[Prediction]:
     """Build the modules of a model. ``embedding``: the token table where this rank has it for the embedding; else the
     head's matrix is the same table, or the modules have a tied copy."""
-    if not spec.predictions:
-        return []
     table = embedding
     if table is None:
         table = head.weight if spec.table is None else build.table(spec.table, tied_apart=True, primary=False)

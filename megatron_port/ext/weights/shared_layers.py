@@ -11,8 +11,8 @@ itself, so each layer's use of them gives its gradient to the sum directly.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -20,47 +20,11 @@ import torch
 from torch import nn
 
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.core.dist.mesh import Topology, shared_name
+from megatron_port.core.dist.mesh import shared_name
 from megatron_port.core.dist.record import record_of
 from megatron_port.core.layers.linear import WgradAccumulator
+from megatron_port.core.model.decoder import Held, SharedLayers
 from megatron_port.core.model.layers import TransformerLayer
-
-Held = dict[tuple[str, tuple[int, ...]], nn.Parameter]
-"""Parameters of groups that this rank has built, by name and offset."""
-
-
-@dataclass(frozen=True)
-class SharedLayers:
-    """Which stages hold each group's weights; by the first layer of the group."""
-
-    stages: dict[int, tuple[int, ...]]
-    primary: dict[int, int]
-    """The stage whose copy is saved and counted."""
-
-    @classmethod
-    def of(cls, model: ModelConfig, topology: Topology, layers_by_chunk: Sequence[int]) -> SharedLayers:
-        """Return them for a split of the layers over the virtual stages."""
-        found: dict[int, set[int]] = {}
-        primary: dict[int, int] = {}
-        layer = 0
-        for virtual, count in enumerate(layers_by_chunk):
-            stage, _ = topology.holder(virtual)
-            for _ in range(count):
-                owner = model.owner_of(layer)
-                found.setdefault(owner, set()).add(stage)
-                primary.setdefault(owner, stage)
-                layer += 1
-        return cls({owner: tuple(sorted(stages)) for owner, stages in found.items()}, primary)
-
-    @property
-    def spanning(self) -> tuple[tuple[int, ...], ...]:
-        """Sets of stages that hold copies of the same weights, each once."""
-        return tuple(sorted({stages for stages in self.stages.values() if len(stages) > 1}))
-
-
-def shared_layers(model: ModelConfig, topology: Topology, layers_by_chunk: Sequence[int]) -> SharedLayers | None:
-    """Return which stages hold each group's weights; None: every layer has its own."""
-    return SharedLayers.of(model, topology, layers_by_chunk) if model.shared_layers > 1 else None
 
 
 def share_weights(

@@ -28,18 +28,8 @@ from megatron_port.core.errors import CheckpointError
 from megatron_port.core.io.files import read_regular
 from megatron_port.core.io.typed_json import LARGEST, parse_json
 from megatron_port.ext.families import family_named
-from megatron_port.ext.weights.adapters import (
-    MAGNITUDE,
-    A,
-    AdapterSpec,
-    B,
-    Part,
-    adapters_by_weight,
-    lengths_of,
-    parts_of,
-    read_rows,
-    rows_of,
-)
+from megatron_port.ext.weights.adapter_spec import MAGNITUDE, A, AdapterSpec, B, Part, parts_of, rows_of
+from megatron_port.ext.weights.adapters import adapters_by_weight, lengths_of, read_rows
 from megatron_port.tools.interop.export_dcp import building
 from megatron_port.tools.interop.hf_config import family_for
 from megatron_port.tools.interop.hf_names import Mapped, hf_mapping

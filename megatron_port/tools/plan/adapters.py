@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_port.core.model.spec import LayerSpec, LinearSpec
-from megatron_port.ext.weights.adapters import AdapterSpec, adapter_spec, layer_adapters, parts_of
+from megatron_port.ext.weights.adapter_spec import AdapterSpec, adapter_spec, layer_adapters, parts_of
 from megatron_port.tools.plan.case import Case
 from megatron_port.tools.plan.operations import Sizes, leave, linear, product
 from megatron_port.tools.plan.rates import Rates

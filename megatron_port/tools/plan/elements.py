@@ -13,7 +13,7 @@ from megatron_port.core.config.fine_tuning import NO_ADAPTERS, FineTuningConfig
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.spec import LayerSpec, ParameterSpec
-from megatron_port.ext.weights.adapters import layer_adapters
+from megatron_port.ext.weights.adapter_spec import layer_adapters
 from megatron_port.tools.plan.case import Case
 
 Elements = dict[str, int]
