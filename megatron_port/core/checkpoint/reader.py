@@ -1,7 +1,8 @@
 """Loading: any slice of any tensor, whatever layout wrote it, with nothing trusted unverified.
 
 A read fetches only the byte ranges that overlap the slice, straight into where the caller wants them, and returns after
-the blocks around them were verified (``ranged``). What is damaged is named: the file, the block, and the tensors in it.
+the blocks around them were verified (``ranged``). What is damaged is named: the file, the block, and the tensors in
+it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import torch
 import xxhash
 
 from megatron_port.core.checkpoint.format import DTYPES, Manifest, PieceEntry, read_manifest, step_of
+from megatron_port.core.checkpoint.ranged import RangedFile, Scratch
 from megatron_port.core.checkpoint.slices import Slice, strides
 from megatron_port.core.dist.agree import Advance, silent
 from megatron_port.core.errors import CheckpointError, DamagedCheckpoint
 from megatron_port.core.io.files import kind_of, open_regular
-from megatron_port.ext.storage.ranged import RangedFile, Scratch
 
 _OPEN_FILES = 32
 _SPAN = 1 << 24
