@@ -157,12 +157,12 @@ def _corpus(args: argparse.Namespace, config: RunConfig) -> tuple[Samples, int]:
 
     from megatron_port.core.data.indexed import IndexedDataset
     from megatron_port.core.data.loader import index_folder, within_documents
+    from megatron_port.core.data.objective import Objective
     from megatron_port.core.data.packing import PackedDataset
-    from megatron_port.ext.objectives.pairs import check_pairs
     from megatron_port.tools.inference.perplexity import StreamWindows
 
     corpus, data, model = IndexedDataset(args.data), config.data, config.model
-    check_pairs([corpus], wanted=False)
+    Objective().check_corpora([corpus])
     if data.packing == "first_fit":
         if args.stride or args.max_tokens:
             raise ConfigError('--stride and --max-tokens cut a stream, and under data.packing = "first_fit" a sample '

@@ -207,11 +207,17 @@ STEP_PARTS = Registry("part of a step", "", {
 PARTS = Registry("part", "", {
     "adapter": "megatron_port.ext.weights.adapters:make_adapter",
     "adapters of a layer": "megatron_port.ext.weights.adapter_spec:layer_adapters",
+    "check of tokenizers": "megatron_port.ext.corpora.verify:check_tokenizers",
     "chunked column": "megatron_port.ext.weights.chunked:ChunkedColumnParallelLinear",
     "chunked row": "megatron_port.ext.weights.chunked:ChunkedRowParallelLinear",
+    "identity of a tokenizer": "megatron_port.ext.corpora.tokenizer:identity_of",
     "parking": "megatron_port.ext.memory.site_tape:parking_places",
+    "plugin source": "megatron_port.ext.corpora.plugin_source:plugin_datasets",
     "predictions": "megatron_port.ext.objectives.multi_token_layers:build_predictions",
+    "read ahead": "megatron_port.ext.corpora.fetch:ReadAhead",
+    "remote corpus": "megatron_port.ext.corpora.fetch:RemoteCorpus",
     "shared weights": "megatron_port.ext.weights.shared_layers:share_weights",
+    "tokenizer": "megatron_port.ext.corpora.tokenizer:get_tokenizer",
 })
 """What the core makes of a model or its data where a setting asks for it, and else never imports."""
 

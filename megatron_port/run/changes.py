@@ -11,12 +11,13 @@ from megatron_port.core.checkpoint.reader import Checkpoint
 from megatron_port.core.config.dump import as_dict, config_hash, leaves
 from megatron_port.core.config.same_model import with_sizes
 from megatron_port.core.config.schema import BatchConfig, ModelConfig, MoEConfig, OptimizerConfig, RunConfig
+from megatron_port.core.data.fingerprint import changes
+from megatron_port.core.data.format import OWN_TOKENIZERS
 from megatron_port.core.data.loader import Loaders
 from megatron_port.core.dist.record import BUFFER, WEIGHT
 from megatron_port.core.errors import ConfigError, DataError
 from megatron_port.core.optim.schedules import BatchSchedule, learning_rate
-from megatron_port.ext.corpora.tokenizer import NAMES, identity
-from megatron_port.ext.corpora.verify import changes
+from megatron_port.ext.corpora.tokenizer import identity
 
 JUMP = 1.5
 """A learning rate that changes at the resume by more than this factor, up or down, is announced as a jump."""
@@ -249,7 +250,8 @@ def changes_since(manifest: Manifest, config: RunConfig, tokenizer: str | None, 
     rate = learning_rate_change(manifest, config) if state.step else ""
     if rate:
         out.append(rate)
-    if state.tokenizer.get("hash") and tokenizer in NAMES and state.tokenizer["hash"] != identity(tokenizer)["hash"]:
+    saved = state.tokenizer.get("hash")
+    if saved and tokenizer in OWN_TOKENIZERS and saved != identity(tokenizer)["hash"]:
         out.append(
             f"note: {name} was trained with tokenizer {state.tokenizer.get('name')}, this run's data "
             f"are of {tokenizer}: its ids mean other text"

@@ -15,6 +15,7 @@ from megatron_port.core.checkpoint.writer import peers_of, save_checkpoint
 from megatron_port.core.config.dump import as_dict, config_hash
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.config.urls import is_remote
+from megatron_port.core.data.format import OWN_TOKENIZERS
 from megatron_port.core.dist.agree import agreed, broadcast_text
 from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.engine.api import Engine
@@ -22,7 +23,7 @@ from megatron_port.core.errors import CheckpointError
 from megatron_port.core.optim.rules import mixed_kinds, rule_of, state_kinds, state_shapes
 from megatron_port.core.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.core.train.folders import FOLDER, run_folder
-from megatron_port.ext.corpora.tokenizer import NAMES, identity
+from megatron_port.ext.corpora.tokenizer import identity
 from megatron_port.ext.memory.saved_state import state_records
 from megatron_port.ext.storage.mirror import pull
 from megatron_port.run.changes import check_batch, check_rule, check_seed, ended_rampup
@@ -153,7 +154,7 @@ def state_of(
             **({"base": at.base} if at.base else {}), **at.objective,
         },
         rng=rng, data=data, schedule=schedule, config_hash=config_hash(config),
-        tokenizer=at.tokenizer_identity or (identity(at.tokenizer) if at.tokenizer in NAMES else {}),
+        tokenizer=at.tokenizer_identity or (identity(at.tokenizer) if at.tokenizer in OWN_TOKENIZERS else {}),
         kinds=mixed_kinds(state_kinds(rule, (records or {}).values())),
         shapes=state_shapes(rule, (records or {}).values()),
     )

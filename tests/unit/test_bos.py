@@ -18,13 +18,13 @@ from test_hf_tokenizer import checkpoint_of
 from megatron_port.cli.main import main
 from megatron_port.core.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron_port.core.config.schema import ModelConfig, RunConfig
+from megatron_port.core.data.fingerprint import data_fingerprint
 from megatron_port.core.data.format import meta_path, read_meta
 from megatron_port.core.data.indexed import IndexedDataset
 from megatron_port.core.data.loader import _tokenizer
 from megatron_port.core.errors import DataError
 from megatron_port.ext.corpora.tokenizer import get_tokenizer
 from megatron_port.ext.corpora.tokenizer_base import encode_whole
-from megatron_port.ext.corpora.verify import data_fingerprint
 from megatron_port.run.document_starts import check_document_starts
 from megatron_port.run.weights import open_weights
 from megatron_port.tools.inference.generation import text_after

@@ -15,6 +15,7 @@ import pytest
 from megatron_port.cli.main import main
 from megatron_port.core.config.loader import load
 from megatron_port.core.data.dataset import as_toml, blend
+from megatron_port.core.data.fingerprint import changes, data_fingerprint
 from megatron_port.core.data.format import meta_path
 from megatron_port.core.data.indexed import IndexedDataset, cached_arrays
 from megatron_port.core.data.loader import build_loaders, build_sample_index
@@ -22,7 +23,6 @@ from megatron_port.core.errors import DataError
 from megatron_port.ext.corpora.prepare import prepare
 from megatron_port.ext.corpora.source_files import ReadOptions
 from megatron_port.ext.corpora.tokenizer import ByteTokenizer, train_bpe
-from megatron_port.ext.corpora.verify import changes, data_fingerprint
 from megatron_port.run.changes import check_data_fingerprint
 
 

@@ -18,6 +18,7 @@ from megatron_port.core.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron_port.core.checkpoint.writer import save_checkpoint
 from megatron_port.core.config.dump import as_dict
 from megatron_port.core.config.schema import LayoutConfig, ModelConfig, RunConfig
+from megatron_port.core.data.fingerprint import data_fingerprint
 from megatron_port.core.data.format import read_meta, tokenizer_name
 from megatron_port.core.data.indexed import IndexedDataset
 from megatron_port.core.errors import DataError
@@ -25,7 +26,6 @@ from megatron_port.core.model.shapes import parameter_shapes
 from megatron_port.ext.corpora.chat_tokens import chat_recipe
 from megatron_port.ext.corpora.prepare import prepare
 from megatron_port.ext.corpora.tokenizer import get_tokenizer, identity, train_bpe
-from megatron_port.ext.corpora.verify import data_fingerprint
 from megatron_port.tools.interop.export_dcp import whole
 from megatron_port.tools.interop.hf_tokenizer import write_tokenizer
 from megatron_port.tools.interop.pinned import PROBES, pinned_file, trained_with

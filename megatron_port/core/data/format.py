@@ -143,6 +143,8 @@ class CorpusMeta:
     format: int = 1
 
 
+OWN_TOKENIZERS = ("byte", "gpt2")
+"""Names of the tokenizers that read no file of the user's."""
 NO_BOS, BOS_OMITTED, BOS_BY_TEMPLATE, BOS_UNKNOWN = "none", "omitted", "template", "unknown"
 
 

@@ -9,6 +9,7 @@ import struct
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -44,10 +45,24 @@ from megatron_port.core.io.files import (
     write_bytes,
 )
 from megatron_port.core.io.typed_json import LARGEST, WrongContent, parse_json
-from megatron_port.ext.corpora.fetch import RemoteCache, RemoteCorpus
+from megatron_port.core.registry import PARTS
 
 __all__ = ["CorpusMeta", "IndexedDataset", "IndexedWriter", "bad_token", "bin_path", "idx_path", "meta_path",
            "read_meta", "token_dtype", "unigram_entropy"]
+
+
+@dataclass(frozen=True)
+class RemoteCache:
+    """Where remote corpora are kept, and how many bytes of each one's tokens (0: no limit)."""
+
+    folder: str = ""
+    """Empty: ``~/.cache/megatron_port``."""
+    limit: int = 0
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        return Path(self.folder) if self.folder else Path.home() / ".cache" / "megatron_port"
 
 
 class IndexedDataset:
@@ -66,7 +81,9 @@ class IndexedDataset:
     def __init__(
         self, prefix: str | Path, cache: RemoteCache | None = None, checks: TimeLimit | None = None
     ) -> None:
-        self.remote = RemoteCorpus(str(prefix), cache or RemoteCache()) if is_remote(prefix) else None
+        self.remote: Any = None
+        if is_remote(prefix):
+            self.remote = PARTS.function("remote corpus")(str(prefix), cache or RemoteCache())
         self.prefix = self.remote.prefix if self.remote else Path(prefix)
         self.name = self.remote.url if self.remote else str(self.prefix)
         """The prefix as the run file has it."""

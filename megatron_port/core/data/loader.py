@@ -25,10 +25,12 @@ from megatron_port.core.data.dataset import (
     split_positions,
     too_small,
 )
-from megatron_port.core.data.format import BOS_BY_TEMPLATE, BOS_UNKNOWN, bos_ids, tokenizer_name
+from megatron_port.core.data.fingerprint import data_fingerprint
+from megatron_port.core.data.format import BOS_BY_TEMPLATE, BOS_UNKNOWN, OWN_TOKENIZERS, bos_ids, tokenizer_name
 from megatron_port.core.data.indexed import (
     CorpusMeta,
     IndexedDataset,
+    RemoteCache,
     cached_arrays,
     check_local,
     content_key,
@@ -40,12 +42,7 @@ from megatron_port.core.data.packing import PackedDataset, document_splits
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.positions import WHOLE_SEQUENCE, Division, SequencePartition, sequence_partition
 from megatron_port.core.errors import DataError
-from megatron_port.core.registry import SOURCES
-from megatron_port.ext.corpora.fetch import ReadAhead, RemoteCache
-from megatron_port.ext.corpora.plugin_source import plugin_datasets
-from megatron_port.ext.corpora.verify import check_tokenizers, data_fingerprint
-from megatron_port.ext.objectives.pairs import PairDataset, check_pairs
-from megatron_port.ext.objectives.reference_losses import read_reference
+from megatron_port.core.registry import PARTS, SOURCES
 
 # What a rank is given of each micro-batch: by its pipeline stage, and by its place among the context-parallel ranks.
 #
@@ -196,9 +193,10 @@ def corpus_datasets(
     Raises:
         DataError: a corpus that is too small.
     """
-    check_pairs(corpora, wanted=run.training.on_pairs)
-    if run.data.packing == "first_fit" or run.training.on_pairs:
-        return _packed(run, corpora, check=check)
+    objective = objective_of(run)
+    objective.check_corpora(corpora)
+    if run.data.packing == "first_fit" or objective.documents_of_sample:
+        return _packed(run, corpora, objective, check=check)
     if run.data.order == "megatron":
         return _megatron(run, corpora, train_samples, check=check)
     return _stateless(run, corpora)
@@ -224,10 +222,15 @@ def _stateless(run: RunConfig, corpora: Sequence[IndexedDataset]) -> list[TokenD
     return made
 
 
-def _packed(run: RunConfig, corpora: Sequence[IndexedDataset], *, check: bool) -> list[TokenDataset | None]:
-    pairs = run.training.on_pairs
-    ranges = [document_splits(c, run.data.split, unit=1 + pairs) for c in corpora]
-    references = [read_reference(c) for c in corpora] if pairs else []
+def _packed(
+    run: RunConfig, corpora: Sequence[IndexedDataset], objective: Objective, *, check: bool
+) -> list[TokenDataset | None]:
+    own = objective.documents_of_sample
+    ranges = [document_splits(c, run.data.split, unit=own or 1) for c in corpora]
+    makers = [
+        objective.datasets(c) if own else partial(PackedDataset, c, cache=index_folder(run), check=check)
+        for c in corpora
+    ]
     made: list[TokenDataset | None] = []
     for index, split in enumerate(SPLITS):
         parts: list[PackedDataset] = []
@@ -237,11 +240,7 @@ def _packed(run: RunConfig, corpora: Sequence[IndexedDataset], *, check: bool) -
             if split != "train" and corpus.document_start(first) == corpus.document_start(end):
                 continue
             s, v = run.model.seq_length, run.model.vocab_size
-            parts.append(PairDataset(
-                corpus, references[i], first=first, end=end, seq_length=s, vocab_size=v
-            ) if pairs else PackedDataset(
-                corpus, first=first, end=end, seq_length=s, vocab_size=v, cache=index_folder(run), check=check,
-            ))
+            parts.append(makers[i](first=first, end=end, seq_length=s, vocab_size=v))
             shares.append(run.data.weights[i] if run.data.weights else float(parts[-1].tokens))
         made.append(_joined(parts, shares))
     return made
@@ -344,7 +343,7 @@ class StepLoader:
             raise ValueError(f"replica {self.dp_rank} of {self.dp_size}, micro-batch {self.micro_batch_size}")
         self.dataset, self.seq_length, self.seed, self.eod_id = dataset, seq_length, seed, eod_id
         self.view, self.documents = view, documents
-        self.ahead = ReadAhead(lambda k: dataset.draw(seed, k)) if remote else None
+        self.ahead = PARTS.function("read ahead")(lambda k: dataset.draw(seed, k)) if remote else None
 
     def sample_ids(self, first_sample: int, global_batch: int) -> list[tuple[int, ...]]:
         """Return the sample numbers of each micro-batch: n + (m·D + d)·b + i."""
@@ -441,7 +440,7 @@ class Loaders:
     tokenizer: dict[str, Any] = field(default_factory=dict)
     """Name, vocab_size, eod_id and hash, by the sidecars; empty: unknown."""
     data_fingerprint: list[dict[str, Any]] = field(default_factory=list)
-    """Fingerprint of each corpus (``corpora.verify``), for checkpoints."""
+    """Fingerprint of each corpus (``data.fingerprint``), for checkpoints."""
 
     def eval_batches(self, split: str, batches: int, global_batch: int) -> Iterator[list[MicroBatch]]:
         """Return sequential batches of ``valid`` or ``test``. Raises DataError where the split is empty."""
@@ -475,13 +474,18 @@ def _tokenizer(run: RunConfig, corpora: Sequence[IndexedDataset]) -> tuple[str |
         return tokenizer_name(corpus.prefix, meta), meta.eod_id, {
             **found, "hash": meta.tokenizer_hash, **({"bos": bos} if bos else {})}
     if asked != "auto":
-        from megatron_port.ext.corpora.tokenizer import get_tokenizer, identity_of
-        tokenizer = get_tokenizer(asked)
-        return asked, tokenizer.eod_id, {**identity_of(tokenizer), "bos": BOS_UNKNOWN}
+        tokenizer = PARTS.function("tokenizer")(asked)
+        return asked, tokenizer.eod_id, {**_identity(tokenizer), "bos": BOS_UNKNOWN}
     if run.data.mask_eod_loss:
         raise DataError(f"data.mask_eod_loss: {corpora[0].prefix} has no sidecar that names its end-of-document id; "
                         "set data.tokenizer")
     return None, -1, {}
+
+
+def _identity(tokenizer: Any) -> dict[str, Any]:
+    """Return name, vocab_size, eod_id and hash of a tokenizer (``corpora.tokenizer``)."""
+    found: dict[str, Any] = PARTS.function("identity of a tokenizer")(tokenizer)
+    return found
 
 
 def _check_bos(metas: Sequence[tuple[IndexedDataset, CorpusMeta]]) -> None:
@@ -497,9 +501,8 @@ def _check_bos(metas: Sequence[tuple[IndexedDataset, CorpusMeta]]) -> None:
 
 def _check_asked(asked: str, corpus: IndexedDataset, meta: CorpusMeta) -> None:
     """``data.tokenizer`` is not the sidecar's name; only a hash can say that it is the same. Raises DataError."""
-    from megatron_port.ext.corpora.tokenizer import NAMES, identity
-
-    if asked in NAMES or meta.tokenizer in NAMES or identity(asked)["hash"] != meta.tokenizer_hash:
+    own = asked in OWN_TOKENIZERS or meta.tokenizer in OWN_TOKENIZERS
+    if own or _identity(PARTS.function("tokenizer")(asked))["hash"] != meta.tokenizer_hash:
         raise DataError(f"data.tokenizer is {asked}, but {corpus.prefix} was made with {meta.tokenizer}; "
                         "set data.tokenizer = \"auto\" or prepare the corpus again")
 
@@ -525,7 +528,7 @@ def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tok
     remote = False
     sets: list[TokenDataset | None]
     if data.source in SOURCES.added:
-        sets = plugin_datasets(run, SPLITS)
+        sets = PARTS.function("plugin source")(run, SPLITS)
     elif data.synthetic:
         sets = synthetic_datasets(run)
     else:
@@ -537,9 +540,9 @@ def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tok
         corpora = open_corpora(run)
         remote = any(corpus.remote for corpus in corpora)
         name, eod, tokenizer = _tokenizer(run, corpora)
-        fingerprint = data_fingerprint(corpora)
+        fingerprint = data_fingerprint(corpora, view.objective.fingerprint_of)
         if dp_rank == 0 and need_tokens:  # a few ranks are enough, and files are not read by thousands
-            check_tokenizers(corpora)
+            PARTS.function("check of tokenizers")(corpora)
         sets = corpus_datasets(run, corpora, drawn_samples(run, train_samples))
         if run.training.eval_batches and sets[1] is None:
             raise DataError(f"data.split = {list(data.split)} leaves validation without a sample of "

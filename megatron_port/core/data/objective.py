@@ -20,8 +20,10 @@ from megatron_port.core.config.conflicts import Conflict, Rule
 from megatron_port.core.config.objective import objective_name
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.batch import MicroBatch, Sample
+from megatron_port.core.data.indexed import IndexedDataset
+from megatron_port.core.data.packing import PackedDataset
 from megatron_port.core.dist.record import StateReader
-from megatron_port.core.errors import ConfigError
+from megatron_port.core.errors import ConfigError, DataError
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder import GPTStage, build_chunks
 from megatron_port.core.model.loss import StageLoss
@@ -61,6 +63,9 @@ class Objective(StageLoss):
 
     side_layout: Mapping[str, SideLayout] = MappingProxyType({})
     """Layout of each tensor that :meth:`side` may return."""
+    documents_of_sample: int = 0
+    """Documents that a sample of :meth:`datasets` has, which stay in one split; 0: samples are made as ``data.packing``
+    and ``data.order`` say."""
     terms: int = 0
     """Number of counts that :meth:`term_counts` returns, for terms of the loss that are means of their own."""
     frozen_prefix = ""
@@ -74,6 +79,31 @@ class Objective(StageLoss):
         """Name of the head's token loss in ``registry.LOSSES``."""
 
     # -- data --------------------------------------------------------------------------------------------------------
+
+    def check_corpora(self, corpora: Sequence[IndexedDataset]) -> None:
+        """Check that corpora hold what the loss is of: here, no pairs of answers.
+
+        Raises DataError.
+        """
+        for corpus in corpora:
+            pairs = corpus.meta.pairs if corpus.meta is not None else 0
+            if pairs:
+                raise DataError(
+                    f'{corpus.name} holds {pairs} pairs of a chosen and a rejected answer; training.loss = "dpo" '
+                    "learns from them, any other loss would learn the rejected ones too"
+                )
+
+    def datasets(self, corpus: IndexedDataset) -> Callable[..., PackedDataset]:
+        """Return what makes the dataset of a corpus' documents from ``first``, ``end``, ``seq_length`` and
+        ``vocab_size``, where ``documents_of_sample`` is set.
+
+        Raises DataError: what it reads beside the corpus is missing or damaged.
+        """
+        raise NotImplementedError
+
+    def fingerprint_of(self, corpus: IndexedDataset) -> dict[str, str]:
+        """Return what the objective adds to the fingerprint of a corpus (``data.fingerprint``). Raises DataError."""
+        return {}
 
     def open_side(self, samples: int, *, whole: bool) -> None:
         """Open what :meth:`side` reads for a run that consumes ``samples`` samples.

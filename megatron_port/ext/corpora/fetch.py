@@ -28,6 +28,7 @@ import xxhash
 
 from megatron_port.core.data.checked_tokens import hashes_of
 from megatron_port.core.data.format import CorpusMeta, block_hash, file_xxh3, read_meta, tokenizer_name
+from megatron_port.core.data.indexed import RemoteCache
 from megatron_port.core.errors import DataError
 from megatron_port.core.io.files import atomic_file, write_bytes
 from megatron_port.core.io.typed_json import Natural, read_optional
@@ -267,20 +268,6 @@ PLAIN_BLOCK = 4 << 20
 """Bytes fetched at a time where there is no such hash."""
 THREADS = 4
 """Number of threads of a rank that read ahead."""
-
-
-@dataclass(frozen=True)
-class RemoteCache:
-    """Where remote corpora are kept, and how many bytes of each one's tokens (0: no limit)."""
-
-    folder: str = ""
-    """Empty: ``~/.cache/megatron_port``."""
-    limit: int = 0
-
-    @property
-    def path(self) -> Path:
-        """The folder."""
-        return Path(self.folder) if self.folder else Path.home() / ".cache" / "megatron_port"
 
 
 class RemoteTokens:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_port.core.data.format import OWN_TOKENIZERS
 from megatron_port.core.errors import DataError, shortened
 from megatron_port.core.io.files import write_bytes
 from megatron_port.ext.corpora.extras import need
@@ -241,7 +242,6 @@ GPT2_FILES = {
 }
 # Radford et al. 2019: contractions, letters, digits, other symbols, white space that ends a run.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
-NAMES = ("byte", "gpt2")
 """Names that are complete in themselves."""
 PREFIXES = ("tiktoken:", "hf:", "sentencepiece:")
 """Prefixes of names that are followed by an encoding or a file."""
@@ -362,7 +362,7 @@ def identity(name: str) -> dict[str, Any]:
 
 def identity_of(tokenizer: Tokenizer) -> dict[str, Any]:
     """:func:`identity` of a tokenizer that is at hand; one that has no hash gives an empty one."""
-    if tokenizer.name in NAMES:
+    if tokenizer.name in OWN_TOKENIZERS:
         return identity(tokenizer.name)
     return {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eod_id": tokenizer.eod_id,
             "hash": str(getattr(tokenizer, "hash", ""))}
@@ -370,7 +370,7 @@ def identity_of(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def is_known(name: str) -> bool:
     """Return whether ``get_tokenizer`` could take this name."""
-    return name in NAMES or name.startswith(PREFIXES) or name.endswith((".json", ".model"))
+    return name in OWN_TOKENIZERS or name.startswith(PREFIXES) or name.endswith((".json", ".model"))
 
 
 def get_tokenizer(name: str, *, directory: str | Path | None = None, eod: str = "") -> Tokenizer:
@@ -391,7 +391,7 @@ def get_tokenizer(name: str, *, directory: str | Path | None = None, eod: str = 
         if not found or f"{kind}:" not in PREFIXES:
             kind, rest = ("sentencepiece" if name.endswith(".model") else "hf"), name
         return load(kind, rest, directory=directory, eod=eod)
-    raise DataError(f"tokenizer {name!r} is not known; choose one of {', '.join(NAMES)}, tiktoken:ENCODING, "
+    raise DataError(f"tokenizer {name!r} is not known; choose one of {', '.join(OWN_TOKENIZERS)}, tiktoken:ENCODING, "
                     "hf:tokenizer.json, sentencepiece:FILE.model")
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -21,6 +20,7 @@ from megatron_port.core.data.format import (
     DTYPES,
     HEADER_BYTES,
     MAGIC,
+    OWN_TOKENIZERS,
     BlockHashes,
     CorpusMeta,
     bin_path,
@@ -37,8 +37,8 @@ from megatron_port.core.data.format import (
 from megatron_port.core.data.indexed import IndexedDataset
 from megatron_port.core.dist.agree import Advance, silent
 from megatron_port.core.errors import DataError
-from megatron_port.ext.corpora.tokenizer import NAMES, content_hash, identity, read_file
-from megatron_port.ext.objectives.reference_losses import read_header, read_reference, reference_path
+from megatron_port.ext.corpora.tokenizer import content_hash, identity, read_file
+from megatron_port.ext.objectives.reference_losses import read_reference, reference_path
 
 MOST_FAULTS = 20
 """Faults of one kind that are listed."""
@@ -347,42 +347,6 @@ def _check_index_hash(path: Path, meta: CorpusMeta, report: Report) -> None:
         report.add(path, -1, "xxh3-128", meta.idx_xxh3, found)
 
 
-# Fingerprint of a run's tokens, recorded in checkpoints, and its comparison with the data at hand.
-
-COMPARED = ("tokens", "documents", "tokenizer_hash", "bin_xxh3", "mask_xxh3", "chat", "reference", "bos")
-
-
-def data_fingerprint(corpora: Sequence[IndexedDataset]) -> list[dict[str, Any]]:
-    """Return one entry per corpus, of JSON's types. Hashes come from the sidecars; the tokens are not read."""
-    out = []
-    for corpus in corpora:
-        meta = corpus.meta
-        reference = read_header(corpus.prefix) if meta is not None and meta.pairs else None
-        known = {} if meta is None else {
-            "tokenizer": meta.tokenizer, "tokenizer_hash": meta.tokenizer_hash, "bin_xxh3": meta.bin_xxh3,
-            "source_xxh3": meta.source_xxh3, **({"mask_xxh3": meta.mask_xxh3} if meta.mask_xxh3 else {}),
-            **({"bos": meta.bos} if meta.bos else {}),
-            **({"reference": reference.xxh3} if reference else {}),
-            **({"chat": meta.chat, "chat_file": str(chat_path(corpus.prefix).absolute())} if meta.chat else {})}
-        counts = {"tokens": corpus.num_tokens, "documents": corpus.num_documents}
-        out.append({"prefix": corpus.name, **counts, **known})
-    return out
-
-
-def changes(saved: Sequence[Mapping[str, Any]], mine: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line for each corpus that both lists name and that differs. Others are not compared."""
-    before = {str(p.get("prefix")): p for p in saved if isinstance(p, Mapping)}
-    out = []
-    for corpus in mine:
-        old = before.get(str(corpus["prefix"]), {})
-        different = [f"{key} was {old[key]}, is {corpus[key]}" for key in corpus
-                     if key in COMPARED and old.get(key) not in (None, "")
-                     and corpus[key] not in ("", old[key])]
-        if different:
-            out.append(f"{corpus['prefix']}: " + ", ".join(different))
-    return out
-
-
 def _check_chat_hash(path: Path, wanted: str) -> None:
     """Raise DataError here rather than in the export of what was trained."""
     found = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "no file"
@@ -404,7 +368,7 @@ def check_tokenizers(corpora: Sequence[IndexedDataset]) -> None:
         if meta is None or not meta.tokenizer_hash:
             continue
         name = tokenizer_name(corpus.prefix, meta)
-        if name in NAMES:
+        if name in OWN_TOKENIZERS:
             found = identity(name)["hash"]
         else:
             path = Path(name.partition(":")[2].rpartition("#")[0] or name.partition(":")[2])

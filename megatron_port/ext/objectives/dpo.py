@@ -7,7 +7,8 @@ of the rejected). The sums over tokens are made in float64: what is left of them
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
@@ -16,11 +17,14 @@ import torch.nn.functional as F
 
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.data.indexed import IndexedDataset
 from megatron_port.core.data.objective import Objective, WholeSamples
+from megatron_port.core.data.packing import PackedDataset
 from megatron_port.core.dist.record import StateReader
 from megatron_port.core.layers.step import StepContext
 from megatron_port.core.model.decoder import GPTStage
-from megatron_port.ext.objectives.reference_losses import read_header
+from megatron_port.ext.objectives.pairs import PairDataset, check_pairs
+from megatron_port.ext.objectives.reference_losses import read_header, read_reference
 from megatron_port.ext.weights.readers import fingerprint
 
 REWARDS = ("chosen_reward", "reward_margin", "reward_accuracy")
@@ -34,10 +38,24 @@ class PairObjective(Objective):
 
     sums = REWARDS
     side_layout = MappingProxyType({REFERENCE: "sample"})
+    documents_of_sample = 2
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.run, self.beta = config, config.training.dpo_beta
+
+    def check_corpora(self, corpora: Sequence[IndexedDataset]) -> None:
+        """Check that corpora hold pairs. Raises DataError."""
+        check_pairs(corpora)
+
+    def datasets(self, corpus: IndexedDataset) -> Callable[..., PackedDataset]:
+        """Return what makes the datasets of pairs of a corpus, with the reference that lies beside it."""
+        return partial(PairDataset, corpus, read_reference(corpus))
+
+    def fingerprint_of(self, corpus: IndexedDataset) -> dict[str, str]:
+        """Return the hash of the reference, where there is one."""
+        reference = read_header(corpus.prefix) if corpus.meta is not None and corpus.meta.pairs else None
+        return {"reference": reference.xxh3} if reference else {}
 
     def side(self, samples: WholeSamples) -> dict[str, torch.Tensor]:
         """Return the references, zeros for samples that fill up a batch."""

@@ -55,22 +55,20 @@ class PairDataset(PackedDataset):
         return Sample(found.tokens, found.starts, found.counted, self.reference[index])
 
 
-def check_pairs(corpora: Sequence[IndexedDataset], *, wanted: bool) -> None:
-    """Check that corpora hold pairs where the loss is of pairs, and that no other loss sees rejected answers.
+def check_pairs(corpora: Sequence[IndexedDataset]) -> None:
+    """Check that corpora hold pairs.
 
     Raises:
         DataError: one does not, or is in a store.
     """
     for corpus in corpora:
         pairs = corpus.meta.pairs if corpus.meta is not None else 0
-        if bool(pairs) is not wanted:
+        if not pairs:
             raise DataError(
                 f'{corpus.name}: training.loss "dpo" takes pairs of answers, and this corpus has none; make one with '
-                "`data prepare --preference`" if wanted else
-                f'{corpus.name} holds {pairs} pairs of a chosen and a rejected answer; training.loss = "dpo" learns '
-                "from them, any other loss would learn the rejected ones too"
+                "`data prepare --preference`"
             )
-        if wanted and (corpus.remote or pairs * 2 != corpus.num_documents):
+        if corpus.remote or pairs * 2 != corpus.num_documents:
             raise DataError(
                 f"{corpus.name}: copy the corpus to a disk; the log-probabilities of its answers lie beside it" if
                 corpus.remote else f"{corpus.name}: {corpus.num_documents} documents of {pairs} pairs; prepare it again"

@@ -279,7 +279,7 @@ def reference_config(config: RunConfig, prefix: str, overrides: Sequence[str]) -
             f"layout.context_parallel_size {config.layout.context_parallel_size}; change them by --set"
         )
     corpus = IndexedDataset(prefix)
-    check_pairs([corpus], wanted=True)
+    check_pairs([corpus])
     given = any(o.replace(" ", "").startswith("model.seq_length=") for o in overrides)
     if given or config.model.position_embedding == "learned":
         return config

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_port.core.checkpoint.disk import write_text
 from megatron_port.core.checkpoint.reader import Checkpoint
-from megatron_port.core.data.format import bos_ids, chat_path
+from megatron_port.core.data.format import OWN_TOKENIZERS, bos_ids, chat_path
 from megatron_port.core.errors import DataError, shortened
 from megatron_port.ext.corpora.chat_template import (
     ChatTemplate,
@@ -26,7 +26,7 @@ from megatron_port.ext.corpora.chat_template import (
     special_pieces,
 )
 from megatron_port.ext.corpora.chat_tokens import PROBE
-from megatron_port.ext.corpora.tokenizer import NAMES, content_hash, get_tokenizer, load, read_file
+from megatron_port.ext.corpora.tokenizer import content_hash, get_tokenizer, load, read_file
 from megatron_port.ext.corpora.tokenizer_base import NOTHING_ADDED, AddedIds, Tokenizer, added_ids
 
 FILES = {"hf": ("tokenizer.json", ".json"), "sentencepiece": ("tokenizer.model", ".model")}
@@ -57,7 +57,7 @@ class Trained:
     @property
     def kind(self) -> str:
         """``hf``, ``sentencepiece``, ``tiktoken``, ``byte``, ``gpt2`` or empty."""
-        if self.name in NAMES or ":" in self.name:
+        if self.name in OWN_TOKENIZERS or ":" in self.name:
             return self.name.partition(":")[0]
         return {".json": "hf", ".model": "sentencepiece"}.get(Path(self.name).suffix, "hf" if self.name else "")
 
@@ -169,7 +169,7 @@ def check_same(folder: Path, trained: Trained, form: Callable[[], dict[str, Any]
         ours: Tokenizer = load(trained.kind, str(path), eod=trained.piece)
         rules = read_json(path) if trained.kind == "hf" else {}
     else:
-        ours, rules = get_tokenizer(trained.name), form() if trained.kind in NAMES else {}
+        ours, rules = get_tokenizer(trained.name), form() if trained.kind in OWN_TOKENIZERS else {}
     fault = difference(ours, theirs, rules, read_json(folder / FILES["hf"][0]))
     if fault:
         raise DataError(f"{wrong}: {fault}")
