@@ -99,7 +99,7 @@ def measure(args: argparse.Namespace, info: ProcessInfo) -> int:
     """Measure on one rank; return the exit code."""
     from megatron_port.core.data.indexed import IndexedDataset
     from megatron_port.core.data.loader import RankView
-    from megatron_port.ext.weights.readers import fingerprint
+    from megatron_port.core.model.fingerprint import fingerprint
     from megatron_port.run.build import build_engine
     from megatron_port.run.session import open_session
     from megatron_port.run.weights import inference_config, open_weights

@@ -17,7 +17,15 @@ from megatron_port.cli.progress import ProgressBar
 from megatron_port.core.config.checks import check
 from megatron_port.core.config.urls import expanded, expanded_tokenizer, local_path
 from megatron_port.core.data.dataset import as_toml, blend
-from megatron_port.core.data.format import bin_path, chat_path, idx_path, mask_path, meta_path, tokenizer_name
+from megatron_port.core.data.format import (
+    bin_path,
+    chat_path,
+    idx_path,
+    mask_path,
+    meta_path,
+    reference_path,
+    tokenizer_name,
+)
 from megatron_port.core.data.indexed import IndexedDataset, open_all, unigram_entropy
 from megatron_port.core.data.packing import build_indices
 from megatron_port.core.errors import EXIT_OK, ConfigError, DataError
@@ -33,7 +41,6 @@ from megatron_port.ext.corpora.source_files import ReadOptions
 from megatron_port.ext.corpora.tokenizer import get_tokenizer, train_bpe
 from megatron_port.ext.corpora.tokenizer_base import Tokenizer, added_ids
 from megatron_port.ext.corpora.verify import Report, verify
-from megatron_port.ext.objectives.reference_losses import reference_path
 
 # ``data list | show | rm | verify``: the corpora that are there.
 

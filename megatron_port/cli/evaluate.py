@@ -112,7 +112,7 @@ def evaluate(args: argparse.Namespace, info: ProcessInfo) -> int:
 def _reference(
     args: argparse.Namespace, session: Session, weights: Weights, advance: Advance
 ) -> tuple[dict[str, Any], str]:
-    from megatron_port.ext.objectives.reference_losses import reference_path
+    from megatron_port.core.data.format import reference_path
     from megatron_port.tools.inference.model import compute_reference
 
     header = compute_reference(args.reference, session, weights, advance)

@@ -207,6 +207,7 @@ STEP_PARTS = Registry("part of a step", "", {
 PARTS = Registry("part", "", {
     "adapter": "megatron_port.ext.weights.adapters:make_adapter",
     "adapters of a layer": "megatron_port.ext.weights.adapter_spec:layer_adapters",
+    "blocks of an object": "megatron_port.ext.storage.store:Blocks",
     "check of tokenizers": "megatron_port.ext.corpora.verify:check_tokenizers",
     "chunked column": "megatron_port.ext.weights.chunked:ChunkedColumnParallelLinear",
     "chunked row": "megatron_port.ext.weights.chunked:ChunkedRowParallelLinear",
@@ -215,11 +216,14 @@ PARTS = Registry("part", "", {
     "plugin source": "megatron_port.ext.corpora.plugin_source:plugin_datasets",
     "predictions": "megatron_port.ext.objectives.multi_token_layers:build_predictions",
     "read ahead": "megatron_port.ext.corpora.fetch:ReadAhead",
+    "reference of pairs": "megatron_port.ext.objectives.reference_losses:read_reference",
     "remote corpus": "megatron_port.ext.corpora.fetch:RemoteCorpus",
     "shared weights": "megatron_port.ext.weights.shared_layers:share_weights",
+    "store": "megatron_port.ext.storage.store:Store",
     "tokenizer": "megatron_port.ext.corpora.tokenizer:get_tokenizer",
 })
-"""What the core makes of a model or its data where a setting asks for it, and else never imports."""
+"""What the core, or a package of ext, has another package make where a setting or a file asks for it, and else never
+imports."""
 
 CONFLICTS = Registry("table of conflicts", "", {name: f"megatron_port.core.config.{name}:CONFLICTS" for name in (
     "architecture", "attention", "latent", "mixer", "multi_token", "low_rank", "run_conflicts", "fp8", "moe",

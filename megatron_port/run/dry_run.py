@@ -15,6 +15,7 @@ import torch
 
 from megatron_port.core.config.checks import check, resolve
 from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.data.document_length import with_document_length
 from megatron_port.core.data.loader import build_loaders
 from megatron_port.core.data.objective import objective_of
 from megatron_port.core.dist.groups import ParallelContext
@@ -28,7 +29,6 @@ from megatron_port.core.model.activation_sites import layer_choices
 from megatron_port.core.model.flops import counted, document_of, hardware_flops, model_flops
 from megatron_port.core.model.shapes import parameter_shapes
 from megatron_port.core.optim.schedules import BatchSchedule, learning_rate
-from megatron_port.ext.corpora.document_length import with_document_length
 from megatron_port.ext.weights.adapter_spec import adapter_parameters
 from megatron_port.run.build import build_model, check_parameter_groups, layers_by_chunk, topology_of
 from megatron_port.run.weights import open_initial

@@ -25,9 +25,9 @@ from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.build import BuildContext, BuildOptions
 from megatron_port.core.model.decoder import GPTStage
-from megatron_port.ext.memory.saved_state import state_records
 from megatron_port.ext.weights.adapter_spec import adapter_parameters
 from megatron_port.ext.weights.adapters import InitialAdapters, MergedWeights, freeze_all_but_adapters
+from megatron_port.run.saved_state import state_records
 
 LLAMA = ModelConfig(
     num_layers=2, hidden_size=48, num_attention_heads=4, num_query_groups=2, head_dim=24, vocab_size=53, seq_length=16,

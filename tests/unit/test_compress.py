@@ -30,8 +30,8 @@ from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder import GPTStage
 from megatron_port.core.model.decoder_spec import model_spec
+from megatron_port.core.model.fingerprint import fingerprint
 from megatron_port.core.model.flops import parameter_count
-from megatron_port.ext.weights.readers import fingerprint
 from megatron_port.run.weights import open_weights
 from megatron_port.tools.compress.axes import HEADS
 from megatron_port.tools.compress.convert import MultipliedWeights, convert, plain, plain_model

@@ -39,10 +39,10 @@ from megatron_port.core.optim.bucket_memory import StateShard
 from megatron_port.core.optim.buckets import ALIGN, plan_buckets
 from megatron_port.core.optim.rules import BlockRule, ElementwiseRule, StateKind, UpdateSettings, rule_of, state_layouts
 from megatron_port.core.registry import OPTIMIZERS
-from megatron_port.ext.memory.saved_state import state_records
 from megatron_port.run.build import build_engine
 from megatron_port.run.changes import check_rule, starts_fresh
 from megatron_port.run.loading import check_resumable
+from megatron_port.run.saved_state import state_records
 from megatron_port.run.state import Position, shapes_of, state_of
 from megatron_port.tools.interop.export_dcp import commit_import, export_dcp
 from megatron_port.tools.interop.import_dcp import read_dcp

@@ -25,11 +25,10 @@ from megatron_port.core.dist.record import StateReader
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import CheckpointError
 from megatron_port.core.layers.providers import torch_providers
+from megatron_port.core.model.fingerprint import fingerprint
 from megatron_port.ext.families import family_names
 from megatron_port.ext.weights.adapter_spec import MAGNITUDE, adapter_parameters
 from megatron_port.ext.weights.adapters import InitialAdapters, MergedWeights, over_base
-from megatron_port.ext.weights.merged import MergedCheckpoint
-from megatron_port.ext.weights.readers import fingerprint
 from megatron_port.run.build import build_engine
 from megatron_port.run.weights import open_weights
 from megatron_port.tools.interop.export_dcp import whole
@@ -37,6 +36,7 @@ from megatron_port.tools.interop.export_hf import tensor_slabs
 from megatron_port.tools.interop.hf_check import deviation, our_logits
 from megatron_port.tools.interop.hf_files import HFFolder
 from megatron_port.tools.interop.hf_names import hf_tensors
+from megatron_port.tools.interop.merged import MergedCheckpoint
 from megatron_port.tools.interop.peft import PeftFolder, export_peft
 
 LORA = FineTuningConfig(method="lora", rank=3, alpha=5.0)

@@ -19,7 +19,7 @@ from megatron_port.core.config.schema import RunConfig, TelemetryConfig, Trainin
 from megatron_port.core.dist.process import BACKWARD, FORWARD, ProgressTracker
 from megatron_port.core.io.logging import Logger
 from megatron_port.ext.health.profile import StepProfiler
-from megatron_port.ext.telemetry.trace import FOLDER, MERGED, SPAN, main, merge, rank_events, trace_name
+from megatron_port.ext.health.trace import FOLDER, MERGED, SPAN, main, merge, rank_events, trace_name
 
 
 def session(tmp_path: Path, rank: int = 0, **telemetry: Any) -> Any:

@@ -37,9 +37,9 @@ from megatron_port.core.optim.gradients import NormStatistics
 from megatron_port.core.registry import OPTIMIZERS
 from megatron_port.ext.kernels.kernels import kernels_status
 from megatron_port.ext.kernels.kernels import load as load_kernels
-from megatron_port.ext.memory.saved_state import state_records
 from megatron_port.ext.weights.readers import AveragedCheckpoint
 from megatron_port.run.build import build_engine
+from megatron_port.run.saved_state import state_records
 from megatron_port.run.state import Position, state_of
 
 MODEL = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, seq_length=16, init_std=0.1)

@@ -91,6 +91,11 @@ def mask_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.mask")
 
 
+def reference_path(prefix: str | Path) -> Path:
+    """Return ``<prefix>.reference``."""
+    return Path(f"{prefix}.reference")
+
+
 def chat_path(prefix: str | Path) -> Path:
     """Return ``<prefix>.chat.json``."""
     return Path(f"{prefix}.chat.json")

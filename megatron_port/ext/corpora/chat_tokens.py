@@ -31,8 +31,8 @@ from megatron_port.ext.corpora.chat_template import (
     special_pieces,
 )
 from megatron_port.ext.corpora.conversations import ChatFields, ConversationRefusal, messages_of
+from megatron_port.ext.corpora.preferences import preference_of
 from megatron_port.ext.corpora.tokenizer_base import Spans, Tokenizer
-from megatron_port.ext.objectives.preferences import preference_of
 
 PROBE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 _WORD = "yonder"

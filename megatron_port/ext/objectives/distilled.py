@@ -37,11 +37,11 @@ from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.step import StepContext, StepSlot
 from megatron_port.core.model.build import BuildContext, BuildOptions
 from megatron_port.core.model.decoder import GPTStage, Held, SharedLayers, shared_layers
+from megatron_port.core.model.fingerprint import fingerprint
 from megatron_port.ext.objectives.distillation import Objective as TokenTerms
 from megatron_port.ext.objectives.distillation import vocab_parallel_distillation
 from megatron_port.ext.objectives.stored_teacher import Stored
 from megatron_port.ext.objectives.teacher_file import StoredLogits
-from megatron_port.ext.weights.readers import fingerprint
 from megatron_port.run.build import layers_by_chunk
 from megatron_port.run.weights import Weights, open_weights
 

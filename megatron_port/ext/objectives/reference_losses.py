@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from megatron_port.core.data.format import reference_path
 from megatron_port.core.data.indexed import IndexedDataset
 from megatron_port.core.errors import DataError
 from megatron_port.core.io.files import open_regular, write_bytes
@@ -46,11 +47,6 @@ class Reference:
 
     header: ReferenceHeader
     sums: np.ndarray
-
-
-def reference_path(prefix: str | Path) -> Path:
-    """Return ``<prefix>.reference``."""
-    return Path(f"{prefix}.reference")
 
 
 def write_reference(

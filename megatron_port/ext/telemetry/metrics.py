@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from megatron_port.core.io.files import atomic_file, open_regular
 from megatron_port.core.io.metric import Metric
+from megatron_port.core.io.numbers import finite_or_text
 from megatron_port.core.io.step_metrics import step_metrics
 from megatron_port.core.io.typed_json import WrongContent, parse_json
 from megatron_port.ext.telemetry.declared import known_metrics
@@ -59,13 +60,6 @@ def _json_value(metric: Metric, value: Any) -> Value | str:
     if want is int:
         return int(value)
     return finite_or_text(float(value))
-
-
-def finite_or_text(number: float) -> float | str:
-    """Return a finite number as it is, any other as the string that stands for it: JSON has no NaN."""
-    if math.isfinite(number):
-        return number
-    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
 
 
 def decode(line: str, known: Mapping[str, Metric]) -> dict[str, Value] | None:

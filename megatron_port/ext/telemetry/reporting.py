@@ -6,12 +6,12 @@ from collections import deque
 
 import torch
 
+from megatron_port.core.data.document_length import document_length
 from megatron_port.core.data.objective import objective_of
 from megatron_port.core.dist.memory import peak_resident_bytes
 from megatron_port.core.model.flops import hardware_flops, model_flops
 from megatron_port.core.train.folders import run_folder
 from megatron_port.core.train.hooks import Ending, LoopHook, LoopState, TakenStep
-from megatron_port.ext.corpora.document_length import document_length
 from megatron_port.ext.telemetry.sinks import Telemetry
 
 

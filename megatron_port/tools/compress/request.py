@@ -12,7 +12,7 @@ import numpy as np
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.dist.record import StateReader
 from megatron_port.core.errors import CheckpointError, ConfigError
-from megatron_port.ext.weights.readers import fingerprint
+from megatron_port.core.model.fingerprint import fingerprint
 from megatron_port.run.weights import Weights
 from megatron_port.tools.compress.convert import (
     FactoredWeights,

@@ -20,7 +20,7 @@ from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.errors import CheckpointError
 from megatron_port.core.model.shapes import model_records
-from megatron_port.ext.memory.saved_state import state_records
+from megatron_port.run.saved_state import state_records
 
 Shape = tuple[int, ...]
 

@@ -1,6 +1,6 @@
 """One timeline of many ranks: their profiler traces (Chrome's trace format) merged into one file for Perfetto.
 
-``python -m megatron_port.ext.telemetry.trace FOLDER`` merges the ``rank-*.json.gz`` of a folder into
+``python -m megatron_port.ext.health.trace FOLDER`` merges the ``rank-*.json.gz`` of a folder into
 ``merged.json.gz``. Each rank becomes a group of processes of its own, with the phases of its steps as the first track.
 Times are those of the hosts' clocks, so ranks of different hosts are as far apart as their clocks.
 """
