@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_port import __version__
 from megatron_port.core.config.urls import expanded
-from megatron_port.core.dist.agree import is_rank_zero
+from megatron_port.core.dist.launchers import is_rank_zero
 from megatron_port.core.errors import ConfigError, PortError
 from megatron_port.core.io.files import tighten
 from megatron_port.core.io.logging import safe_output

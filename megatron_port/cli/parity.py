@@ -19,7 +19,7 @@ from megatron_port.cli.progress import ProgressBar
 from megatron_port.core.config.layout import model_ranks
 from megatron_port.core.config.layout_name import parse_layout
 from megatron_port.core.config.urls import local_path
-from megatron_port.core.dist.agree import is_rank_zero
+from megatron_port.core.dist.launchers import is_rank_zero
 from megatron_port.core.errors import EXIT_NUMERICS, EXIT_OK, ConfigError, EnvironmentFault
 
 if TYPE_CHECKING:

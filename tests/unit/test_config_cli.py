@@ -19,7 +19,7 @@ from megatron_port.core.config.dump import leaves
 from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.loader import load, to_toml
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.agree import is_rank_zero
+from megatron_port.core.dist.launchers import is_rank_zero
 from megatron_port.core.errors import EXIT_CONFIG, DataError
 
 WORLDS = {"runs/quickstart": 8, "runs/frontier-22b": 16, "runs/frontier-1t": 3072, "runs/gpt2-124m-1gpu": 1}

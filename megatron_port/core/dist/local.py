@@ -23,8 +23,8 @@ from types import FrameType
 
 from megatron_port.core.dist import launchers
 from megatron_port.core.dist import launchers as slurm
-from megatron_port.core.dist.agree import LOCAL_RANK_VARIABLE
 from megatron_port.core.dist.discovery import ProcessInfo
+from megatron_port.core.dist.launchers import LOCAL_RANK_VARIABLE
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 
 GRACE_S = 8.0

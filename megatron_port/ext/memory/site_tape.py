@@ -30,7 +30,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_port.core.dist.mesh import PartitionedBytes
+from megatron_port.core.dist.collectives import PartitionedBytes
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.activation_sites import Decision, LayerActivations, Site
 from megatron_port.core.model.recompute import is_of_all_layers
