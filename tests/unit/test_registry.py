@@ -11,7 +11,7 @@ import pytest
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.loader import load
 from megatron_port.core.errors import ConfigError
-from megatron_port.core.registry import OPTIMIZERS, REGISTRIES, Registry
+from megatron_port.core.registry import OPTIMIZERS, REGISTRIES, STEP_PARTS, Registry
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "optimizer"
@@ -54,7 +54,7 @@ def test_what_may_be_added() -> None:
 
 
 def test_the_package_finds_its_own() -> None:
-    for registry in REGISTRIES:
+    for registry in (*REGISTRIES, STEP_PARTS):
         for name in registry.builtin:
             if registry._builtin[name] is not None:
                 assert registry.get(name, object) is not None

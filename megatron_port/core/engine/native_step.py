@@ -324,7 +324,8 @@ class RecordAndGather:
         self.sharded.start_gather()
 
 
-class StepParts(NamedTuple):
+@dataclass(frozen=True)
+class StepParts:
     """The parts of an engine's step."""
 
     count: StepPart

@@ -197,19 +197,30 @@ def _adamw(rule: AdamW, asked: UpdateRequest) -> Update:
             f'backend.optimizer is "{asked.provider}" here; build the kernels (make kernels), and set '
             'backend.optimizer = "own"'
         )
-    return _of_pieces(rule, asked)
+    made = _by_kernels(rule, asked)
+    assert made is not None, "own kernels update by AdamW"
+    return made
 
 
 @host_update.register(ElementwiseRule)
 @host_update.register(BlockRule)
 def _of_pieces(rule: ElementwiseRule | BlockRule, asked: UpdateRequest) -> Update:
-    provider, sharded, config, seed = asked
-    offload = _offload(asked)
-    here = [p for b, p in zip(sharded.owners, sharded.pieces) if not b.offloaded]
-    by_kernels = STEP_PARTS.function("own update")(rule, asked, here) if provider == "own" else None
-    if by_kernels is None:
-        return OffloadedRuleUpdate(sharded, offload, config, here, rule, seed=seed)
-    return OffloadedUpdate(rule, by_kernels, asked, offload)
+    made = _by_kernels(rule, asked) if asked.provider == "own" else None
+    if made is not None:
+        return made
+    return OffloadedRuleUpdate(
+        asked.sharded, _offload(asked), asked.config, _on_device(asked.sharded), rule, seed=asked.seed
+    )
+
+
+def _by_kernels(rule: OptimizerRule, asked: UpdateRequest) -> OffloadedUpdate | None:
+    """Return the update by own kernels; None: the rule has none."""
+    on_device = STEP_PARTS.function("own update")(rule, asked, _on_device(asked.sharded))
+    return None if on_device is None else OffloadedUpdate(rule, on_device, asked, _offload(asked))
+
+
+def _on_device(sharded: ShardedParameters) -> list[StateShard]:
+    return [p for b, p in zip(sharded.owners, sharded.pieces) if not b.offloaded]
 
 
 def _offload(asked: UpdateRequest) -> Offload:
