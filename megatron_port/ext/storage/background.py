@@ -50,7 +50,7 @@ from megatron_port.core.checkpoint.writer import (
     write_part,
 )
 from megatron_port.core.dist.device_streams import COMPUTE, HOST, Event, access, host_waits_for
-from megatron_port.core.dist.memory import host_bytes
+from megatron_port.core.dist.host_memory import host_bytes
 from megatron_port.core.dist.record import StatePiece
 from megatron_port.core.errors import CheckpointError
 

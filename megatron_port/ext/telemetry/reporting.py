@@ -8,7 +8,7 @@ import torch
 
 from megatron_port.core.data.document_length import document_length
 from megatron_port.core.data.objective import objective_of
-from megatron_port.core.dist.memory import peak_resident_bytes
+from megatron_port.core.io.memory import peak_resident_bytes
 from megatron_port.core.model.flops import hardware_flops, model_flops
 from megatron_port.core.train.folders import run_folder
 from megatron_port.core.train.hooks import Ending, LoopHook, LoopState, TakenStep
