@@ -34,7 +34,7 @@ def loop_hooks(state: LoopState) -> list[LoopHook]:
 
 def _activation_planner(state: LoopState) -> Iterator[LoopHook]:
     if state.config.activations.policy in ("plan", "profile"):
-        from megatron_port.ext.memory.activations import ActivationPlanner
+        from megatron_port.run.activations import ActivationPlanner
 
         yield ActivationPlanner(state)
 

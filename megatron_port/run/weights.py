@@ -22,6 +22,7 @@ from megatron_port.core.dist.agree import agreed
 from megatron_port.core.dist.record import StateReader
 from megatron_port.core.engine.api import Engine
 from megatron_port.core.errors import CheckpointError, DataError
+from megatron_port.core.model.fingerprint import fingerprint
 from megatron_port.core.model.shapes import LAST_STEP, parameter_shapes
 from megatron_port.core.train.folders import FOLDER, run_folder
 from megatron_port.ext.corpora.tokenizer import get_tokenizer, piece_named, settings_beside
@@ -34,7 +35,6 @@ from megatron_port.ext.weights.readers import (
     SparseWeights,
     UpcycledWeights,
     check_base,
-    fingerprint,
 )
 from megatron_port.run.document_starts import check_document_starts
 from megatron_port.tools.interop.hf_files import HFFolder, is_hf
