@@ -31,6 +31,7 @@ from megatron_port.core.errors import EXIT_ENVIRONMENT, EXIT_OK, PortError
 from megatron_port.core.io.logging import redact
 from megatron_port.core.io.variables import variables
 from megatron_port.core.layers.providers import ProviderRow
+from megatron_port.ext.deepspeed.deepspeed_installed import prepare_deepspeed
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.attention_choice import AttentionNeeds, shape_here
 from megatron_port.ext.kernels.choose import Chooser
@@ -40,7 +41,6 @@ from megatron_port.ext.kernels.jit_guard import (
     install_guard,
     prebuild_command,
     prebuilt_deepspeed_ops,
-    prepare_deepspeed,
 )
 from megatron_port.ext.kernels.optional import optional_import
 

@@ -11,7 +11,8 @@ from forked import ForkServer
 
 HEAD = """
 import torch
-from megatron_port.ext.kernels.jit_guard import install_guard, prepare_deepspeed, prebuilt_deepspeed_ops
+from megatron_port.ext.deepspeed.deepspeed_installed import prepare_deepspeed
+from megatron_port.ext.kernels.jit_guard import install_guard, prebuilt_deepspeed_ops
 from megatron_port.core.errors import EnvironmentFault
 
 def refused(function, *words):
