@@ -72,7 +72,7 @@ class GatedDeltaNet(MixerSpec):
         class Module(torch.nn.Module):
             def __init__(self, spec: GatedDeltaNet) -> None:
                 super().__init__()
-                self.stream = build.stream
+                self.step = build.step
                 self.decay = build.per_head(spec.decay, layer)
                 self.decay_bias = build.per_head(spec.decay_bias, layer)
                 self.packed = build.column(layer, spec.packed)
@@ -81,7 +81,7 @@ class GatedDeltaNet(MixerSpec):
             def mix(self, packed: torch.Tensor) -> torch.Tensor:
                 """[seq, batch, heads/tp · (3 d + 2)] → [seq, batch, heads/tp · d]"""
                 if torch.is_grad_enabled():
-                    return recompute(self.recur, packed, stream=self.stream)
+                    return recompute(self.recur, packed, step=self.step)
                 return self.recur(packed)
 
             def recur(self, packed: torch.Tensor) -> torch.Tensor:

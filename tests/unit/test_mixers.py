@@ -22,9 +22,10 @@ from megatron_port.core.dist.device import choose_device
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.errors import CheckpointError, ConfigError
 from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.activation_sites import SITES, LayerActivations
 from megatron_port.core.model.attention import SelfAttention
-from megatron_port.core.model.build import BuildContext
+from megatron_port.core.model.build import BuildContext, BuildOptions
 from megatron_port.core.model.decoder_spec import attention_spec, model_spec
 from megatron_port.core.model.flops import causal_flops, model_flops, parameter_count
 from megatron_port.core.model.layers import TransformerLayer
@@ -65,11 +66,12 @@ def layer_of(
 ) -> TransformerLayer:
     backend = BackendConfig(device="cpu", own_kernels="off", attention="math")
     stream = DropoutStream(0, torch.device("cpu"))
-    stream.set_micro_batch(1, tuple(range(BATCH)))
+    step = StepSlot(stream)
+    step.announce(1, tuple(range(BATCH)))
     build = BuildContext(
         model=model, layout=LayoutConfig(vocab_padding_multiple=1), ctx=ParallelContext.single("cpu"),
-        providers=choose_providers(backend, choose_device("cpu"), dtype, engine="native"), stream=stream, dtype=dtype,
-        layer_activations={} if activations is None else {0: activations},
+        providers=choose_providers(backend, choose_device("cpu"), dtype, engine="native"), step=step, dtype=dtype,
+        options=BuildOptions(layer_activations={} if activations is None else {0: activations}),
     )
     layer = TransformerLayer(0, model_spec(model).layers[0], build)
     generator = torch.Generator().manual_seed(3)
