@@ -16,7 +16,7 @@ from benchmarks.compare.plain import decay_groups
 from benchmarks.compare.sizes import OPTIMIZER, Size
 from benchmarks.compare.weights import Weights
 from megatron_port.core.errors import CheckpointError
-from megatron_port.ext.deepspeed.deepspeed_installed import prepare_deepspeed
+from megatron_port.ext.deepspeed.prepare import prepare_deepspeed
 from megatron_port.tools.interop.hf_config import family_for, hf_config
 from megatron_port.tools.interop.hf_names import hf_tensors
 

@@ -31,7 +31,7 @@ from megatron_port.core.errors import EXIT_ENVIRONMENT, EXIT_OK, PortError
 from megatron_port.core.io.logging import redact
 from megatron_port.core.io.variables import variables
 from megatron_port.core.layers.providers import ProviderRow
-from megatron_port.ext.deepspeed.deepspeed_installed import prepare_deepspeed
+from megatron_port.ext.deepspeed.prepare import prepare_deepspeed
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.attention_choice import AttentionNeeds, shape_here
 from megatron_port.ext.kernels.choose import Chooser

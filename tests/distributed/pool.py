@@ -212,7 +212,7 @@ def _preload(with_deepspeed: bool) -> None:
         import deepspeed  # noqa: F401
         from deepspeed.pipe import PipelineModule  # noqa: F401
 
-        from megatron_port.ext.deepspeed.deepspeed_installed import prepare_deepspeed
+        from megatron_port.ext.deepspeed.prepare import prepare_deepspeed
 
         prepare_deepspeed()
         for name in LATE:

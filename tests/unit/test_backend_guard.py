@@ -11,7 +11,7 @@ from forked import ForkServer
 
 HEAD = """
 import torch
-from megatron_port.ext.deepspeed.deepspeed_installed import prepare_deepspeed
+from megatron_port.ext.deepspeed.prepare import prepare_deepspeed
 from megatron_port.ext.kernels.jit_guard import install_guard, prebuilt_deepspeed_ops
 from megatron_port.core.errors import EnvironmentFault
 

@@ -38,7 +38,7 @@ from megatron_port.core.layers.step import AuxiliarySums, ModuleSums, StepShared
 from megatron_port.core.optim.gradients import LossScaler, reduce_partial_gradients, reduce_tied_gradients_first
 from megatron_port.core.optim.rules import grouped
 from megatron_port.core.optim.state_check import Damage, check_of
-from megatron_port.ext.deepspeed.deepspeed_installed import prepare_deepspeed
+from megatron_port.ext.deepspeed.prepare import prepare_deepspeed
 
 # The JSON that DeepSpeed wants, generated from our configuration and locked to what is right.
 #
