@@ -124,8 +124,8 @@ def _shown(target: Any) -> str:
 
 OPTIMIZERS = Registry("optimizer rule", "optimizer.name", {
     "adamw": "megatron_port.core.optim.rules:ADAMW",
-    "adamw-bf16": "megatron_port.ext.rules.narrow_adamw:ADAMW_BF16",
-    "adamw-8bit": "megatron_port.ext.rules.narrow_adamw:ADAMW_8BIT",
+    "adamw-bf16": "megatron_port.ext.kernels.narrow_adamw:ADAMW_BF16",
+    "adamw-8bit": "megatron_port.ext.kernels.narrow_adamw:ADAMW_8BIT",
     "lion": "megatron_port.core.optim.rules:LION",
     "sgd": "megatron_port.core.optim.rules:MOMENTUM_SGD",
     "adagrad": "megatron_port.core.optim.rules:ADAGRAD",

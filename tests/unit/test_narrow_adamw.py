@@ -33,8 +33,7 @@ from megatron_port.core.optim.bucket_memory import StateShard
 from megatron_port.core.optim.rules import BlockRule, UpdateSettings, state_bytes
 from megatron_port.ext.kernels.kernels import kernels_status
 from megatron_port.ext.kernels.kernels import load as load_kernels
-from megatron_port.ext.kernels.ops.narrow_adamw import BLOCK
-from megatron_port.ext.rules.narrow_adamw import (
+from megatron_port.ext.kernels.narrow_adamw import (
     ADAMW_8BIT,
     ADAMW_BF16,
     code_values,
@@ -42,6 +41,7 @@ from megatron_port.ext.rules.narrow_adamw import (
     quantise_,
     round_stochastically,
 )
+from megatron_port.ext.kernels.ops.narrow_adamw import BLOCK
 from megatron_port.run.build import build_engine
 
 CPU = torch.device("cpu")

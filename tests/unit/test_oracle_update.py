@@ -28,7 +28,7 @@ from megatron_port.core.optim.rules import (
     settings_in,
 )
 from megatron_port.core.optim.sharded import ShardedParameters, ShardSettings
-from megatron_port.ext.rules.narrow_adamw import ADAMW_8BIT, ADAMW_BF16
+from megatron_port.ext.kernels.narrow_adamw import ADAMW_8BIT, ADAMW_BF16
 from megatron_port.ext.weights.masks import WeightAverage
 
 CPU = torch.device("cpu")

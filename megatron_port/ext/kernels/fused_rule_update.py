@@ -12,9 +12,9 @@ from megatron_port.core.engine.host_update import SquareNorm
 from megatron_port.core.optim.bucket_memory import StateShard
 from megatron_port.core.optim.gradients import clamp_, step_factor
 from megatron_port.core.optim.rules import AdamW, GroupSettings, Lion, OptimizerRule, StepValues, grouped
+from megatron_port.ext.kernels.narrow_adamw import FIRST, SECOND, AdamW8bit, AdamWBf16, code_values, logical_range
 from megatron_port.ext.kernels.ops.narrow_adamw import adamw_8bit_, adamw_bf16_, lion_
 from megatron_port.ext.kernels.ops.optimizer import adamw_, square_norm
-from megatron_port.ext.rules.narrow_adamw import FIRST, SECOND, AdamW8bit, AdamWBf16, code_values, logical_range
 
 Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
 """Update of some tensors by (learning rate, factor of gradients, whether to write nothing)."""

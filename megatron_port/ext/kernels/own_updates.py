@@ -20,8 +20,8 @@ from megatron_port.core.optim.rules import AdamW, Lion, OptimizerRule, StepValue
 from megatron_port.ext.kernels.fused_adamw import FusedAdamW
 from megatron_port.ext.kernels.fused_rule_update import FusedCalls, FusedRuleUpdate
 from megatron_port.ext.kernels.kernels import load as load_kernels
+from megatron_port.ext.kernels.narrow_adamw import AdamW8bit, AdamWBf16
 from megatron_port.ext.kernels.ops.optimizer import square_norm
-from megatron_port.ext.rules.narrow_adamw import AdamW8bit, AdamWBf16
 
 
 class OwnUpdate:
