@@ -184,7 +184,7 @@ def test_a_job_reads_its_record_and_says_what_has_changed(queue: Path, monkeypat
     assert "torch" in start(queue, given=place)[1][-1]
     monkeypatch.undo()
 
-    (place / "code" / "megatron_port" / "errors.py").unlink()
+    (place / "code" / "megatron_port" / "core" / "errors.py").unlink()
     with pytest.raises(RecordFault, match="is not what was submitted"):
         start(queue, given=place)
 

@@ -97,7 +97,7 @@ def test_a_stopped_rank_is_named_although_its_last_heartbeat_was_of_the_start() 
     verdict = judge.hang(run.rules, alarm, {r: [("MainThread", [OURS, WRAPPER, TORCH])] for r in (0, 2, 3)}, run.now)
     assert verdict.ranks == (1,) and verdict.code == 7 and "no heartbeat for" in verdict.headline
     assert verdict.headline.startswith("rank 1 on n0 (pp 0, dp 1, tp 0)")
-    assert "ranks 0, 2-3 wait in all_reduce (engine.native.train_step)" in verdict.details
+    assert "ranks 0, 2-3 wait in all_reduce (core.engine.native.train_step)" in verdict.details
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_the_rank_that_waits_for_nobody_is_named() -> None:
     run.stand(2, STEP, DATA, "samples from")
     verdict = judged(run, {2: [("MainThread", [OURS, LOADER])], 0: [("MainThread", [OURS, WRAPPER, TORCH])]})
     assert verdict.ranks == (2,) and "waits for no other rank; it is at loader.py:71 in step" in verdict.headline
-    assert "rank 0 waits in all_reduce (engine.native.train_step)" in verdict.details
+    assert "rank 0 waits in all_reduce (core.engine.native.train_step)" in verdict.details
     assert "ranks 1, 3 wait in reduce, gradients over dp" in verdict.details
 
 
@@ -289,8 +289,8 @@ def test_of_ranks_that_all_wait_the_odd_one_is_named() -> None:
         run.stand(r, STEP, TRANSFER if r == 3 else REDUCE)
     stacks = {r: [("MainThread", [OURS, WRAPPER, BARRIER if r == 3 else TORCH])] for r in range(4)}
     verdict = judged(run, stacks)
-    assert verdict.ranks == (3,) and "this one in barrier (engine.native.train_step)" in verdict.headline
-    assert verdict.details == ("ranks 0-2 wait in all_reduce (engine.native.train_step)",)
+    assert verdict.ranks == (3,) and "this one in barrier (core.engine.native.train_step)" in verdict.headline
+    assert verdict.details == ("ranks 0-2 wait in all_reduce (core.engine.native.train_step)",)
 
 
 def test_a_call_of_ours_inside_of_a_collective_is_no_wait() -> None:
