@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from reference import DTYPES, compare, random_shapes
 from torch.utils.checkpoint import checkpoint
 
-from megatron_port.ext.kernels import kernels
+from megatron_port.ext.kernels.cpu_levels import cpu_levels, processor_flags
 from megatron_port.ext.kernels.ops import activation
 
 # 2056 and 6200: two strips of columns and more, with 8 and with 4 elements a thread; 1029: five in single steps.
@@ -92,7 +92,7 @@ def test_exp_tanh_and_power_of_2_of_the_cpu(build_script: ModuleType, built: Pat
         f'extern "C" void v_{name}(const float* x, float* y, long n) {{\n'
         f"  for (long i = 0; i < n; i++) y[i] = mp::{name}(x[i]);\n}}\n"
         for name in ("exp_float", "tanh_float", "power_of_2")))
-    levels = kernels.cpu_levels(kernels.processor_flags(), platform.machine())
+    levels = cpu_levels(processor_flags(), platform.machine())
     for built_for in build_script.plan("cpu", ()):
         if not any(level in built_for.name for level in levels):
             continue

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_port.core.io.variables import CPU_LEVEL
-from megatron_port.ext.kernels import kernels
+from megatron_port.ext.kernels.cpu_levels import cpu_levels, processor_flags
 
 ROOT = Path(__file__).resolve().parents[2]
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2", CPU_LEVEL: "v3"}
@@ -28,7 +28,7 @@ CHOSEN = "test_logits or v3 or cpu and (values or gradient or norm) and not opch
 
 
 def test_numerics_with_avx2_alone(own: Path) -> None:
-    levels = kernels.cpu_levels(kernels.processor_flags(), "x86_64")
+    levels = cpu_levels(processor_flags(), "x86_64")
     if "v4" not in levels:
         pytest.skip("this processor has no more than AVX2: the other tests show it")
     command = [sys.executable, "-c", CODE, "-q", "-p", "no:cacheprovider", "-k", CHOSEN,

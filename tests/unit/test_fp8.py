@@ -29,7 +29,7 @@ from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.layers.linear import WgradAccumulator, linear
-from megatron_port.core.layers.linear_kernels import PLAIN, QuantizedWeightCache, make_linear_kernels
+from megatron_port.core.layers.linear_kernels import PLAIN, Quantised, QuantizedWeightCache, make_linear_kernels
 from megatron_port.core.layers.providers import torch_providers
 from megatron_port.ext.kernels.choose import choose_providers
 from megatron_port.ext.kernels.choose_fp8 import choose_fp8, device_formats, torch_problem
@@ -37,7 +37,6 @@ from megatron_port.ext.kernels.fp8 import (
     FNUZ,
     OCP,
     Fp8,
-    Quantised,
     ScaledMM,
     quantise,
     quantise_columns,

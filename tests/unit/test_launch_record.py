@@ -15,6 +15,7 @@ from megatron_port.cli.main import main
 from megatron_port.core.config.loader import load
 from megatron_port.core.dist.launchers import Job
 from megatron_port.core.errors import ConfigError
+from megatron_port.core.package import FOLDER
 from megatron_port.tools.launch import record as records
 from megatron_port.tools.launch import snapshot
 from megatron_port.tools.launch.opening import open_record, with_record
@@ -72,7 +73,7 @@ def test_a_submission_keeps_all_that_the_job_reads(queue: Path, capsys: pytest.C
     quoted = str(place).replace("'", "'\\''")
     assert f"job_record='{quoted}'" in script and f"launch_dir='{quoted}/code/megatron_port/_launch'" in script
     assert f"job_run='{quoted}/config.toml'" in script and "job_overrides=()" in script
-    own = snapshot.FOLDER / "tools" / "launch" / "record.py"
+    own = FOLDER / "tools" / "launch" / "record.py"
     assert (place / "code" / "megatron_port" / "tools" / "launch" / "record.py").read_text() == own.read_text()
     assert not [p for p in place.rglob("*") if p.name.endswith(".tmp")]
 

@@ -44,7 +44,7 @@ from megatron_port.core.optim.zero3 import GatherGroup
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.memory import disk_state
 from megatron_port.ext.memory.disk_state import StateFile
-from megatron_port.ext.memory.offload import offloaded_numbers
+from megatron_port.ext.memory.offload import Offload, offloaded_numbers
 from megatron_port.ext.memory.swap import ALIGN, StagingRing
 from megatron_port.ext.storage import background
 from megatron_port.ext.storage.background import BackgroundSave
@@ -133,7 +133,7 @@ def test_what_lives_where_is_what_the_table_says(tmp_path: Path) -> None:
     for offload, host in ((CPU, 12), ({**NVME, "nvme_path": str(tmp_path)}, 0)):
         with rank_of(run(3, **offload)) as (engine, _):
             sharded, offloaded = engine.sharded.buckets, engine.sharded.offload
-            assert offloaded is not None
+            assert isinstance(offloaded, Offload)
             elements = [b.plan.numel // b.shards for b in sharded]
             kept = sum(t.nbytes for b in sharded for t in (b.masters, *b.state.values()))
             files = sum(f.nbytes for f in offloaded.disk.files.values()) if offloaded.disk else 0

@@ -26,9 +26,9 @@ from megatron_port.core.checkpoint.writer import save_checkpoint  # noqa: E402
 from megatron_port.core.config.checks import problems  # noqa: E402
 from megatron_port.core.config.dump import config_hash  # noqa: E402
 from megatron_port.core.config.schema import CheckpointConfig, RunConfig  # noqa: E402
-from megatron_port.core.data.indexed import IndexedDataset  # noqa: E402
+from megatron_port.core.data.indexed import IndexedDataset, RemoteCache  # noqa: E402
 from megatron_port.core.errors import CheckpointError, DamagedCheckpoint, DataError  # noqa: E402
-from megatron_port.ext.corpora.fetch import RemoteCache, RemoteTokens  # noqa: E402
+from megatron_port.ext.corpora.fetch import RemoteTokens  # noqa: E402
 from megatron_port.ext.storage import mirror  # noqa: E402
 from megatron_port.ext.storage import store as store_module  # noqa: E402
 from megatron_port.ext.storage.mirror import Mirror, copy_name, pull, push, push_file  # noqa: E402
