@@ -111,7 +111,7 @@ def _version(compiler: str, environment: dict[str, str] | None = None) -> str:
 
 def levels_here() -> list[str]:
     """Levels that this processor can run, best first; the rule by which a run chooses its library."""
-    spec = importlib.util.spec_from_file_location("cpu_levels", OUT.parent / "backend" / "cpu_levels.py")
+    spec = importlib.util.spec_from_file_location("cpu_levels", OUT.parent / "ext" / "kernels" / "cpu_levels.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
