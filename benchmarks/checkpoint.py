@@ -38,7 +38,8 @@ import torch.distributed as dist
 
 from megatron_port.core.checkpoint.format import SavedState
 from megatron_port.core.checkpoint.reader import open_checkpoint
-from megatron_port.core.checkpoint.writer import GroupPeers, save_among
+from megatron_port.core.checkpoint.writer import GroupPeers
+from megatron_port.core.checkpoint.writer import save_checkpoint as save_among
 from megatron_port.core.dist.record import StatePiece
 from megatron_port.ext.storage.background import BackgroundSave
 

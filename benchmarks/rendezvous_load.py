@@ -22,7 +22,7 @@ from pathlib import Path
 
 RANK_0 = """
 import json, resource, sys, time
-from megatron_port.core.io import master_store, rendezvous
+from megatron_port.core.dist import start as master_store, start as rendezvous
 from megatron_port.core.dist.discovery import ProcessInfo
 from megatron_port.core.dist.fingerprint import Fingerprint
 ranks, port = int(sys.argv[1]), int(sys.argv[2])

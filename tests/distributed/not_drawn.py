@@ -12,7 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_port"
-STEP = ("engine", "model", "optim", "parallel", "pipeline", "backend")
+STEP = (
+    "core/engine", "core/layers", "core/model", "core/optim", "core/pipeline", "ext/kernels", "ext/memory",
+    "ext/mixers", "ext/rules", "ext/weights",
+)
 """Packages of all that a rank runs between a micro-batch and the new weights."""
 
 ELSEWHERE = {
@@ -29,11 +32,10 @@ CONSTANT_THERE = {
 
 UNREAD = {
     "name": "a label", "output_dir": "a folder", "model.name": "a label", "model.family": "of exports",
-    "model.mixer": "attention unless a plugin has another (tests/e2e/test_examples.py)",
     "activations.measure": "of the training loop", "activations.budget": "it only decides activations.layers, drawn",
     "layout.elastic": "chooses a layout before the run starts",
     "training.eval_batches": "of the loop", "training.eval_interval": "of the loop",
-    "training.log_interval": "of the loop",
+    "training.log_interval": "of the loop", "training.hooks": "of the loop, which plugins add to",
     "data.source": "of the loader: a plugin's samples", "data.tokenizer": "of the loader: eod_id",
     "data.pinned": "of resuming", "data.remote_cache": "of stores", "data.remote_cache_gb": "of stores",
     "fine_tuning.adapters": "a folder that the session reads", "plugins": "imported before a run is read",
@@ -44,6 +46,7 @@ UNREAD = {
 """Option or section → whose it is: nothing in ``STEP`` reads it, so no layout can compute anything else by it."""
 
 OTHER_TESTS = {
+    "model.mixer": ("attention unless a plugin has another", "e2e/test_examples.py"),
     "training.loss": ("dpo, and what plugins bring", "distributed/test_preference_layouts.py"),
     "training.dpo_beta": ("with loss dpo", "distributed/test_preference_layouts.py"),
     "training.steps": ("the three of each draw, of which schedules take shares", "unit/test_schedules.py"),

@@ -31,7 +31,7 @@ PLUGIN = '''
 """Kills a rank when half of its nth write of offloaded state has been written; kill.json says whom and when."""
 import json, os, pathlib, signal
 import torch.distributed as dist
-from megatron_port.core.optim import disk_state
+from megatron_port.ext.memory import disk_state
 HERE = pathlib.Path(__file__).parent
 real, writes = disk_state.StateFile.write, []
 def write(file, offset, memory):
