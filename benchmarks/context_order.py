@@ -27,8 +27,8 @@ from megatron_port.core.data.balance import (
     runs_of,
     zigzag_chunks,
 )
-from megatron_port.core.data.batch import document_starts
 from megatron_port.core.data.indexed import IndexedDataset
+from megatron_port.core.data.sample import document_starts
 
 CASES = ((8192, 2), (8192, 4), (8192, 8), (32768, 4), (32768, 8), (131072, 8), (131072, 16))
 """(tokens, ranks)"""

@@ -11,8 +11,8 @@ from megatron_port.cli.arguments import SOURCE_HELP, add_json, print_json, print
 from megatron_port.cli.main import add_overrides, add_rendezvous_options, on_ranks
 from megatron_port.cli.progress import ProgressBar
 from megatron_port.core.config.urls import expanded, local_path
-from megatron_port.core.dist.agree import silent
 from megatron_port.core.errors import EXIT_OK, ConfigError
+from megatron_port.core.io.work import silent
 
 if TYPE_CHECKING:
     from megatron_port.core.config.schema import RunConfig

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_port.cli.main import add_rendezvous_options, add_run_options, load_run, on_ranks
 from megatron_port.cli.progress import ProgressBar
 from megatron_port.core.config.urls import local_path
-from megatron_port.core.dist.agree import silent
 from megatron_port.core.errors import EXIT_OK, ConfigError, DataError
+from megatron_port.core.io.work import silent
 
 if TYPE_CHECKING:
     from megatron_port.core.dist.discovery import ProcessInfo

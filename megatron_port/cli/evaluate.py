@@ -13,8 +13,8 @@ from megatron_port.cli.arguments import SOURCE_HELP, print_json, weights_folder
 from megatron_port.cli.main import add_overrides, add_rendezvous_options, on_ranks
 from megatron_port.cli.progress import ProgressBar
 from megatron_port.core.config.urls import expanded
-from megatron_port.core.dist.agree import Advance, silent
 from megatron_port.core.errors import ConfigError, DataError
+from megatron_port.core.io.work import Advance, silent
 
 if TYPE_CHECKING:
     from megatron_port.core.config.schema import RunConfig

@@ -13,8 +13,8 @@ from megatron_port.cli.arguments import SOURCE_HELP, weights_folder
 from megatron_port.cli.main import add_overrides, add_rendezvous_options, on_ranks
 from megatron_port.cli.progress import ProgressBar
 from megatron_port.core.config.urls import expanded
-from megatron_port.core.dist.agree import silent
 from megatron_port.core.errors import ConfigError
+from megatron_port.core.io.work import silent
 
 if TYPE_CHECKING:
     from megatron_port.core.dist.discovery import ProcessInfo

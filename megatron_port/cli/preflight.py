@@ -16,7 +16,7 @@ from megatron_port.cli.main import add_rendezvous_options, add_run_options, load
 from megatron_port.core.config.urls import local_path
 from megatron_port.core.dist.launchers import attempt_name, expand_hosts
 from megatron_port.core.errors import EXIT_ENVIRONMENT, EXIT_OK, ConfigError
-from megatron_port.tools.preflight import node as files
+from megatron_port.tools.preflight import node_file as files
 from megatron_port.tools.preflight import verdict as preflight_report
 
 if TYPE_CHECKING:

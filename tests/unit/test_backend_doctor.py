@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_port.cli import doctor
-from megatron_port.cli import doctor as doctor_backend
-from megatron_port.cli import doctor as doctor_machine
-from megatron_port.cli.doctor import CheckResult, render, strictly
+from megatron_port.cli import doctor, doctor_backend, doctor_machine
+from megatron_port.cli.doctor_machine import CheckResult, render, strictly
 from megatron_port.cli.main import main
 from megatron_port.core.config.schema import BackendConfig, PrecisionConfig, RunConfig
 from megatron_port.core.dist.device import Accelerators, DeviceInfo

@@ -25,8 +25,8 @@ from megatron_port.core.config.run_names import run_folder_of
 from megatron_port.core.config.unsupported import COMMANDS as ELSEWHERE
 from megatron_port.core.config.unsupported import KEYS, VALUES
 from megatron_port.core.config.urls import local_path
-from megatron_port.core.dist.agree import Tally
 from megatron_port.core.errors import ConfigError, DataError
+from megatron_port.core.io.work import Tally
 from megatron_port.ext.corpora import fetch
 from megatron_port.ext.telemetry.run_state import ENDED, FAILED, FINISHED, NEW, SAVED, run_state
 

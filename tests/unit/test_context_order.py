@@ -18,7 +18,7 @@ from megatron_port.core.data.balance import (
     runs_of,
     zigzag_chunks,
 )
-from megatron_port.core.data.batch import document_starts
+from megatron_port.core.data.sample import document_starts
 from megatron_port.core.layers.attention import AttentionMask
 
 

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig, TrainingConfig
-from megatron_port.core.data.batch import MicroBatch, Sample, document_starts
+from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.data.dataset import BlendedDataset, GPTDataset, MegatronGPTDataset, SyntheticDataset
 from megatron_port.core.data.document_length import document_length, with_document_length
 from megatron_port.core.data.indexed import CorpusMeta, IndexedDataset, IndexedWriter
 from megatron_port.core.data.loader import build_loaders
+from megatron_port.core.data.sample import Sample, document_starts
 from megatron_port.core.dist.positions import SequencePartition, divide
 from megatron_port.core.errors import DataError
 from megatron_port.ext.corpora.plugin_source import CheckedDataset

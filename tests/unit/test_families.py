@@ -23,7 +23,7 @@ from test_model_spec import differing, stage_records
 
 from megatron_port.cli.main import main
 from megatron_port.core.checkpoint.reader import open_checkpoint
-from megatron_port.core.config.checks import CHOICES  # type: ignore[attr-defined]
+from megatron_port.core.config.choices import CHOICES
 from megatron_port.core.config.dump import config_hash
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.moe import MoEConfig

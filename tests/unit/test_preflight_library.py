@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_port.tools.preflight.core import parse_log, plugin_problem, same_network
-from megatron_port.tools.preflight.node import known
+from megatron_port.tools.preflight.node_file import known
 
 FRONTIER = """\
 frontier00012:51404:51404 [0] NCCL INFO Bootstrap : Using hsn0:10.128.1.12<0>

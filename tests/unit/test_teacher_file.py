@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_port.core.data.batch import Sample
+from megatron_port.core.data.sample import Sample
 from megatron_port.core.errors import DataError
 from megatron_port.ext.objectives.stored_teacher import Stored
 from megatron_port.ext.objectives.teacher_file import LogitsHeader, StoredLogits, begin, block_path

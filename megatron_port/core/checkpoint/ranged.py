@@ -20,9 +20,9 @@ import xxhash
 
 from megatron_port.core.checkpoint.format import MAX_HEADER, FileEntry
 from megatron_port.core.checkpoint.shard import CHUNK, GRAIN, GrainHashes, parse_header
-from megatron_port.core.dist.agree import Advance, silent
 from megatron_port.core.errors import DamagedCheckpoint
 from megatron_port.core.io.files import open_regular
+from megatron_port.core.io.work import Advance, silent
 
 
 class Scratch:

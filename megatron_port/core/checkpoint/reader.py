@@ -19,9 +19,9 @@ import xxhash
 from megatron_port.core.checkpoint.format import DTYPES, Manifest, PieceEntry, read_manifest, step_of
 from megatron_port.core.checkpoint.ranged import RangedFile, Scratch
 from megatron_port.core.checkpoint.slices import Slice, strides
-from megatron_port.core.dist.agree import Advance, silent
 from megatron_port.core.errors import CheckpointError, DamagedCheckpoint
 from megatron_port.core.io.files import kind_of, open_regular
+from megatron_port.core.io.work import Advance, silent
 
 _OPEN_FILES = 32
 _SPAN = 1 << 24

@@ -13,8 +13,8 @@ import numpy as np
 
 from megatron_port.core.config.dump import toml_value
 from megatron_port.core.data import megatron_order as mo
-from megatron_port.core.data.batch import Sample, document_starts
 from megatron_port.core.data.indexed import IndexedDataset, Make, bad_token, cached_arrays, content_key
+from megatron_port.core.data.sample import Sample, document_starts
 from megatron_port.core.errors import DataError
 
 # Stateless sample order: the k-th training sample is a function of (seed, k).

@@ -14,7 +14,7 @@ import torch
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data import megatron_order as mo
 from megatron_port.core.data.balance import attention_work, balanced_chunks, block_size
-from megatron_port.core.data.batch import MicroBatch, Sample
+from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.data.dataset import (
     BlendedDataset,
     GPTDataset,
@@ -39,6 +39,7 @@ from megatron_port.core.data.indexed import (
 )
 from megatron_port.core.data.objective import Objective, WholeSamples, objective_of
 from megatron_port.core.data.packing import PackedDataset, document_splits
+from megatron_port.core.data.sample import Sample
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.positions import WHOLE_SEQUENCE, Division, SequencePartition, sequence_partition
 from megatron_port.core.errors import DataError

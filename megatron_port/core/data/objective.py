@@ -19,9 +19,10 @@ import torch
 from megatron_port.core.config.conflicts import Conflict, Rule
 from megatron_port.core.config.objective import objective_name
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.data.batch import MicroBatch, Sample
+from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.data.indexed import IndexedDataset
 from megatron_port.core.data.packing import PackedDataset
+from megatron_port.core.data.sample import Sample
 from megatron_port.core.dist.record import StateReader
 from megatron_port.core.errors import ConfigError, DataError
 from megatron_port.core.model.build import BuildContext

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_port.core.data.batch import Sample, document_starts
 from megatron_port.core.data.dataset import checked, sample_at
 from megatron_port.core.data.indexed import IndexedDataset, Make, cached_arrays, content_key, in_memory
+from megatron_port.core.data.sample import Sample, document_starts
 from megatron_port.core.errors import DataError
 
 PADDING = 0

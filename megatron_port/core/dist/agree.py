@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import socket
-import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import TypeVar
@@ -145,30 +144,6 @@ def agreed(action: Callable[[], T], *, where: str = "") -> T:
     result, failure = attempt(action)
     agree(failure, where=where)
     return result  # type: ignore[return-value]
-
-
-# How long work reports what is done: a call that a command shows as a progress bar, and others pass over.
-
-Advance = Callable[[int, int], None]
-"""Called with what is done and the total, in the unit of the work: bytes, windows, trials."""
-
-
-def silent(done: int, total: int) -> None:
-    """Show nothing."""
-
-
-class Tally:
-    """Sums what several threads have done of ``total``, and reports it to ``advance``."""
-
-    def __init__(self, advance: Advance, total: int) -> None:
-        self._advance, self._total, self._done = advance, total, 0
-        self._lock = threading.Lock()
-
-    def add(self, amount: int) -> None:
-        """Report that so much more is done."""
-        with self._lock:
-            self._done += amount
-            self._advance(self._done, self._total)
 
 
 # Reading what gloo, NCCL and the store raise when another rank has died, so that it can be told from a bug of ours.

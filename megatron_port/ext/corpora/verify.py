@@ -36,8 +36,8 @@ from megatron_port.core.data.format import (
     tokenizer_name,
 )
 from megatron_port.core.data.indexed import IndexedDataset
-from megatron_port.core.dist.agree import Advance, silent
 from megatron_port.core.errors import DataError
+from megatron_port.core.io.work import Advance, silent
 from megatron_port.core.registry import PARTS
 from megatron_port.ext.corpora.tokenizer import content_hash, identity, read_file
 

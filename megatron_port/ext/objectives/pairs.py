@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_port.core.data.batch import Sample
 from megatron_port.core.data.indexed import IndexedDataset
 from megatron_port.core.data.packing import PackedDataset, PackedIndices
+from megatron_port.core.data.sample import Sample
 from megatron_port.core.errors import DataError
 from megatron_port.ext.objectives.reference_losses import Reference
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import xxhash
 
-from megatron_port.core.data.batch import Sample
+from megatron_port.core.data.sample import Sample
 from megatron_port.core.errors import DataError
 from megatron_port.core.io.files import open_regular, write_bytes
 from megatron_port.core.io.typed_json import parse_json, typed

@@ -37,9 +37,9 @@ from megatron_port.core.checkpoint.format import (
     read_manifest,
     shard_name,
 )
-from megatron_port.core.dist.agree import Advance, Tally, silent
 from megatron_port.core.errors import CheckpointError, DamagedCheckpoint, PortError
 from megatron_port.core.io.files import fsync_directory, fsync_file
+from megatron_port.core.io.work import Advance, Tally, silent
 from megatron_port.ext.storage.store import Store
 
 Note = Callable[[str], None]

@@ -22,9 +22,9 @@ from megatron_port.core.config.checks import problems
 from megatron_port.core.config.dump import as_dict
 from megatron_port.core.config.low_rank import factored_shapes
 from megatron_port.core.config.schema import ModelConfig, RunConfig
-from megatron_port.core.dist.agree import Advance, Tally, silent
 from megatron_port.core.dist.record import BUFFER, WEIGHT, StateReader
 from megatron_port.core.errors import ConfigError
+from megatron_port.core.io.work import Advance, Tally, silent
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.shapes import LAST_STEP, buffer_shapes, parameter_shapes
 from megatron_port.run.weights import Weights

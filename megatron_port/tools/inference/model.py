@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_port.core.config.schema import ActivationsConfig, RunConfig
-from megatron_port.core.data.batch import Sample
 from megatron_port.core.data.indexed import IndexedDataset
 from megatron_port.core.data.loader import RankView
 from megatron_port.core.data.packing import PADDING
-from megatron_port.core.dist.agree import Advance, agree, agreed, silent
+from megatron_port.core.data.sample import Sample
+from megatron_port.core.dist.agree import agree, agreed
 from megatron_port.core.dist.collectives import recorded_buffers
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import REPLICAS
@@ -30,6 +30,7 @@ from megatron_port.core.engine.api import Engine
 from megatron_port.core.engine.loss_reduction import summed_over_replicas
 from megatron_port.core.engine.module import read_local, recorded_parameters
 from megatron_port.core.errors import ConfigError, DataError, PortError
+from megatron_port.core.io.work import Advance, silent
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.decoder import GPTStage

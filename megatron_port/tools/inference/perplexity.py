@@ -17,12 +17,13 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from megatron_port.core.data.batch import MicroBatch, Sample, document_starts
+from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.data.loader import RankView
-from megatron_port.core.dist.agree import Advance, silent
+from megatron_port.core.data.sample import Sample, document_starts
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.engine.api import Engine
 from megatron_port.core.errors import DataError
+from megatron_port.core.io.work import Advance, silent
 
 Stream = Callable[[int, int], np.ndarray]
 """``stream(position, count)`` → something of so many tokens from a position on."""

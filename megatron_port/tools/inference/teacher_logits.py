@@ -15,12 +15,13 @@ import torch
 from megatron_port.core.config.distillation import teacher_run
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.loader import StepLoader, build_loaders
-from megatron_port.core.dist.agree import Advance, agreed, broadcast_text, silent
+from megatron_port.core.dist.agree import agreed, broadcast_text
 from megatron_port.core.dist.positions import sequence_partition
 from megatron_port.core.dist.record import record_of
 from megatron_port.core.engine.api import Engine
 from megatron_port.core.engine.loss_reduction import summed_over_replicas
 from megatron_port.core.errors import ConfigError
+from megatron_port.core.io.work import Advance, silent
 from megatron_port.core.layers.step import StepContext
 from megatron_port.core.model.decoder import GPTStage
 from megatron_port.core.model.fingerprint import fingerprint

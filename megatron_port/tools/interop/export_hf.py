@@ -19,9 +19,9 @@ import torch
 from megatron_port.core.checkpoint.disk import write_chunks, write_text
 from megatron_port.core.checkpoint.reader import Checkpoint
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.core.dist.agree import Advance, Tally, silent
 from megatron_port.core.dist.record import BUFFER
 from megatron_port.core.errors import CheckpointError, DataError
+from megatron_port.core.io.work import Advance, Tally, silent
 from megatron_port.core.model.flops import parameter_count
 from megatron_port.tools.interop.export_dcp import building
 from megatron_port.tools.interop.hf_check import Agreement, check_export

@@ -9,9 +9,9 @@ from megatron_port.core.checkpoint.disk import write_text
 from megatron_port.core.checkpoint.slices import slabs
 from megatron_port.core.config.dump import leaves, toml_value
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.core.dist.agree import Advance, Tally, silent
 from megatron_port.core.errors import CheckpointError
 from megatron_port.core.io.files import outside_target, write_bytes
+from megatron_port.core.io.work import Advance, Tally, silent
 from megatron_port.tools.interop.export_dcp import Imported, commit_import, scratch
 from megatron_port.tools.interop.hf_check import check_import
 from megatron_port.tools.interop.hf_files import HFFolder, is_hf

@@ -20,7 +20,7 @@ from megatron_port.core.dist.launchers import attempt_name, compress_hosts
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.errors import EnvironmentFault, PortError
 from megatron_port.core.io.variables import node_name, variables
-from megatron_port.tools.preflight import node as files
+from megatron_port.tools.preflight import node_file as files
 from megatron_port.tools.preflight.core import LoadedNetwork, parse_log, plugin_problem
 from megatron_port.tools.preflight.exchange import gather_place, meet
 from megatron_port.tools.preflight.network import (

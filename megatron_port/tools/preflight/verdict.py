@@ -19,8 +19,8 @@ from megatron_port.core.config.schema import PreflightConfig
 from megatron_port.core.dist.launchers import compress_hosts, same_host
 from megatron_port.core.errors import EnvironmentFault
 from megatron_port.core.io.typed_json import WrongContent, typed
-from megatron_port.tools.preflight import node as files
-from megatron_port.tools.preflight.node import NetworkFile, NodeFile, NodeSpace
+from megatron_port.tools.preflight import node_file as files
+from megatron_port.tools.preflight.node_file import NetworkFile, NodeFile, NodeSpace
 
 SMALL_SHM = 64 << 20
 HOT_C = 95.0

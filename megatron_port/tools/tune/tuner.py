@@ -18,12 +18,12 @@ from megatron_port.core.config.dump import leaves, toml_value
 from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.loader import Loaded, load
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.agree import Advance, silent
 from megatron_port.core.dist.launchers import current_job
 from megatron_port.core.dist.process import born, process_space
 from megatron_port.core.errors import EnvironmentFault
 from megatron_port.core.io.files import write_output
 from megatron_port.core.io.typed_json import Natural, WrongContent, read_typed
+from megatron_port.core.io.work import Advance, silent
 from megatron_port.tools.plan.search import Candidate
 from megatron_port.tools.tune.importance import importance_line
 from megatron_port.tools.tune.results import OK, Results, Trial, key_of
