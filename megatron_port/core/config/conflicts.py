@@ -57,7 +57,7 @@ class Conflict:
     """Dotted name."""
     why: str = ""
     use: str = ""
-    """What to change."""
+    """Advice: the change that ends the conflict."""
     allowed: tuple[Any, ...] = ()
     """The only values that go with the feature."""
     refused: tuple[Any, ...] = ()
@@ -65,7 +65,7 @@ class Conflict:
     when: Test | None = None
     """Further condition; alone it decides."""
     needs: str = ""
-    """What the feature needs instead, for ``asked needs …``."""
+    """Requirement of the feature, for ``asked needs …``."""
 
     def applies(self, config: RunConfig) -> bool:
         """Return whether the row is contradicted."""
@@ -120,7 +120,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Table:
-    """What does not go with a feature."""
+    """Settings that contradict a feature."""
 
     rows: tuple[Conflict | Above | Rule, ...] = ()
     asked: str | Callable[[RunConfig], str] = ""

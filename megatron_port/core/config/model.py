@@ -54,7 +54,7 @@ class ModelConfig:
     seq_length: Size = 1024
     """Tokens per sample, s; also the number of learned positions."""
     mixer: str = "attention"
-    """What mixes the positions of a layer: attention, or one that a plugin registers."""
+    """Mixer of the positions of a layer: attention, or one that a plugin registers."""
     position_embedding: Literal["learned", "rope"] = "learned"
     """Positions: a learned table, or rotary embeddings of queries and keys (rope)."""
     rope_theta: Positive = 10000.0

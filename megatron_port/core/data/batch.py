@@ -36,7 +36,7 @@ class MicroBatch:
     division: Division | None = None
     """How these sequences are divided between context-parallel ranks; None: as the layout says"""
     side: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """What the loss needs beside labels and mask, by the names that the run's objective gives (``data.objective``):
+    """Tensors of the loss beside labels and mask, by the names that the run's objective gives (``data.objective``):
     [batch, …], this rank's part, on the last stage only"""
 
     @property

@@ -100,7 +100,7 @@ class Objective(StageLoss):
 
         Raises DataError: what it reads beside the corpus is missing or damaged.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} sets documents_of_sample and has no method datasets")
 
     def fingerprint_of(self, corpus: IndexedDataset) -> dict[str, str]:
         """Return what the objective adds to the fingerprint of a corpus (``data.fingerprint``). Raises DataError."""
@@ -159,7 +159,7 @@ class Objective(StageLoss):
 
         Raises CheckpointError, ConfigError.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} sets frozen_prefix and has no method frozen_run")
 
     def add_frozen(self, read: StateReader) -> AbstractContextManager[StateReader]:
         """Return a context with a reader of the run's state that also has the frozen model's parameters."""

@@ -1,4 +1,4 @@
-"""What mixes the positions of a layer, as its spec states it. Plain Python, without torch.
+"""Specs of what mixes the positions of a layer. Plain Python, without torch.
 
 ``model.mixer`` names it (``registry.MIXERS``): the package's own is attention (``model.attention_spec``), and plugins
 add others. Parameter counts, FLOPs, memory, the planner's seconds and the layer's forward pass ask the spec, so that a
