@@ -182,21 +182,20 @@ class LayerSpec:
             kind="row", run="attention.output", site="residual", reads=("mixed",), writes=("attention",), part=output,
         ))
         attention, bias = _branch(out, "attention", output.bias, self.post_norm1, "residual")
-        join = _add("attention", attention, stream, bias, "residual")
         if not self.parallel_residual:
-            out.append(join)
-            (stream,) = join.writes
+            out.append(_add("attention", attention, stream, bias, "residual"))
+            (stream,) = out[-1].writes
         if self.norm2 is not None or not self.parallel_residual:
             before, (entry, stream) = entry, _normed(out, "norm2", self.norm2, stream)
             out[-1] = replace(out[-1], holds=(before,))
         out += self.mlp.ops(entry)
-        mlp, bias = _branch(out, "mlp", self.moe is None and self.dense.down.bias, self.post_norm2, "output")
-        if self.parallel_residual:
+        mlp, mlp_bias = _branch(out, "mlp", self.moe is None and self.dense.down.bias, self.post_norm2, "output")
+        if self.parallel_residual:  # to the stream that norm2 returns, whose backward then adds gradients in one pass
             out[-1] = replace(out[-1], holds=(entry,))
-            out.append(join)
-            (stream,) = join.writes
+            out.append(_add("attention", attention, stream, bias, "residual"))
+            (stream,) = out[-1].writes
         held = (attention,) if self.parallel_residual else (attention, entry)
-        return (*out, replace(_add("mlp", mlp, stream, bias, "output"), holds=held))
+        return (*out, replace(_add("mlp", mlp, stream, mlp_bias, "output"), holds=held))
 
     @property
     def norms(self) -> tuple[NormSpec, ...]:
