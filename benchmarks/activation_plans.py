@@ -31,9 +31,11 @@ def planned(case: Case, machine: Machine, limit: float) -> Case:
 
 
 def row(name: str) -> str | None:
-    """Return a run's line of the table; None: its cluster says too little to plan."""
+    """Return a run's line of the table; None: its cluster says too little to plan, or it has experts, whose activations
+    are not planned by site (``config.memory``)."""
     config = load(name).config
-    if not config.cluster.memory_gb or not config.hardware.device or not config.cluster.nodes:
+    known = config.cluster.memory_gb and config.hardware.device and config.cluster.nodes
+    if config.model.moe.num_experts or not known:
         return None
     machine = machine_of(config)
     case = replace(case_of(config)[0], recompute="none", dropped=())
