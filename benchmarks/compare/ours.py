@@ -12,7 +12,7 @@ from benchmarks.compare.peer import About, Unable
 from benchmarks.compare.sizes import OPTIMIZER, Size
 from benchmarks.compare.weights import Weights
 from megatron_port.core.config.conflicts import contradictions
-from megatron_port.core.config.fp8 import CONFLICTS as FP8
+from megatron_port.core.config.kernels_settings import FP8
 from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.dist.device import choose_device

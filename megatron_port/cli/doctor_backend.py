@@ -10,7 +10,7 @@ import torch
 
 from megatron_port.cli import doctor_machine as machine
 from megatron_port.cli.doctor_machine import CheckResult
-from megatron_port.core.config.attention import MaskNeeds
+from megatron_port.core.config.kernels_settings import MaskNeeds
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.compat import widening_addmm
 from megatron_port.core.dist.device import Accelerators, DeviceInfo, choose_device, installed_accelerators

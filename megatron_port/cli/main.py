@@ -233,7 +233,7 @@ def _unknown(name: str) -> str:
     from megatron_port.core.config import unsupported
     from megatron_port.core.config.loader import did_you_mean
 
-    refused = unsupported.not_supported(name, unsupported.COMMANDS)
+    refused = unsupported.not_supported(name, of="command")
     if refused:
         return f"command {name!r}{refused}; commands: {', '.join(COMMANDS)}"
     return f"unknown command {name!r}; commands: {', '.join(COMMANDS)}{did_you_mean(name, list(COMMANDS))}"

@@ -212,6 +212,7 @@ PARTS = Registry("part", "", {
     "chunked column": "megatron_port.ext.weights.chunked:ChunkedColumnParallelLinear",
     "chunked row": "megatron_port.ext.weights.chunked:ChunkedRowParallelLinear",
     "identity of a tokenizer": "megatron_port.ext.corpora.tokenizer:identity_of",
+    "nearest layout": "megatron_port.core.config.neighbour:legal_neighbour",
     "parking": "megatron_port.ext.memory.site_tape:parking_places",
     "plugin source": "megatron_port.ext.corpora.plugin_source:plugin_datasets",
     "predictions": "megatron_port.ext.objectives.multi_token_layers:build_predictions",
@@ -221,16 +222,42 @@ PARTS = Registry("part", "", {
     "shared weights": "megatron_port.ext.weights.shared_layers:share_weights",
     "store": "megatron_port.ext.storage.store:Store",
     "tokenizer": "megatron_port.ext.corpora.tokenizer:get_tokenizer",
+    "word from elsewhere": "megatron_port.core.config.unsupported:not_supported",
 })
 """What the core, or a package of ext, has another package make where a setting or a file asks for it, and else never
 imports."""
 
-CONFLICTS = Registry("table of conflicts", "", {name: f"megatron_port.core.config.{name}:CONFLICTS" for name in (
-    "architecture", "attention", "latent", "mixer", "multi_token", "low_rank", "run_conflicts", "fp8", "moe",
-    "optimizer", "deepspeed", "objective", "offload", "graphs", "fine_tuning", "preference", "distillation", "sparsity",
-    "quantisation", "memory",
-)})
-"""By feature: tuples of ``config.conflicts.Table``, which every check of a configuration asks."""
+ALWAYS = "always"
+CONFLICTS = Registry("table of conflicts", "", {setting: target for target, settings in {
+    "megatron_port.core.config.families_settings:OPTIONS": (
+        "model.position_embedding", "model.rotary_percent", "model.rope_pattern", "model.rope_scaling",
+        "model.attention_scale", "model.window_rope_theta", "model.shared_norm", "model.mup_base_size",
+        "model.qk_norm_over", "model.norm_bias", "model.qkv_bias", "model.mlp_bias", "model.head_bias"),
+    "megatron_port.core.config.families_settings:WINDOWS": ("model.attention_pattern",),
+    "megatron_port.core.config.kernels_settings:PROVIDERS": ("backend.attention",),
+    "megatron_port.core.config.mixers_settings:LATENTS": (
+        "model.kv_lora_rank", "model.q_lora_rank", "model.qk_rope_head_dim", "model.v_head_dim"),
+    "megatron_port.core.config.mixers_settings:OF_PLUGINS": ("model.mixer",),
+    "megatron_port.core.config.objectives_settings:MULTI_TOKEN": ("model.mtp_layers",),
+    "megatron_port.core.config.weights_settings:FACTORS": (
+        "model.qkv_rank", "model.output_rank", "model.up_rank", "model.down_rank", "model.shared_layers"),
+    "megatron_port.core.config.run_conflicts:CONFLICTS": (ALWAYS,),
+    "megatron_port.core.config.kernels_settings:FP8": ("precision.fp8",),
+    "megatron_port.core.config.moe:CONFLICTS": ("model.moe", "moe", "layout.expert_parallel_size"),
+    "megatron_port.core.config.optimizer:CONFLICTS": ("optimizer",),
+    "megatron_port.core.config.kernels_settings:NARROW_STATE": ("optimizer.name",),
+    "megatron_port.core.config.deepspeed:CONFLICTS": ("engine",),
+    "megatron_port.core.config.objectives_settings:LOSSES": ("training.loss", "training.z_loss"),
+    "megatron_port.core.config.memory_settings:OFFLOAD": ("offload",),
+    "megatron_port.core.config.kernels_settings:RECORDED": ("backend.graphs",),
+    "megatron_port.core.config.weights_settings:ADAPTERS": ("fine_tuning",),
+    "megatron_port.core.config.objectives_settings:TEACHER": ("distillation",),
+    "megatron_port.core.config.weights_settings:MASKS": ("sparsity",),
+    "megatron_port.core.config.weights_settings:FEW_BITS": ("quantisation",),
+    "megatron_port.core.config.memory_settings:ACTIVATIONS": ("activations",),
+}.items() for setting in settings})
+"""By the settings that ask for a feature: tuples of ``config.conflicts.Table``, which a check reads where one of those
+settings is not at its default; those of ``ALWAYS``, and of a plugin, in every check."""
 SECTIONS = Registry("section", "", {})
 """By name of its table in a run file: a dataclass of settings, frozen, keyword-only, with a default for each field."""
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from megatron_port.core.config.attention import MaskNeeds
 from megatron_port.core.config.checks import problems, resolve
 from megatron_port.core.config.elastic import elastic_layout
+from megatron_port.core.config.kernels_settings import MaskNeeds
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.objective import objective_of
 from megatron_port.core.dist import start as process_group

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from corpora import loaded_batches
 
-from megatron_port.core.config.attention import MaskNeeds
+from megatron_port.core.config.kernels_settings import MaskNeeds
 from megatron_port.core.config.offload import OffloadConfig
 from megatron_port.core.config.schema import (
     ActivationsConfig,

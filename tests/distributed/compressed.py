@@ -26,9 +26,9 @@ from megatron_port.core.config.checks import problems
 from megatron_port.core.config.conflicts import contradictions
 from megatron_port.core.config.distillation import DistillationConfig
 from megatron_port.core.config.offload import OffloadConfig
-from megatron_port.core.config.quantisation import CONFLICTS
 from megatron_port.core.config.schema import MoEConfig, QuantisationConfig, RunConfig, SparsityConfig
-from megatron_port.core.config.sparsity import GROUP, inputs
+from megatron_port.core.config.weights_settings import FEW_BITS as CONFLICTS
+from megatron_port.core.config.weights_settings import GROUP, inputs
 from megatron_port.core.dist.mesh import Topology
 
 GPT: dict[str, Any] = {"hidden_dropout": 0.1}

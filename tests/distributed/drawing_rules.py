@@ -6,7 +6,7 @@ import dataclasses
 import random
 
 from megatron_port.core.config.conflicts import contradictions
-from megatron_port.core.config.optimizer import CONFLICTS, STATE_BLOCK
+from megatron_port.core.config.kernels_settings import NARROW_STATE, STATE_BLOCK
 from megatron_port.core.config.rule_options import (
     AdafactorOptions,
     AdagradOptions,
@@ -78,6 +78,6 @@ def _with_whole_blocks(config: RunConfig) -> RunConfig:
         config, model=change(model, hidden_size=STATE_BLOCK, head_dim=model.head_dim or 8,
                              ffn_hidden_size=model.ffn_hidden_size or 16 * tp),
     )
-    if not contradictions(CONFLICTS, wide):
+    if not contradictions(NARROW_STATE, wide):
         return wide
     return change(config, optimizer=change(config.optimizer, name="adamw-bf16"))

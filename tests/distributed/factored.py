@@ -20,8 +20,8 @@ from drawing import Draw
 from fuzz import record, record_parser
 
 from megatron_port.core.config.checks import problems
-from megatron_port.core.config.low_rank import factored_shapes
 from megatron_port.core.config.schema import MoEConfig
+from megatron_port.core.config.weights_settings import factored_shapes
 from megatron_port.core.dist.mesh import Topology
 
 LLAMA: dict[str, Any] = {

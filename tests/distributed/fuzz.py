@@ -21,7 +21,7 @@ from cases import Order, run_cases, single_run, within_rounding
 from drawing import STEPS, Draw, draw
 from pool import RankPool
 
-from megatron_port.core.config.attention import MaskNeeds
+from megatron_port.core.config.kernels_settings import MaskNeeds
 from megatron_port.core.config.schema import ActivationsConfig, LayoutConfig, RunConfig
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.optim.schedules import learning_rate

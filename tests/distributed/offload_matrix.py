@@ -20,7 +20,8 @@ from cases import LR, make_batches, make_config, providers_of
 from pool import RankPool
 
 from megatron_port.core.config.conflicts import contradictions
-from megatron_port.core.config.offload import CONFLICTS, OffloadConfig
+from megatron_port.core.config.memory_settings import OFFLOAD
+from megatron_port.core.config.offload import OffloadConfig
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
@@ -62,7 +63,7 @@ def offloaded(config: RunConfig, folder: str = "", **offload: Any) -> RunConfig:
         where["nvme_path"] = folder
     checkpoint = dataclasses.replace(config.checkpoint, asynchronous=False)
     config = dataclasses.replace(config, offload=OffloadConfig(**where), checkpoint=checkpoint)
-    assert not contradictions(CONFLICTS, config)
+    assert not contradictions(OFFLOAD, config)
     return config
 
 

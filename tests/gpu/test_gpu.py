@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from megatron_port.core.config.attention import CAUSAL, MaskNeeds
+from megatron_port.core.config.kernels_settings import CAUSAL, MaskNeeds
 from megatron_port.core.config.schema import (
     BackendConfig,
     BatchConfig,

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from megatron_port.core.config.checks import problems
-from megatron_port.core.config.fine_tuning import FineTuningConfig, targets_of
+from megatron_port.core.config.fine_tuning import FineTuningConfig
 from megatron_port.core.config.moe import MoEConfig
 from megatron_port.core.config.schema import LayoutConfig, ModelConfig, RunConfig
+from megatron_port.core.config.weights_settings import targets_of
 from megatron_port.core.dist.collectives import recorded_buffers
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import attention_providers
-from megatron_port.core.config.attention import CAUSAL, MaskNeeds
+from megatron_port.core.config.kernels_settings import CAUSAL, MaskNeeds
 from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.dist.device import DeviceInfo
 from megatron_port.core.errors import ConfigError

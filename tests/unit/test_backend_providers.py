@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_port.core.config.attention import CAUSAL, MaskNeeds
+from megatron_port.core.config.kernels_settings import CAUSAL, MaskNeeds
 from megatron_port.core.config.moe import MoEConfig
 from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.dist.device import Accelerators, DeviceInfo, choose_device, describe_device, identity_of

@@ -18,8 +18,8 @@ from megatron_port.core.checkpoint.reader import open_checkpoint
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.fine_tuning import FineTuningConfig
 from megatron_port.core.config.loader import load
-from megatron_port.core.config.low_rank import factored_shapes
 from megatron_port.core.config.schema import LayoutConfig, ModelConfig, MoEConfig, RunConfig
+from megatron_port.core.config.weights_settings import factored_shapes
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.record import InitSpec, initial_values, record_of
 from megatron_port.core.engine.module import read_local

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_port.cli.config import field_texts
-from megatron_port.core.config.checks import check, legal_neighbour, problems, resolve, topology_sizes
+from megatron_port.core.config.checks import check, problems, resolve, topology_sizes
 from megatron_port.core.config.choices import CHOICES
 from megatron_port.core.config.layout import divisors, legal_tensor_sizes, nearest, with_values
 from megatron_port.core.config.loader import load, shipped_names
+from megatron_port.core.config.neighbour import legal_neighbour
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.errors import ConfigError
 

@@ -59,6 +59,16 @@ def test_every_setting_of_the_tables_exists(name: str) -> None:
             assert row.sentence(RunConfig(), asked.format(c=RunConfig()), table.link)
 
 
+def test_a_plain_configuration_imports_no_table_of_a_feature() -> None:
+    code = """import sys
+from megatron_port.core.config.checks import problems, tables_of
+from megatron_port.core.config.schema import RunConfig
+assert problems(RunConfig()) and len(list(tables_of(RunConfig()))) == 4  # those of every run
+print([name for name in sys.modules if name.endswith("settings") or ".ext." in name])"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
 def python(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     """Run Python with the plugin of CONTRIBUTING.md; in a process of its own, which it stays registered in."""
     (folder / "depth_plugin.py").write_text(PLUGIN)

@@ -26,6 +26,7 @@ from megatron_port.core.config.schema import (
     RunConfig,
     SparsityConfig,
 )
+from megatron_port.core.config.weights_settings import is_sparse
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.record import WEIGHT
@@ -145,7 +146,7 @@ def test_training_is_that_of_masked_weights_in_plain_torch(tmp_path: Path, spars
     for record, parameter in engine.named_parameters():
         zeros = int((parameter == 0).sum())
         wanted = math.prod(record.shape) // 2 if sparsity is TWO_FOUR else round(0.37 * math.prod(record.shape))
-        assert zeros == wanted if sparsity.has(record.name) else zeros < wanted
+        assert zeros == wanted if is_sparse(sparsity, record.name) else zeros < wanted
 
 
 def test_settings_that_contradict_are_refused(tmp_path: Path) -> None:
@@ -166,13 +167,13 @@ def test_settings_that_contradict_are_refused(tmp_path: Path) -> None:
 def test_targets_are_the_layers_matrices_without_routers() -> None:
     model = dataclasses.replace(RunConfig().model, num_layers=1, qk_norm=True, moe=MoEConfig(
         num_experts=4, shared_ffn_hidden_size=8))
-    assert [name for name in parameter_shapes(model) if TWO_FOUR.has(name)] == [
+    assert [name for name in parameter_shapes(model) if is_sparse(TWO_FOUR, name)] == [
         "layers.0.attention.qkv.weight", "layers.0.attention.output.weight", "layers.0.mlp.experts.up.weight",
         "layers.0.mlp.experts.down.weight", "layers.0.mlp.shared.up.weight", "layers.0.mlp.shared.down.weight",
     ]
     both = dataclasses.replace(RunConfig().model, num_layers=1, output_rank=8, up_rank=8, down_rank=8)
-    assert [name.split(".")[3] for name in parameter_shapes(both) if TWO_FOUR.has(name)] == [
+    assert [name.split(".")[3] for name in parameter_shapes(both) if is_sparse(TWO_FOUR, name)] == [
         "qkv", "output_low", "output", "up_low", "up", "down_low", "down",
     ]
     some = SparsityConfig(method="2:4", targets=("layers.*.mlp.*",))
-    assert some.has("layers.3.mlp.up.weight") and not some.has("layers.3.attention.qkv.weight")
+    assert is_sparse(some, "layers.3.mlp.up.weight") and not is_sparse(some, "layers.3.attention.qkv.weight")

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_port.core.config.conflicts import contradictions
-from megatron_port.core.config.graphs import CONFLICTS
+from megatron_port.core.config.kernels_settings import RECORDED as CONFLICTS
 from megatron_port.core.config.offload import OffloadConfig
 from megatron_port.core.config.schema import (
     ActivationsConfig,

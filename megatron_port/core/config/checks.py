@@ -5,23 +5,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from megatron_port.core.config.choices import limits_of
+from megatron_port.core.config.conflicts import Table, value_of
 from megatron_port.core.config.dump import leaves
 from megatron_port.core.config.layout import layout_problems, topology_sizes
 from megatron_port.core.config.loader import did_you_mean
-from megatron_port.core.config.neighbour import Neighbour, legal_neighbour
 from megatron_port.core.config.ranges import Range
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.config.secrets import secret_problems
-from megatron_port.core.config.unsupported import VALUES, not_supported
+from megatron_port.core.config.secrets import shaped
 from megatron_port.core.errors import ConfigError
-from megatron_port.core.registry import CONFLICTS, SECTIONS, choices_added
+from megatron_port.core.registry import ALWAYS, CONFLICTS, PARTS, SECTIONS, choices_added
 
-__all__ = ["Neighbour", "check", "legal_neighbour", "problems", "resolve", "topology_sizes"]
+__all__ = ["check", "problems", "resolve", "topology_sizes"]
+
+_PLAIN = {name: value_of(RunConfig(), name) for name in CONFLICTS.builtin if name != ALWAYS}
+"""Values of the settings that ask for a feature, where they do not."""
 
 
 def check(config: RunConfig, *, world_size: int | None = None) -> None:
@@ -41,16 +43,27 @@ def problems(config: RunConfig, *, world_size: int | None = None) -> list[str]:
     sizes, others = _out_of_range(config, ranges)
     layout = [] if sizes else layout_problems(config, world_size)
     found = [*_unknown_choices(config, choices), *sizes, *others, *layout]
-    for name in CONFLICTS.names:
-        if name in SECTIONS.added and not hasattr(config, name):
-            continue  # a configuration that names none of this process' plugins
-        tables = CONFLICTS.get(name, tuple)
-        found += [text for table in tables if not (table.sized and sizes) for text in table.problems(config)]
+    found += [text for table in tables_of(config) if not (table.sized and sizes) for text in table.problems(config)]
     found += secret_problems(config)
-    neighbour = legal_neighbour(config, world_size) if sizes or layout else None
+    neighbour = PARTS.function("nearest layout")(config, world_size) if sizes or layout else None
     if neighbour:
         found[-1] += f"\nThe nearest layout that is legal: {neighbour}."
     return found
+
+
+def tables_of(config: RunConfig) -> Iterator[Table]:
+    """Yield the tables of what a configuration asks for (``registry.CONFLICTS``). Others are not even imported: a
+    feature that nobody asks for contradicts nothing."""
+    seen: set[int] = set()
+    for name in CONFLICTS.names:
+        if name in SECTIONS.added and not hasattr(config, name):
+            continue  # a configuration that names none of this process' plugins
+        if name in _PLAIN and value_of(config, name) == _PLAIN[name]:
+            continue
+        tables = CONFLICTS.get(name, tuple)
+        if id(tables) not in seen:  # several settings may ask for the same
+            seen.add(id(tables))
+            yield from tables
 
 
 def resolve(config: RunConfig, world_size: int | None = None) -> RunConfig:
@@ -75,7 +88,7 @@ def _unknown_choices(config: RunConfig, choices_of: Mapping[str, tuple[str | int
         allowed, value = (*own, *choices_added(name)), values[name]
         if value not in allowed:
             choices = [str(a) for a in allowed]
-            refused = not_supported(str(value), VALUES.get(name, {}))
+            refused = PARTS.function("word from elsewhere")(str(value), of=name)
             # A word with another first letter is more likely another word than a misspelt one: relu, gelu.
             alike = [c for c in choices if c[:1] == str(value).lower()[:1]]
             near = did_you_mean(value, alike) if isinstance(value, str) and not refused else ""
@@ -92,6 +105,20 @@ def _out_of_range(config: RunConfig, ranges: Mapping[str, Range]) -> tuple[list[
         for name, legal in wrong.items() if legal.is_size == size
     ] for size in (True, False))
     return sizes, others
+
+
+def secret_problems(config: RunConfig) -> list[str]:
+    """Values that should not be in a file that every checkpoint copies; the secret itself is not repeated."""
+    out = []
+    for name, value in leaves(config):
+        texts = value if isinstance(value, (list, tuple)) else (value,)
+        if any(isinstance(text, str) and shaped(text) != text for text in texts):
+            out.append(
+                f"{name} holds what looks like a password or an access key, and configurations are copied into "
+                "config.toml, job scripts and every checkpoint; take it out, and hand it on in the environment or in a "
+                "file that only you can read (~/.netrc)"
+            )
+    return out
 
 
 def _quoted(value: Any) -> str:

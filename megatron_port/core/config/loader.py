@@ -32,10 +32,10 @@ from megatron_port.core.config.plugins import plugin_problems
 from megatron_port.core.config.ranges import IsPath, path_mark
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.config.sections import with_sections
-from megatron_port.core.config.unsupported import KEYS, not_supported
 from megatron_port.core.config.urls import expanded, is_remote
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.package import shipped_folder
+from megatron_port.core.registry import PARTS
 
 try:
     import tomllib
@@ -266,7 +266,7 @@ class _Reader:
                 continue
             if key not in hints:
                 moved = f"; it is {MOVED[dotted]} now" if dotted in MOVED else self._suggest(key, hints)
-                refused = not_supported(dotted, KEYS)
+                refused = PARTS.function("word from elsewhere")(dotted, of="key")
                 self.problems.append(f"{origin(dotted)}: {dotted!r}{refused}" if refused else
                                      f"{origin(dotted)}: unknown key {dotted!r}{moved}")
                 continue

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from megatron_port.core.config.conflicts import Rule, Table
 from megatron_port.core.config.ranges import Count, NonNegative
-
-if TYPE_CHECKING:
-    from megatron_port.core.config.schema import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,30 +36,3 @@ class ActivationsConfig:
         """Sites that each layer does not keep (``layers`` taken apart) under policy plan; empty under another, or as
         long as nothing is found."""
         return tuple(tuple(filter(None, sites.split("+"))) for sites in self.layers) if self.policy == "plan" else ()
-
-
-def _described(config: RunConfig) -> bool:
-    """Return whether the cluster says what a device is and holds."""
-    return config.cluster.memory_gb > 0 and bool(config.hardware.device or config.hardware.matmul_tflops)
-
-
-def _plan(config: RunConfig) -> list[str]:
-    a, layers = config.activations, config.model.num_layers
-    if a.policy != "plan" and (a.layers or (a.budget and a.policy != "profile")):
-        return [f'activations.budget and activations.layers are for policy "plan", and it is "{a.policy}"']
-    if a.policy == "profile" and not a.budget and not _described(config):
-        return ['activations.policy "profile" needs to know how much fits; set activations.budget, or extend one of '
-                "configs/clusters (cluster.memory_gb and [hardware])"]
-    if a.layers and len(a.layers) != layers:
-        return [f"activations.layers has {len(a.layers)} entries, and the model has {layers} layers; give one for each "
-                "(empty: nothing is recomputed), or leave it [] for the planner to fill in"]
-    if a.policy == "plan" and not a.layers and not _described(config):
-        return ['activations.policy "plan" needs to know the device; extend one of configs/clusters (cluster.memory_gb '
-                'and [hardware]), or use "full", "selective" or "none"']
-    return []
-
-
-CONFLICTS = (Table(more=(_plan,), rows=(
-    Rule(lambda c: c.engine != "native" and any(":" in sites for sites in c.activations.layers),
-         'activations.layers with :swap or :partition need engine = "native"; recompute or keep these sites'),
-)),)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from megatron_port.core.config.conflicts import Conflict, Rule, Table
+from megatron_port.core.config.conflicts import Rule, Table
 from megatron_port.core.config.ranges import CountOrZero, Fraction, NonNegative, Positive, at_least
 from megatron_port.core.config.rule_options import (
     AdafactorOptions,
@@ -22,8 +22,7 @@ from megatron_port.core.registry import FALLING
 if TYPE_CHECKING:
     from megatron_port.core.config.schema import RunConfig
 
-STATE_BLOCK = 128
-"""Elements of a row that share a scale under adamw-8bit."""
+
 CLASSES = ("embedding", "head", "matrix", "norm", "bias", "other")
 """Classes of parameters, by which a group may name its own (``parameter_class``)."""
 INHERITED = -1.0
@@ -158,24 +157,6 @@ def _groups(config: RunConfig) -> list[str]:
     ]
 
 
-def _blocks(config: RunConfig) -> list[str]:
-    """Name the matrices of which a tensor-parallel rank would hold parts of blocks with one scale."""
-    m, tp = config.model, config.layout.tensor_parallel_size
-    if config.optimizer.name != "adamw-8bit" or tp < 2:
-        return []
-    sizes = {
-        "attention's output projection": m.num_attention_heads * m.value_size, "the MLP's second matrix": m.ffn_size,
-        "the shared expert's second matrix": m.moe.shared_ffn_hidden_size,
-    }
-    return [
-        f"optimizer.name 'adamw-8bit' has a scale for each {STATE_BLOCK} elements of a row, and "
-        f"layout.tensor_parallel_size {tp} leaves each rank {n // tp} of the {n} inputs of {what}; use a size that "
-        f"leaves a multiple of {STATE_BLOCK}, or optimizer.name 'adamw-bf16'"
-        for what, n in sizes.items() if n and n % STATE_BLOCK == 0 and n // tp % STATE_BLOCK
-    ]
-
-
-_BY_NORM = "the host updates one bucket after another, by the norm alone and without an average"
 CONFLICTS = (
     Table(rows=(
         Rule(lambda c: 0 < c.optimizer.lr < c.optimizer.min_lr,
@@ -186,12 +167,5 @@ CONFLICTS = (
              "leave it out"),
         Rule(lambda c: c.optimizer.ema_evaluate and not c.optimizer.ema_decay,
              "optimizer.ema_evaluate needs averaged weights; set ema_decay, e.g. 0.999"),
-        Rule(lambda c: c.training.z_loss and c.training.loss != "cross_entropy",
-             "training.z_loss {c.training.z_loss} is a part of the loss cross_entropy, and training.loss is "
-             "{c.training.loss!r}, which brings its own terms; use 0"),
-    ), more=(_schedule, _groups, _blocks)),
-    Table(asked='offload.optimizer "{c.offload.optimizer}"', on=lambda c: c.offload.optimizer != "none", rows=(
-        Conflict("optimizer.clip_value", _BY_NORM, "use 0, or no offload"),
-        Conflict("optimizer.ema_decay", _BY_NORM, "use 0, or no offload"),
-    )),
+    ), more=(_schedule, _groups)),
 )

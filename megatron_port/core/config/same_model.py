@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_port.core.config.architecture import rotations_of
-from megatron_port.core.config.attention import windows_of
 from megatron_port.core.config.dump import leaves
-from megatron_port.core.config.fine_tuning import TARGETS, FineTuningConfig
+from megatron_port.core.config.families_settings import rotations_of, windows_of
+from megatron_port.core.config.fine_tuning import FineTuningConfig
 from megatron_port.core.config.moe import MoEConfig, experts_of
 from megatron_port.core.config.schema import ModelConfig
+from megatron_port.core.config.weights_settings import TARGETS
 
 FREE = frozenset({
     "name", "family", "hidden_dropout", "attention_dropout", "init_std", "mtp_weight", "moe.jitter",

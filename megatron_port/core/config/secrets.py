@@ -6,9 +6,6 @@ from __future__ import annotations
 
 import re
 
-from megatron_port.core.config.dump import leaves
-from megatron_port.core.config.schema import RunConfig
-
 _NAME = re.compile(
     r"(^|_)(PASSWORD|PASSWD|PASSPHRASE|SECRET|CREDENTIALS?|TOKEN|WEBHOOK)(_|$)|(API|ACCESS|PRIVATE|SECRET|AUTH)_?KEY"
 )
@@ -46,17 +43,3 @@ def masked(text: str) -> str:
     """The same, and without what is assigned to a name that looks like a secret's."""
     text = _BEARER.sub(rf"\g<how> {HIDDEN}", shaped(text))
     return _ASSIGNED.sub(rf"\g<name>\g<sign>\g<quote>{HIDDEN}\g<quote>", text)
-
-
-def secret_problems(config: RunConfig) -> list[str]:
-    """Values that should not be in a file that every checkpoint copies; the secret itself is not repeated."""
-    out = []
-    for name, value in leaves(config):
-        texts = value if isinstance(value, (list, tuple)) else (value,)
-        if any(isinstance(text, str) and shaped(text) != text for text in texts):
-            out.append(
-                f"{name} holds what looks like a password or an access key, and configurations are copied into "
-                "config.toml, job scripts and every checkpoint; take it out, and hand it on in the environment or in a "
-                "file that only you can read (~/.netrc)"
-            )
-    return out

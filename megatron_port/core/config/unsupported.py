@@ -92,9 +92,12 @@ COMMANDS: Mapping[str, str] = {
 }
 
 
-def not_supported(word: str, known: Mapping[str, str]) -> str:
-    """Return `` is not supported…`` with what does the same, for a word that is known from elsewhere; else empty."""
-    found = known.get(word.lower())
+def not_supported(word: str, *, of: str) -> str:
+    """Return `` is not supported…`` with what does the same, for a word that is known from elsewhere; else empty.
+
+    ``of``: ``key``, ``command``, or the dotted name of the setting whose value it is.
+    """
+    found = {"key": KEYS, "command": COMMANDS, **VALUES}.get(of, {}).get(word.lower())
     if found is None:
         return ""
     return f" is not supported{f' ({found})' if found else ''}"

@@ -17,7 +17,6 @@ from typing import Any, Literal
 import torch
 
 from megatron_port.core.config.conflicts import Conflict, Rule
-from megatron_port.core.config.objective import objective_name
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.data.indexed import IndexedDataset
@@ -183,6 +182,15 @@ class Objective(StageLoss):
     def notes(self, read: StateReader, path: str) -> str:
         """Return lines, each after a line break, for a run that begins with the weights ``read`` of ``path``."""
         return ""
+
+
+def objective_name(config: RunConfig) -> str:
+    """Return the name of a run's objective in ``registry.OBJECTIVES``."""
+    if config.distillation.enabled:
+        return "distillation"
+    if config.training.loss in OBJECTIVES.names:
+        return config.training.loss
+    return "multi_token" if config.model.mtp_layers else "next_token"
 
 
 def objective_of(config: RunConfig) -> Objective:

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_port.core.config.attention import windows
+from megatron_port.core.config.families_settings import windows
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.errors import CheckpointError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_port.core.config.attention import shortest_pattern
+from megatron_port.core.config.families_settings import shortest_pattern
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.ext.families.family import Family, Fields, windows_by_layer_there
 from megatron_port.ext.families.llama import NAMES

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_port.core.config.attention import CAUSAL, MaskNeeds, own_gpu_problem
+from megatron_port.core.config.kernels_settings import CAUSAL, MaskNeeds, own_gpu_problem
 from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.dist.device import DeviceInfo
 from megatron_port.core.errors import ConfigError, EnvironmentFault

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_port.core.config.attention import CAUSAL, MaskNeeds
+from megatron_port.core.config.kernels_settings import CAUSAL, MaskNeeds
 from megatron_port.core.config.moe import MoEConfig
 from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.dist.device import DeviceInfo

@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from megatron_port.core.config.checks import problems
-from megatron_port.core.config.distillation import as_teacher, teacher_run
 from megatron_port.core.config.model import ModelConfig
+from megatron_port.core.config.objectives_settings import as_teacher, teacher_run
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.objective import Objective, WholeSamples
 from megatron_port.core.dist.collectives import recorded_buffers

@@ -34,7 +34,7 @@ REFERENCE = "reference"
 
 
 class PairObjective(Objective):
-    """The mean over pairs of answers; what contradicts it is in ``config.preference``."""
+    """The mean over pairs of answers; what contradicts it is in ``objectives_settings.LOSSES``."""
 
     sums = REWARDS
     side_layout = MappingProxyType({REFERENCE: "sample"})

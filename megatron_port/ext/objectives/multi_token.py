@@ -28,7 +28,7 @@ TOKENS, LABELS, COUNTED = "mtp_tokens", "mtp_labels", "mtp_counted"
 
 class MultiTokenObjective(Objective):
     """The mean token loss, and the mean of the depths' mean losses times ``mtp_weight``, which the reported loss leaves
-    out. What contradicts it is in ``config.multi_token``."""
+    out. What contradicts it is in ``objectives_settings.MULTI_TOKEN``."""
 
     side_layout = MappingProxyType(dict.fromkeys((TOKENS, LABELS, COUNTED), "position"))
 

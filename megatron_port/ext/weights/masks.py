@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from megatron_port.core.config.sparsity import SparsityConfig
+from megatron_port.core.config.weights_settings import is_sparse
 from megatron_port.core.optim.bucket_memory import Bucket, StateShard
 from megatron_port.core.optim.rules import AVERAGE
 from megatron_port.core.optim.sharded import ShardedParameters
@@ -28,7 +29,7 @@ class GradientMasks:
         self._masks: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._done: set[int] = set()
         for bucket, piece in pieces:
-            if sparsity.has(piece.record.name):
+            if is_sparse(sparsity, piece.record.name):
                 mask = (piece.master != 0).to(piece.gradient.device)
                 self._masks.setdefault(id(bucket), []).append((piece.gradient, mask))
         self.some = bool(self._masks)

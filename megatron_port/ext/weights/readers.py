@@ -15,7 +15,8 @@ import torch
 
 from megatron_port.core.checkpoint.reader import Checkpoint
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.core.config.sparsity import GROUP, SparsityConfig
+from megatron_port.core.config.sparsity import SparsityConfig
+from megatron_port.core.config.weights_settings import GROUP, is_sparse
 from megatron_port.core.dist.record import BUFFER, WEIGHT, InitSpec, StateReader, initial_values
 from megatron_port.core.errors import CheckpointError
 from megatron_port.core.model.decoder_spec import model_spec
@@ -38,7 +39,7 @@ class SparseWeights:
         self, name: str, kind: str, offset: Box, shape: Box, /, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         found = self.base(name, kind, offset, shape, out=out)
-        if kind != WEIGHT or not found.numel() or not self.sparsity.has(name) or name not in self.shapes:
+        if kind != WEIGHT or not found.numel() or not is_sparse(self.sparsity, name) or name not in self.shapes:
             return found
         if found is not out:
             found = found.clone()  # it may be a view of a file

@@ -20,8 +20,8 @@ from megatron_port.core.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron_port.core.checkpoint.slices import slabs
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.dump import as_dict
-from megatron_port.core.config.low_rank import factored_shapes
 from megatron_port.core.config.schema import ModelConfig, RunConfig
+from megatron_port.core.config.weights_settings import factored_shapes
 from megatron_port.core.dist.record import BUFFER, WEIGHT, StateReader
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.io.work import Advance, Tally, silent

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megatron_port.core.config.attention import shortest_pattern, windows
+from megatron_port.core.config.families_settings import shortest_pattern, windows
 from megatron_port.core.config.moe import MoEConfig
 from megatron_port.core.config.same_model import without_mup
 from megatron_port.core.config.schema import ModelConfig, RunConfig

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_port.core.config.distillation import teacher_run
+from megatron_port.core.config.objectives_settings import teacher_run
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.loader import StepLoader, build_loaders
 from megatron_port.core.dist.agree import agreed, broadcast_text

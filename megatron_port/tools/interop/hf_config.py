@@ -12,9 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_port.core.config.architecture import rotations_of
-from megatron_port.core.config.attention import windows, windows_of
 from megatron_port.core.config.dump import leaves
+from megatron_port.core.config.families_settings import rotations_of, windows, windows_of
 from megatron_port.core.config.mixer import ATTENTION
 from megatron_port.core.config.moe import experts_of
 from megatron_port.core.config.plugins import installed_problems

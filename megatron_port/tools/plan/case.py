@@ -15,10 +15,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar
 
-from megatron_port.core.config.attention import MaskNeeds, own_gpu_problem
-from megatron_port.core.config.distillation import as_teacher
 from megatron_port.core.config.fine_tuning import NO_ADAPTERS, FineTuningConfig
+from megatron_port.core.config.kernels_settings import MaskNeeds, own_gpu_problem
 from megatron_port.core.config.layout import topology_sizes
+from megatron_port.core.config.objectives_settings import as_teacher
 from megatron_port.core.config.schema import CalibrationConfig, ClusterConfig, HardwareConfig, ModelConfig, RunConfig
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.errors import ConfigError

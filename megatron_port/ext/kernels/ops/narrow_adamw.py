@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_port.core.config.optimizer import STATE_BLOCK
+from megatron_port.core.config.kernels_settings import STATE_BLOCK
 
 BLOCK = STATE_BLOCK
 """Elements of 8-bit state that share a scale."""

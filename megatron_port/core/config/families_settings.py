@@ -1,16 +1,46 @@
-"""Which options of a model's norms, biases and positions fit together."""
+"""Options of models that families bring: norms, biases, positions, windows. Which fit together, and their patterns in
+the one shortest form."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from megatron_port.core.config.attention import shortest_pattern
 from megatron_port.core.config.conflicts import Conflict, Rule, Table, shown
 from megatron_port.core.config.schema import ModelConfig, RunConfig
 
 ROTATIONS = ("rope", "none")
 """Kinds of a layer in model.rope_pattern."""
 _OF_ROPE = {"rotary_percent": 1.0, "rope_scaling": "none", "attention_scale": 0.0, "window_rope_theta": 0.0}
+
+
+def shortest_pattern(kinds: Sequence[str]) -> tuple[str, ...]:
+    """Return the shortest pattern that, repeated, begins with ``kinds``."""
+    # The longest beginning of each part of the list that is also its end (Knuth, Morris and Pratt): linear, whatever a
+    # file brings.
+    ends = [0] * len(kinds)
+    for i in range(1, len(kinds)):
+        length = ends[i - 1]
+        while length and kinds[i] != kinds[length]:
+            length = ends[length - 1]
+        ends[i] = length + (kinds[i] == kinds[length])
+    return tuple(kinds[: len(kinds) - ends[-1]]) if kinds else ()
+
+
+def windows(kinds: Sequence[str], window: int) -> dict[str, Any]:
+    """Return the fields of a model whose layers have these kinds of attention, in their one shortest form."""
+    pattern = shortest_pattern(kinds) if window else ("full",)
+    if pattern == ("full",):
+        return {"sliding_window": 0, "attention_pattern": ()}
+    return {"sliding_window": window, "attention_pattern": () if pattern == ("window",) else pattern}
+
+
+def windows_of(model: ModelConfig) -> dict[str, Any]:
+    """Return the windows of a model in their shortest form."""
+    if not model.attention_pattern:
+        return {}
+    kinds = ["window" if model.window_of(layer) else "full" for layer in range(min(model.num_layers, 1 << 16))]
+    return windows(kinds, model.sliding_window)
 
 
 def rotations_of(model: ModelConfig) -> dict[str, Any]:
@@ -41,7 +71,7 @@ def _kinds(config: RunConfig) -> list[str]:
     return [f"model.rope_pattern has {unknown}; each must be one of {', '.join(ROTATIONS)}"] if unknown else []
 
 
-CONFLICTS = (
+OPTIONS = (
     Table(on=lambda c: c.model.position_embedding != "rope", sized=True, more=(_without_rope,)),
     Table(on=lambda c: c.model.position_embedding == "rope", sized=True, rows=(
         Rule(lambda c: c.model.window_rope_theta and not c.model.sliding_window,
@@ -78,3 +108,27 @@ CONFLICTS = (
              'model.rope_pattern needs position_embedding = "rope", not "{c.model.position_embedding}"'),
     ), more=(_kinds,)),
 )
+
+
+def _windows(config: RunConfig) -> list[str]:
+    """Name kinds of layers that do not exist, or that have no window."""
+    m, pattern = config.model, config.model.attention_pattern
+    if unknown := sorted(set(pattern) - {"full", "window"}):
+        return [f"model.attention_pattern has {unknown[0]!r}; each entry must be full or window"]
+    out = []
+    if len(pattern) > m.num_layers:
+        out.append(
+            f"model.attention_pattern has {len(pattern)} entries for num_layers {m.num_layers}; give one per layer, or "
+            "fewer that are repeated"
+        )
+    if "window" in pattern and not m.sliding_window:
+        out.append("model.attention_pattern has windows, but sliding_window is 0; e.g. sliding_window = 4096")
+    if pattern and "window" not in pattern and m.sliding_window:
+        out.append(
+            f"model.sliding_window {m.sliding_window} is of no layer: attention_pattern {list(pattern)} has no "
+            "\"window\"; leave one of the two out"
+        )
+    return out
+
+
+WINDOWS = (Table(sized=True, more=(_windows,)),)
