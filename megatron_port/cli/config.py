@@ -4,18 +4,22 @@ settings."""
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
+import inspect
+import textwrap
 import typing
+from itertools import pairwise
 from typing import Any
 
 from megatron_port.cli.arguments import add_json, add_verb, print_json, verb_of
 from megatron_port.cli.main import add_run_options, load_run
 from megatron_port.core.config.checks import check, topology_sizes
 from megatron_port.core.config.choices import CHOICES, plain_type
-from megatron_port.core.config.dump import as_dict, config_hash, leaves, to_toml, toml_value
-from megatron_port.core.config.layout import model_ranks
-from megatron_port.core.config.layout_name import sizes_text
-from megatron_port.core.config.loader import field_help, shipped_names
+from megatron_port.core.config.config_hash import config_hash
+from megatron_port.core.config.dump import as_dict, leaves, to_toml, toml_value
+from megatron_port.core.config.layout import model_ranks, sizes_text
+from megatron_port.core.config.loader import shipped_names
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.model.flops import counted, document_of, model_flops
@@ -122,6 +126,19 @@ def reference() -> str:
         meaning = " ".join(text.split()).replace("|", "\\|")
         lines.append(f"| `{key}` | {kind}{choices} | `{toml_value(default)}` | {meaning} |")
     return "\n".join(lines) + "\n"
+
+
+def field_help(cls: type) -> dict[str, str]:
+    """The string under each field of a dataclass, by field name; fields without one are left out."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    body = tree.body[0].body if tree.body and isinstance(tree.body[0], ast.ClassDef) else []
+    out: dict[str, str] = {}
+    for statement, below in pairwise(body):
+        named = isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+        text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and below.value.value
+        if named and isinstance(text, str):
+            out[statement.target.id] = inspect.cleandoc(text)  # type: ignore[attr-defined]
+    return out
 
 
 def _described(cls: Any, prefix: str = "") -> dict[str, tuple[str, str]]:

@@ -8,7 +8,8 @@ from typing import Any
 
 from megatron_port.core.checkpoint.format import Manifest, SavedState
 from megatron_port.core.checkpoint.reader import Checkpoint
-from megatron_port.core.config.dump import as_dict, config_hash, leaves
+from megatron_port.core.config.config_hash import config_hash
+from megatron_port.core.config.dump import as_dict, leaves
 from megatron_port.core.config.same_model import with_sizes
 from megatron_port.core.config.schema import BatchConfig, ModelConfig, MoEConfig, OptimizerConfig, RunConfig
 from megatron_port.core.data.fingerprint import changes

@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_port.core.checkpoint.format import Manifest
 from megatron_port.core.checkpoint.lineage import Parent
-from megatron_port.core.config.dump import config_hash
+from megatron_port.core.config.config_hash import config_hash
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.lease import Fence
 from megatron_port.core.errors import CheckpointError

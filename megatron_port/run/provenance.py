@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from megatron_port import __version__
-from megatron_port.core.config.dump import config_hash
+from megatron_port.core.config.config_hash import config_hash
 from megatron_port.core.dist.fingerprint import package_versions
 from megatron_port.core.dist.launchers import attempt_name
 from megatron_port.core.dist.lease import LeaseLost

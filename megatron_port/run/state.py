@@ -12,7 +12,8 @@ from megatron_port.core.checkpoint.format import Manifest, SavedState, read_mani
 from megatron_port.core.checkpoint.lineage import Committer
 from megatron_port.core.checkpoint.reader import checkpoints_in
 from megatron_port.core.checkpoint.writer import peers_of, save_checkpoint
-from megatron_port.core.config.dump import as_dict, config_hash
+from megatron_port.core.config.config_hash import config_hash
+from megatron_port.core.config.dump import as_dict
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.config.urls import is_remote
 from megatron_port.core.data.format import OWN_TOKENIZERS

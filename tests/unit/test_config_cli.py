@@ -15,9 +15,9 @@ from megatron_port.cli import main as cli
 from megatron_port.cli.main import main
 from megatron_port.core.config.checks import topology_sizes
 from megatron_port.core.config.choices import CHOICES
-from megatron_port.core.config.dump import leaves
+from megatron_port.core.config.dump import leaves, to_toml
 from megatron_port.core.config.layout import with_values
-from megatron_port.core.config.loader import load, to_toml
+from megatron_port.core.config.loader import load
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.launchers import is_rank_zero
 from megatron_port.core.errors import EXIT_CONFIG, DataError

@@ -12,7 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.core.config.loader import as_dict, config_hash, field_help, load, shipped_names, to_toml
+from megatron_port.cli.config import field_help
+from megatron_port.core.config.config_hash import config_hash
+from megatron_port.core.config.dump import as_dict, to_toml
+from megatron_port.core.config.loader import load, shipped_names
 from megatron_port.core.config.schema import (
     ActivationsConfig,
     BatchConfig,

@@ -14,7 +14,7 @@ from fake_ranks import fake_rank
 
 from megatron_port import build_engine, build_loaders, load_config, open_session
 from megatron_port.core.config.checks import problems
-from megatron_port.core.config.dump import config_hash
+from megatron_port.core.config.config_hash import config_hash
 from megatron_port.core.config.schema import BackendConfig, RunConfig
 from megatron_port.core.data.loader import build_loaders as loaders_of
 from megatron_port.core.dist.device import choose_device

@@ -24,7 +24,7 @@ from test_model_spec import differing, stage_records
 from megatron_port.cli.main import main
 from megatron_port.core.checkpoint.reader import open_checkpoint
 from megatron_port.core.config.choices import CHOICES
-from megatron_port.core.config.dump import config_hash
+from megatron_port.core.config.config_hash import config_hash
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.moe import MoEConfig
 from megatron_port.core.config.same_model import model_differences

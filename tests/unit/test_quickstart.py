@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 from megatron_port.core.config.checks import problems
-from megatron_port.core.config.dump import config_hash
+from megatron_port.core.config.config_hash import config_hash
 from megatron_port.core.config.loader import load
 from megatron_port.core.model.flops import active_count
 

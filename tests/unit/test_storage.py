@@ -24,7 +24,7 @@ from megatron_port.core.checkpoint.lineage import Committer, Parent  # noqa: E40
 from megatron_port.core.checkpoint.reader import open_checkpoint  # noqa: E402
 from megatron_port.core.checkpoint.writer import save_checkpoint  # noqa: E402
 from megatron_port.core.config.checks import problems  # noqa: E402
-from megatron_port.core.config.dump import config_hash  # noqa: E402
+from megatron_port.core.config.config_hash import config_hash  # noqa: E402
 from megatron_port.core.config.schema import CheckpointConfig, RunConfig  # noqa: E402
 from megatron_port.core.data.indexed import IndexedDataset, RemoteCache  # noqa: E402
 from megatron_port.core.errors import CheckpointError, DamagedCheckpoint, DataError  # noqa: E402

@@ -13,7 +13,8 @@ import torch
 from megatron_port.core.checkpoint.reader import open_checkpoint
 from megatron_port.core.checkpoint.writer import save_checkpoint
 from megatron_port.core.config.checks import problems
-from megatron_port.core.config.dump import config_hash, to_toml
+from megatron_port.core.config.config_hash import config_hash
+from megatron_port.core.config.dump import to_toml
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.optimizer import parameter_class
 from megatron_port.core.config.schema import (

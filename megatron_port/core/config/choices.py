@@ -49,8 +49,6 @@ CHOICES: dict[str, tuple[str | int, ...]] = {
 
 RANGES = ranges_of(RunConfig)
 """Ranges of the package's own fields, by dotted name."""
-SIZES = {name: legal for name, legal in RANGES.items() if legal.is_size}
-"""Those of the sizes of the split."""
 
 
 @functools.cache

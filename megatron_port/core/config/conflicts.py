@@ -2,7 +2,8 @@
 
 A feature states what it does not go with as a :class:`Table` of rows, and registers it under the settings that ask for
 the feature (``registry.CONFLICTS``); ``config.checks`` reads those of the settings that are not at their defaults.
-Sentences are formatted only where a row applies. In ``asked``, ``why`` and ``use``, ``{c.model.num_layers}`` stands for a value of the configuration.
+Sentences are formatted only where a row applies. In ``asked``, ``why`` and ``use``, ``{c.model.num_layers}`` stands for
+a value of the configuration.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from megatron_port.core.config.layout import (
     legal_tensor_sizes,
     octaves,
     pipeline_problems,
+    sizes_text,
     with_values,
 )
-from megatron_port.core.config.layout_name import sizes_text
 from megatron_port.core.config.schema import LayoutConfig, RunConfig
 from megatron_port.core.errors import ConfigError
 

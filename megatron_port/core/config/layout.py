@@ -61,6 +61,12 @@ def model_ranks(layout: LayoutConfig) -> int:
     return layout.tensor_parallel_size * layout.pipeline_parallel_size * layout.context_parallel_size
 
 
+def sizes_text(tp: int, pp: int, dp: int | str, cp: int = 1, times: str = "x") -> str:
+    """Return the sizes that multiply to the number of ranks, ``tp 2 x pp 4 x dp 8``; cp where it is above 1."""
+    parts = [f"tp {tp}", f"pp {pp}", *([f"cp {cp}"] if cp > 1 else []), f"dp {dp}"]
+    return f" {times} ".join(parts)
+
+
 def topology_sizes(config: RunConfig, world_size: int | None) -> tuple[int, int, int]:
     """Return ``(tp, pp, dp)``; dp is derived from the world where the configuration leaves it 0.
 

@@ -11,23 +11,19 @@ float is wanted, nothing else is converted. In paths, ``~`` and variables are re
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import datetime
-import inspect
 import math
 import os
 import re
-import textwrap
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from megatron_port.core.config.choices import plain_type
-from megatron_port.core.config.dump import as_dict, config_hash, leaves, to_toml, toml_value
+from megatron_port.core.config.dump import leaves, toml_value
 from megatron_port.core.config.plugins import plugin_problems
 from megatron_port.core.config.ranges import IsPath, path_mark
 from megatron_port.core.config.schema import RunConfig
@@ -41,8 +37,6 @@ try:
     import tomllib
 except ImportError:  # Python 3.10
     import tomli as tomllib  # type: ignore[no-redef]
-
-__all__ = ["Loaded", "as_dict", "config_hash", "field_help", "load", "to_toml"]
 
 DEFAULT = "default"
 RUN_CONFIG = "config.toml"
@@ -102,19 +96,6 @@ def load(
     config = _build(reader.root, reader.values)
     origins = {name: reader.origins.get(name, DEFAULT) for name, _ in leaves(config)}
     return Loaded(config=config, origins=origins, files=tuple(dict.fromkeys(reader.files)))
-
-
-def field_help(cls: type) -> dict[str, str]:
-    """The string under each field of a dataclass, by field name; fields without one are left out."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    body = tree.body[0].body if tree.body and isinstance(tree.body[0], ast.ClassDef) else []
-    out: dict[str, str] = {}
-    for statement, below in pairwise(body):
-        named = isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
-        text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and below.value.value
-        if named and isinstance(text, str):
-            out[statement.target.id] = inspect.cleandoc(text)  # type: ignore[attr-defined]
-    return out
 
 
 def shipped_names() -> list[str]:

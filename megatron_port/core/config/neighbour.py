@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_port.core.config.choices import SIZES
+from megatron_port.core.config.choices import RANGES
 from megatron_port.core.config.dump import leaves
 from megatron_port.core.config.layout import (
     asked_world,
@@ -99,7 +99,8 @@ def legal_neighbour(config: RunConfig, world_size: int | None) -> Neighbour | No
 def _repairs(config: RunConfig, world_size: int | None) -> dict[str, Any]:
     """The smallest changes that make the model and the sizes possible at all, before any split."""
     values = dict(leaves(config))
-    out: dict[str, Any] = {name: legal.least for name, legal in SIZES.items() if not legal.holds(values[name])}
+    out: dict[str, Any] = {name: legal.least for name, legal in RANGES.items()
+                           if legal.is_size and not legal.holds(values[name])}
     c = with_values(config, out)
     if (not c.model.head_dim and c.model.hidden_size % c.model.num_attention_heads) or (
         c.model.position_embedding == "rope" and c.model.head_size % 2

@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import pairwise, product
 from math import prod
 
-from megatron_port.core.config.layout_name import sizes_text
+from megatron_port.core.config.layout import sizes_text
 from megatron_port.core.errors import ConfigError
 
 Factors = frozenset[int]

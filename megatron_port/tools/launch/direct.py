@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_port import __version__
-from megatron_port.core.config.dump import config_hash, to_toml
+from megatron_port.core.config.config_hash import config_hash
+from megatron_port.core.config.dump import to_toml
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist import process as processes
 from megatron_port.core.dist.discovery import ProcessInfo

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_port.core.config.checks import problems
-from megatron_port.core.config.dump import config_hash, to_toml
+from megatron_port.core.config.config_hash import config_hash
+from megatron_port.core.config.dump import to_toml
 from megatron_port.core.config.launch_checks import launch_problems, wall_seconds
 from megatron_port.core.config.loader import Loaded
 from megatron_port.core.config.schema import RunConfig
