@@ -155,7 +155,7 @@ def counted(batch: BatchConfig, steps: int) -> list[tuple[int, int]]:
 @settings(max_examples=150, deadline=None)
 @given(
     micro=st.integers(1, 3), dp=st.integers(1, 3), start=st.integers(1, 4), increment=st.integers(1, 4),
-    stages=st.integers(0, 6), samples=st.integers(1, 600),
+    stages=st.integers(1, 6), samples=st.integers(1, 600),
 )
 def test_plans_equal_counting(micro: int, dp: int, start: int, increment: int, stages: int, samples: int) -> None:
     unit = micro * dp
@@ -187,16 +187,16 @@ def test_no_rampup_and_a_long_one() -> None:
 @pytest.mark.parametrize(
     ("fields", "dp", "says"),
     [
-        ({"global_batch_size": 9, "micro_batch_size": 2}, 2, "2 * 2 = 4; 8 would do"),
-        ({"global_batch_size": 0}, 1, "global_batch_size 0"),
+        ({"global_batch_size": 9, "micro_batch_size": 2}, 2, "data_parallel_size 2 = 4; use 8 or 12"),
+        ({"global_batch_size": 0}, 1, "global_batch_size is 0"),
         ({"micro_batch_size": 0}, 1, "micro_batch_size is 0"),
         ({"rampup_start": 3, "rampup_increment": 2, "rampup_samples": 9}, 2, "rampup_start 3"),
         ({"rampup_start": 2, "rampup_increment": 3, "rampup_samples": 9}, 2, "rampup_increment 3"),
-        ({"rampup_start": 2, "rampup_increment": 0, "rampup_samples": 9}, 1, "rampup_increment 0"),
-        ({"rampup_start": 2, "rampup_increment": 4, "rampup_samples": 9}, 1, "does not divide"),
-        ({"rampup_start": 4, "rampup_increment": 4}, 1, "rampup_samples is 0"),
-        ({"rampup_start": 16, "rampup_increment": 4, "rampup_samples": 9}, 1, "larger than"),
-        ({"rampup_start": -4, "rampup_increment": 4, "rampup_samples": 9}, 1, "rampup_start -4"),
+        ({"rampup_start": 2, "rampup_increment": 0, "rampup_samples": 9}, 1, "they are 0 and 9"),
+        ({"rampup_start": 2, "rampup_increment": 4, "rampup_samples": 9}, 1, "does not divide by rampup_increment 4"),
+        ({"rampup_start": 4, "rampup_increment": 4}, 1, "they are 4 and 0"),
+        ({"rampup_start": 16, "rampup_increment": 4, "rampup_samples": 9}, 1, "is not below"),
+        ({"rampup_start": -4, "rampup_increment": 4, "rampup_samples": 9}, 1, "rampup_start is -4"),
     ],
 )
 def test_batch_faults(fields: dict[str, int], dp: int, says: str) -> None:

@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from megatron_port.core.config.schema import LayoutConfig, RunConfig
+from megatron_port.core.config.schema import BatchConfig, LayoutConfig, RunConfig
 from megatron_port.core.errors import ConfigError
 
 
@@ -92,7 +92,7 @@ def layout_problems(config: RunConfig, world_size: int | None) -> list[str]:
         *_tensor_problems(config, world_size),
         *pipeline_problems(config),
         *_world_problems(config, world_size),
-        *batch_problems(config, world_size),
+        *batch_problems(config.batch, _replicas(config, world_size)),
         *_axis_problems(config, world_size),
     ]
 
@@ -290,9 +290,8 @@ def _expert_problems(layout: LayoutConfig, replicas: int) -> list[str]:
     ]
 
 
-def batch_problems(config: RunConfig, world_size: int | None) -> list[str]:
-    b = config.batch
-    d = _replicas(config, world_size)
+def batch_problems(b: BatchConfig, d: int) -> list[str]:
+    """Return why ``d`` replicas cannot take a step's samples, or a ramp-up's. Sizes must be in their ranges."""
     unit = b.micro_batch_size * d
     what = f"micro_batch_size {b.micro_batch_size} × data_parallel_size {d} = {unit}"
     out = []

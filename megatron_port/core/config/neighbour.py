@@ -90,7 +90,7 @@ def legal_neighbour(config: RunConfig, world_size: int | None) -> Neighbour | No
     extra: dict[str, Any] = {}
     if layout.pipeline_split and pipeline_problems(found.apply(config)):
         extra["layout.pipeline_split"] = ()
-    if batch_problems(found.apply(config), None):
+    if batch_problems(found.apply(config).batch, found.dp):
         extra.update({"batch.rampup_start": 0, "batch.rampup_increment": 0, "batch.rampup_samples": 0})
     found = replace(found, other=(*found.other, *extra.items()))
     return None if layout_problems(found.apply(config), world_size) else found

@@ -10,6 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable
 
+from megatron_port.core.config.layout import batch_problems
 from megatron_port.core.config.schema import BatchConfig, OptimizerConfig
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.registry import FALLING, LR_SCHEDULES
@@ -104,15 +105,16 @@ class BatchSchedule:
         begun: (step, samples consumed before it) of a run whose ramp-up has ended, where ``batch`` has none.
 
     Raises:
-        ConfigError: a batch of the schedule is not divisible by micro_batch_size * dp, or the ramp does not end at
-            global_batch_size. All faults at once.
+        ConfigError: all that a check of the configuration says of these sizes (``config.layout.batch_problems``).
     """
 
     def __init__(self, batch: BatchConfig, dp: int, begun: tuple[int, int] | None = None) -> None:
         if dp < 1:
             raise ValueError(f"dp is {dp}")
-        problems = _size_problems(batch, dp) + (_rampup_problems(batch) if batch.rampup_start else [])
-        if problems:
+        least = {"micro_batch_size": 1, "global_batch_size": 1, "rampup_start": 0}
+        wrong = [f"batch.{name} is {getattr(batch, name)}; it must be at least {n}"
+                 for name, n in least.items() if getattr(batch, name) < n]
+        if problems := wrong or batch_problems(batch, dp):
             raise ConfigError(problems)
         self._final = batch.global_batch_size
         self._start = batch.rampup_start or batch.global_batch_size
@@ -153,40 +155,3 @@ class BatchSchedule:
     def samples_before(self, step: int) -> int:
         """Samples that the steps before ``step`` consume; for ``step = total`` the samples of the whole run."""
         return self.step_plan(step)[0]
-
-
-def _size_problems(batch: BatchConfig, dp: int) -> list[str]:
-    if batch.micro_batch_size < 1:
-        return [f"batch.micro_batch_size is {batch.micro_batch_size}; it must be at least 1"]
-    unit = batch.micro_batch_size * dp
-    sizes = {"global_batch_size": batch.global_batch_size}
-    if batch.rampup_start:
-        sizes |= {"rampup_start": batch.rampup_start}
-        if batch.rampup_start != batch.global_batch_size:
-            sizes |= {"rampup_increment": batch.rampup_increment}
-    problems = []
-    for name, size in sizes.items():
-        if size < 1 or size % unit:
-            near = max(1, round(size / unit)) * unit
-            problems.append(
-                f"batch.{name} {size} must be a positive multiple of micro_batch_size * dp = "
-                f"{batch.micro_batch_size} * {dp} = {unit}; {near} would do"
-            )
-    return problems
-
-
-def _rampup_problems(batch: BatchConfig) -> list[str]:
-    start, final, increment = batch.rampup_start, batch.global_batch_size, batch.rampup_increment
-    if start == final:
-        return []
-    if start > final:
-        return [f"batch.rampup_start {start} is larger than batch.global_batch_size {final}; set it to {final} or less"]
-    problems = []
-    if increment > 0 and (final - start) % increment:
-        problems.append(
-            f"batch.rampup_increment {increment} does not divide global_batch_size - rampup_start = "
-            f"{final} - {start} = {final - start}"
-        )
-    if batch.rampup_samples < 1:
-        problems.append(f"batch.rampup_samples is {batch.rampup_samples}; with rampup_start set it must be at least 1")
-    return problems
