@@ -156,11 +156,16 @@ def _sizes(config: RunConfig) -> list[str]:
     return out
 
 
-FP8 = (Table(asked='precision.fp8 "{c.precision.fp8}"', on=lambda c: c.precision.fp8 != "none", sized=True, rows=(
-    Rule(lambda c: c.precision.dtype != "bf16",
-         '{asked} needs precision.dtype "bf16", not "{c.precision.dtype}"; use bf16, or fp8 = "none"'),
-), more=(_sizes,)),)
-
+FP8 = (
+    Table(asked='precision.fp8 "{c.precision.fp8}"', on=lambda c: c.precision.fp8 != "none", sized=True, rows=(
+        Rule(lambda c: c.precision.dtype != "bf16",
+             '{asked} needs precision.dtype "bf16", not "{c.precision.dtype}"; use bf16, or fp8 = "none"'),
+    ), more=(_sizes,)),
+    Table(asked="layout.tp_overlap_chunks {c.layout.tp_overlap_chunks}", sized=True,
+          on=lambda c: c.layout.tp_overlap_chunks > 1,
+          rows=(Conflict("precision.fp8", "a chunk would have scales of its own", 'use 1, or fp8 = "none"',
+                         allowed=("none",)),)),
+)
 RECORDED = (Table(
     asked='backend.graphs "step"', on=lambda c: c.backend.graphs != "off", end=' (or graphs = "off")', rows=(
         native_only("whose step the host drives"),

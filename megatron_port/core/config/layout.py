@@ -173,17 +173,10 @@ def _tensor_problems(config: RunConfig, world_size: int | None) -> list[str]:
 def _chunk_problems(config: RunConfig) -> list[str]:
     layout, seq = config.layout, config.model.seq_length
     chunks, ranks = layout.tp_overlap_chunks, layout.tensor_parallel_size if layout.sequence_parallel else 1
-    out = []
-    if chunks > 1 and config.precision.fp8 != "none":
-        out.append(
-            f'layout.tp_overlap_chunks {chunks} with precision.fp8 "{config.precision.fp8}": a chunk would have scales '
-            'of its own; use 1, or fp8 = "none"'
-        )
-    if chunks > 1 and seq % ranks == 0 and seq // ranks % chunks:
-        use = either(nearest(chunks, divisors(seq // ranks)))
-        positions = f"the {seq // ranks} positions of a rank"
-        out.append(f"layout.tp_overlap_chunks {chunks} does not divide {positions}; use {use}")
-    return out
+    if seq % ranks or seq // ranks % chunks == 0:
+        return []
+    use = either(nearest(chunks, divisors(seq // ranks)))
+    return [f"layout.tp_overlap_chunks {chunks} does not divide the {seq // ranks} positions of a rank; use {use}"]
 
 
 def pipeline_problems(config: RunConfig) -> list[str]:
