@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_port.core.config.schema import ModelConfig
+from megatron_port.core.config.model import ModelConfig
 from megatron_port.core.registry import MIXERS
 
 ATTENTION = "attention"
