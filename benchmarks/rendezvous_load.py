@@ -44,8 +44,8 @@ def play(first: int, last: int, ranks: int, port: int, secret: str) -> None:
     """Be ranks ``first`` to ``last - 1``."""
     from megatron_port.core.dist import start as master_store
     from megatron_port.core.dist import start as rendezvous
-    from megatron_port.core.dist.discovery import ProcessInfo
     from megatron_port.core.dist.fingerprint import Fingerprint
+    from megatron_port.core.dist.rank import ProcessInfo
 
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

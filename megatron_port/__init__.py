@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from megatron_port.core.engine.api import Engine as Engine
     from megatron_port.core.errors import PortError as PortError
     from megatron_port.core.optim.schedules import learning_rate as learning_rate
+    from megatron_port.core.train.hooks import Session as Session
     from megatron_port.ext.corpora.prepare import prepare as prepare
     from megatron_port.ext.corpora.tokenizer import get_tokenizer as get_tokenizer
-    from megatron_port.run.session import Session as Session
     from megatron_port.run.trainer import Trainer as Trainer
 
 _WHERE = {

@@ -27,11 +27,11 @@ from megatron_port.core.config.schema import RunConfig
 
 if TYPE_CHECKING:
     from megatron_port.core.data.loader import Loaders
-    from megatron_port.core.dist.discovery import ProcessInfo
+    from megatron_port.core.dist.rank import ProcessInfo
     from megatron_port.core.engine.api import Engine
     from megatron_port.core.model.decoder import GPTStage
+    from megatron_port.core.train.hooks import Session
     from megatron_port.core.train.loop import TrainingResult
-    from megatron_port.run.session import Session
 
 
 def load_config(file: str | Path | Sequence[str | Path] | None = None, *overrides: str) -> RunConfig:

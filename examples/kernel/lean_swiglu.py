@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from megatron_port.core.dist.device import DeviceInfo
+from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.layers.fused import torch_bias_gelu
 from megatron_port.core.registry import PROVIDERS
 from megatron_port.ext.kernels.choose import Candidate

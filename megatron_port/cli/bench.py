@@ -13,7 +13,7 @@ from megatron_port.core.config.urls import expanded, local_path
 from megatron_port.core.errors import EXIT_OK, ConfigError
 
 if TYPE_CHECKING:
-    from megatron_port.core.dist.discovery import ProcessInfo
+    from megatron_port.core.dist.rank import ProcessInfo
 
 
 def add_parser(subparsers: Any) -> None:

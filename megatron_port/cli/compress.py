@@ -16,7 +16,7 @@ from megatron_port.core.io.work import silent
 
 if TYPE_CHECKING:
     from megatron_port.core.config.schema import RunConfig
-    from megatron_port.core.dist.discovery import ProcessInfo
+    from megatron_port.core.dist.rank import ProcessInfo
     from megatron_port.tools.compress.request import Request
 
 

@@ -13,7 +13,7 @@ from megatron_port.core.errors import EXIT_OK, ConfigError, DataError
 from megatron_port.core.io.work import silent
 
 if TYPE_CHECKING:
-    from megatron_port.core.dist.discovery import ProcessInfo
+    from megatron_port.core.dist.rank import ProcessInfo
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:

@@ -13,7 +13,8 @@ from megatron_port.cli.doctor_machine import CheckResult
 from megatron_port.core.config.kernels_settings import MaskNeeds
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.compat import widening_addmm
-from megatron_port.core.dist.device import Accelerators, DeviceInfo, choose_device, installed_accelerators
+from megatron_port.core.dist.device import Accelerators, choose_device, installed_accelerators
+from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.errors import PortError
 from megatron_port.core.io.variables import variables
 from megatron_port.core.layers.providers import ProviderRow

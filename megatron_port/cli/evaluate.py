@@ -18,8 +18,8 @@ from megatron_port.core.io.work import Advance, silent
 
 if TYPE_CHECKING:
     from megatron_port.core.config.schema import RunConfig
-    from megatron_port.core.dist.discovery import ProcessInfo
-    from megatron_port.run.session import Session
+    from megatron_port.core.dist.rank import ProcessInfo
+    from megatron_port.core.train.hooks import Session
     from megatron_port.run.weights import Weights
     from megatron_port.tools.inference.perplexity import Samples
 

@@ -17,7 +17,7 @@ from megatron_port.core.errors import ConfigError
 from megatron_port.core.io.work import silent
 
 if TYPE_CHECKING:
-    from megatron_port.core.dist.discovery import ProcessInfo
+    from megatron_port.core.dist.rank import ProcessInfo
     from megatron_port.tools.inference.generation import Sampling
 
 

@@ -23,7 +23,7 @@ from megatron_port.core.io.variables import completing
 
 if TYPE_CHECKING:
     from megatron_port.core.config.loader import Loaded
-    from megatron_port.core.dist.discovery import ProcessInfo
+    from megatron_port.core.dist.rank import ProcessInfo
 
 COMMANDS = {
     "train": "train a model, or resume a run",

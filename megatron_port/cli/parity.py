@@ -24,7 +24,7 @@ from megatron_port.core.errors import EXIT_NUMERICS, EXIT_OK, ConfigError, Envir
 
 if TYPE_CHECKING:
     from megatron_port.core.config.schema import LayoutConfig, RunConfig
-    from megatron_port.core.dist.discovery import ProcessInfo
+    from megatron_port.core.dist.rank import ProcessInfo
     from megatron_port.tools.parity.comparison import Deviation, Run
     from megatron_port.tools.parity.emulation import RoundingEmulation
 

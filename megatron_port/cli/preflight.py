@@ -20,7 +20,7 @@ from megatron_port.tools.preflight import node_file as files
 from megatron_port.tools.preflight import verdict as preflight_report
 
 if TYPE_CHECKING:
-    from megatron_port.core.dist.discovery import ProcessInfo
+    from megatron_port.core.dist.rank import ProcessInfo
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:

@@ -12,7 +12,7 @@ from megatron_port.core.errors import PortError
 
 if TYPE_CHECKING:
     from megatron_port.core.config.schema import RunConfig
-    from megatron_port.core.dist.discovery import ProcessInfo
+    from megatron_port.core.dist.rank import ProcessInfo
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:

@@ -1,7 +1,10 @@
-"""Where the package and what ships with it are, in a checkout and in a wheel."""
+"""Where the package and what ships with it are, in a checkout and in a wheel; versions of installed packages."""
 
 from __future__ import annotations
 
+import importlib.metadata
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1]
@@ -13,3 +16,12 @@ def shipped_folder(name: str) -> Path:
     """Return the folder ``configs`` or ``launch``: inside a wheel's package as ``_configs``, beside a checkout's."""
     inside = FOLDER / f"_{name}"
     return (inside if inside.is_dir() else ROOT / name).resolve()
+
+
+def package_versions(names: Iterable[str]) -> dict[str, str]:
+    """Versions of those of the packages that are installed. None is imported."""
+    found = {}
+    for name in names:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found

@@ -211,6 +211,7 @@ PARTS = Registry("part", "", {
     "check of tokenizers": "megatron_port.ext.corpora.verify:check_tokenizers",
     "chunked column": "megatron_port.ext.weights.chunked:ChunkedColumnParallelLinear",
     "chunked row": "megatron_port.ext.weights.chunked:ChunkedRowParallelLinear",
+    "host memory": "megatron_port.core.dist.host_memory:host_bytes",
     "identity of a tokenizer": "megatron_port.ext.corpora.tokenizer:identity_of",
     "nearest layout": "megatron_port.core.config.neighbour:legal_neighbour",
     "parking": "megatron_port.ext.memory.site_tape:parking_places",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_port.core.dist.agree import broadcast_text
 from megatron_port.core.dist.collectives import measured_gather
-from megatron_port.core.dist.lease import LeaseLost
+from megatron_port.core.dist.rank import LeaseLost
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.model.activation_sites import RECOMPUTED, SITES, decided

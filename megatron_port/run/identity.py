@@ -21,7 +21,7 @@ from megatron_port.core.checkpoint.format import Manifest
 from megatron_port.core.checkpoint.lineage import Parent
 from megatron_port.core.config.config_hash import config_hash
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.lease import Fence
+from megatron_port.core.dist.rank import Fence
 from megatron_port.core.errors import CheckpointError
 from megatron_port.core.io.files import write_bytes
 from megatron_port.core.io.typed_json import Seconds, read_optional

@@ -11,10 +11,11 @@ from megatron_port.core.checkpoint.disk import disk_error
 from megatron_port.core.checkpoint.lineage import Committer
 from megatron_port.core.checkpoint.writer import remove_leftovers
 from megatron_port.core.dist.agree import agreed, broadcast_text
-from megatron_port.core.dist.lease import Fence, Lease, acquire, refuse_array_in_one_folder
+from megatron_port.core.dist.lease import Lease, acquire, refuse_array_in_one_folder
+from megatron_port.core.dist.rank import Fence
 from megatron_port.core.errors import PortError
 from megatron_port.core.train.folders import FOLDER, run_folder
-from megatron_port.run.session import Session
+from megatron_port.core.train.hooks import Session
 from megatron_port.tools.launch.direct import DirectStart, note_start
 from megatron_port.tools.launch.record import RecordFault
 

@@ -16,13 +16,13 @@ from typing import Any
 
 from megatron_port import __version__
 from megatron_port.core.config.config_hash import config_hash
-from megatron_port.core.dist.fingerprint import package_versions
 from megatron_port.core.dist.launchers import attempt_name
-from megatron_port.core.dist.lease import LeaseLost
+from megatron_port.core.dist.rank import LeaseLost
 from megatron_port.core.io.files import write_bytes
 from megatron_port.core.io.logging import redact
+from megatron_port.core.package import package_versions
 from megatron_port.core.train.folders import run_folder
-from megatron_port.run.session import Session
+from megatron_port.core.train.hooks import Session
 from megatron_port.tools.launch.snapshot import commit
 from megatron_port.tools.watch.watch_report import add_event
 

@@ -18,11 +18,10 @@ from megatron_port.core.engine.api import Engine
 from megatron_port.core.errors import CheckpointError
 from megatron_port.core.train.agreement import check_lease
 from megatron_port.core.train.folders import FOLDER, run_folder
-from megatron_port.core.train.hooks import Ending, LoopHook, LoopState, every
+from megatron_port.core.train.hooks import Ending, LoopHook, LoopState, Session, every
 from megatron_port.ext.storage.background import BackgroundSave, Finished
 from megatron_port.ext.storage.mirror import Mirror
 from megatron_port.run.identity import read_identity
-from megatron_port.run.session import Session
 from megatron_port.run.state import Position, save_state, saved_records, shapes_of, state_of
 
 _NOTICEABLE = 0.5

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from megatron_port.core.config.checks import problems, resolve
@@ -17,54 +16,24 @@ from megatron_port.core.config.kernels_settings import MaskNeeds
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.objective import objective_of
 from megatron_port.core.dist import start as process_group
-from megatron_port.core.dist.agree import agreed, attempt, explain_peer_failure
-from megatron_port.core.dist.device import DeviceInfo, choose_device, describe_device
-from megatron_port.core.dist.discovery import ProcessInfo
+from megatron_port.core.dist.agree import agreed, attempt
+from megatron_port.core.dist.device import choose_device, describe_device
 from megatron_port.core.dist.fingerprint import Fingerprint
 from megatron_port.core.dist.groups import ParallelContext
-from megatron_port.core.dist.lease import Fence
+from megatron_port.core.dist.peer_failure import explain_peer_failure
 from megatron_port.core.dist.process import COMMUNICATOR, START, ProgressTracker
+from megatron_port.core.dist.rank import DeviceInfo, ProcessInfo
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.io.logging import Logger
 from megatron_port.core.layers.providers import Providers
 from megatron_port.core.registry import OWN_UPDATES
 from megatron_port.core.train.folders import check_output
+from megatron_port.core.train.hooks import Session
 from megatron_port.ext.deepspeed.deepspeed_installed import require_deepspeed
 from megatron_port.ext.kernels.choose import choose_providers
 from megatron_port.ext.kernels.jit_guard import install_guard
 from megatron_port.ext.kernels.kernels import kernels_status
 from megatron_port.run.build import DTYPES, topology_of
-
-
-@dataclass(frozen=True)
-class Session:
-    """One rank of a run, ready to build its model."""
-
-    config: RunConfig
-    """Resolved: no derived size is 0."""
-    info: ProcessInfo
-    device: DeviceInfo
-    ctx: ParallelContext
-    providers: Providers
-    logger: Logger
-    progress: ProgressTracker = field(default_factory=ProgressTracker)
-    """Current phase and operation of this rank; engines, loop and checkpoints write it."""
-    store: Store | None = None
-    """In which the ranks met."""
-    fence: Fence = field(default_factory=Fence)
-    """Asked before anything in the run's folder is changed; a lease of it on rank 0 of a run."""
-    plans_activations: bool = False
-    """``activations.layers`` were found when the session opened; the run's folder may hold those of its first start."""
-
-    @property
-    def cpu_group(self) -> dist.ProcessGroup | None:
-        """Group of all ranks for CPU tensors (gloo beside NCCL); None for a single process without a group."""
-        return dist.group.WORLD if dist.is_initialized() else None
-
-    @property
-    def is_rank_zero(self) -> bool:
-        """Whether this rank reports."""
-        return self.info.rank == 0
 
 
 def _refuse(config: RunConfig, device: DeviceInfo) -> None:

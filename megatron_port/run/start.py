@@ -16,12 +16,11 @@ from megatron_port.core.model.activation_sites import layer_choices
 from megatron_port.core.model.flops import counted
 from megatron_port.core.optim.schedules import BatchSchedule
 from megatron_port.core.train.folders import run_folder
-from megatron_port.core.train.hooks import LoopState
+from megatron_port.core.train.hooks import LoopState, Session
 from megatron_port.ext.health.numerics import NumericsGuard
 from megatron_port.run.build import build_engine
 from megatron_port.run.identity import settle
 from megatron_port.run.provenance import record_start
-from megatron_port.run.session import Session
 from megatron_port.run.state import batch_schedule, find_checkpoints
 
 

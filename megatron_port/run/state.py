@@ -24,12 +24,12 @@ from megatron_port.core.errors import CheckpointError
 from megatron_port.core.optim.rules import mixed_kinds, rule_of, state_kinds, state_shapes
 from megatron_port.core.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.core.train.folders import FOLDER, run_folder
+from megatron_port.core.train.hooks import Session
 from megatron_port.ext.corpora.tokenizer import identity
 from megatron_port.ext.storage.mirror import pull
 from megatron_port.run.changes import check_batch, check_rule, check_seed, ended_rampup
 from megatron_port.run.identity import own_checkpoints
 from megatron_port.run.saved_state import state_records
-from megatron_port.run.session import Session
 
 
 def find_checkpoints(session: Session) -> list[Path]:

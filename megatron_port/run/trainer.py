@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_port.core.train.hooks import LoopState
+from megatron_port.core.train.hooks import LoopState, Session
 from megatron_port.core.train.loop import Loop, TrainingResult
 from megatron_port.run.assemble import loop_hooks
-from megatron_port.run.session import Session
 from megatron_port.run.start import load_model, open_state
 
 

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager
 from torch.distributed.distributed_c10d import Store
 
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.agree import explain_peer_failure
-from megatron_port.core.dist.discovery import ProcessInfo
+from megatron_port.core.dist.peer_failure import explain_peer_failure
 from megatron_port.core.dist.process import ProgressTracker
+from megatron_port.core.dist.rank import ProcessInfo
 from megatron_port.core.io.logging import Logger
 from megatron_port.core.train.folders import run_folder
 from megatron_port.run.build import topology_of

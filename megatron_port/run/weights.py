@@ -56,7 +56,7 @@ from megatron_port.tools.interop.run_import import KEPT, copy_companions
 from megatron_port.tools.interop.sidecar import model_of, tuning_of
 
 if TYPE_CHECKING:
-    from megatron_port.run.session import Session
+    from megatron_port.core.train.hooks import Session
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ from megatron_port.core.config.moe import RoutesConfig
 from megatron_port.core.config.schema import ModelConfig, RunConfig
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.dist.groups import ParallelContext
-from megatron_port.core.dist.lease import Fence
 from megatron_port.core.dist.mesh import Topology
+from megatron_port.core.dist.rank import Fence
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.layers.expert_choice import Routed
 from megatron_port.core.model.router import Route, Router

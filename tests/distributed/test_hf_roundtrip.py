@@ -24,16 +24,16 @@ from megatron_port.core.config.dump import as_dict
 from megatron_port.core.config.schema import ModelConfig, RunConfig
 from megatron_port.core.data.loader import RankView
 from megatron_port.core.dist.device import choose_device
-from megatron_port.core.dist.discovery import ProcessInfo
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
+from megatron_port.core.dist.rank import ProcessInfo
 from megatron_port.core.dist.record import BUFFER, WEIGHT
 from megatron_port.core.io.logging import Logger
 from megatron_port.core.model.shapes import buffer_shapes, parameter_shapes
 from megatron_port.core.optim.rules import mixed_kinds
+from megatron_port.core.train.hooks import Session
 from megatron_port.ext.families import family_names
 from megatron_port.run.build import build_engine
-from megatron_port.run.session import Session
 from megatron_port.run.weights import load_initial
 from megatron_port.tools.inference.generation import Continuation, Generator, Sampling
 from megatron_port.tools.inference.model import InferenceModel

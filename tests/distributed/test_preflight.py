@@ -17,7 +17,7 @@ from pool import RankPool
 
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.schema import BackendConfig, PreflightConfig, RunConfig
-from megatron_port.core.dist.discovery import ProcessInfo
+from megatron_port.core.dist.rank import ProcessInfo
 from megatron_port.core.errors import EnvironmentFault
 from megatron_port.run.build import topology_of
 from megatron_port.tools.preflight import exchange, network

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from pool import RankPool
 
 from megatron_port.core.dist.agree import agree, broadcast_text
-from megatron_port.core.dist.discovery import ProcessInfo
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
+from megatron_port.core.dist.rank import ProcessInfo
 from megatron_port.core.dist.start import start, stop
 from megatron_port.core.errors import CheckpointError, EnvironmentFault, PortError
 

@@ -13,7 +13,7 @@ import torch
 from benchmarks import attention_providers
 from megatron_port.core.config.kernels_settings import CAUSAL, MaskNeeds
 from megatron_port.core.config.schema import BackendConfig
-from megatron_port.core.dist.device import DeviceInfo
+from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.layers import fused_attention as attn
 from megatron_port.core.layers.fused import torch_causal_softmax

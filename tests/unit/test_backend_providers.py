@@ -18,7 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron_port.core.config.kernels_settings import CAUSAL, MaskNeeds
 from megatron_port.core.config.moe import MoEConfig
 from megatron_port.core.config.schema import BackendConfig
-from megatron_port.core.dist.device import Accelerators, DeviceInfo, choose_device, describe_device, identity_of
+from megatron_port.core.dist.device import Accelerators, choose_device, describe_device, identity_of
+from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.errors import EnvironmentFault
 from megatron_port.core.layers.experts import torch_experts
 from megatron_port.core.layers.fused import ProbabilityDropout, torch_layer_norm, torch_rms_norm, torch_split_rotary

@@ -18,7 +18,7 @@ from megatron_port.core.checkpoint.format import encode_manifest, read_manifest
 from megatron_port.core.checkpoint.lineage import Committer, Lineage, Parent
 from megatron_port.core.checkpoint.reader import checkpoints_in, find_latest, open_checkpoint
 from megatron_port.core.checkpoint.writer import Peers, save_checkpoint
-from megatron_port.core.dist.lease import Fence, LeaseLost
+from megatron_port.core.dist.rank import Fence, LeaseLost
 from megatron_port.core.errors import CheckpointError, DamagedCheckpoint
 from megatron_port.ext.storage.background import BackgroundSave
 

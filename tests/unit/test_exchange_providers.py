@@ -14,7 +14,7 @@ from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.moe import CONFLICTS
 from megatron_port.core.config.schema import BackendConfig
-from megatron_port.core.dist.device import DeviceInfo
+from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.errors import EnvironmentFault
 from megatron_port.core.layers.experts import Manifest
 from megatron_port.ext.kernels.choose_exchange import choose_exchange

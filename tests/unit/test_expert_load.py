@@ -13,7 +13,7 @@ import pytest
 
 from megatron_port.core.config.moe import MoEConfig, RoutesConfig
 from megatron_port.core.config.schema import ModelConfig, RunConfig, TrainingConfig
-from megatron_port.core.dist.lease import LeaseLost
+from megatron_port.core.dist.rank import LeaseLost
 from megatron_port.ext.telemetry.expert_file import (
     ROWS,
     ExpertFile,

@@ -24,8 +24,9 @@ from megatron_port.core.config.schema import (
     RunConfig,
 )
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.device import DeviceInfo, choose_device
+from megatron_port.core.dist.device import choose_device
 from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.layers.linear import WgradAccumulator, linear

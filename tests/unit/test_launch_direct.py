@@ -18,9 +18,9 @@ from test_lease import no_job  # noqa: F401 - a fixture for every test here
 from megatron_port.api import load_config
 from megatron_port.cli.main import main
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist import process as processes
-from megatron_port.core.dist.discovery import ProcessInfo
-from megatron_port.core.dist.lease import FOLDER, Holder, LeaseLost, lease_file, this_process
+from megatron_port.core.dist import processes
+from megatron_port.core.dist.lease import FOLDER, Holder, lease_file, this_process
+from megatron_port.core.dist.rank import LeaseLost, ProcessInfo
 from megatron_port.core.errors import ConfigError, DataError
 from megatron_port.tools.launch import control, direct, status, submit
 from megatron_port.tools.launch import record as records

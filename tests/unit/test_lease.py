@@ -23,7 +23,6 @@ from megatron_port.core.dist.lease import (
     FOLDER,
     FolderInUse,
     Holder,
-    LeaseLost,
     Life,
     acquire,
     lease_file,
@@ -34,6 +33,7 @@ from megatron_port.core.dist.lease import (
     refuse_if_held,
     this_process,
 )
+from megatron_port.core.dist.rank import LeaseLost
 from megatron_port.core.errors import EXIT_CONFIG, ConfigError, EnvironmentFault
 from megatron_port.ext.telemetry.metrics import MetricsWriter, read_metrics
 from megatron_port.ext.telemetry.sinks import MetricsSink

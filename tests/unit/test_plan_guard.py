@@ -16,7 +16,7 @@ from megatron_port.core.config.checks import problems
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.offload import OffloadConfig
 from megatron_port.core.config.schema import OptimizerConfig, RunConfig
-from megatron_port.core.dist.discovery import ProcessInfo
+from megatron_port.core.dist.rank import ProcessInfo
 from megatron_port.tools.plan.advice import ways_to_fit
 from megatron_port.tools.plan.case import case_of, machine_of
 from megatron_port.tools.plan.elements import stage_elements

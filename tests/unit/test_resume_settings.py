@@ -27,7 +27,7 @@ from megatron_port.core.config.schema import (
     TrainingConfig,
 )
 from megatron_port.core.dist.groups import ParallelContext
-from megatron_port.core.dist.lease import Fence
+from megatron_port.core.dist.rank import Fence
 from megatron_port.core.errors import CheckpointError, ConfigError
 from megatron_port.core.optim.schedules import BatchSchedule
 from megatron_port.core.train.folders import FOLDER, run_folder

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from megatron_port.core.config.moe import MoEConfig, RoutesConfig
 from megatron_port.core.config.schema import ModelConfig, RunConfig, TrainingConfig
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.lease import Fence, LeaseLost
 from megatron_port.core.dist.mesh import Topology
+from megatron_port.core.dist.rank import Fence, LeaseLost
 from megatron_port.core.errors import ConfigError, DataError
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.step import StepContext, StepSlot

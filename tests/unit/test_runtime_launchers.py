@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.core.dist.discovery import ProcessInfo, discover
+from megatron_port.core.dist.discovery import discover
 from megatron_port.core.dist.local import run_local
+from megatron_port.core.dist.rank import ProcessInfo
 from megatron_port.core.errors import EnvironmentFault, LauncherFault
 
 Env = dict[str, str]

@@ -21,7 +21,7 @@ from megatron_port.cli.main import main
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.loader import load
-from megatron_port.core.dist.process import born
+from megatron_port.core.dist.processes import born
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.tools.plan.search import Candidate
 from megatron_port.tools.tune.importance import importance, importance_line

@@ -20,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_port.core.config.schema import WatchConfig
-from megatron_port.core.dist.discovery import ProcessInfo
 from megatron_port.core.dist.process import (
     DATA,
     FORWARD,
@@ -31,10 +30,10 @@ from megatron_port.core.dist.process import (
     START,
     STEP,
     ProgressTracker,
-    born,
     describe,
-    kill,
 )
+from megatron_port.core.dist.processes import born, kill
+from megatron_port.core.dist.rank import ProcessInfo
 from megatron_port.core.io.logging import ranks_text
 from megatron_port.tools.watch import client as client_module
 from megatron_port.tools.watch import hub_process, wire

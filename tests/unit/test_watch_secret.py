@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_port.core.dist.discovery import ProcessInfo
+from megatron_port.core.dist.rank import ProcessInfo
 from megatron_port.core.dist.start import connect
 from megatron_port.tools.watch import wire as secret
 from megatron_port.tools.watch.wire import look_up, publish

@@ -1,6 +1,6 @@
 """Which run a checkpoint is of, and the order of a folder's commits. Clocks have no say in it.
 
-Each commit gets the number after the highest in its folder. One attempt at a time commits (``dist.lease``), so the
+Each commit gets the number after the highest in its folder. One attempt at a time commits (``run.lease``), so the
 numbers say what came after what, whatever the clocks of its nodes said and however often the run went back to an
 earlier step.
 """
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from megatron_port.core.dist.lease import Fence
+from megatron_port.core.dist.rank import Fence
 
 _TEMPORARY = re.compile(r"step-\d{8,18}(?:\.e(\d{1,18}))?(?:\.\d{1,9})?\.tmp")
 

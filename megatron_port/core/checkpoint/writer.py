@@ -8,7 +8,7 @@
    cannot be removed fails no save.
 
 Before each rename and each deletion rank 0 looks whether another attempt has taken the folder over
-(``dist.lease``). After each stage the ranks agree (``peers.together``), so a full disk on one rank ends the save on
+(``run.lease``). After each stage the ranks agree (``peers.together``), so a full disk on one rank ends the save on
 all of them.
 ``background`` runs the same stages beside training.
 """
@@ -56,11 +56,11 @@ from megatron_port.core.checkpoint.lineage import Committer, epoch_of_temporary,
 from megatron_port.core.checkpoint.shard import ShardPlan, bytes_of, check_written, plan_shard, write_planned
 from megatron_port.core.checkpoint.snapshot_hashes import SnapshotHashes
 from megatron_port.core.dist.agree import TEXT_CHARACTERS, broadcast_text
-from megatron_port.core.dist.fingerprint import package_versions
-from megatron_port.core.dist.lease import LeaseLost
+from megatron_port.core.dist.rank import LeaseLost
 from megatron_port.core.dist.record import StatePiece
 from megatron_port.core.errors import CheckpointError, PortError
 from megatron_port.core.io.files import fsync_directory, write_bytes
+from megatron_port.core.package import package_versions
 
 # Remove leftovers of saves and checkpoints that are too old, where that is possible.
 #

@@ -8,31 +8,9 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.dist.start import SHARE_DEVICES
 from megatron_port.core.errors import EnvironmentFault
-
-
-@dataclass(frozen=True)
-class DeviceInfo:
-    """The device of one rank."""
-
-    kind: str
-    """cpu | cuda | rocm"""
-    torch_device: torch.device
-    comm_backend: str
-    """nccl | gloo: of the groups that move tensors of this device."""
-    name: str
-    memory_bytes: int
-    """Memory of the device; for the CPU, of the host."""
-    why: str
-    """Reason of the choice."""
-    identity: str = ""
-    """UUID and PCI address of a GPU, unique on its host; ``dist.start.start`` compares them."""
-
-    @property
-    def is_gpu(self) -> bool:
-        """Whether the device is a GPU, cuda or rocm."""
-        return self.kind != "cpu"
 
 
 @dataclass(frozen=True)
@@ -93,8 +71,8 @@ def choose_device(
     A launcher may show each rank one device (``--gpus-per-task=1``) or all of the node; the modulus serves
     both. NCCL refuses two ranks on one GPU: ranks that share one use gloo, and only where that was asked for. Seen
     here only where several devices are visible and fewer than the local ranks; a process that sees one device cannot
-    tell whether its neighbours see the same, and ``dist.start.start`` settles it by
-    :attr:`DeviceInfo.identity`.
+    tell whether its neighbours see the same, and ``run.rendezvous.start`` settles it by
+    :attr:`~megatron_port.core.dist.rank.DeviceInfo.identity`.
 
     Args:
         device: ``auto`` (a GPU if there is one) | ``cpu`` | ``cuda`` | ``rocm``.

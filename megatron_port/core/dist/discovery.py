@@ -13,73 +13,18 @@ import ipaddress
 import os
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_port.core.dist import launchers
 from megatron_port.core.dist import launchers as slurm
+from megatron_port.core.dist.rank import ProcessInfo
 from megatron_port.core.errors import EnvironmentFault, LauncherFault
 
 SECRET = "MEGATRON_PORT_SECRET"
 """Set by the job scripts to the same random text for all ranks of an attempt."""
 Resolver = Callable[[str], list[str]]
 """Host name → its addresses; an OSError if there are none."""
-
-
-@dataclass(frozen=True)
-class ProcessInfo:
-    """One process of the run."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    node_rank: int
-    num_nodes: int
-    master_addr: str
-    master_port: int
-    """0: any free port (a single process)."""
-    launcher: str
-    """torchrun | slurm | local (--nproc) | single | a name of ``launchers.LAUNCHERS``"""
-    hostname: str
-    agent_store: bool = False
-    """torchrun's agent already serves the store at the master's address; rank 0 must not bind it."""
-    attempt: str = "0"
-    """Tells restarts apart that use one store."""
-    sources: dict[str, str] = field(default_factory=dict)
-    """Field → what it was read from."""
-    conflicts: list[str] = field(default_factory=list)
-    """Sources that disagreed with the values above and were not used."""
-    secret: str = field(default="", repr=False)
-    """Secret of this attempt's ranks: never printed, never sent; keys are derived from it. Empty: none."""
-    nodes: tuple[tuple[str, int], ...] = ()
-    """Host and number of ranks of each node in rank order, where the launcher tells (a SLURM step in blocks)."""
-
-    def node_of(self, rank: int) -> int:
-        """Index of a rank's node; without ``nodes`` every node is taken to have as many ranks as this one."""
-        if not self.nodes:
-            return rank // max(self.local_world_size, 1)
-        before = 0
-        for index, (_, count) in enumerate(self.nodes):
-            before += count
-            if rank < before:
-                return index
-        return len(self.nodes)
-
-    def host_of(self, rank: int) -> str | None:
-        """A rank's host, where it is known without asking the rank."""
-        if self.num_nodes == 1:
-            return self.hostname
-        node = self.node_of(rank)
-        return self.nodes[node][0] if node < len(self.nodes) else None
-
-    def describe(self) -> str:
-        """Lines for the log of rank 0: every value with its source, then the conflicts."""
-        names = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes",
-                 "master_addr", "master_port")
-        lines = [f"{name} {getattr(self, name)} ({self.sources.get(name, 'default')})" for name in names]
-        head = f"launcher: {self.launcher}; " + ", ".join(lines)
-        return "\n".join([head, *(f"conflict: {c}" for c in self.conflicts)])
 
 
 def resolve_host(name: str) -> list[str]:

@@ -7,16 +7,15 @@ shapes do not match. Host names, local paths of the environment and devices are 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import platform
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_port import __version__
 from megatron_port.core.config.dump import leaves, toml_value
+from megatron_port.core.package import package_versions
 
 WORLD = "world size"
 PACKAGES = ("torch", "deepspeed")
@@ -58,15 +57,6 @@ def installed_versions() -> dict[str, str]:
     """Versions that ranks must share; a package that is not there is ``absent``."""
     known = {"megatron_port": __version__, "Python": platform.python_version()}
     return {**known, **dict.fromkeys(PACKAGES, "absent"), **package_versions(PACKAGES)}
-
-
-def package_versions(names: Iterable[str]) -> dict[str, str]:
-    """Versions of those of the packages that are installed. None is imported."""
-    found = {}
-    for name in names:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
 
 
 def differences(

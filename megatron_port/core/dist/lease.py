@@ -27,7 +27,8 @@ from typing import Annotated, Any
 
 from megatron_port.core.config.ranges import Range
 from megatron_port.core.dist.launchers import LOCAL, current_job, job_state, one_task_at_a_time
-from megatron_port.core.dist.process import born, process_space
+from megatron_port.core.dist.processes import born, process_space
+from megatron_port.core.dist.rank import Fence, LeaseLost
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.io.files import open_regular, write_new, write_text
 from megatron_port.core.io.typed_json import Natural, Seconds, WrongContent, parse_json, right_fields
@@ -223,30 +224,6 @@ _LEFTOVER = re.compile(r"\.epoch-(\d{8,18})\.json\..*\.tmp")
 
 class FolderInUse(ConfigError):
     """Another attempt holds the run folder. Configuration, exit 2: it takes another name, or another time."""
-
-
-class LeaseLost(ConfigError):
-    """Another attempt took the run folder over, so this one must stop. Exit 2: it must not be started again."""
-
-
-class Fence:
-    """Check made before anything is written into a run folder. This one allows all: no lease, or not rank 0.
-
-    Attributes:
-        epoch: of the attempt; 0: none.
-        run: id of the run; empty until it is known.
-    """
-
-    def __init__(self, epoch: int = 0, attempt: str = "") -> None:
-        self.epoch, self.attempt, self.run = epoch, attempt, ""
-
-    @property
-    def lost(self) -> bool:
-        """Another attempt was seen to have taken over."""
-        return False
-
-    def check(self) -> None:
-        """Raise LeaseLost if another attempt has taken over. Reads the folder."""
 
 
 def newest_epoch(run_folder: Path) -> int:

@@ -9,7 +9,6 @@ start clean.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -23,26 +22,20 @@ from types import FrameType
 
 from megatron_port.core.dist import launchers
 from megatron_port.core.dist import launchers as slurm
-from megatron_port.core.dist.discovery import ProcessInfo
 from megatron_port.core.dist.launchers import LOCAL_RANK_VARIABLE
+from megatron_port.core.dist.process import die_with_parent
+from megatron_port.core.dist.rank import ProcessInfo
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 
 GRACE_S = 8.0
 """After the first rank failed the others may finish speaking; then they are killed. A failing rank leaves within 7 s
-(``process_group.stop``); one that waits for the dead to report would wait for minutes."""
-_PR_SET_PDEATHSIG = 1
+(``run.rendezvous.stop``); one that waits for the dead to report would wait for minutes."""
 
 
 def _free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
-
-
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent ends, so that no rank is left behind."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def run_local(

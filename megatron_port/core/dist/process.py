@@ -1,88 +1,18 @@
-"""Which process is which: a number alone is used again, and only its own machine can look it up."""
+"""Signals that a rank obeys, and what it is doing right now."""
 
 from __future__ import annotations
 
-import contextlib
-import os
+import ctypes
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from megatron_port.core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE
-
-
-def born(pid: int) -> int:
-    """Start of a process in clock ticks since boot; 0: there is no such process, or this system does not tell."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    fields = text.rpartition(")")[2].split()
-    return 0 if fields[0] in "ZX" else int(fields[19])
-
-
-def process_space() -> str:
-    """A name for the set of processes that this one can see, equal for all of them and for no others.
-
-    The kernel's boot and the PID namespace: host names repeat, and two containers of a host do not see one another.
-    Empty where the system does not tell.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def kill(processes: Iterable[tuple[int, int]], number: int = signal.SIGKILL) -> None:
-    """Send a signal to those of (process id, start) that still are the same process."""
-    for pid, start in processes:
-        if start and born(pid) == start:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, number)
-
-
-def signal_same(pid: int, start: int, number: int) -> bool:
-    """Send a signal to a process if it is the one that was born at ``start``; False: that one has ended.
-
-    A handle is opened first: no process that takes the number over between the look and the signal can get it.
-
-    Raises:
-        PermissionError: it is another user's.
-    """
-    try:
-        handle = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
-    except ProcessLookupError:
-        return False
-    try:
-        if not start or born(pid) != start:
-            return False
-        if handle >= 0:
-            signal.pidfd_send_signal(handle, number)
-        else:
-            os.kill(pid, number)
-        return True
-    except ProcessLookupError:
-        return False
-    finally:
-        if handle >= 0:
-            os.close(handle)
-
-
-def out_of_memory_kills() -> int:
-    """Return how many processes this host's kernel has killed for memory since boot; 0 where it is not known."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name == "oom_kill":
-                return int(value)
-    return 0
-
 
 # SIGINT, SIGTERM and SIGUSR1 ask the loop to save and stop; they do not interrupt a step.
 #
@@ -164,6 +94,15 @@ def ignore_in_child() -> None:
     """For helper processes (loader workers): srun and scancel signal every process of a step, and these must live."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when its parent ends, so that no rank is left behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 # What a rank is doing right now, for whoever watches: plain attributes, written by the main thread, read by another.

@@ -32,15 +32,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from megatron_port.core.dist.discovery import (
-    ProcessInfo,
-    holder_of_port,
-    is_loopback,
-    is_own_address,
-    own_addresses,
-    resolve_host,
-)
+from megatron_port.core.dist.discovery import holder_of_port, is_loopback, is_own_address, own_addresses, resolve_host
 from megatron_port.core.dist.fingerprint import WORLD, Fingerprint, differences
+from megatron_port.core.dist.rank import ProcessInfo
 from megatron_port.core.errors import EnvironmentFault, PortError
 from megatron_port.core.io.logging import ranks_text
 
@@ -455,7 +449,7 @@ def abandon(info: ProcessInfo, store: Store, wait_s: float = 1.0) -> None:
 
 # Start and stop of the default process group, with a deadline and faults that name the rank.
 #
-# The ranks first meet in a TCP store (``dist.start``): rank 0 listens, everyone writes its name, and
+# The ranks first meet in a TCP store (``meet``): rank 0 listens, everyone writes its name, and
 # only when all have reported is the process group made. Hence a missing rank is
 # named, instead of a collective that hangs without saying for whom.
 

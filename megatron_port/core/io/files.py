@@ -89,7 +89,7 @@ def atomic_file(
         durable: sync the file and its directory. Without, a crash of the machine may leave an empty file.
         parents: make the directories above. Without, a missing directory is an error.
         guard: called when everything is on disk and nothing has its name yet; what it raises ends the write. Writers
-            into a run folder pass the check of its lease (:meth:`megatron_port.core.dist.lease.Fence.check`).
+            into a run folder pass the check of its lease (:meth:`megatron_port.core.dist.rank.Fence.check`).
         refused: makes the error to raise of an OSError; called before the temporary file is removed.
 
     Raises:

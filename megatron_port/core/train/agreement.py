@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_port.core.dist.agree import agree
-from megatron_port.core.dist.lease import LeaseLost
 from megatron_port.core.dist.process import IDLE, LEVELS, REDUCE
+from megatron_port.core.dist.rank import LeaseLost
 from megatron_port.core.errors import NumericsError
 from megatron_port.core.train.folders import run_folder
 from megatron_port.core.train.hooks import LoopState

@@ -12,20 +12,57 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.process import EXIT_CODES, name_of
+from megatron_port.core.dist.process import EXIT_CODES, ProgressTracker, name_of
+from megatron_port.core.dist.rank import DeviceInfo, Fence, ProcessInfo
 from megatron_port.core.engine.api import Engine, StepLimits, StepResult
-from megatron_port.run.session import Session
 
 if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
     from megatron_port.core.checkpoint.lineage import Committer
     from megatron_port.core.data.loader import Loaders
     from megatron_port.core.dist.groups import ParallelContext
+    from megatron_port.core.io.logging import Logger
+    from megatron_port.core.layers.providers import Providers
     from megatron_port.core.optim.schedules import BatchSchedule
     from megatron_port.core.optim.state_check import Damage
     from megatron_port.ext.health.anomaly import Anomaly
     from megatron_port.ext.health.numerics import NumericsGuard
+
+
+@dataclass(frozen=True)
+class Session:
+    """One rank of a run, ready to build its model."""
+
+    config: RunConfig
+    """Resolved: no derived size is 0."""
+    info: ProcessInfo
+    device: DeviceInfo
+    ctx: ParallelContext
+    providers: Providers
+    logger: Logger
+    progress: ProgressTracker = field(default_factory=ProgressTracker)
+    """Current phase and operation of this rank; engines, loop and checkpoints write it."""
+    store: Store | None = None
+    """In which the ranks met."""
+    fence: Fence = field(default_factory=Fence)
+    """Asked before anything in the run's folder is changed; a lease of it on rank 0 of a run."""
+    plans_activations: bool = False
+    """``activations.layers`` were found when the session opened; the run's folder may hold those of its first start."""
+
+    @property
+    def cpu_group(self) -> dist.ProcessGroup | None:
+        """Group of all ranks for CPU tensors (gloo beside NCCL); None for a single process without a group."""
+        return dist.group.WORLD if dist.is_initialized() else None
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """Whether this rank reports."""
+        return self.info.rank == 0
 
 
 @dataclass

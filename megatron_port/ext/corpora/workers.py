@@ -12,7 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 
-from megatron_port.core.dist.local import die_with_parent
+from megatron_port.core.dist.process import die_with_parent
 from megatron_port.core.errors import EnvironmentFault
 from megatron_port.ext.corpora.records import Encoded
 from megatron_port.ext.corpora.sources import Block

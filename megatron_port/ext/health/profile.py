@@ -24,9 +24,8 @@ from megatron_port.core.config.ranges import parse_ranges, within
 from megatron_port.core.dist.process import IDLE, SAVE, ProgressTracker, describe
 from megatron_port.core.io.files import write_bytes, write_text
 from megatron_port.core.train.folders import run_folder
-from megatron_port.core.train.hooks import Ending, LoopHook, LoopState
+from megatron_port.core.train.hooks import Ending, LoopHook, LoopState, Session
 from megatron_port.ext.health.trace import FOLDER, MERGED, trace_name
-from megatron_port.run.session import Session
 
 NEXT = (2, 4)
 """Steps of this start that ``next`` stands for, counted from 0: the first two load kernels and fill pools."""

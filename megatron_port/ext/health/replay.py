@@ -28,8 +28,8 @@ from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.engine.api import Engine
 from megatron_port.core.engine.probe import NOWHERE, Probe
 from megatron_port.core.errors import ConfigError, NumericsError
+from megatron_port.core.train.hooks import Session
 from megatron_port.ext.health.replicas import BitsHash, check_replicas
-from megatron_port.run.session import Session
 
 _STAGES, _PLACES = 1 << 12, 1 << 24
 FORWARD, GRADIENTS = 0, 1

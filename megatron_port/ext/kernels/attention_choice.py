@@ -12,7 +12,7 @@ import torch
 
 from megatron_port.core.config.kernels_settings import CAUSAL, MaskNeeds, own_gpu_problem
 from megatron_port.core.config.schema import BackendConfig
-from megatron_port.core.dist.device import DeviceInfo
+from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.io.typed_json import WrongContent, parse_json, typed
 from megatron_port.core.layers import fused_attention as attn

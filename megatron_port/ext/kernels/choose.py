@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_port.core.config.kernels_settings import CAUSAL, MaskNeeds
 from megatron_port.core.config.moe import MoEConfig
 from megatron_port.core.config.schema import BackendConfig
-from megatron_port.core.dist.device import DeviceInfo
+from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.layers import fused
 from megatron_port.core.layers.cross_entropy import torch_cross_entropy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_port.core.config.schema import BackendConfig
-from megatron_port.core.dist.device import DeviceInfo
+from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.errors import EnvironmentFault
 from megatron_port.core.layers.experts import RowExchange
 from megatron_port.core.layers.providers import ProviderRow

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from megatron_port.core.config.schema import BackendConfig
-from megatron_port.core.dist.device import DeviceInfo
+from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.errors import EnvironmentFault
 from megatron_port.core.layers.providers import ProviderRow
 from megatron_port.ext.kernels.fp8 import (

@@ -50,9 +50,9 @@ from megatron_port.core.checkpoint.writer import (
     write_part,
 )
 from megatron_port.core.dist.device_streams import COMPUTE, HOST, Event, access, host_waits_for
-from megatron_port.core.dist.host_memory import host_bytes
 from megatron_port.core.dist.record import StatePiece
 from megatron_port.core.errors import CheckpointError
+from megatron_port.core.registry import PARTS
 
 _NICE = 10
 _THREAD = "saving thread"
@@ -91,7 +91,7 @@ class HostBuffer:
         if size > self.nbytes:
             self._data = None  # first let go, so that two never exist
             try:
-                self._data = host_bytes(size, pinned=bool(devices))
+                self._data = PARTS.function("host memory")(size, pinned=bool(devices))
             except (MemoryError, OSError, RuntimeError) as error:
                 raise CheckpointError(
                     f"no {size} bytes of {'pinned ' if devices else ''}host memory for a snapshot of this rank's state "

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from megatron_port.core.config.model import ModelConfig
 from megatron_port.core.config.moe import RoutesConfig
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.lease import LeaseLost
+from megatron_port.core.dist.rank import LeaseLost
 from megatron_port.core.io.files import atomic_file, open_regular
 from megatron_port.core.io.typed_json import parse_json
 from megatron_port.ext.telemetry.metrics import Record

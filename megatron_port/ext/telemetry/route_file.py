@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_port.core.dist.lease import LeaseLost
+from megatron_port.core.dist.rank import LeaseLost
 from megatron_port.core.errors import ConfigError, DataError
 from megatron_port.core.io.files import atomic_file, open_regular, read_regular, write_text
 from megatron_port.core.io.typed_json import LARGEST, Natural, parse_json, typed

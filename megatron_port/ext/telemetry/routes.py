@@ -24,7 +24,7 @@ from megatron_port.core.engine.api import Engine
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.layers.step import StepContext
 from megatron_port.core.train.folders import run_folder
-from megatron_port.core.train.hooks import Ending, LoopHook, LoopState
+from megatron_port.core.train.hooks import Ending, LoopHook, LoopState, Session
 from megatron_port.ext.telemetry.route_file import (
     FOLDER,
     Experts,
@@ -37,7 +37,6 @@ from megatron_port.ext.telemetry.route_file import (
     remove_steps_after,
     write_identity,
 )
-from megatron_port.run.session import Session
 
 _LAYER = re.compile(r"(?:layers\.(\d+)|mtp\.(\d+)\.layer)\.mlp\.router\.weight")
 """A layer, or that of a module that predicts a further token: these are numbered after the last."""

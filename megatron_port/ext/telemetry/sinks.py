@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.lease import LeaseLost
+from megatron_port.core.dist.rank import LeaseLost
 from megatron_port.ext.telemetry.console import make_console
 from megatron_port.ext.telemetry.declared import write_declared
 from megatron_port.ext.telemetry.expert_file import ExpertSink, LayerCounts

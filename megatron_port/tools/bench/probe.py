@@ -24,8 +24,8 @@ from megatron_port.core.config.checks import resolve
 from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.schema import ModelConfig, RunConfig
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.device import DeviceInfo
 from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.ext.kernels.choose import choose_providers
 from megatron_port.run.build import build_engine

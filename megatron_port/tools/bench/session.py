@@ -15,8 +15,7 @@ from torch import Tensor
 from megatron_port.core.config.schema import ModelConfig, RunConfig
 from megatron_port.core.dist import start as process_group
 from megatron_port.core.dist.collectives import Group, reduce_from_tp, reduce_scatter_sequence
-from megatron_port.core.dist.device import DeviceInfo
-from megatron_port.core.dist.discovery import ProcessInfo
+from megatron_port.core.dist.rank import DeviceInfo, ProcessInfo
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.io.files import write_output
 from megatron_port.core.layers.linear import WgradAccumulator, linear

@@ -26,11 +26,11 @@ from megatron_port.core.layers.step import StepContext
 from megatron_port.core.model.decoder import GPTStage
 from megatron_port.core.model.fingerprint import fingerprint
 from megatron_port.core.optim.schedules import BatchSchedule
+from megatron_port.core.train.hooks import Session
 from megatron_port.ext.objectives.stored_teacher import Stored
 from megatron_port.ext.objectives.teacher_file import LogitsHeader, StoredLogits, begin
 from megatron_port.ext.objectives.vocab_top import vocab_parallel_top
 from megatron_port.run.build import build_engine
-from megatron_port.run.session import Session
 from megatron_port.run.weights import Weights
 
 

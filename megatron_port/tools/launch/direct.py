@@ -23,19 +23,10 @@ from megatron_port import __version__
 from megatron_port.core.config.config_hash import config_hash
 from megatron_port.core.config.dump import to_toml
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist import process as processes
-from megatron_port.core.dist.discovery import ProcessInfo
+from megatron_port.core.dist import processes
 from megatron_port.core.dist.launchers import current_job
-from megatron_port.core.dist.lease import (
-    Holder,
-    LeaseLost,
-    Life,
-    lease_file,
-    look,
-    newest_epoch,
-    read_holder,
-    this_process,
-)
+from megatron_port.core.dist.lease import Holder, Life, lease_file, look, newest_epoch, read_holder, this_process
+from megatron_port.core.dist.rank import LeaseLost, ProcessInfo
 from megatron_port.core.errors import PortError
 from megatron_port.core.io.files import write_output
 from megatron_port.core.io.logging import redact

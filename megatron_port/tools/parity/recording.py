@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.data.loader import build_loaders
-from megatron_port.core.dist.discovery import ProcessInfo
 from megatron_port.core.dist.positions import sequence_partition
+from megatron_port.core.dist.rank import ProcessInfo
 from megatron_port.core.engine.step_inputs import tensors_of, with_tensors
 from megatron_port.core.errors import CheckpointError
 from megatron_port.core.io.files import read_regular

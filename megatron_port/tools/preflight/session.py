@@ -14,10 +14,10 @@ from megatron_port import __version__
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist import start as process_group
 from megatron_port.core.dist.agree import attempt
-from megatron_port.core.dist.device import DeviceInfo, choose_device
-from megatron_port.core.dist.discovery import ProcessInfo
+from megatron_port.core.dist.device import choose_device
 from megatron_port.core.dist.launchers import attempt_name, compress_hosts
 from megatron_port.core.dist.mesh import Topology
+from megatron_port.core.dist.rank import DeviceInfo, ProcessInfo
 from megatron_port.core.errors import EnvironmentFault, PortError
 from megatron_port.core.io.variables import node_name, variables
 from megatron_port.tools.preflight import node_file as files

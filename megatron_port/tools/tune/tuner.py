@@ -19,7 +19,7 @@ from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.loader import Loaded, load
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.launchers import current_job
-from megatron_port.core.dist.process import born, process_space
+from megatron_port.core.dist.processes import born, process_space
 from megatron_port.core.errors import EnvironmentFault
 from megatron_port.core.io.files import write_output
 from megatron_port.core.io.typed_json import Natural, WrongContent, read_typed

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_port.core.config.schema import WatchConfig
-from megatron_port.core.dist.discovery import ProcessInfo
-from megatron_port.core.dist.process import END, PHASES, ProgressTracker, born, kill
+from megatron_port.core.dist.process import END, PHASES, ProgressTracker
+from megatron_port.core.dist.processes import born, kill
+from megatron_port.core.dist.rank import ProcessInfo
 from megatron_port.core.errors import PortError
 from megatron_port.tools.watch import wire
 from megatron_port.tools.watch.hub import STACK_SIGNAL
@@ -237,7 +238,7 @@ def watched(
     Args:
         folder: of the run.
         store: through which rank 0 tells the others where the hub is; None: a single process.
-        victim_of: an error → what it says of a lost peer, or None (``dist.agree``).
+        victim_of: an error → what it says of a lost peer, or None (``run.peer_failure``).
     """
     if not config.enabled or (info.world_size == 1 and not config.single_process):
         yield

@@ -30,7 +30,8 @@ from typing import Any
 
 from megatron_port.core.config.schema import WatchConfig
 from megatron_port.core.dist.launchers import attempt_name
-from megatron_port.core.dist.process import ignore_in_child, kill, out_of_memory_kills
+from megatron_port.core.dist.process import ignore_in_child
+from megatron_port.core.dist.processes import kill, out_of_memory_kills
 from megatron_port.core.errors import EnvironmentFault, HangError, PortError
 from megatron_port.core.io.logging import encodable, ranks_text, redact
 from megatron_port.tools.launch.attempts import record_failure

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_port.core.config.schema import WatchConfig
-from megatron_port.core.dist.discovery import ProcessInfo, is_loopback, is_own_address, own_addresses, resolve_host
+from megatron_port.core.dist.discovery import is_loopback, is_own_address, own_addresses, resolve_host
+from megatron_port.core.dist.rank import ProcessInfo
 
 HUB_STARTS_S = 30.0
 HUB_ENDS_S = 5.0

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_port.core.dist.discovery import SECRET, ProcessInfo
+from megatron_port.core.dist.discovery import SECRET
+from megatron_port.core.dist.rank import ProcessInfo
 
 MARK = 1
 HEAD = 4
