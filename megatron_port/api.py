@@ -161,10 +161,10 @@ def run_training(config: RunConfig, info: ProcessInfo | None = None) -> Training
     from megatron_port.core.train.folders import run_folder
     from megatron_port.run.leasing import leased_session
     from megatron_port.run.provenance import record_failure_event
+    from megatron_port.run.run_files import record_failure
     from megatron_port.run.session import open_session
     from megatron_port.run.trainer import Trainer
     from megatron_port.run.watching import watch_ranks
-    from megatron_port.tools.launch.attempts import record_failure
 
     info = info or discover()
     try:

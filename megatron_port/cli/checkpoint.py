@@ -224,10 +224,10 @@ def run_conversion(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from megatron_port.core.checkpoint.reader import open_checkpoint
     from megatron_port.ext.weights.readers import AveragedCheckpoint
+    from megatron_port.run.saved_model import tuning_of
     from megatron_port.tools.compress.convert import plain
     from megatron_port.tools.interop.export_dcp import export_dcp
     from megatron_port.tools.interop.merged import MergedCheckpoint
-    from megatron_port.tools.interop.sidecar import tuning_of
     from megatron_port.tools.interop.universal import export_universal
 
     args.source = newest_of(args.source)

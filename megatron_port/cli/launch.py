@@ -213,8 +213,8 @@ def print_status(args: argparse.Namespace) -> int:
 def print_list(args: argparse.Namespace) -> int:
     """Print submissions and attempts."""
     from megatron_port.core.config.run_names import run_folder_of
+    from megatron_port.run.attempts import history_rows
     from megatron_port.tools.launch import record, status
-    from megatron_port.tools.launch.attempts import history_rows
 
     folder = run_folder_of(args.run)
     read = history_rows(folder)

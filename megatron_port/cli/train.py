@@ -74,7 +74,7 @@ def _discover(config: RunConfig, args: argparse.Namespace) -> ProcessInfo:
     """Return this rank's process info. Launcher faults are recorded for the job script too: it must not try again."""
     from megatron_port.core.dist.discovery import discover
     from megatron_port.core.dist.launchers import attempt_name, step_rank
-    from megatron_port.tools.launch.attempts import record_failure
+    from megatron_port.run.run_files import record_failure
 
     try:
         return discover(master_addr=args.master_addr, master_port=args.master_port)
@@ -102,7 +102,7 @@ def train(config: RunConfig, info: ProcessInfo) -> int:
     from megatron_port.api import run_training
     from megatron_port.core.dist.launchers import attempt_name
     from megatron_port.core.io.logging import unexpected
-    from megatron_port.tools.launch.attempts import FAILURES
+    from megatron_port.run.run_files import FAILURES
 
     try:
         outcome = run_training(config, info)

@@ -205,14 +205,20 @@ STEP_PARTS = Registry("part of a step", "", {
 })
 """What makes the parts of engine native's step that few runs have, each imported when a run asks for it."""
 PARTS = Registry("part", "", {
+    "activation plan": "megatron_port.tools.plan.activation_plan:with_activation_plan",
+    "activation planner": "megatron_port.run.activations:ActivationPlanner",
     "adapter": "megatron_port.ext.weights.adapters:make_adapter",
     "adapters of a layer": "megatron_port.ext.weights.adapter_spec:layer_adapters",
     "blocks of an object": "megatron_port.ext.storage.store:Blocks",
     "check of tokenizers": "megatron_port.ext.corpora.verify:check_tokenizers",
     "chunked column": "megatron_port.ext.weights.chunked:ChunkedColumnParallelLinear",
     "chunked row": "megatron_port.ext.weights.chunked:ChunkedRowParallelLinear",
+    "folder of Hugging Face": "megatron_port.tools.interop.hf_files:HFFolder",
+    "folder of PEFT": "megatron_port.tools.interop.peft:PeftFolder",
     "host memory": "megatron_port.core.dist.host_memory:host_bytes",
     "identity of a tokenizer": "megatron_port.ext.corpora.tokenizer:identity_of",
+    "is a folder of Hugging Face": "megatron_port.tools.interop.hf_files:is_hf",
+    "layers by chunk": "megatron_port.run.build:layers_by_chunk",
     "nearest layout": "megatron_port.core.config.neighbour:legal_neighbour",
     "parking": "megatron_port.ext.memory.site_tape:parking_places",
     "plugin source": "megatron_port.ext.corpora.plugin_source:plugin_datasets",
@@ -223,6 +229,7 @@ PARTS = Registry("part", "", {
     "shared weights": "megatron_port.ext.weights.shared_layers:share_weights",
     "store": "megatron_port.ext.storage.store:Store",
     "tokenizer": "megatron_port.ext.corpora.tokenizer:get_tokenizer",
+    "weights at a path": "megatron_port.run.weights:open_weights",
     "word from elsewhere": "megatron_port.core.config.unsupported:not_supported",
 })
 """What the core, or a package of ext, has another package make where a setting or a file asks for it, and else never

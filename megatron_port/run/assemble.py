@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_port.core.errors import ConfigError
-from megatron_port.core.registry import LOOP_HOOKS
+from megatron_port.core.registry import LOOP_HOOKS, PARTS, Registry
 from megatron_port.core.train.evaluation import Evaluation
 from megatron_port.core.train.hooks import LoopHook, LoopState
 from megatron_port.ext.health.recovery import DamageCheck, Recovery
@@ -34,9 +34,7 @@ def loop_hooks(state: LoopState) -> list[LoopHook]:
 
 def _activation_planner(state: LoopState) -> Iterator[LoopHook]:
     if state.config.activations.policy in ("plan", "profile"):
-        from megatron_port.run.activations import ActivationPlanner
-
-        yield ActivationPlanner(state)
+        yield _made(PARTS, "activation planner", state)
 
 
 def _rewind(state: LoopState) -> Iterator[LoopHook]:
@@ -72,7 +70,11 @@ def _checks(state: LoopState) -> Iterator[LoopHook]:
 
 def _plugin(name: str, state: LoopState) -> LoopHook:
     """Return the hook that a plugin has registered."""
-    hook = LOOP_HOOKS.function(name)(state)
+    return _made(LOOP_HOOKS, name, state)
+
+
+def _made(registry: Registry, name: str, state: LoopState) -> LoopHook:
+    hook = registry.function(name)(state)
     if not isinstance(hook, LoopHook):
-        raise ConfigError(f"loop hook {name!r} makes a {type(hook).__name__}, which is no LoopHook (train.hooks)")
+        raise ConfigError(f"{registry.what} {name!r} makes a {type(hook).__name__}, which is no LoopHook (train.hooks)")
     return hook

@@ -15,7 +15,7 @@ from megatron_port.core.train.folders import run_folder
 from megatron_port.core.train.hooks import Ending, LoopHook, LoopState
 from megatron_port.ext.telemetry.reporting import Reporting
 from megatron_port.run.provenance import record_event
-from megatron_port.tools.launch.attempts import FINISHED, SAVED, AttemptOutcome, write_outcome
+from megatron_port.run.run_files import FINISHED, SAVED, AttemptOutcome, write_outcome
 
 
 class Closing(LoopHook):

@@ -26,7 +26,7 @@ from megatron_port.core.errors import CheckpointError
 from megatron_port.core.io.files import write_bytes
 from megatron_port.core.io.typed_json import Seconds, read_optional
 from megatron_port.ext.telemetry.declared import FILE_NAME as DECLARED
-from megatron_port.tools.report.run_data import IDENTITY, PREVIOUS
+from megatron_port.run.run_files import IDENTITY, PREVIOUS
 
 RECORDS = ("metrics.jsonl", "experts.jsonl", "events.jsonl", "ranks.jsonl", "outcome.json", "environment.json",
            "config.toml", "routes", DECLARED, IDENTITY)

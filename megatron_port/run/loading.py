@@ -26,9 +26,9 @@ from megatron_port.core.optim.rules import OptimizerRule, rule_of, state_kinds
 from megatron_port.core.train.hooks import LoopState, Session
 from megatron_port.ext.weights.adapter_spec import adapter_parameters
 from megatron_port.run.changes import changes_since, check_batch, check_data_fingerprint, starts_fresh
+from megatron_port.run.saved_model import model_of, tuning_of
 from megatron_port.run.saved_state import state_records
 from megatron_port.run.weights import base_identity, carry_companions, load_initial, resumed_reader
-from megatron_port.tools.interop.sidecar import model_of, tuning_of
 
 
 def of_this_model(

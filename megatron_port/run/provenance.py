@@ -23,8 +23,8 @@ from megatron_port.core.io.logging import redact
 from megatron_port.core.package import package_versions
 from megatron_port.core.train.folders import run_folder
 from megatron_port.core.train.hooks import Session
+from megatron_port.run.run_files import add_event
 from megatron_port.tools.launch.snapshot import commit
-from megatron_port.tools.watch.watch_report import add_event
 
 ENVIRONMENT = "environment.json"
 PACKAGES = ("torch", "deepspeed", "numpy", "safetensors", "tiktoken", "tokenizers", "flash-attn", "apex")

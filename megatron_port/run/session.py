@@ -26,7 +26,7 @@ from megatron_port.core.dist.rank import DeviceInfo, ProcessInfo
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.io.logging import Logger
 from megatron_port.core.layers.providers import Providers
-from megatron_port.core.registry import OWN_UPDATES
+from megatron_port.core.registry import OWN_UPDATES, PARTS
 from megatron_port.core.train.folders import check_output
 from megatron_port.core.train.hooks import Session
 from megatron_port.ext.deepspeed.deepspeed_installed import require_deepspeed
@@ -128,9 +128,7 @@ def open_session(
     config = resolve(config, info.world_size)
     plans = config.activations.policy == "plan" and not config.activations.layers
     if plans:
-        from megatron_port.tools.plan.activation_plan import with_activation_plan  # other runs need no planner
-
-        config = with_activation_plan(config, info.world_size)
+        config = PARTS.function("activation plan")(config, info.world_size)
     logger = Logger(info.rank)
     if fitted:
         logger.log(fitted)

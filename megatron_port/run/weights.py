@@ -24,6 +24,7 @@ from megatron_port.core.engine.api import Engine
 from megatron_port.core.errors import CheckpointError, DataError
 from megatron_port.core.model.fingerprint import fingerprint
 from megatron_port.core.model.shapes import LAST_STEP, parameter_shapes
+from megatron_port.core.registry import PARTS
 from megatron_port.core.train.folders import FOLDER, run_folder
 from megatron_port.ext.corpora.tokenizer import get_tokenizer, piece_named, settings_beside
 from megatron_port.ext.corpora.tokenizer import load as load_tokenizer
@@ -37,10 +38,9 @@ from megatron_port.ext.weights.readers import (
     check_base,
 )
 from megatron_port.run.document_starts import check_document_starts
-from megatron_port.tools.interop.hf_files import HFFolder, is_hf
+from megatron_port.run.saved_model import checkpoint_at, model_of, nothing_at, tuning_of
+from megatron_port.tools.interop.companions import KEPT, copy_companions
 from megatron_port.tools.interop.hf_tokenizer import kept_files
-from megatron_port.tools.interop.model_at import checkpoint_at, nothing_at
-from megatron_port.tools.interop.peft import PeftFolder
 from megatron_port.tools.interop.pinned import (
     FILES,
     PinnedChat,
@@ -52,8 +52,6 @@ from megatron_port.tools.interop.pinned import (
     tokenizer_in,
     trained_with,
 )
-from megatron_port.tools.interop.run_import import KEPT, copy_companions
-from megatron_port.tools.interop.sidecar import model_of, tuning_of
 
 if TYPE_CHECKING:
     from megatron_port.core.train.hooks import Session
@@ -134,17 +132,26 @@ def open_weights(path: Path | str, *, base: str = "", averaged: bool = False) ->
         CheckpointError: nothing with weights is there, it is damaged, or the frozen weights are others.
     """
     path = Path(path)
-    if averaged and (is_hf(path) or not path.exists()):
+    if averaged and (_is_hugging_face(path) or not path.exists()):
         raise CheckpointError(f"{path} is no checkpoint of a run, so it has no averaged weights; leave --ema out")
-    if is_hf(path):
-        folder = HFFolder(path)
+    if _is_hugging_face(path):
+        folder = _hugging_face(path)
         return Weights(path, folder.model, folder.read, None, "", path, lambda: None, notes=tuple(folder.notes))
     found = checkpoint_at(path)
     if found is not None:
         return _of_checkpoint(_opened(found, averaged), base)
     if (path / "config.json").is_file():
-        HFFolder(path)  # says what is wrong with it
+        _hugging_face(path)  # says what is wrong with it
     raise nothing_at(path)
+
+
+def _is_hugging_face(path: Path) -> bool:
+    return bool(PARTS.function("is a folder of Hugging Face")(path))
+
+
+def _hugging_face(path: Path) -> Any:
+    """Return the reader of a Hugging Face folder. Raises CheckpointError: it cannot be read."""
+    return PARTS.function("folder of Hugging Face")(path)
 
 
 def _opened(path: Path, averaged: bool) -> Checkpoint:
@@ -284,7 +291,7 @@ def carry_companions(source: Path, session: Session) -> None:
 
     Raises CheckpointError: on every rank: one of them is too large to be such a file.
     """
-    found = source if is_hf(source) else source.parent / KEPT
+    found = source if _is_hugging_face(source) else source.parent / KEPT
     kept = run_folder(session.config) / FOLDER / KEPT
 
     def carry() -> None:
@@ -305,7 +312,7 @@ def _with_adapters(config: RunConfig, read: StateReader) -> StateReader:
     begin = InitialAdapters(config.model, tuning, config.seed, read)
     if not tuning.adapters:
         return begin
-    folder = PeftFolder(tuning.adapters, config.model, tuning)
+    folder = PARTS.function("folder of PEFT")(tuning.adapters, config.model, tuning)
     return over_base(begin, folder.read, folder.adapters)
 
 

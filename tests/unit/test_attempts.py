@@ -15,24 +15,17 @@ from megatron_port.core.config.schema import LaunchConfig
 from megatron_port.core.dist.launchers import Fate, Job, attempt_name, clock_seconds, current_job, fate_of, job_record
 from megatron_port.core.errors import DataError, EnvironmentFault, LauncherFault
 from megatron_port.ext.telemetry.metrics import MetricsWriter
-from megatron_port.tools.launch import record as records
-from megatron_port.tools.launch import submit as continuation
-from megatron_port.tools.launch.attempts import (
-    HISTORY,
-    Attempt,
+from megatron_port.run.attempts import HISTORY, Attempt, read_history, steps_done
+from megatron_port.run.run_files import (
     AttemptOutcome,
-    after,
-    before,
-    first_srun_failure,
-    fruitless,
     read_failure,
-    read_history,
     read_outcome,
     record_failure,
-    refused_by_srun,
-    steps_done,
     write_outcome,
 )
+from megatron_port.tools.launch import record as records
+from megatron_port.tools.launch import submit as continuation
+from megatron_port.tools.launch.attempts import after, before, first_srun_failure, fruitless, refused_by_srun
 from megatron_port.tools.launch.submit import asked_fields, chain_command, continue_job
 
 LAUNCH = LaunchConfig()

@@ -28,7 +28,8 @@ from megatron_port.core.config.urls import local_path
 from megatron_port.core.errors import ConfigError, DataError
 from megatron_port.core.io.work import Tally
 from megatron_port.ext.corpora import fetch
-from megatron_port.ext.telemetry.run_state import ENDED, FAILED, FINISHED, NEW, SAVED, run_state
+from megatron_port.ext.telemetry.run_state import ENDED, FAILED, NEW, run_state
+from megatron_port.run.run_files import FINISHED, SAVED
 
 RUN = 'extends = "models/gpt-tiny"\nname = "mine"\noutput_dir = "{out}"\n[training]\nsteps = 7\n'
 

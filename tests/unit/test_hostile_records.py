@@ -15,7 +15,7 @@ from megatron_port.ext.corpora.chat_template import find_template, settings_of
 from megatron_port.ext.corpora.prepare import prepare
 from megatron_port.ext.corpora.tokenizer import get_tokenizer
 from megatron_port.run.identity import read_identity
-from megatron_port.tools.interop.run_import import copy_companions
+from megatron_port.tools.interop.companions import copy_companions
 
 
 @pytest.mark.parametrize("kind", ["parquet", "dictionary", "arrow"])

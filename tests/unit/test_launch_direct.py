@@ -22,9 +22,10 @@ from megatron_port.core.dist import processes
 from megatron_port.core.dist.lease import FOLDER, Holder, lease_file, this_process
 from megatron_port.core.dist.rank import LeaseLost, ProcessInfo
 from megatron_port.core.errors import ConfigError, DataError
+from megatron_port.run.attempts import read_history
+from megatron_port.run.run_files import AttemptOutcome, write_outcome
 from megatron_port.tools.launch import control, direct, status, submit
 from megatron_port.tools.launch import record as records
-from megatron_port.tools.launch.attempts import AttemptOutcome, read_history, write_outcome
 from megatron_port.tools.launch.script import Order
 
 INFO = ProcessInfo(0, 8, 0, 4, 0, 2, "n1", 1, "torchrun", "n1")

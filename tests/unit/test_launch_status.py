@@ -17,10 +17,11 @@ from megatron_port.cli.main import main
 from megatron_port.core.config.schema import LaunchConfig
 from megatron_port.core.dist.launchers import Job, QueueEntry
 from megatron_port.core.errors import ConfigError
+from megatron_port.run.run_files import AttemptOutcome, write_outcome
 from megatron_port.tools.launch import attempts as notify
 from megatron_port.tools.launch import control, status, sweep
 from megatron_port.tools.launch import record as records
-from megatron_port.tools.launch.attempts import AttemptOutcome, after, before, write_outcome
+from megatron_port.tools.launch.attempts import after, before
 from megatron_port.tools.launch.record import Planned, QueuedJob, Record
 
 NOW = 1e9

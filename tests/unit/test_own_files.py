@@ -44,10 +44,12 @@ from megatron_port.ext.telemetry import run_state
 from megatron_port.ext.telemetry.expert_file import read_rows as read_expert_rows
 from megatron_port.ext.telemetry.metrics import read_metrics
 from megatron_port.ext.telemetry.route_file import RouteFolder
+from megatron_port.run import attempts as history
+from megatron_port.run.attempts import Attempt
 from megatron_port.run.identity import Identity, read_identity
+from megatron_port.run.run_files import AttemptOutcome, Failure
 from megatron_port.tools.launch import attempts, control, direct, snapshot, status
 from megatron_port.tools.launch import record as records
-from megatron_port.tools.launch.attempts import Attempt, AttemptOutcome, Failure
 from megatron_port.tools.launch.record import Planned, QueuedJob, Record
 from megatron_port.tools.launch.submit import chain_command
 from megatron_port.tools.live.server import FollowedRun, document
@@ -109,7 +111,7 @@ def launched(folder: Path) -> None:
         status.cells(row)
         print_json(asdict(row))
     status.attempts_table(folder)
-    print_json([asdict(one) for one in attempts.read_history(folder)])
+    print_json([asdict(one) for one in history.read_history(folder)])
     [path.exists() for path in control.log_files(folder)]
     direct.only(folder)
 
@@ -274,7 +276,7 @@ CASES = [
 ]
 
 
-HISTORY = next(case for case in CASES if case.name == attempts.HISTORY)
+HISTORY = next(case for case in CASES if case.name == history.HISTORY)
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -403,7 +405,7 @@ def test_a_bad_line_costs_that_line_and_is_named(run: Path, capsys: pytest.Captu
     bad = [good[0] | {"step": None}, good[0] | {"time": "x"}, good[0] | {"attempt": 3}, [], good[1] | {"new": 1}]
     write(run / "attempts.jsonl", line_of(good[0], *bad[:4], bad[4]).encode())
     write(run / "outcome.json", b'{"attempt": "1.0", "status": "saved", "step": null}')
-    read = attempts.history_rows(run)
+    read = history.history_rows(run)
     assert [a.attempt for a in read.rows] == ["1.0", "2.0"] and read.bad == 4
     says = ("attempts.jsonl: 4 lines left out (line 2: step is null; expected an integer of less than 64 bits; line 3: "
             'time is "x"; expected a finite number; line 4: attempt is 3; expected a text; and 1 more)')

@@ -13,9 +13,8 @@ from megatron_port.core.config.schema import DataConfig, RunConfig
 from megatron_port.core.config.secrets import secret_name
 from megatron_port.core.errors import EnvironmentFault
 from megatron_port.core.io.logging import redact, redacted
-from megatron_port.tools.launch.attempts import read_failure, record_failure
+from megatron_port.run.run_files import add_event, read_failure, record_failure
 from megatron_port.tools.preflight.node_file import write_json
-from megatron_port.tools.watch.watch_report import add_event
 
 KEY = "d41d8cd98f00b204e9800998ecf8427e"
 ENVIRON = {"WANDB_API_KEY": KEY, "MEGATRON_PORT_SECRET": "0123456789abcdef", "HOME": "/home/somebody", "TOKEN": "short"}

@@ -12,7 +12,7 @@ import pytest
 from megatron_port.cli.main import main
 from megatron_port.core.checkpoint.disk import write_chunks
 from megatron_port.core.io.files import tighten, write_bytes, write_output
-from megatron_port.tools.launch.attempts import FINISHED, OUTCOME, AttemptOutcome, write_outcome
+from megatron_port.run.run_files import FINISHED, OUTCOME, AttemptOutcome, write_outcome
 
 
 @pytest.fixture(autouse=True)

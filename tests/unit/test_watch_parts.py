@@ -35,6 +35,7 @@ from megatron_port.core.dist.process import (
 from megatron_port.core.dist.processes import born, kill
 from megatron_port.core.dist.rank import ProcessInfo
 from megatron_port.core.io.logging import ranks_text
+from megatron_port.run.run_files import add_event
 from megatron_port.tools.watch import client as client_module
 from megatron_port.tools.watch import hub_process, wire
 from megatron_port.tools.watch import rules as judge
@@ -42,7 +43,7 @@ from megatron_port.tools.watch.client import Client, python_stacks
 from megatron_port.tools.watch.hub import Hub
 from megatron_port.tools.watch.hub_process import HubProcess
 from megatron_port.tools.watch.rules import Alarm, Beat, Rank, RankIdentity, Rules, Stragglers
-from megatron_port.tools.watch.watch_report import add_event, write_hang
+from megatron_port.tools.watch.watch_report import write_hang
 from megatron_port.tools.watch.wire import FOREIGN, waits_in
 
 # Messages.

@@ -38,12 +38,11 @@ from megatron_port.core.layers.step import StepContext, StepSlot
 from megatron_port.core.model.build import BuildContext, BuildOptions
 from megatron_port.core.model.decoder import GPTStage, Held, SharedLayers, shared_layers
 from megatron_port.core.model.fingerprint import fingerprint
+from megatron_port.core.registry import PARTS
 from megatron_port.ext.objectives.distillation import Objective as TokenTerms
 from megatron_port.ext.objectives.distillation import vocab_parallel_distillation
 from megatron_port.ext.objectives.stored_teacher import Stored
 from megatron_port.ext.objectives.teacher_file import StoredLogits
-from megatron_port.run.build import layers_by_chunk
-from megatron_port.run.weights import Weights, open_weights
 
 PREFIX = "teacher."
 """Before the names of the teacher's parameters."""
@@ -145,13 +144,14 @@ class DistillationObjective(Objective):
             yield read
             return
         weights = open_teacher(self.run)
+        teacher: StateReader = weights.read
 
         def both(
             name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...], /, *,
             out: torch.Tensor | None = None,
         ) -> torch.Tensor:
             if self.is_frozen(name):
-                return weights.read(name.removeprefix(PREFIX), kind, offset, shape, out=out)
+                return teacher(name.removeprefix(PREFIX), kind, offset, shape, out=out)
             return read(name, kind, offset, shape, out=out)
 
         try:
@@ -279,7 +279,7 @@ def _build_with_teacher(
         step=silent_slot(build.stream), dtype=build.dtype,
         options=BuildOptions(position_reset=objective.run.data.position_reset),
     )
-    teacher_layers = layers_by_chunk(run, topology)
+    teacher_layers = PARTS.function("layers by chunk")(run, topology)
     tables: dict[BuildContext, nn.Parameter] = {}
     held: dict[BuildContext, Held] = {}
 
@@ -323,8 +323,9 @@ def silent_slot(stream: DropoutStream) -> StepSlot:
     return out
 
 
-def open_teacher(config: RunConfig) -> Weights:
-    """Open ``distillation.teacher``; its model predicts one token ahead, whatever was trained with it.
+def open_teacher(config: RunConfig) -> Any:
+    """Open ``distillation.teacher`` (``run.weights.Weights``); its model predicts one token ahead,
+    whatever was trained with it.
 
     Raises:
         CheckpointError: nothing usable is there.
@@ -332,7 +333,7 @@ def open_teacher(config: RunConfig) -> Weights:
     """
     asked = config.distillation.teacher
     try:
-        weights = open_weights(asked)
+        weights = PARTS.function("weights at a path")(asked)
     except CheckpointError as error:
         raise CheckpointError(f'distillation.teacher = "{asked}": {error}') from None
     weights = replace(weights, model=as_teacher(weights.model))

@@ -5,42 +5,28 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_port.core.dist.lease import Life, life_of
 from megatron_port.core.io.files import open_regular, read_regular
-from megatron_port.core.io.typed_json import REQUIRED, Natural, Seconds, WrongContent, parse_json, read_optional, typed
+from megatron_port.core.io.typed_json import Natural, Seconds, WrongContent, parse_json, read_optional, typed
 from megatron_port.ext.telemetry.declared import known_metrics
 from megatron_port.ext.telemetry.metrics import FILE_NAME, decode
+from megatron_port.run.run_files import FINISHED, OUTCOME, SAVED, AttemptOutcome
 
 try:
     import tomllib
 except ImportError:  # Python 3.10
     import tomli as tomllib  # type: ignore[no-redef]
 
-RUNNING, FINISHED, SAVED, FAILED, ENDED, NEW = "running", "finished", "saved", "failed", "ended", "new"
-OUTCOME = "outcome.json"
+RUNNING, FAILED, ENDED, NEW = "running", "failed", "ended", "new"
 CONFIG_BYTES = 1 << 20
 """More than any config.toml has."""
 TAIL_BYTES = 1 << 16
 RECENT_S = 120.0
 """A run on a host that cannot be asked is taken to run if its last line is no older."""
-
-
-@dataclass(frozen=True)
-class AttemptOutcome:
-    """End of an attempt that reached its last step, or saved before it: ``outcome.json``."""
-
-    attempt: str = ""
-    status: str = field(default="", metadata=REQUIRED)
-    """finished | saved"""
-    step: Natural = field(default=0, metadata=REQUIRED)
-    """Optimizer steps done and committed."""
-    signal: str = ""
-    """The first signal, for ``saved``."""
-    time: Seconds = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

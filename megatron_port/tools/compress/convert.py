@@ -27,11 +27,12 @@ from megatron_port.core.errors import ConfigError
 from megatron_port.core.io.work import Advance, Tally, silent
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.shapes import LAST_STEP, buffer_shapes, parameter_shapes
+from megatron_port.run.saved_model import model_of
 from megatron_port.run.weights import Weights
 from megatron_port.tools.compress.axes import layer_of
+from megatron_port.tools.interop.companions import KEPT, copy_companions
 from megatron_port.tools.interop.export_dcp import Imported, commit_import, scratch
-from megatron_port.tools.interop.run_import import KEPT, MODEL_FILE, SLAB_BYTES, copy_companions, model_toml
-from megatron_port.tools.interop.sidecar import model_of
+from megatron_port.tools.interop.run_import import MODEL_FILE, SLAB_BYTES, model_toml
 from megatron_port.tools.interop.staged import Stage
 
 

@@ -23,6 +23,7 @@ from megatron_port.core.dist.record import BUFFER
 from megatron_port.core.errors import CheckpointError, DataError
 from megatron_port.core.io.work import Advance, Tally, silent
 from megatron_port.core.model.flops import parameter_count
+from megatron_port.run.saved_model import model_of
 from megatron_port.tools.interop.export_dcp import building
 from megatron_port.tools.interop.hf_check import Agreement, check_export
 from megatron_port.tools.interop.hf_config import family_for, hf_config
@@ -46,7 +47,6 @@ from megatron_port.tools.interop.pinned import (
     write_generation,
 )
 from megatron_port.tools.interop.run_import import SLAB_BYTES
-from megatron_port.tools.interop.sidecar import model_of
 
 SHARD_BYTES = 5_000_000_000
 CODES = {dtype: code for code, dtype in DTYPES.items()}

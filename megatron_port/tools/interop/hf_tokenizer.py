@@ -25,6 +25,7 @@ from megatron_port.ext.corpora.tokenizer import (
     settings_beside,
 )
 from megatron_port.ext.corpora.tokenizer_base import Tokenizer, added_ids, bos_of
+from megatron_port.tools.interop.companions import KEPT, TOKENIZER_FILES
 from megatron_port.tools.interop.pinned import (
     ADVICE,
     FILES,
@@ -42,7 +43,6 @@ from megatron_port.tools.interop.pinned import (
     tokenizer_in,
     trained_with,
 )
-from megatron_port.tools.interop.run_import import KEPT, TOKENIZER_FILES
 
 FILE = "tokenizer.json"
 _END = "<|endoftext|>"

@@ -19,9 +19,10 @@ from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.dist.record import BUFFER, WEIGHT
 from megatron_port.core.errors import CheckpointError
 from megatron_port.core.model.shapes import buffer_shapes, model_records, parameter_shapes
+from megatron_port.run.saved_model import model_of
 from megatron_port.tools.interop.export_dcp import Imported, dcp_key, saved_rule
 from megatron_port.tools.interop.inert import MAX_BYTES, Inert, read_inert
-from megatron_port.tools.interop.sidecar import model_of, read_sidecar
+from megatron_port.tools.interop.sidecar import read_sidecar
 from megatron_port.tools.interop.staged import Stage
 from megatron_port.tools.interop.unpickle import check_torch_file, first_line
 

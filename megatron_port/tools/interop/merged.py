@@ -10,8 +10,8 @@ from megatron_port.core.checkpoint.reader import Checkpoint
 from megatron_port.core.dist.record import WEIGHT
 from megatron_port.core.model.shapes import parameter_shapes
 from megatron_port.ext.weights.adapters import MergedWeights
+from megatron_port.run.saved_model import model_of, tuning_of
 from megatron_port.run.weights import open_base
-from megatron_port.tools.interop.sidecar import model_of, tuning_of
 
 
 class MergedCheckpoint(Checkpoint):

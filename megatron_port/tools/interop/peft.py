@@ -30,11 +30,11 @@ from megatron_port.core.io.typed_json import LARGEST, parse_json
 from megatron_port.ext.families import family_named
 from megatron_port.ext.weights.adapter_spec import MAGNITUDE, A, AdapterSpec, B, Part, parts_of, rows_of
 from megatron_port.ext.weights.adapters import adapters_by_weight, lengths_of, read_rows
+from megatron_port.run.saved_model import model_of, tuning_of
 from megatron_port.tools.interop.export_dcp import building
 from megatron_port.tools.interop.hf_config import family_for
 from megatron_port.tools.interop.hf_names import Mapped, hf_mapping
 from megatron_port.tools.interop.hf_runs import Run
-from megatron_port.tools.interop.sidecar import model_of, tuning_of
 
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."

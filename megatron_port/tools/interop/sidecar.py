@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_port.core.checkpoint.disk import write_text
 from megatron_port.core.checkpoint.reader import Checkpoint
-from megatron_port.core.config.fine_tuning import FineTuningConfig
-from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.errors import CheckpointError
 from megatron_port.core.io.files import read_regular
 from megatron_port.core.io.typed_json import parse_json
@@ -63,53 +61,3 @@ def read_sidecar(folder: Path) -> Sidecar | None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged: {type(error).__name__}: {error}") from None
     return Sidecar(**{key: body[key] for key in Sidecar.__dataclass_fields__})
-
-
-def model_of(config: dict[str, Any], where: str) -> ModelConfig:
-    """The ``model`` table of a saved configuration.
-
-    Raises:
-        CheckpointError: it has none, or one that this version does not understand; says how to give it.
-    """
-    table = config.get("model")
-    if not isinstance(table, dict):
-        raise CheckpointError(f"{where}: no model configuration is saved with it; give --model FILE.toml")
-    try:
-        model: ModelConfig = _typed(ModelConfig(), table, "model")
-        return model
-    except TypeError as error:
-        raise CheckpointError(f"{where}: damaged model configuration ({error}); give --model FILE.toml") from None
-
-
-def _typed(defaults: Any, table: dict[str, Any], name: str) -> Any:
-    """Return ``defaults`` with the fields of a table; others of it are left out. TypeError: a value of another type."""
-    known: dict[str, Any] = {}
-    for key in table.keys() & type(defaults).__dataclass_fields__.keys():
-        value, default = table[key], getattr(defaults, key)
-        if is_dataclass(default) and isinstance(value, dict):
-            value = _typed(default, value, f"{name}.{key}")
-        elif isinstance(value, list) and all(isinstance(entry, str) for entry in value):
-            value = tuple(value)  # JSON and TOML have arrays alone
-        if type(value) is not type(default) and not (isinstance(value, int) and isinstance(default, float)):
-            raise TypeError(f"{name}.{key} is {value!r}")
-        known[key] = value
-    return replace(defaults, **known)
-
-
-def tuning_of(config: Any, where: str) -> FineTuningConfig:
-    """Return the ``fine_tuning`` table of a saved configuration; without one no weights were frozen.
-
-    Raises:
-        CheckpointError: one that this version does not understand.
-    """
-    table = config.get("fine_tuning") if isinstance(config, dict) else None
-    if table is None:
-        return FineTuningConfig()
-    try:
-        values = {**table, "targets": tuple(map(str, table["targets"]))}
-        return FineTuningConfig(
-            method=values["method"], rank=int(values["rank"]), alpha=float(values["alpha"]),
-            rslora=bool(values["rslora"]), dropout=float(values["dropout"]), targets=values["targets"],
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{where}: damaged fine_tuning configuration ({error})") from None

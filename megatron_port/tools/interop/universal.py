@@ -28,9 +28,10 @@ from megatron_port.core.dist.record import BUFFER, StatePiece
 from megatron_port.core.errors import CheckpointError
 from megatron_port.core.model.shapes import buffer_shapes, parameter_shapes
 from megatron_port.core.optim.rules import AdamW
+from megatron_port.run.saved_model import model_of
 from megatron_port.tools.interop.export_dcp import Imported, building, tagged_folder, whole
 from megatron_port.tools.interop.names import Foreign, canonical_names, megatron_names
-from megatron_port.tools.interop.sidecar import model_of, read_sidecar, write_sidecar
+from megatron_port.tools.interop.sidecar import read_sidecar, write_sidecar
 from megatron_port.tools.interop.unpickle import check_torch_file, first_line
 
 DEEPSPEED_VERSION = "0.19.8"

@@ -1,8 +1,7 @@
-"""The starts of a run, one after another: what came before this one, and what should follow it.
+"""What came before a start of a run, and what should follow it.
 
-``attempts.jsonl`` in the run's folder has a line for each start and each end of a job. A job
-script calls :func:`before` ahead of srun and :func:`after` when srun has ended; a start without
-an end (the batch node died with its script) is completed by the next ``before``.
+A job script calls :func:`before` ahead of srun and :func:`after` when srun has ended; a start without an end (the batch
+node died with its script) is completed by the next ``before``.
 """
 
 from __future__ import annotations
@@ -10,118 +9,48 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import socket
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_port.core.config.schema import LaunchConfig
-from megatron_port.core.dist.launchers import LOCAL, Fate, Job
+from megatron_port.core.dist.launchers import Fate, Job
 from megatron_port.core.errors import (
     EXIT_CHECKPOINT,
     EXIT_CONFIG,
     EXIT_DATA,
     EXIT_ENVIRONMENT,
-    EXIT_INTERRUPTED,
     EXIT_NUMERICS,
     EXIT_OK,
     EXIT_REQUEUE,
     EnvironmentFault,
-    PortError,
 )
-from megatron_port.core.io.files import append_line, write_new, write_text
 from megatron_port.core.io.logging import redact
-from megatron_port.core.io.typed_json import Natural, Rows, Seconds, read_optional, read_rows
 from megatron_port.core.io.variables import variables
-from megatron_port.ext.telemetry.metrics import FILE_NAME, read_metrics
-from megatron_port.ext.telemetry.run_state import FINISHED, OUTCOME, SAVED, AttemptOutcome
-
-# What the ranks leave behind: how an attempt ended, and which failure came first.
-#
-# srun's exit code is the highest of its tasks' and says 143 when one task failed and the
-# others were ended for it, or 0 although ranks are lost. So the ranks themselves commit
-# two small files in the run's folder, and the job script reads those.
-#
-#     outcome.json             the last attempt's end: finished, or saved on a signal (rank 0)
-#     failures/ATTEMPT.json    the first failure of an attempt (whichever rank was first)
-#     failures/ATTEMPT.lost    the first rank that noticed that a peer had gone
-
-__all__ = ["FINISHED", "GONE", "OUTCOME", "SAVED", "AttemptOutcome", "Failure", "outcome_faults", "read_failure",
-           "read_outcome", "record_failure", "write_outcome"]
-FAILURES = "failures"
-MESSAGE_CHARACTERS = 4000
-GONE = "is gone at"
-"""In the watch's message about a rank that ended without a word (in ATTEMPT.lost: only its launcher knows why)."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Failure that ended an attempt, from the rank that failed first."""
-
-    attempt: str
-    rank: Natural
-    host: str
-    exit_code: Natural
-    message: str
-    time: Seconds = 0.0
-    permanent: bool = False
-    """Another attempt would meet it again (``PortError.permanent``)."""
-
-
-def write_outcome(run_folder: Path, outcome: AttemptOutcome) -> None:
-    """Commit ``outcome.json`` (rank 0, after the state it speaks of is on disk). Raises OSError."""
-    run_folder.mkdir(parents=True, exist_ok=True)
-    write_text(run_folder / OUTCOME, json.dumps(asdict(outcome)))
-
-
-def read_outcome(run_folder: Path) -> AttemptOutcome | None:
-    """Return the last committed outcome, of whatever attempt; None if there is none that can be read."""
-    return read_optional(run_folder / OUTCOME, AttemptOutcome)[0]
-
-
-def record_failure(
-    run_folder: Path, attempt: str, rank: int, error: BaseException, *, lost_peer: bool = False, host: str = ""
-) -> None:
-    """Keep this failure if no rank of the attempt was faster. Never raises: the failure itself matters more.
-    Outside of a job nothing is kept.
-
-    ``lost_peer``: this rank only noticed that another had gone; kept apart, as it is a consequence.
-    ``host``: of that rank; empty: this one.
-    """
-    if attempt == LOCAL:
-        return  # nobody reads it; the message is on the terminal
-    code = error.exit_code if isinstance(error, PortError) else 1
-    if isinstance(error, KeyboardInterrupt):
-        code = EXIT_INTERRUPTED
-    text = str(error) if isinstance(error, PortError) else f"{type(error).__name__}: {error}"
-    text = redact(text)[:MESSAGE_CHARACTERS]
-    permanent = isinstance(error, PortError) and error.permanent
-    failure = Failure(attempt, rank, host or socket.gethostname(), code, text, time.time(), permanent)
-    target = _failure_file(run_folder, attempt, lost_peer)
-    with contextlib.suppress(OSError):
-        if not target.exists():  # thousands of ranks may fail at once
-            target.parent.mkdir(parents=True, exist_ok=True)
-            write_new(target, json.dumps(asdict(failure)).encode())
-
-
-def read_failure(run_folder: Path, attempt: str, *, lost_peer: bool = False) -> Failure | None:
-    """Return the first failure of an attempt, if any rank could record it."""
-    return read_optional(_failure_file(run_folder, attempt, lost_peer), Failure)[0]
-
-
-def outcome_faults(run_folder: Path, attempt: str) -> list[str]:
-    """Return what is wrong with the outcome and the failures of an attempt, where one is there and not believed."""
-    found = [read_optional(run_folder / OUTCOME, AttemptOutcome)[1]]
-    found += [read_optional(_failure_file(run_folder, attempt, lost), Failure)[1] for lost in (False, True)]
-    return [fault for fault in found if fault]
-
-
-def _failure_file(run_folder: Path, attempt: str, lost_peer: bool) -> Path:
-    return run_folder / FAILURES / f"{attempt}.{'lost' if lost_peer else 'json'}"
-
+from megatron_port.run.attempts import (
+    FAILED,
+    HISTORY,
+    Attempt,
+    add_attempt,
+    close_lost,
+    failure_text,
+    history_rows,
+    read_history,
+    steps_done,
+)
+from megatron_port.run.run_files import (
+    FINISHED,
+    GONE,
+    SAVED,
+    AttemptOutcome,
+    Failure,
+    outcome_faults,
+    read_failure,
+    read_outcome,
+)
 
 # What srun itself said of a step: which task or node was lost first, or why no step was started.
 
@@ -179,38 +108,10 @@ def refused_by_srun(text: str) -> Refusal | None:
     return Refusal(f"srun did not start the ranks: {' / '.join(said[-2:])}", permanent)
 
 
-HISTORY = "attempts.jsonl"
-FAILED = "failed"
 FIRST_FAILURE = "first failure: "
 FOLLOWS = "and resumes from the last checkpoint"
 HOPELESS = (EXIT_CONFIG, EXIT_DATA, EXIT_CHECKPOINT, EXIT_NUMERICS)
 """Exit codes of faults that another attempt would meet again."""
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """Start of the run by a job, and its end."""
-
-    attempt: str
-    """JOB.RESTART; LAUNCHER.EPOCH of a direct start."""
-    series: str
-    """First job of the chain."""
-    nodes: str
-    """SLURM's node list; rank 0's host of a direct start."""
-    status: str = ""
-    """finished | saved | failed; empty: still running, or it ended without a word."""
-    step: Natural = 0
-    """Steps done when it ended."""
-    cause: str = ""
-    time: Seconds = 0.0
-    began: Seconds = 0.0
-    """Seconds since 1970."""
-    record: str = ""
-    """Number of its launch record."""
-    log: str = ""
-    """File of the job's output."""
-    node_count: Natural = 0
-    """Nodes of a direct start, of which ``nodes`` names the first; 0: count the names."""
 
 
 @dataclass(frozen=True)
@@ -225,44 +126,9 @@ class NextAction:
     """For the end of the log; the first failure is in the last lines."""
 
 
-def steps_done(run_folder: Path) -> int:
-    """Return the steps that the run's metrics contain; 0 without any."""
-    last = 0
-    with contextlib.suppress(OSError):
-        for record in read_metrics(run_folder / FILE_NAME):
-            last = int(record["step"])
-    return last
-
-
-def read_history(run_folder: Path) -> list[Attempt]:
-    """Return every attempt, oldest first; the line of an end replaces that of its start, whose
-    time, record and log it keeps. Lines that are none are left out (:func:`history_rows` counts them).
-    """
-    return history_rows(run_folder).rows
-
-
-def history_rows(run_folder: Path) -> Rows[Attempt]:
-    """Return :func:`read_history`, and which lines of the file were left out."""
-    read = read_rows(run_folder / HISTORY, Attempt)
-    found: dict[str, Attempt] = {}
-    for entry in read.rows:
-        start = found.get(entry.attempt, entry)
-        found[entry.attempt] = replace(
-            entry, began=entry.began or start.began, record=entry.record or start.record, log=entry.log or start.log
-        )
-    read.rows = list(found.values())
-    return read
-
-
 def faults(run_folder: Path, attempt: str) -> list[str]:
     """Return what is not believed of a run's attempts and of this one's outcome, as lines for the log."""
     return [*filter(None, [history_rows(run_folder).note()]), *outcome_faults(run_folder, attempt)]
-
-
-def add_attempt(run_folder: Path, entry: Attempt) -> None:
-    """Append a start or an end. Raises OSError."""
-    run_folder.mkdir(parents=True, exist_ok=True)
-    append_line(run_folder / HISTORY, json.dumps(asdict(entry)))
 
 
 @contextlib.contextmanager
@@ -298,33 +164,6 @@ def fruitless(history: Sequence[Attempt], series: str) -> list[Attempt]:
         elif entry.status in (FAILED, SAVED):
             last = [entry] if further else [*last, entry]
     return last
-
-
-def close_lost(
-    run_folder: Path, *, asking: str, nodes_down: Callable[[str], list[str]], now: float | None = None
-) -> list[Attempt]:
-    """Return the history; an attempt at its end that ended without a word is completed first.
-
-    Args:
-        asking: the attempt that asks, which is not lost.
-        nodes_down: SLURM node list → those of them that are down, described.
-    """
-    history = read_history(run_folder)
-    if history and not history[-1].status and history[-1].attempt != asking:
-        lost = history[-1]
-        now, outcome = time.time() if now is None else now, read_outcome(run_folder)
-        status, step, cause = FAILED, steps_done(run_folder), ""
-        own = outcome is not None and (
-            outcome.attempt == lost.attempt
-            or (outcome.attempt == LOCAL and lost.node_count > 0 and outcome.time >= lost.began)
-        )
-        if outcome is not None and own:
-            status, step, cause = outcome.status, outcome.step, outcome.signal
-        else:
-            cause = _silent_cause(run_folder, lost, nodes_down)
-        history[-1] = replace(lost, status=status, step=step, cause=cause, time=now)
-        add_attempt(run_folder, history[-1])
-    return history
 
 
 def before(
@@ -374,28 +213,6 @@ def _told(entry: Attempt) -> str:
     if entry.status == SAVED:
         return f"saved step {entry.step} and stopped ({entry.cause})"
     return f"failed after step {entry.step}: {entry.cause}"
-
-
-def _silent_cause(run_folder: Path, lost: Attempt, nodes_down: Callable[[str], list[str]]) -> str:
-    """Return the cause of an attempt whose job script did not reach its end."""
-    parts = []
-    failure = read_failure(run_folder, lost.attempt)
-    if failure is not None:
-        parts.append(_failure_text(failure))
-    down = nodes_down(lost.nodes)
-    if down:
-        parts.append(f"of its nodes {', '.join(down)} cannot run jobs now")
-    if not parts:
-        noticed = read_failure(run_folder, lost.attempt, lost_peer=True)
-        what = "process" if lost.node_count else "job script"
-        parts.append(f"its {what} was ended from outside")
-        parts += [_failure_text(noticed)] if noticed else []
-    return "; ".join(parts)
-
-
-def _failure_text(failure: Failure) -> str:
-    mark = f"rank {failure.rank} on {failure.host}: "
-    return failure.message if failure.message.startswith("rank ") else mark + failure.message
 
 
 def after(
@@ -520,7 +337,7 @@ def _cause(
     """Return what ended the attempt, and the exit code for it."""
     if failure is not None:
         permanent = failure.permanent or failure.exit_code in HOPELESS
-        return Cause(_failure_text(failure), failure.exit_code, permanent)
+        return Cause(failure_text(failure), failure.exit_code, permanent)
     first = first_srun_failure(srun_log)
     noticed = read_failure(run_folder, job.attempt, lost_peer=True)
     down = nodes_down(job.node_list)
@@ -530,9 +347,9 @@ def _cause(
         if refused is not None:  # with a node lost the allocation is smaller than the step: another start may do
             return Cause("; ".join([refused.text, *lost]), EXIT_ENVIRONMENT, refused.permanent and not down)
     if noticed is not None and (not first or "Exited with exit code" in first):
-        first = _failure_text(noticed)  # the rank that exited is the one that noticed
+        first = failure_text(noticed)  # the rank that exited is the one that noticed
     elif noticed is not None and GONE in noticed.message:
-        first = f"{first}; {_failure_text(noticed)}"  # srun knows why, the watch where
+        first = f"{first}; {failure_text(noticed)}"  # srun knows why, the watch where
     parts = [*([first] if first else []), *lost]
     if not parts and asked:
         parts.append(f"{asked} came before there was anything to save")

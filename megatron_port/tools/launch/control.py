@@ -10,9 +10,9 @@ from pathlib import Path
 from megatron_port.core.dist.launchers import QueueEntry, ask_queue, run_tool
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.io.files import open_regular
+from megatron_port.run.attempts import read_history
 from megatron_port.tools.launch import direct
 from megatron_port.tools.launch import record as records
-from megatron_port.tools.launch.attempts import read_history
 from megatron_port.tools.launch.submit import who
 
 ASK_S = 10.0

@@ -30,9 +30,10 @@ from megatron_port.core.dist.rank import LeaseLost, ProcessInfo
 from megatron_port.core.errors import PortError
 from megatron_port.core.io.files import write_output
 from megatron_port.core.io.logging import redact
+from megatron_port.run.attempts import FAILED, Attempt, add_attempt, close_lost, steps_done
+from megatron_port.run.run_files import read_outcome
 from megatron_port.tools.launch import record as records
 from megatron_port.tools.launch import snapshot
-from megatron_port.tools.launch.attempts import FAILED, Attempt, add_attempt, close_lost, read_outcome, steps_done
 from megatron_port.tools.launch.record import Planned, QueuedJob, Record
 
 BY = "command"

@@ -22,8 +22,9 @@ from megatron_port.core.io.typed_json import Rows
 from megatron_port.ext.telemetry.console import duration
 from megatron_port.ext.telemetry.declared import known_metrics
 from megatron_port.ext.telemetry.metrics import FILE_NAME, decode
+from megatron_port.run.attempts import HISTORY, Attempt, history_rows
+from megatron_port.run.run_files import FINISHED
 from megatron_port.tools.launch import record as records
-from megatron_port.tools.launch.attempts import FINISHED, HISTORY, Attempt, history_rows
 from megatron_port.tools.launch.direct import running
 from megatron_port.tools.launch.record import Planned, QueuedJob, RecordFault
 

@@ -30,7 +30,8 @@ from megatron_port.ext.telemetry.console import duration
 from megatron_port.ext.telemetry.declared import known_metrics
 from megatron_port.ext.telemetry.expert_file import FILE_NAME as EXPERTS
 from megatron_port.ext.telemetry.metrics import FILE_NAME, LINE_CHARACTERS, decode
-from megatron_port.ext.telemetry.run_state import FAILED, FINISHED, RUNNING, RunState, run_state
+from megatron_port.ext.telemetry.run_state import FAILED, RUNNING, RunState, run_state
+from megatron_port.run.run_files import EVENTS, FINISHED, RANKS
 from megatron_port.tools.charts.page import (
     LAYOUT,
     PICTURE,
@@ -47,7 +48,7 @@ from megatron_port.tools.charts.page import (
 )
 from megatron_port.tools.report.run_data import MetricsSums, RunData, read_around
 from megatron_port.tools.report.run_report import charts, event_table, expert_part, rank_spread, read_history, tiles
-from megatron_port.tools.watch.watch_report import EVENTS, NOW, RANKS
+from megatron_port.tools.watch.watch_report import NOW
 
 # The part of the live page about ranks: what each is doing, and where the time of a step goes.
 

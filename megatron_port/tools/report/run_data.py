@@ -19,7 +19,8 @@ from megatron_port.core.io.typed_json import Natural, Seconds, WrongContent, par
 from megatron_port.ext.telemetry.declared import known_metrics
 from megatron_port.ext.telemetry.metrics import FILE_NAME, read_metrics
 from megatron_port.ext.telemetry.run_facts import Fact, facts_of
-from megatron_port.ext.telemetry.run_state import CONFIG_BYTES, OUTCOME, AttemptOutcome, RunEvent
+from megatron_port.ext.telemetry.run_state import CONFIG_BYTES, RunEvent
+from megatron_port.run.run_files import IDENTITY, OUTCOME, AttemptOutcome
 
 try:
     import tomllib
@@ -27,10 +28,6 @@ except ImportError:  # Python 3.10
     import tomli as tomllib  # type: ignore[no-redef]
 
 T = TypeVar("T")
-IDENTITY = "run.json"
-"""Which run the folder is of."""
-PREVIOUS = "previous"
-"""Where the records of runs go that were in the folder before; each is a folder of a run."""
 LINE_BYTES = 1 << 20
 MOST_EVENTS = 10_000
 SAMPLE = 20_001

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_port.core.config.schema import WatchConfig
 from megatron_port.core.dist.process import END, PHASES, ProgressTracker
@@ -26,10 +26,10 @@ from megatron_port.core.dist.processes import born, kill
 from megatron_port.core.dist.rank import ProcessInfo
 from megatron_port.core.errors import PortError
 from megatron_port.tools.watch import wire
-from megatron_port.tools.watch.hub import STACK_SIGNAL
-from megatron_port.tools.watch.hub_process import HUB_STARTS_S, HubProcess
-from megatron_port.tools.watch.rules import PAUSE_S
-from megatron_port.tools.watch.wire import FOREIGN, Stack, Store, look_up, publish
+from megatron_port.tools.watch.wire import FOREIGN, HUB_STARTS_S, PAUSE_S, STACK_SIGNAL, Stack, Store, look_up, publish
+
+if TYPE_CHECKING:
+    from megatron_port.tools.watch.hub_process import HubProcess
 
 BEAT_S = 1.0
 CONNECT_S = 10.0
@@ -246,6 +246,8 @@ def watched(
     hub: HubProcess | None = None
     where: dict[str, Any] = {}
     if info.rank == 0:
+        from megatron_port.tools.watch.hub_process import HubProcess  # the other ranks start none
+
         try:
             hub = HubProcess(config, info, folder)
             hub.start()

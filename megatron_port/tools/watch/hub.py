@@ -18,7 +18,6 @@ import json
 import os
 import resource
 import selectors
-import signal
 import socket
 import sys
 import time
@@ -34,11 +33,11 @@ from megatron_port.core.dist.process import ignore_in_child
 from megatron_port.core.dist.processes import kill, out_of_memory_kills
 from megatron_port.core.errors import EnvironmentFault, HangError, PortError
 from megatron_port.core.io.logging import encodable, ranks_text, redact
-from megatron_port.tools.launch.attempts import record_failure
+from megatron_port.run.run_files import add_event, add_spread, record_failure
 from megatron_port.tools.watch import rules as judge
 from megatron_port.tools.watch import wire
 from megatron_port.tools.watch.rules import LAGS_S, Alarm, Beat, RankIdentity, Rules, Stragglers
-from megatron_port.tools.watch.watch_report import NowFile, add_event, add_spread, write_hang
+from megatron_port.tools.watch.watch_report import NowFile, write_hang
 from megatron_port.tools.watch.wire import Stack
 
 TICK_S = 0.25
@@ -56,8 +55,6 @@ LEAVE_S = 3.0
 """For the ranks to end; then those of this host are killed."""
 SPARE_FILES = 256
 """Descriptors beyond one per rank."""
-STACK_SIGNAL = signal.SIGUSR2
-"""Makes ``faulthandler`` write a stack into the connection, even where the interpreter is stuck."""
 
 
 class Link:
@@ -256,7 +253,7 @@ class Hub:
             self.collect_until = now + COLLECT_S
             self._order(wire.ASK)
             kill([(s.place.pid, s.place.born) for r, s in self.rules.ranks.items()
-                  if s.here and s.place.host == self.host and now - s.heard_at >= LAGS_S], STACK_SIGNAL)
+                  if s.here and s.place.host == self.host and now - s.heard_at >= LAGS_S], wire.STACK_SIGNAL)
         elif alarm.kind == "lost":
             hint = ""
             if out_of_memory_kills() > self.memory_kills:

@@ -23,8 +23,8 @@ from typing import Any
 from megatron_port.core.config.schema import WatchConfig
 from megatron_port.core.dist.discovery import is_loopback, is_own_address, own_addresses, resolve_host
 from megatron_port.core.dist.rank import ProcessInfo
+from megatron_port.tools.watch.wire import HUB_STARTS_S
 
-HUB_STARTS_S = 30.0
 HUB_ENDS_S = 5.0
 MOST_RESTARTS = 10
 """Restarts of the hub; a cause that kills it so often would kill the next one too."""

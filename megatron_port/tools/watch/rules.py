@@ -27,13 +27,11 @@ from megatron_port.core.dist.process import (
 )
 from megatron_port.core.errors import EXIT_ENVIRONMENT, EXIT_HANG
 from megatron_port.core.io.logging import ranks_text
-from megatron_port.tools.launch.attempts import GONE
-from megatron_port.tools.watch.wire import Stack, innermost, waits_in
+from megatron_port.run.run_files import GONE
+from megatron_port.tools.watch.wire import PAUSE_S, Stack, innermost, waits_in
 
 MARGIN_S = 1.5
 """A heartbeat is up to a second old, and stacks take a moment: so much earlier is a hang called."""
-PAUSE_S = 2.5
-"""The watch itself was stopped (with the whole job, mostly) if it slept longer than this."""
 GRACE_S = 0.7
 """Between the first sign of a failure and the verdict: the cause may arrive after a consequence."""
 AGREED_S = 2.0

@@ -11,13 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_port.core.dist.process import PHASES, describe
-from megatron_port.core.io.files import append_line, write_text
-from megatron_port.core.io.logging import ranks_text, redact, redacted
+from megatron_port.core.io.files import write_text
+from megatron_port.core.io.logging import ranks_text, redact
 from megatron_port.tools.watch.rules import LAGS_S, Diagnosis, Rank, doing
 from megatron_port.tools.watch.wire import Stack, stack_text
-
-EVENTS = "events.jsonl"
-RANKS = "ranks.jsonl"
 
 
 def write_hang(
@@ -61,23 +58,6 @@ def _state(state: Rank, now: float) -> str:
     if state.fault is not None:
         return f"; it failed: {state.fault.text.splitlines()[0][:200] if state.fault.text else ''}"
     return "; SILENT" if now - state.heard_at >= LAGS_S else ""
-
-
-def add_event(folder: Path, record: Mapping[str, object]) -> None:
-    """Append one line to ``events.jsonl``; the console has it too, so a disk that refuses it is passed over."""
-    _append(folder / EVENTS, record)
-
-
-def add_spread(folder: Path, record: Mapping[str, object]) -> None:
-    """Append one line to ``ranks.jsonl``: how the ranks' times differ."""
-    _append(folder / RANKS, record)
-
-
-def _append(path: Path, record: Mapping[str, object]) -> None:
-    line = json.dumps(redacted({"time": time.time(), **record}))
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        append_line(path, line, durable=False)
 
 
 # ``now.json``: what every rank is doing, by its last heartbeat; rewritten every few seconds while a run is watched.

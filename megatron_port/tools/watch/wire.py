@@ -13,6 +13,7 @@ import json
 import os
 import re
 import secrets
+import signal
 import stat
 import time
 from collections.abc import Sequence
@@ -36,6 +37,13 @@ ASK, LEAVE, SPEAK = "ask", "leave", "speak"
 """From the hub: send stacks; end at once; nobody else explains it, so tell your own error."""
 ALIVE, ROSTER = "alive", "roster"
 """From the hub: a word per second; to rank 0 also who each rank is, for the hub that would follow."""
+
+STACK_SIGNAL = signal.SIGUSR2
+"""Makes ``faulthandler`` write a stack into the connection, even where the interpreter is stuck."""
+PAUSE_S = 2.5
+"""The watch itself was stopped (with the whole job, mostly) if it slept longer than this."""
+HUB_STARTS_S = 30.0
+"""For a new hub to serve."""
 
 
 class WireError(Exception):
