@@ -81,7 +81,7 @@ def main() -> None:
     added = seconds(healthy, device, 5) / 100
     digest, weights = BitsHash(device), [p for _, p in engine.named_parameters()]
     check = seconds(lambda: torch.stack([digest(p) for p in weights]).sum().item(), device, 3)
-    state = 2 * seconds(lambda: (engine.state_check.verify(), engine.state_check.differing.item()), device, 3)
+    state = 2 * seconds(lambda: engine.watch.verify_state().item(), device, 3)
     interval = config.telemetry.replica_check_interval
     count = sum(p.numel() for p in weights)
     print(f"{count / 1e6:.1f} M parameters, {a.dtype}, {a.batch * a.seq} tokens per step, {device}")

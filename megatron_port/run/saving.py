@@ -49,7 +49,7 @@ class Saving:
             self._background = BackgroundSave(
                 peers_of(session.cpu_group), run_folder(session.config) / FOLDER,
                 keep=checkpoint.keep, verify=checkpoint.verify_saves,
-                compare=engine.state_check.interval > 0, note=session.logger.log, committer=self._committer,
+                compare=engine.state_check_interval > 0, note=session.logger.log, committer=self._committer,
             )
 
         self._mirror: Mirror | None = None

@@ -72,7 +72,7 @@ def _announce(state: LoopState, seconds: float, begun_at: Checkpoint | None) -> 
         f"recompute {'by plan' if c.activations.choices else c.activations.policy}, "
         f"{c.precision.dtype}, engine {c.engine}; model built in {seconds:.1f} s"
     )
-    interval = state.engine.state_check.interval
+    interval = state.engine.state_check_interval
     if interval != 1:
         log(f"state check every {interval} updates (numerics.state_check_interval)" if interval else "no state check")
     agreed(lambda: _claim_folder(state, begun_at) if state.session.is_rank_zero else None)

@@ -169,7 +169,7 @@ def save_state(engine: Engine, session: Session, at: Position, committer: Commit
         run_folder(config) / FOLDER, state_of(engine, config, at, records), engine.state_pieces(),
         keep=config.checkpoint.keep, peers=peers_of(session.cpu_group),
         expected=shapes_of(records), note=session.logger.log, verify=config.checkpoint.verify_saves,
-        compare=engine.state_check.interval > 0, committer=committer,
+        compare=engine.state_check_interval > 0, committer=committer,
     )
 
 

@@ -228,7 +228,7 @@ class Stub:
             config=config, cpu_group=None, info=SimpleNamespace(world_size=1, rank=0), is_rank_zero=True,
             logger=SimpleNamespace(log=self.lines.append),
         )
-        self.shapes, self.state_check = parameter_shapes(config.model), SimpleNamespace(interval=1)
+        self.shapes, self.state_check_interval = parameter_shapes(config.model), 1
 
     def state_pieces(self) -> list[StatePiece]:
         return [whole(name, torch.ones(shape)) for name, shape in self.shapes.items()]

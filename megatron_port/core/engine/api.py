@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
@@ -19,10 +19,7 @@ from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.dist.record import ParameterRecord, StatePiece, StateReader
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.step import StepSlot
-from megatron_port.core.optim.state_check import Damage, StateCheck
-
-if TYPE_CHECKING:
-    from megatron_port.core.engine.probe import Probe
+from megatron_port.core.optim.state_watch import Damage
 
 
 @dataclass(frozen=True)
@@ -74,11 +71,33 @@ class EvalResult:
         return self.loss_sum / self.tokens if self.tokens else math.nan
 
 
+class StepProbe(Protocol):
+    """Looks on while a step is run once more (``health.probe``); an engine calls it around each pass."""
+
+    def watch(self, module: torch.nn.Module) -> AbstractContextManager[None]:
+        """Look at the output of every submodule in the context."""
+
+    def forward(self, micro_batch: int, virtual: int | None = None) -> AbstractContextManager[None]:
+        """Watch the forward pass of a micro-batch in the context; ``virtual``: the stage, if not the rank's own."""
+
+    def loss(self, micro_batch: int, loss_sum: torch.Tensor) -> None:
+        """Take the sum of token losses of a micro-batch (last stage)."""
+
+    def after_backward(
+        self, micro_batch: int, gradients: Sequence[torch.Tensor | None], virtual: int | None = None
+    ) -> None:
+        """Take the sums that parameters hold after this micro-batch, and what goes to the stage before."""
+
+    def own_gradients(self, gradients: Sequence[tuple[ParameterRecord, torch.Tensor]]) -> None:
+        """Take this rank's gradients over all micro-batches, before any sum over ranks."""
+
+
 class Engine(Protocol):
     """A model, split as the layout says, that can take optimizer steps."""
 
-    state_check: StateCheck
-    """Hashes that :meth:`state_damage` compares."""
+    @property
+    def state_check_interval(self) -> int:
+        """Updates between the checks whose findings :meth:`state_damage` returns; 0: never."""
 
     @property
     def buffers(self) -> Sequence[tuple[ParameterRecord, torch.Tensor]]:
@@ -90,7 +109,7 @@ class Engine(Protocol):
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float, limits: StepLimits = NO_LIMITS,
-        probe: Probe | None = None,
+        probe: StepProbe | None = None,
     ) -> StepResult:
         """Take one optimizer step over this replica's micro-batches. ``step`` keys dropout.
 

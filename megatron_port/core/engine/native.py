@@ -7,7 +7,6 @@ the reference that every layout of either engine is compared with.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -24,7 +23,7 @@ from megatron_port.core.dist.mesh import REPLICAS
 from megatron_port.core.dist.process import REDUCE, ProgressTracker
 from megatron_port.core.dist.record import ParameterRecord, StatePiece, StateReader
 from megatron_port.core.engine import native_state
-from megatron_port.core.engine.api import NO_LIMITS, EvalResult, StepLimits, StepResult
+from megatron_port.core.engine.api import NO_LIMITS, EvalResult, StepLimits, StepProbe, StepResult
 from megatron_port.core.engine.loss_reduction import global_count, shared_sums
 from megatron_port.core.engine.module import buffer_pieces, load_buffers, recorded_parameters, zero_moments
 from megatron_port.core.engine.native_gradients import GradientSink, ShardTarget
@@ -51,21 +50,11 @@ from megatron_port.core.engine.native_step import (
     run_parts,
 )
 from megatron_port.core.engine.native_update import make_update
-from megatron_port.core.engine.probe import Probe
 from megatron_port.core.layers.step import AuxiliarySums, ModuleSums, StepSlot, Tallies
-from megatron_port.core.optim.bucket_memory import Bucket
 from megatron_port.core.optim.gradients import LossScaler, NormStatistics
 from megatron_port.core.optim.rules import StepNumbers, StepValues
-from megatron_port.core.optim.sharded import ShardedParameters
-from megatron_port.core.optim.state_check import Damage, StateCheck, check_of
+from megatron_port.core.optim.state_watch import Damage, StateWatch
 from megatron_port.core.registry import STEP_PARTS
-
-
-def _record_weights(check: StateCheck, sharded: weakref.ref[ShardedParameters], bucket: Bucket) -> None:
-    """Record a bucket's weights for the state check, once they have come from the other replicas."""
-    alive = sharded()
-    if check.recording and alive is not None:
-        check.record([alive.weight_tensor(bucket)])
 
 
 class NativeEngine:
@@ -105,12 +94,10 @@ class NativeEngine:
         if config.optimizer.ema_decay:
             self.average = STEP_PARTS.function("average of weights")(self.sharded, config.optimizer.ema_decay)
         self._losses: list[torch.Tensor] = []
-        self.state_check, self.gradient_check = check_of(config, ctx), self.sharded.check
-        self.gradient_check.interval = self.state_check.interval
+        self.watch: StateWatch = self.sharded.watch
+        if config.numerics.state_check_interval:
+            self.watch = self.sharded.watch = STEP_PARTS.function("state watch")(config, self.sharded)
         self._differing = 0
-        # Not a bound method: see GradientSink.
-        recording, sharded = self.state_check, weakref.ref(self.sharded)
-        self.sharded.on_gathered = lambda bucket: _record_weights(recording, sharded, bucket)
         self.recorded: RecordedParts | None = None
         self.parts = self._make_parts()
         if config.backend.graphs == "step":
@@ -129,7 +116,7 @@ class NativeEngine:
 
     def _make_parts(self) -> StepParts:
         """Return the parts of a step."""
-        sharded, ctx, progress, check = self.sharded, self.ctx, self.progress, self.state_check
+        sharded, ctx, progress = self.sharded, self.ctx, self.progress
         count = Count(
             self.objective, ctx, self.config.model.seq_length, self.values, self.scaler, self.norms, progress)
         self._mask = Mask(sharded)
@@ -138,9 +125,8 @@ class NativeEngine:
             RunPasses(self.pass_runner, sharded, self.sums, self.stage), Reduce(sharded, progress), self._mask,
             self._show, SumLoss(ctx, self.values, self.sums, progress), Norm(sharded, ctx, self.update, progress),
         ]
-        self._check, self._record = Check(sharded, check), Record(sharded, check)
-        apply = ApplyUpdate(self.update, self.values, self.average, self.chunks, self.sums, sharded, check)
-        return StepParts(count, gradients, self._check, apply, self._record)
+        apply = ApplyUpdate(self.update, self.values, self.average, self.chunks, self.sums, sharded)
+        return StepParts(count, gradients, Check(self.watch), apply, Record(self.watch))
 
     @property
     def on_gradients(self) -> GradientHook | None:
@@ -155,12 +141,11 @@ class NativeEngine:
         """Record steps by a ``kernels.step_graphs.Recorder`` and replay them, from the fourth on. Before the first
         step."""
         self.recorded = STEP_PARTS.function("recorded steps")(recorder, self.parts, self.sharded, seed=self.config.seed)
-        self.gradient_check.recorded = self._record.waits = True
-        self.sharded.on_gathered = lambda bucket: None  # recorded with the rest of the state, once all are gathered
+        self.watch.replays()
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float, limits: StepLimits = NO_LIMITS,
-        probe: Probe | None = None,
+        probe: StepProbe | None = None,
     ) -> StepResult:
         """Take one optimizer step (``engine.api.Engine``)."""
         if not self.stage.training:  # walking through all modules takes as long as a layer's launches
@@ -186,20 +171,21 @@ class NativeEngine:
             tallies={name: total.cpu() for name, total in state.totals.items()},
         )
 
+    @property
+    def state_check_interval(self) -> int:
+        """Updates between checks of the state; see ``engine.api.Engine``."""
+        return self.watch.interval
+
     def record_state(self) -> None:
         self.sharded.wait()
-        self._record.run()
+        self.watch.record_state()
 
     def state_damage(self, *, now: bool = False) -> Damage | None:
         """What changed since the last update; see ``engine.api.Engine``."""
         if now:
             self.sharded.wait()
-            self._check.run()
-            self._differing = int(self.state_check.differing)
-        if not self._differing:
-            return None
-        reduced = self.gradient_check.damage()  # first: the ranks whose copies differ meet
-        return self.state_check.damage() or reduced
+            self._differing = int(self.watch.verify_state())
+        return self.watch.damage() if self._differing else None
 
     def micro_batch_losses(self) -> Sequence[torch.Tensor]:
         """Scalars, last stage only; see ``engine.api.Engine``."""
@@ -263,7 +249,7 @@ class NativeEngine:
         if self.average is not None:
             self.average.restore(self.update.steps)
         self.scaler.load(scalars)
-        self._record.run()
+        self.watch.record_state()
 
     def load_weights(self, read: StateReader) -> None:
         """Set weights and buffers; optimizer state and counters start afresh."""

@@ -16,8 +16,8 @@ from megatron_port.core.data.objective import Objective
 from megatron_port.core.dist.collectives import to_device_async
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.process import BACKWARD, FORWARD, ProgressTracker
+from megatron_port.core.engine.api import StepProbe
 from megatron_port.core.engine.loss_reduction import term_counts
-from megatron_port.core.engine.probe import Probe
 from megatron_port.core.layers.linear import WgradAccumulator
 from megatron_port.core.layers.linear_kernels import QuantizedWeightCache
 from megatron_port.core.layers.step import ModuleSums, StepShared, StepSlot
@@ -138,7 +138,7 @@ class Passes:
 
     def __init__(
         self, chunks: Sequence[Any], ctx: ParallelContext, slot: StepSlot, progress: ProgressTracker, work: StepWork,
-        target: BackwardTarget, *, probe: Probe | None = None,
+        target: BackwardTarget, *, probe: StepProbe | None = None,
         filled_by: Mapping[Action, Action] = MappingProxyType({}),
     ) -> None:
         self.chunks, self.ctx, self.slot, self.progress = chunks, ctx, slot, progress
@@ -259,7 +259,7 @@ class PassRunner:
         self.quantized_weight_cache = QuantizedWeightCache()
 
     def run(
-        self, micro_batches: Sequence[MicroBatch], step: int, *, probe: Probe | None = None,
+        self, micro_batches: Sequence[MicroBatch], step: int, *, probe: StepProbe | None = None,
         keys: Sequence[torch.Tensor] = (),
     ) -> Passes:
         """Run all passes. ``keys``: of a recorded step."""

@@ -22,7 +22,7 @@ from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import REPLICAS
 from megatron_port.core.dist.process import OPTIMIZER, REDUCE, ProgressTracker
 from megatron_port.core.dist.record import ParameterRecord
-from megatron_port.core.engine.api import NO_LIMITS, StepLimits
+from megatron_port.core.engine.api import NO_LIMITS, StepLimits, StepProbe
 from megatron_port.core.engine.host_update import Update
 from megatron_port.core.engine.loss_reduction import (
     device_sums,
@@ -33,12 +33,11 @@ from megatron_port.core.engine.loss_reduction import (
     refused_loss,
 )
 from megatron_port.core.engine.native_passes import PassRunner
-from megatron_port.core.engine.probe import Probe
 from megatron_port.core.layers.step import ModuleSums
 from megatron_port.core.optim.gradients import LossScaler, NormStatistics, global_square_norm, owned_gradients
 from megatron_port.core.optim.rules import StepNumbers, StepValues
 from megatron_port.core.optim.sharded import ShardedParameters
-from megatron_port.core.optim.state_check import StateCheck
+from megatron_port.core.optim.state_watch import StateWatch
 
 GradientHook = Callable[[list[tuple[ParameterRecord, torch.Tensor]]], None]
 
@@ -71,7 +70,7 @@ class StepState:
     step: int
     lr: float = 0.0
     limits: StepLimits = NO_LIMITS
-    probe: Probe | None = None
+    probe: StepProbe | None = None
     """Looks on, in a replay of the step, whose update is not applied."""
     keys: Sequence[torch.Tensor] = ()
     """Memory with the dropout keys of each micro-batch's samples, in a recorded step."""
@@ -203,9 +202,9 @@ class Mask:
     def run(self, state: StepState) -> None:
         """Run the part."""
         if self.masks is not None and self.masks.some:
-            self.sharded.check.release(self.sharded.trained)
+            self.sharded.watch.release(self.sharded.trained)
             self.masks.apply()
-            self.sharded.check.record(self.sharded.trained)
+            self.sharded.watch.hold(self.sharded.trained)
 
 
 class Show:
@@ -255,14 +254,12 @@ class Norm:
 class Check:
     """Compares the state with what was recorded after the last update, before this one changes it."""
 
-    def __init__(self, sharded: ShardedParameters, check: StateCheck) -> None:
-        self.sharded, self.check = sharded, check
+    def __init__(self, watch: StateWatch) -> None:
+        self.watch = watch
 
-    def run(self, state: StepState | None = None) -> None:
+    def run(self, state: StepState) -> None:
         """Run the part."""
-        if self.check.recorded:
-            self.sharded.settle_state()
-            self.check.verify()
+        self.watch.verify_state()
 
 
 class ApplyUpdate:
@@ -270,57 +267,47 @@ class ApplyUpdate:
 
     def __init__(
         self, update: Update, values: StepValues, average: Average | None, chunks: Sequence[Any],
-        sums: ModuleSums, sharded: ShardedParameters, check: StateCheck,
+        sums: ModuleSums, sharded: ShardedParameters,
     ) -> None:
         self.update, self.values, self.average, self.chunks, self.sums = update, values, average, chunks, sums
-        self.gradient_check, self.check, self.world = sharded.check, check, sharded.ctx.world_group
+        self.watch, self.world = sharded.watch, sharded.ctx.world_group
 
     def run(self, state: StepState) -> None:
         """Run the part."""
-        self.gradient_check.verify()
+        self.watch.verify_gradients()
         norm, refused = self.update.step(state.square, self.values, veto=state.veto)
         if self.average is not None:
             self.average.update(refused)
         state.totals = self.sums.tallies.totals(self.world) if self.sums.tallies.specs else {}
         for chunk in self.chunks if state.totals else ():
             chunk.after_update(state.totals, refused)
-        differing = self.check.differing + self.gradient_check.differing
         loss_sum, counted = state.sums
         state.outcome = pack_outcome(
-            state.auxiliary, loss_sum=loss_sum, counted=counted, norm=norm, skipped=refused, differing=differing
+            state.auxiliary, loss_sum=loss_sum, counted=counted, norm=norm, skipped=refused,
+            differing=self.watch.differing,
         )
 
 
 class Record:
-    """Hashes what this rank owns after an update; its weights too, unless a gather is still to bring them.
+    """Takes the state after an update, to compare it before the next."""
 
-    ``waits``: recorded steps gather weights at their beginning, so that they are waited for.
-    """
+    def __init__(self, watch: StateWatch) -> None:
+        self.watch = watch
 
-    def __init__(self, sharded: ShardedParameters, check: StateCheck) -> None:
-        self.sharded, self.check, self.waits = sharded, check, False
-
-    def run(self, state: StepState | None = None, *, gathering: bool = False) -> None:
-        """Run the part. ``gathering``: weights are yet to be gathered."""
-        if self.check.begin():
-            self.sharded.settle_state()
-            self.check.record(self.sharded.owned_tensors())
-            if self.waits and not gathering:
-                self.sharded.wait()
-            # Experts that no other rank holds are not gathered.
-            here = [b for b in self.sharded.buckets if not gathering or b.plan.frozen or b.shards == 1]
-            self.check.record(self.sharded.weight_tensor(b) for b in here)
+    def run(self, state: StepState) -> None:
+        """Run the part."""
+        self.watch.record_state()
 
 
 class RecordAndGather:
     """Hashes the state and starts to gather the updated weights, beside the next step's first passes."""
 
-    def __init__(self, record: Record, sharded: ShardedParameters) -> None:
-        self.record, self.sharded = record, sharded
+    def __init__(self, sharded: ShardedParameters) -> None:
+        self.sharded = sharded
 
     def run(self, state: StepState) -> None:
         """Run the part."""
-        self.record.run(gathering=self.sharded.gathers_after_update)
+        self.sharded.watch.record_state(gathering=self.sharded.gathers_after_update)
         self.sharded.start_gather()
 
 
@@ -333,11 +320,11 @@ class StepParts:
     """From the passes to the gradient norm."""
     check: StepPart
     apply: StepPart
-    record: Record
+    record: StepPart
 
     def plain(self, sharded: ShardedParameters) -> list[StepPart]:
         """Return the parts of a step, in order."""
-        return [self.count, *self.gradients, self.check, self.apply, RecordAndGather(self.record, sharded)]
+        return [self.count, *self.gradients, self.check, self.apply, RecordAndGather(sharded)]
 
 
 class RecordedParts(Protocol):

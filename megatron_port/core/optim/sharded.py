@@ -49,7 +49,7 @@ from megatron_port.core.optim.buckets import (
 )
 from megatron_port.core.optim.gradients import all_reduce_flat
 from megatron_port.core.optim.rules import ADAMW, OptimizerRule, StateLayout, state_layouts
-from megatron_port.core.optim.state_check import ReductionCheck, StateEntry, StateTensor
+from megatron_port.core.optim.state_watch import StateWatch
 from megatron_port.core.optim.zero3 import UnitGather, WeightSharding
 from megatron_port.core.registry import STEP_PARTS
 
@@ -99,12 +99,9 @@ class ShardedParameters:
         trained, frozen = self._plans(chunks, first, {self._index[id(p)] for p in shared}, settings.capacity)
         self._make_buckets(trained, frozen, settings.sharding, offload)
         self._make_shards()
-        self.on_gathered: Callable[[Bucket], None] = lambda bucket: None
-        """Called when a bucket's weights have come (on a GPU: in the stream's order)."""
+        self.watch = StateWatch(ctx.device)
+        """Looks at gradients and weights on their way."""
         self._make_rounds(trained, [c for c, chunk in enumerate(chunks) for unit in chunk for _ in unit])
-        self.check: ReductionCheck = STEP_PARTS.function("gradient check")(
-            self.trained, self._owned, ctx, dtype=self.reduce_dtype
-        )
         self._hold = self._deferred = False
         self._open: list[Bucket] = []
         self._reducing: deque[Bucket] = deque()
@@ -178,10 +175,6 @@ class ShardedParameters:
         """Weights alone, which are their own masters."""
         self.reduced = [one for bucket in self.trained for one in self._reduced(bucket)]
         """State of rows and columns of all parameters of this rank's buckets."""
-        self._owned: dict[int, list[StateEntry]] = {id(bucket): [] for bucket in self.buckets}
-        for bucket, f in owned:
-            entry = StateEntry(f.at - bucket.own.start, f.numel, self.parameters[f.index][0].name, f.start)
-            self._owned[id(bucket)].append(entry)
 
     def _make_rounds(self, trained: Sequence[BucketPlan], chunk_of: Sequence[int]) -> None:
         """Group buckets by when they are reduced: stage 1 has one round a step, of every bucket; stage 2 one a backward
@@ -222,24 +215,10 @@ class ShardedParameters:
 
     # -- state -------------------------------------------------------------------------------------------------------
 
-    def weight_tensor(self, bucket: Bucket) -> StateTensor:
-        """Return the weights of a bucket that stay from one step to the next, for checks: all, including other
-        replicas' shards, or under stage 3 this rank's shard."""
-        if self.unit_gather is not None:
-            return StateTensor("weight", bucket.shard, self._owned[id(bucket)])
-        entries = [StateEntry(s.start, s.numel, self.parameters[s.index][0].name, 0) for s in bucket.plan.slots]
-        return StateTensor("weight", bucket.weights, entries)
-
-    def owned_tensors(self) -> Iterator[StateTensor]:
-        """Return this rank's masters (where they are not the weights) and state; call :meth:`settle_state` before."""
-        for bucket in self.trained:
-            entries = self._owned[id(bucket)]
-            if bucket.masters is not bucket.shard:
-                yield StateTensor("fp32 master", bucket.masters, entries)
-            for kind, flat in bucket.state.items():
-                ranges = bucket.layouts[kind].ranges
-                named = [StateEntry(r.at, r.numel, self.parameters[r.index][0].name, r.start) for r in ranges]
-                yield StateTensor(kind.name, flat, named)
+    @property
+    def whole(self) -> bool:
+        """Whether a rank holds all weights from one step to the next, including other replicas' shards."""
+        return self.unit_gather is None
 
     def loaded(self, on_final: Callable[[Any], None]) -> None:
         """Note that weights, masters and state were set from outside. ``on_final``: changes the final gradients of a
@@ -262,7 +241,7 @@ class ShardedParameters:
         """Clear the gradients of a step. ``early``: reduce buckets as they fill up; else all at the end, for which
         stage 2 needs, this once, as much memory as stage 1."""
         self._hold = not early
-        self.check.begin(early=early)
+        self.watch.begin(early=early)
         for bucket in self.trained:
             access(COMPUTE, "sums are cleared", writes=[bucket.sums])
         clear([view for bucket in self.trained for view in bucket.begin()])
@@ -358,7 +337,7 @@ class ShardedParameters:
         flat = bucket.gradients
         if self.reduce_dtype != flat.dtype:
             bucket.narrow = flat = flat.to(self.reduce_dtype)
-        self.check.starting(bucket, flat)
+        self.watch.starting(bucket, flat)
         if bucket.shards == 1:
             work = dist.all_reduce(flat, group=group, async_op=True)
         else:
@@ -379,7 +358,7 @@ class ShardedParameters:
         reduced = bucket.gradients[bucket.own] if bucket.narrow is None else bucket.narrow[bucket.own]
         if not bucket.lasting:
             assert self.grad_buffer_pool is not None
-            self.check.release([bucket])
+            self.watch.release([bucket])
             bucket.add_reduced(reduced)
             if bucket.grad_buffer is None:
                 self.grad_buffer_pool.release(bucket.gradients)
@@ -390,7 +369,7 @@ class ShardedParameters:
         plan = bucket.plan
         if self.offload is not None and bucket.lasting and not (plan.copies or plan.partial or plan.tied):
             self.offload.reduced(bucket)  # nothing will be added to these sums
-        self.check.record([bucket])
+        self.watch.hold([bucket])
         return True
 
     @torch.no_grad()
@@ -403,9 +382,9 @@ class ShardedParameters:
             pass
         if self.grad_buffer_pool is not None:
             self.grad_buffer_pool.trim()
-        self.check.reduced(self.trained)
+        self.watch.reduced(self.trained)
         self._sum_further()
-        self.check.record(self.trained)
+        self.watch.hold(self.trained)
 
     def _sum_further(self) -> None:
         """Sum this rank's shards over the replicas of the shards, along the model's axes where they are partial, and
@@ -493,7 +472,7 @@ class ShardedParameters:
             if bucket.gathering is not None:
                 bucket.gathering.wait()
                 bucket.gathering = None
-                self.on_gathered(bucket)
+                self.watch.gathered(bucket)
             access(COMPUTE, "weights are used", reads=[bucket.weights])
 
     def wait_before(self, unit: nn.Module) -> None:

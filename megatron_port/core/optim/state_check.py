@@ -13,9 +13,9 @@ The hashes stay on the device; a step's single host synchronisation brings the n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -23,6 +23,7 @@ from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import REPLICAS
 from megatron_port.core.dist.row_hashes import ROW, RowHashes, one_word, row_factors
+from megatron_port.core.optim.state_watch import StateTensor
 
 NAMED = 4
 """Tensors and rows that a message names at most."""
@@ -49,28 +50,6 @@ def check_of(config: RunConfig, ctx: ParallelContext) -> StateCheck:
     tokens = config.batch.global_batch_size * config.model.seq_length // ctx.size(*REPLICAS)
     setting = config.numerics.state_check_interval
     return StateCheck(ctx.device, chosen_interval(setting, tokens=tokens, device=ctx.device))
-
-
-class StateEntry(NamedTuple):
-    """Range of a parameter in a flat tensor."""
-
-    start: int
-    """First element, in the flat tensor."""
-    numel: int
-    name: str
-    """Canonical name of the parameter."""
-    offset: int
-    """Position of the element in the parameter's flattened local tensor."""
-
-
-@dataclass(frozen=True)
-class StateTensor:
-    """A flat tensor of the state. ``kind``: weight, fp32 master, exp_avg or exp_avg_sq."""
-
-    kind: str
-    flat: torch.Tensor
-    """1-D and contiguous, of 2, 4 or 8 bytes per element."""
-    entries: Sequence[StateEntry]
 
 
 @dataclass(frozen=True)
@@ -210,39 +189,3 @@ def _bit(byte: int, change: int, flat: torch.Tensor) -> str:
     if abs(change).bit_count() != 1:
         return ""
     return f", bit {8 * (byte % flat.element_size()) + (abs(change).bit_length() - 1) % 8}"
-
-
-class ReductionCheck(Protocol):
-    """Looks at reduced gradients from their reduction to the update (``health.gradient_check``). Nothing waits for the
-    device but :meth:`damage`."""
-
-    interval: int
-    """Steps between checks; 0: never."""
-    recorded: bool
-    """Steps are recorded and replayed: their reductions cannot be looked at, copies can."""
-    differing: torch.Tensor
-    """Rows and copies that differed in any check so far, int64 on the device."""
-
-    def begin(self, *, early: bool) -> None:
-        """Begin a step; ``early`` False: a replay, which changes nothing."""
-
-    def starting(self, bucket: Any, flat: torch.Tensor) -> None:
-        """Look at gradients that are about to be reduced to shards."""
-
-    def record(self, buckets: Sequence[Any]) -> None:
-        """Hash reduced gradients that nobody may change until they are released."""
-
-    def release(self, buckets: Sequence[Any]) -> None:
-        """Compare held gradients with their hashes: something is to be added to them, or the update reads them."""
-
-    def reduced(self, buckets: Sequence[Any]) -> None:
-        """Check the first sums of a step, all of which are complete, before any further ones."""
-
-    def verify(self) -> None:
-        """Release everything and compare copies over their groups: right before the update. Collective."""
-
-    def verify_recorded(self) -> None:
-        """Compare copies after the passes of a recorded step. Collective."""
-
-    def damage(self) -> Damage | None:
-        """Return what this rank has to say of the last step that was checked; None: nothing."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_port.core.io.logging import Logger
     from megatron_port.core.layers.providers import Providers
     from megatron_port.core.optim.schedules import BatchSchedule
-    from megatron_port.core.optim.state_check import Damage
+    from megatron_port.core.optim.state_watch import Damage
     from megatron_port.ext.health.anomaly import Anomaly
     from megatron_port.ext.health.numerics import NumericsGuard
 

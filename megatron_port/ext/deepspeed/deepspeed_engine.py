@@ -21,7 +21,7 @@ from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import REPLICAS
 from megatron_port.core.dist.process import REDUCE, ProgressTracker
 from megatron_port.core.dist.record import ParameterRecord, StatePiece, StateReader
-from megatron_port.core.engine.api import NO_LIMITS, EvalResult, StepLimits, StepResult
+from megatron_port.core.engine.api import NO_LIMITS, EvalResult, StepLimits, StepProbe, StepResult
 from megatron_port.core.engine.loss_reduction import (
     device_sums,
     global_count,
@@ -31,13 +31,13 @@ from megatron_port.core.engine.loss_reduction import (
     shared_sums,
 )
 from megatron_port.core.engine.module import buffer_pieces, load_buffers, recorded_parameters, zero_moments
-from megatron_port.core.engine.probe import Probe
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.layers.linear_kernels import QuantizedWeightCache
 from megatron_port.core.layers.step import AuxiliarySums, ModuleSums, StepShared, StepSlot, Tallies
 from megatron_port.core.optim.gradients import LossScaler, reduce_partial_gradients, reduce_tied_gradients_first
 from megatron_port.core.optim.rules import grouped
-from megatron_port.core.optim.state_check import Damage, check_of
+from megatron_port.core.optim.state_watch import Damage
+from megatron_port.core.registry import STEP_PARTS
 from megatron_port.ext.deepspeed.prepare import prepare_deepspeed
 
 # The JSON that DeepSpeed wants, generated from our configuration and locked to what is right.
@@ -166,11 +166,11 @@ class DeepSpeedEngine:
         self._auxiliary: dict[str, float] = {}
         self._losses: list[torch.Tensor] = []
         self._limits = NO_LIMITS
-        self._probe: Probe | None = None
+        self._probe: StepProbe | None = None
         self._tokens = 0.0
-        self._sums: list[float] = []
+        self._loss_sum = self._counted = 0.0
         self._refused = False
-        self.state_check = check_of(config, ctx)
+        self.state_check: Any = STEP_PARTS.function("state check")(config, ctx)
         self._differing = 0.0
         self._loss_total = torch.zeros((), dtype=torch.float64, device=ctx.device)
         micro_batches = config.batch.global_batch_size // (config.batch.micro_batch_size * ctx.size("dp"))
@@ -296,11 +296,10 @@ class DeepSpeedEngine:
         self.state_check.verify()
         sums = device_sums([self._loss_total, self._tokens / self.ctx.size(*REPLICAS)], self.ctx)
         auxiliary = reduced_auxiliary(self.sums.auxiliary, self.ctx)
-        *self._sums, self._differing = torch.stack(
-            [*auxiliary.double(), *sums, self.state_check.differing.double()]
-        ).tolist()
-        self._auxiliary = dict(zip(self.sums.auxiliary.names, self._sums))
-        self._sums = self._sums[len(self._auxiliary) :]
+        # The step's host synchronisation before the norm: all numbers in one copy.
+        numbers = torch.stack([*sums, self.state_check.differing.double(), *auxiliary.double()]).tolist()
+        self._loss_sum, self._counted, self._differing = numbers[:3]
+        self._auxiliary = dict(zip(self.sums.auxiliary.names, numbers[3:]))
         if self.on_gradients is None:
             return
         scale = self._divisor
@@ -324,11 +323,11 @@ class DeepSpeedEngine:
 
     @property
     def _mean_loss(self) -> float:
-        return self._sums[0] / max(self._sums[1], 1.0)
+        return self._loss_sum / max(self._counted, 1.0)
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], *, step: int, lr: float, limits: StepLimits = NO_LIMITS,
-        probe: Probe | None = None,
+        probe: StepProbe | None = None,
     ) -> StepResult:
         """Take one optimizer step (``engine.api.Engine``)."""
         count = len(micro_batches)
@@ -361,10 +360,15 @@ class DeepSpeedEngine:
             self.scaler.account(self._mean_loss, norm, applied=not (overflow or self._refused))
             self._push_scale()
         return StepResult(
-            loss=self._mean_loss, tokens=round(self._sums[1]), grad_norm=None if overflow else norm,
+            loss=self._mean_loss, tokens=round(self._counted), grad_norm=None if overflow else norm,
             skipped=overflow or self._refused, loss_scale=used_scale, auxiliary=self._auxiliary,
             tallies={name: total.cpu() for name, total in totals.items()},
         )
+
+    @property
+    def state_check_interval(self) -> int:
+        """Updates between checks of the state; see ``engine.api.Engine``."""
+        return int(self.state_check.interval)
 
     def record_state(self) -> None:
         """Hash what this rank holds; see ``engine.api.Engine``. After an update its weights have been gathered."""
@@ -376,7 +380,8 @@ class DeepSpeedEngine:
         if now:
             self.state_check.verify()
             self._differing = float(self.state_check.differing)
-        return self.state_check.damage() if self._differing else None
+        found: Damage | None = self.state_check.damage() if self._differing else None
+        return found
 
     def micro_batch_losses(self) -> Sequence[torch.Tensor]:
         """Scalars, last stage only; see ``engine.api.Engine``."""

@@ -30,7 +30,8 @@ from megatron_port.core.dist.mesh import Factors
 from megatron_port.core.dist.row_hashes import RowHashes, odd_ones
 from megatron_port.core.io.logging import ranks_text
 from megatron_port.core.optim.bucket_memory import Bucket
-from megatron_port.core.optim.state_check import Change, Damage, StateEntry, StateTensor, damage_of
+from megatron_port.core.optim.state_check import Change, Damage, damage_of
+from megatron_port.core.optim.state_watch import StateEntry, StateTensor
 
 SUM_ROW = 512
 """Elements with one checksum: two numbers of 8 bytes are reduced for 2 KiB of gradients."""
@@ -88,15 +89,14 @@ class GradientCheck:
         buckets: those that are trained.
         entries: by ``id`` of a bucket, where its parameters are in its ``sums``.
         dtype: of gradients between replicas.
+        interval: steps between checks; 0: never.
     """
 
     def __init__(
         self, buckets: Sequence[Bucket], entries: Mapping[int, Sequence[StateEntry]], ctx: ParallelContext, *,
-        dtype: torch.dtype,
+        dtype: torch.dtype, interval: int,
     ) -> None:
-        self._dtype, self._ctx = dtype, ctx
-        self.interval = 0
-        """Steps between checks; 0: never."""
+        self._dtype, self._ctx, self.interval = dtype, ctx, interval
         self.active = False
         """Whether this step is checked."""
         self.recorded = False

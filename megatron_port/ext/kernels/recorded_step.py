@@ -11,7 +11,7 @@ from megatron_port.core.engine.native_step import StepPart, StepParts, StepState
 from megatron_port.core.engine.step_inputs import StepInputs
 from megatron_port.core.layers.dropout import sample_keys
 from megatron_port.core.optim.sharded import ShardedParameters
-from megatron_port.core.optim.state_check import ReductionCheck
+from megatron_port.core.optim.state_watch import StateWatch
 from megatron_port.ext.kernels.step_graphs import Recorder, StepGraphs
 
 
@@ -52,12 +52,12 @@ class ReplayGradients:
 class CheckReplayed:
     """Looks at what a replay has found in the gradients."""
 
-    def __init__(self, check: ReductionCheck) -> None:
-        self.check = check
+    def __init__(self, watch: StateWatch) -> None:
+        self.watch = watch
 
     def run(self, state: StepState) -> None:
         """Run the part."""
-        self.check.verify_recorded()
+        self.watch.verify_replayed()
 
 
 class ReplayUpdate:
@@ -120,5 +120,5 @@ class RecordedSteps:
         gradients: list[StepPart] = [Gather(sharded), *plain.gradients]
         return [
             plain.count, ReplayGradients(graphs, gradients, sharded, self.seed), plain.check,
-            CheckReplayed(sharded.check), ReplayUpdate(graphs, plain.apply), *ending,
+            CheckReplayed(sharded.watch), ReplayUpdate(graphs, plain.apply), *ending,
         ]

@@ -1,0 +1,136 @@
+"""Checks of gradients and state in the native engine's steps: what looks where the core's ``StateWatch`` does not."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.optim.bucket_memory import Bucket
+from megatron_port.core.optim.buckets import shard_ranges
+from megatron_port.core.optim.sharded import ShardedParameters
+from megatron_port.core.optim.state_check import check_of
+from megatron_port.core.optim.state_watch import Damage, StateEntry, StateTensor, StateWatch
+from megatron_port.ext.health.gradient_check import GradientCheck
+
+
+class CheckedState(StateWatch):
+    """Hashes of one rank's state and checks of its reduced gradients, at the interval that a run asks for.
+
+    It keeps no ``ShardedParameters``, which keep it: a cycle of references would keep process groups alive.
+    """
+
+    def __init__(self, config: RunConfig, sharded: ShardedParameters) -> None:
+        self._sharded = weakref.ref(sharded)
+        self._entries = {id(bucket): _entries(sharded, bucket) for bucket in sharded.buckets}
+        """By bucket: where its parameters are in this rank's part."""
+        self.state = check_of(config, sharded.ctx)
+        self.interval = self.state.interval
+        self.gradients = GradientCheck(
+            sharded.trained, self._entries, sharded.ctx, dtype=sharded.reduce_dtype, interval=self.interval
+        )
+
+    @property
+    def differing(self) -> torch.Tensor:
+        """Rows and copies that differed in any check so far, an int64 scalar on the device."""
+        return self.state.differing + self.gradients.differing
+
+    @property
+    def _parameters(self) -> ShardedParameters:
+        sharded = self._sharded()
+        assert sharded is not None, "a check after its engine's end"
+        return sharded
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def begin(self, *, early: bool) -> None:
+        """Begin a step; ``early`` False: a replay, which changes nothing."""
+        self.gradients.begin(early=early)
+
+    def starting(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        """Take the rows' sums of gradients that are about to be reduced to shards."""
+        self.gradients.starting(bucket, flat)
+
+    def hold(self, buckets: Sequence[Bucket]) -> None:
+        """Hash reduced gradients that nobody may change until they are released."""
+        self.gradients.record(buckets)
+
+    def release(self, buckets: Sequence[Bucket]) -> None:
+        """Compare held gradients with their hashes."""
+        self.gradients.release(buckets)
+
+    def reduced(self, buckets: Sequence[Bucket]) -> None:
+        """Check the first sums of a step, all of which are complete, before any further ones."""
+        self.gradients.reduced(buckets)
+
+    def verify_gradients(self) -> None:
+        """Release everything and compare copies over their groups: right before the update. Collective."""
+        self.gradients.verify()
+
+    def replays(self) -> None:
+        """Note that steps are recorded and replayed."""
+        self.gradients.recorded = True
+
+    def verify_replayed(self) -> None:
+        """Compare copies after the passes of a replayed step. Collective."""
+        self.gradients.verify_recorded()
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def verify_state(self) -> torch.Tensor:
+        """Compare the state with what was recorded after the last update."""
+        if self.state.recorded:
+            self._parameters.settle_state()
+            self.state.verify()
+        return self.state.differing
+
+    def record_state(self, *, gathering: bool = False) -> None:
+        """Hash what this rank owns after an update; its weights too, unless a gather is still to bring them."""
+        sharded = self._parameters
+        if self.state.begin():
+            sharded.settle_state()
+            self.state.record(self._owned_tensors(sharded))
+            if self.gradients.recorded and not gathering:  # a recorded step gathers weights at its beginning
+                sharded.wait()
+            # Experts that no other rank holds are not gathered.
+            here = [b for b in sharded.buckets if not gathering or b.plan.frozen or b.shards == 1]
+            self.state.record(self._weight_tensor(sharded, b) for b in here)
+
+    def gathered(self, bucket: Bucket) -> None:
+        """Hash a bucket's weights; those of a recorded step with the rest of the state, once all are gathered."""
+        sharded = self._sharded()
+        if self.state.recording and not self.gradients.recorded and sharded is not None:
+            self.state.record([self._weight_tensor(sharded, bucket)])
+
+    def damage(self) -> Damage | None:
+        """Return what changed though no update did it, or what is wrong with reduced gradients; None: nothing."""
+        reduced = self.gradients.damage()  # first: the ranks whose copies differ meet
+        return self.state.damage() or reduced
+
+    def _weight_tensor(self, sharded: ShardedParameters, bucket: Bucket) -> StateTensor:
+        """The weights of a bucket that stay from one step to the next: all, including other replicas' shards, or, where
+        they are not whole then, this rank's shard."""
+        if not sharded.whole:
+            return StateTensor("weight", bucket.shard, self._entries[id(bucket)])
+        entries = [StateEntry(s.start, s.numel, sharded.parameters[s.index][0].name, 0) for s in bucket.plan.slots]
+        return StateTensor("weight", bucket.weights, entries)
+
+    def _owned_tensors(self, sharded: ShardedParameters) -> Iterator[StateTensor]:
+        """This rank's masters (where they are not the weights) and state, which is settled."""
+        for bucket in sharded.trained:
+            if bucket.masters is not bucket.shard:
+                yield StateTensor("fp32 master", bucket.masters, self._entries[id(bucket)])
+            for kind, flat in bucket.state.items():
+                ranges = bucket.layouts[kind].ranges
+                named = [StateEntry(r.at, r.numel, sharded.parameters[r.index][0].name, r.start) for r in ranges]
+                yield StateTensor(kind.name, flat, named)
+
+
+def _entries(sharded: ShardedParameters, bucket: Bucket) -> list[StateEntry]:
+    """Where a bucket's parameters are in this rank's part of it."""
+    return [
+        StateEntry(f.at - bucket.own.start, f.numel, sharded.parameters[f.index][0].name, f.start)
+        for f in shard_ranges(bucket.plan, shard=bucket.index)
+    ]
