@@ -16,11 +16,10 @@ import torch
 
 from megatron_port.core.config.schema import OptimizerConfig
 from megatron_port.core.engine.host_update import HostUpdate, Update
-from megatron_port.core.engine.rule_updates import RuleUpdate, SumsUpdate
+from megatron_port.core.engine.rule_updates import RuleUpdate
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.optim.rules import AdamW, BlockRule, ElementwiseRule, OptimizerRule, grouped
 from megatron_port.core.optim.sharded import ShardedParameters
-from megatron_port.core.optim.sums import SumsRule
 from megatron_port.core.registry import STEP_PARTS
 
 
@@ -106,8 +105,3 @@ def _adamw(rule: AdamW, asked: UpdateRequest) -> Update:
 @device_update.register(BlockRule)
 def _by_piece(rule: ElementwiseRule | BlockRule, asked: UpdateRequest) -> Update:
     return RuleUpdate(asked.sharded, asked.config, rule, seed=asked.seed)
-
-
-@device_update.register
-def _by_sums(rule: SumsRule, asked: UpdateRequest) -> Update:
-    return SumsUpdate(asked.sharded, asked.config, rule, seed=asked.seed)

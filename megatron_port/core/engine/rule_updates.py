@@ -13,7 +13,6 @@ from megatron_port.core.engine.host_update import HostUpdate
 from megatron_port.core.optim.bucket_memory import StateShard
 from megatron_port.core.optim.rules import BlockRule, ElementwiseRule, GroupSettings, UpdateSettings, settings_in
 from megatron_port.core.optim.sharded import ShardedParameters
-from megatron_port.core.optim.sums import SumsRule, logical_tensors, run_rounds
 
 
 def settings_of(
@@ -48,16 +47,3 @@ class RuleUpdate(HostUpdate):
         settings = settings_of(self.config, step=self.steps + 1, lr=lr, seed=self.seed)
         for p in pieces:
             self.rule.update_piece(p, settings(p.record))
-
-
-class SumsUpdate(HostUpdate):
-    """A rule that needs sums over rows, columns and matrices: all parameters in step, their sums reduced together."""
-
-    def __init__(self, sharded: ShardedParameters, config: OptimizerConfig, rule: SumsRule, *, seed: int) -> None:
-        super().__init__(sharded, config)
-        self.rule, self.seed, self.tensors = rule, seed, logical_tensors(sharded)
-
-    @torch.no_grad()
-    def _apply(self, lr: float) -> None:
-        settings = settings_of(self.config, step=self.steps + 1, lr=lr, seed=self.seed)
-        run_rounds([self.rule.rounds(tensor, settings(tensor.record)) for tensor in self.tensors])

@@ -9,8 +9,8 @@ not depend on how parameters are split over ranks:
 * :class:`ElementwiseRule`: one element at a time; the engine may give it any range of any parameter.
 * :class:`BlockRule`: whole blocks of neighbouring elements of a row, such as those with one scale in 8-bit state; no
   block is ever cut.
-* ``optim.sums.SumsRule``: sums or maxima over rows, columns or whole matrices, which the engine reduces over the ranks.
-* ``rules.matrices.MatrixRule``: whole matrices, which the engine brings together on one rank each.
+* kinds of ``ext.rules``: ``SumsRule`` sees sums or maxima over rows, columns or whole matrices, which are reduced over
+  the ranks; ``MatrixRule`` sees whole matrices, which are brought together on one rank each.
 
 docs/optimizers.md says how each is written and served.
 """
@@ -21,19 +21,18 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, replace
 from math import lcm, prod
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import torch
 
 from megatron_port.core.config.optimizer import INHERITED, ParameterGroup, parameter_class
-from megatron_port.core.config.rule_options import AdagradOptions, SGDOptions
 from megatron_port.core.config.schema import OptimizerConfig, RunConfig
 from megatron_port.core.dist.record import WEIGHT, ParameterRecord, record_of
 from megatron_port.core.errors import ConfigError
-from megatron_port.core.optim.buckets import ALIGN, BucketPlan, ShardRange, shard_ranges
-from megatron_port.core.registry import OPTIMIZERS
+from megatron_port.core.optim.buckets import ALIGN
+from megatron_port.core.registry import OPTIMIZERS, STEP_PARTS
 
 if TYPE_CHECKING:
     from megatron_port.core.optim.bucket_memory import StateShard
@@ -221,33 +220,6 @@ class AdamW(OptimizerRule):
 
 
 ADAMW = AdamW()
-AVERAGE = StateKind("ema")
-"""Averaged weights (``weights.masks``), a state tensor of every parameter beside those of the rule."""
-
-
-@dataclass(frozen=True)
-class Averaged(OptimizerRule):
-    """A rule whose parameters also have an average, behind the state tensors of the rule itself."""
-
-    rule: OptimizerRule
-
-    @property
-    def formula(self) -> OptimizerRule:
-        """The rule that updates."""
-        return self.rule.formula
-
-    @property
-    def alignment(self) -> int:
-        """Elements, as the rule's own."""
-        return self.rule.alignment
-
-    def kinds(self, record: ParameterRecord) -> tuple[str, ...]:
-        """Return the names of the rule's state tensors and of the average."""
-        return (*self.rule.kinds(record), AVERAGE.name)
-
-    def state(self, record: ParameterRecord) -> tuple[StateKind, ...]:
-        """Return the rule's state tensors and the average."""
-        return (*self.rule.state(record), AVERAGE)
 
 
 def rule_of(config: OptimizerConfig) -> OptimizerRule:
@@ -258,7 +230,9 @@ def rule_of(config: OptimizerConfig) -> OptimizerRule:
     """
     rule = OPTIMIZERS.get(config.name, OptimizerRule)  # type: ignore[type-abstract]  # only isinstance is asked
     rule = rule.configured(config)
-    return Averaged(rule) if config.ema_decay else rule
+    if config.ema_decay:
+        rule = STEP_PARTS.function("averaged rule")(rule)
+    return rule
 
 
 def state_kinds(rule: OptimizerRule, records: Iterable[ParameterRecord]) -> dict[str, tuple[str, ...]]:
@@ -284,99 +258,6 @@ def state_bytes(rule: OptimizerRule, record: ParameterRecord, wide: int = 4) -> 
 def mixed_kinds(kinds: Mapping[str, Sequence[str]]) -> Mapping[str, Sequence[str]]:
     """Return ``kinds`` (by name) where two names differ in theirs, else an empty mapping: what a manifest declares."""
     return kinds if len({frozenset(each) for each in kinds.values()}) > 1 else {}
-
-
-# Rules that update each element by itself: Lion, stochastic gradient descent with momentum, Adagrad.
-#
-# Arithmetic is in the master's dtype, in torch's ops; of one element it is the same whatever range it is in.
-
-MOMENTUM = "momentum_buffer"
-"""Kind of a momentum, as torch.optim calls it."""
-
-
-class Lion(ElementwiseRule):
-    """Lion (Chen et al., arXiv 2302.06675): steps of one size, in the direction of the momentum's sign.
-
-    ``u = sign(beta1 m + (1 - beta1) g)``, ``p -= lr (u + weight_decay p)``, ``m = beta2 m + (1 - beta2) g``.
-    """
-
-    def kinds(self, record: ParameterRecord) -> tuple[str, ...]:
-        """Return the momentum, for every parameter."""
-        return ("exp_avg",)
-
-    def update_(
-        self, master: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], settings: UpdateSettings
-    ) -> None:
-        momentum = state["exp_avg"]
-        direction = torch.lerp(gradient, momentum, settings.beta1).sign_()
-        master.mul_(1.0 - settings.lr * settings.weight_decay).sub_(direction, alpha=settings.lr)
-        momentum.lerp_(gradient, 1.0 - settings.beta2)
-
-
-@dataclass(frozen=True)
-class SGD(ElementwiseRule):
-    """Stochastic gradient descent with momentum, by the formula of torch.optim.SGD: weight decay is added to the
-    gradient. ``optimizer.lr`` is some hundred times AdamW's."""
-
-    options: SGDOptions = field(default_factory=SGDOptions)
-
-    def configured(self, config: OptimizerConfig) -> SGD:
-        """Return the rule with ``[optimizer.sgd]``."""
-        return SGD(config.sgd)
-
-    def kinds(self, record: ParameterRecord) -> tuple[str, ...]:
-        """Return the momentum, if there is one."""
-        return (MOMENTUM,) if self.options.momentum else ()
-
-    def update_(
-        self, master: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], settings: UpdateSettings
-    ) -> None:
-        options = self.options
-        if settings.weight_decay:
-            gradient.add_(master, alpha=settings.weight_decay)
-        if options.momentum:
-            # torch's first momentum is the gradient itself, without dampening.
-            damped = 1.0 - options.dampening if settings.step > 1 else 1.0
-            momentum = state[MOMENTUM].mul_(options.momentum).add_(gradient, alpha=damped)
-            gradient = gradient.add_(momentum, alpha=options.momentum) if options.nesterov else momentum
-        master.sub_(gradient, alpha=settings.lr)
-
-
-@dataclass(frozen=True)
-class Adagrad(ElementwiseRule):
-    """Adagrad (Duchi et al., 2011), by the formula of torch.optim.Adagrad: weight decay is added to the gradient.
-
-    With momentum, ``m = momentum m + (1 - momentum) g / (√sum + eps)`` is the update, as in the runs that SM3's paper
-    (arXiv 1901.11150) compares with.
-    """
-
-    options: AdagradOptions = field(default_factory=AdagradOptions)
-
-    def configured(self, config: OptimizerConfig) -> Adagrad:
-        """Return the rule with ``[optimizer.adagrad]``."""
-        return Adagrad(config.adagrad)
-
-    def kinds(self, record: ParameterRecord) -> tuple[str, ...]:
-        """Return the sum of squared gradients, for every parameter, and the mean of updates, if there is one."""
-        return ("sum", "exp_avg") if self.options.momentum else ("sum",)
-
-    def update_(
-        self, master: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], settings: UpdateSettings
-    ) -> None:
-        options, total = self.options, state["sum"]
-        if settings.weight_decay:
-            gradient.add_(master, alpha=settings.weight_decay)
-        if options.initial_accumulator and settings.step == 1:
-            total.fill_(options.initial_accumulator)
-        root = total.addcmul_(gradient, gradient).sqrt().add_(settings.eps)
-        if options.momentum:
-            mean = state["exp_avg"].lerp_(gradient.div_(root), 1.0 - options.momentum)
-            master.sub_(mean, alpha=settings.lr)
-        else:
-            master.addcdiv_(gradient, root, value=-settings.lr)
-
-
-LION, MOMENTUM_SGD, ADAGRAD = Lion(), SGD(), Adagrad()
 
 
 # Learning rates and weight decays by parameter (``[[optimizer.groups]]``, and muP's), as fields of the records.
@@ -489,88 +370,3 @@ class StepValues:
         values = torch.tensor([*astuple(numbers), 1.0 / numbers.scale], dtype=torch.float64)
         # From pageable memory the copy would wait for all that the device has to do.
         self._all.copy_(values.pin_memory() if self._all.is_cuda else values, non_blocking=True)
-
-
-# Where the optimizer's state of a bucket lies: one flat tensor for each kind, and the range of each parameter in it.
-#
-# State of elements and blocks follows the bucket: where all parameters have a kind, it lies as the masters do. Where
-# only
-# some have it, theirs alone takes memory. State of rows and columns is small, and every rank of a bucket holds it for
-# all
-# of the bucket's parameters.
-
-@dataclass(frozen=True)
-class StateRange:
-    """Elements [start, start + numel) of the flattened state of parameter ``index``, from ``at`` on in the flat tensor.
-
-    ``start`` counts in this rank's tensor of the state (``StateKind.place``).
-    """
-
-    index: int
-    start: int
-    numel: int
-    at: int
-
-    @property
-    def span(self) -> slice:
-        """Place in the flat tensor."""
-        return slice(self.at, self.at + self.numel)
-
-
-@dataclass(frozen=True)
-class StateLayout:
-    """Flat tensor of one kind: ``numel`` elements, and the ranges in it, in the order of the bucket."""
-
-    kind: StateKind
-    numel: int
-    ranges: tuple[StateRange, ...]
-
-
-def state_layouts(
-    plan: BucketPlan, shard: int, records: Sequence[ParameterRecord], rule: OptimizerRule
-) -> list[StateLayout]:
-    """Return the layouts of all kinds that parameters of a bucket have, on the rank that holds ``shard`` of it.
-
-    Raises:
-        ConfigError: a rank's slice of a parameter would cut a block (``StateKind.place``).
-    """
-    kinds = {slot.index: rule.state(records[slot.index]) for slot in plan.slots}
-    owned = shard_ranges(plan, shard=shard)
-    out = []
-    for kind in dict.fromkeys(kind for each in kinds.values() for kind in each):
-        for slot in plan.slots:
-            if kind in kinds[slot.index]:
-                kind.place(records[slot.index])  # refuses what it cannot hold, alike on every shard
-        if kind.divided:
-            having = [f for f in owned if kind in kinds[f.index]]
-            everywhere = all(kind in each for each in kinds.values())
-            out.append(_aligned(plan, shard, kind, having) if everywhere else _packed(kind, having))
-        else:
-            having_all = [slot.index for slot in plan.slots if kind in kinds[slot.index]]
-            out.append(_whole(kind, having_all, records))
-    return out
-
-
-def _aligned(plan: BucketPlan, shard: int, kind: StateKind, owned: Sequence[ShardRange]) -> StateLayout:
-    """The layout of the masters, padding included."""
-    size, b = plan.numel // plan.shards, kind.block
-    ranges = [StateRange(f.index, f.start // b, -(-f.numel // b), (f.at - shard * size) // b) for f in owned]
-    return StateLayout(kind, size // b, tuple(ranges))
-
-
-def _packed(kind: StateKind, owned: Sequence[ShardRange]) -> StateLayout:
-    ranges, end = [], 0
-    for f in owned:
-        numel = -(-f.numel // kind.block)
-        ranges.append(StateRange(f.index, f.start // kind.block, numel, end))
-        end += -(-numel // ALIGN) * ALIGN
-    return StateLayout(kind, end, tuple(ranges))
-
-
-def _whole(kind: StateKind, indices: Sequence[int], records: Sequence[ParameterRecord]) -> StateLayout:
-    ranges, end = [], 0
-    for index in indices:
-        numel = prod(kind.place(records[index]).local_shape)
-        ranges.append(StateRange(index, 0, numel, end))
-        end += -(-numel // ALIGN) * ALIGN
-    return StateLayout(kind, end, tuple(ranges))

@@ -35,8 +35,10 @@ from megatron_port.core.optim.bucket_memory import (
     OffloadedState,
     Recorded,
     ReducedState,
+    StateLayout,
     StateShard,
     clear,
+    state_layouts,
     whole_gradients,
 )
 from megatron_port.core.optim.buckets import (
@@ -48,7 +50,7 @@ from megatron_port.core.optim.buckets import (
     shard_ranges,
 )
 from megatron_port.core.optim.gradients import all_reduce_flat
-from megatron_port.core.optim.rules import ADAMW, OptimizerRule, StateLayout, state_layouts
+from megatron_port.core.optim.rules import ADAMW, OptimizerRule
 from megatron_port.core.optim.state_watch import StateWatch
 from megatron_port.core.optim.zero3 import UnitGather, WeightSharding
 from megatron_port.core.registry import STEP_PARTS

@@ -12,7 +12,6 @@ padding, which no rectangle has.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -25,7 +24,6 @@ from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.optim.bucket_memory import Bucket
 from megatron_port.core.optim.buckets import shard_ranges
-from megatron_port.core.optim.rules import OptimizerRule, StateKind, UpdateSettings
 from megatron_port.core.optim.sharded import ShardedParameters
 
 LARGEST = 1 << 22
@@ -209,25 +207,6 @@ class LogicalTensor:
 
 Rounds = Generator[Sequence[Request], None, None]
 """A rule's update of one parameter: yields requests, whose tensors are complete when it continues."""
-
-
-class SumsRule(OptimizerRule):
-    """A rule whose update needs sums or maxima over rows, columns or matrices of the logical tensor."""
-
-    def kinds(self, record: ParameterRecord) -> tuple[str, ...]:
-        """Return the names of :meth:`state`."""
-        return tuple(kind.name for kind in self.state(record))
-
-    @abstractmethod
-    def state(self, record: ParameterRecord) -> tuple[StateKind, ...]:
-        """Return the state tensors of a parameter."""
-
-    @abstractmethod
-    def rounds(self, tensor: LogicalTensor, settings: UpdateSettings) -> Rounds:
-        """Update the masters and the state of one parameter in place.
-
-        Every rank that holds a part runs the same rounds, in which requests have the same sizes.
-        """
 
 
 def logical_tensors(sharded: ShardedParameters) -> list[LogicalTensor]:

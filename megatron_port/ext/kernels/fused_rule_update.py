@@ -11,7 +11,8 @@ from megatron_port.core.config.schema import OptimizerConfig
 from megatron_port.core.engine.host_update import SquareNorm
 from megatron_port.core.optim.bucket_memory import StateShard
 from megatron_port.core.optim.gradients import clamp_, step_factor
-from megatron_port.core.optim.rules import AdamW, GroupSettings, Lion, OptimizerRule, StepValues, grouped
+from megatron_port.core.optim.rules import AdamW, GroupSettings, OptimizerRule, StepValues, grouped
+from megatron_port.ext.kernels.lion import Lion
 from megatron_port.ext.kernels.narrow_adamw import FIRST, SECOND, AdamW8bit, AdamWBf16, code_values, logical_range
 from megatron_port.ext.kernels.ops.narrow_adamw import adamw_8bit_, adamw_bf16_, lion_
 from megatron_port.ext.kernels.ops.optimizer import adamw_, square_norm

@@ -16,10 +16,11 @@ from megatron_port.core.engine.host_update import SquareNorm, Update
 from megatron_port.core.engine.native_update import UpdateRequest
 from megatron_port.core.optim.bucket_memory import StateShard
 from megatron_port.core.optim.gradients import clamp_, norm_target
-from megatron_port.core.optim.rules import AdamW, Lion, OptimizerRule, StepValues, grouped
+from megatron_port.core.optim.rules import AdamW, OptimizerRule, StepValues, grouped
 from megatron_port.ext.kernels.fused_adamw import FusedAdamW
 from megatron_port.ext.kernels.fused_rule_update import FusedCalls, FusedRuleUpdate
 from megatron_port.ext.kernels.kernels import load as load_kernels
+from megatron_port.ext.kernels.lion import Lion
 from megatron_port.ext.kernels.narrow_adamw import AdamW8bit, AdamWBf16
 from megatron_port.ext.kernels.ops.optimizer import square_norm
 

@@ -22,8 +22,9 @@ import torch
 from megatron_port.core.config.offload import OffloadConfig
 from megatron_port.core.dist.device_streams import HOST, access, is_observed
 from megatron_port.core.dist.host_memory import host_bytes
+from megatron_port.core.optim.bucket_memory import StateLayout
 from megatron_port.core.optim.buckets import BucketPlan
-from megatron_port.core.optim.rules import StateKind, StateLayout
+from megatron_port.core.optim.rules import StateKind
 from megatron_port.ext.memory.disk_state import DiskState, StatePart, aligned
 from megatron_port.ext.memory.swap import StagingBuffer, StagingRing
 

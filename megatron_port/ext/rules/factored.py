@@ -15,7 +15,8 @@ from megatron_port.core.config.rule_options import AdafactorOptions, CAMEOptions
 from megatron_port.core.config.schema import OptimizerConfig
 from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.optim.rules import StateKind, UpdateSettings
-from megatron_port.core.optim.sums import LogicalTensor, Rectangle, Rounds, SumsRule, is_matrix
+from megatron_port.core.optim.sums import LogicalTensor, Rectangle, Rounds, is_matrix
+from megatron_port.ext.rules.sums_update import SumsRule
 
 
 def _add_sums(

@@ -10,7 +10,8 @@ from megatron_port.core.config.rule_options import LAMBOptions
 from megatron_port.core.config.schema import OptimizerConfig
 from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.optim.rules import AdamW, StateKind, UpdateSettings
-from megatron_port.core.optim.sums import LogicalTensor, Rounds, SumsRule
+from megatron_port.core.optim.sums import LogicalTensor, Rounds
+from megatron_port.ext.rules.sums_update import SumsRule
 
 
 @dataclass(frozen=True)

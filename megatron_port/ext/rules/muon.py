@@ -11,7 +11,8 @@ import torch
 from megatron_port.core.config.rule_options import MuonOptions
 from megatron_port.core.config.schema import OptimizerConfig
 from megatron_port.core.dist.record import ParameterRecord
-from megatron_port.core.optim.rules import MOMENTUM, AdamW, UpdateSettings
+from megatron_port.core.optim.rules import AdamW, UpdateSettings
+from megatron_port.ext.rules.elementwise import MOMENTUM
 from megatron_port.ext.rules.matrices import MatrixRule
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
 from megatron_port.core.config.sparsity import SparsityConfig
 from megatron_port.core.config.weights_settings import is_sparse
+from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.optim.bucket_memory import Bucket, StateShard
-from megatron_port.core.optim.rules import AVERAGE
+from megatron_port.core.optim.rules import OptimizerRule, StateKind
 from megatron_port.core.optim.sharded import ShardedParameters
 
 
@@ -59,6 +61,35 @@ class GradientMasks:
 # average = decay * average + (1 - decay) * master after each applied update; the first one begins it as a copy. It is a
 # state tensor of every parameter beside those of the rule, so it is divided with the masters, saved, verified and
 # resharded like them, and in their precision.
+
+AVERAGE = StateKind("ema")
+"""Averaged weights, a state tensor of every parameter beside those of the rule."""
+
+
+@dataclass(frozen=True)
+class Averaged(OptimizerRule):
+    """A rule whose parameters also have an average, behind the state tensors of the rule itself."""
+
+    rule: OptimizerRule
+
+    @property
+    def formula(self) -> OptimizerRule:
+        """The rule that updates."""
+        return self.rule.formula
+
+    @property
+    def alignment(self) -> int:
+        """Elements, as the rule's own."""
+        return self.rule.alignment
+
+    def kinds(self, record: ParameterRecord) -> tuple[str, ...]:
+        """Return the names of the rule's state tensors and of the average."""
+        return (*self.rule.kinds(record), AVERAGE.name)
+
+    def state(self, record: ParameterRecord) -> tuple[StateKind, ...]:
+        """Return the rule's state tensors and the average."""
+        return (*self.rule.state(record), AVERAGE)
+
 
 class WeightAverage:
     """The average of ``sharded``'s masters."""
