@@ -44,23 +44,6 @@ def _gradients_of(inputs: Payload) -> Payload:
     return tuple(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in found)
 
 
-def unit_uses(chunks: Sequence[Any], actions: Sequence[Action]) -> list[torch.nn.Module]:
-    """Return the units whose weights the actions of a stage read, in order.
-
-    Deferred weight products read inputs and output gradients, no weights; nor do backward passes of units with
-    ``backward_reads_weights = False``. Units with ``training_only`` are not used while they are in evaluation mode.
-    """
-    units = [[u for u in c.units if u.training or not getattr(u, "training_only", False)] for c in chunks]
-    backward = [[u for u in reversed(mine) if getattr(u, "backward_reads_weights", True)] for mine in units]
-    out: list[torch.nn.Module] = []
-    for action in actions:
-        if action.kind is Kind.FORWARD:
-            out += units[action.chunk]
-        elif action.kind is not Kind.WEIGHT:
-            out += backward[action.chunk]
-    return out
-
-
 def reserve_swap(chunks: Sequence[Any], actions: Sequence[Action]) -> None:
     """Tell each layer's swap space how many of a step's micro-batches wait in it at most."""
     for chunk, held in most_held(actions).items():
@@ -274,7 +257,7 @@ class PassRunner:
             self.target, probe=probe, filled_by=fillers(plan),
         )
         sizes, length = [len(b.sample_ids) for b in micro_batches], self.config.model.seq_length
-        self.sharded.plan_gathers(unit_uses(stages.chunks, plan))
+        self.sharded.plan_gathers(stages.chunks, plan)
         boundaries = {size: Boundary.of(stages.chunks[0].boundary(size, length)) for size in set(sizes)}
         # Copies that lasted through the step would be whole weights again.
         lasting = self.sharded.keeps_weights

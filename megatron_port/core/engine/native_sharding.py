@@ -16,8 +16,8 @@ from megatron_port.core.engine.module import recorded_parameters
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.optim.rules import rule_of
 from megatron_port.core.optim.sharded import ShardedParameters, ShardSettings
-from megatron_port.core.optim.zero3 import WeightSharding
 from megatron_port.core.pipeline.schedules import make_schedule
+from megatron_port.core.registry import STEP_PARTS
 
 REDUCE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes of gradients between replicas; None: that of their sums (fp32; fp64 in fp64 runs)."""
@@ -36,11 +36,13 @@ def shard_parameters(
     settings = ShardSettings(
         wide=torch.float64 if dtype == torch.float64 else torch.float32, split_state=config.layout.zero_stage > 0,
         capacity=config.layout.reduce_bucket_size, reduce_dtype=REDUCE_DTYPES[config.precision.grad_reduce_dtype],
-        shard_gradients=_shards_gradients(config, ctx), sharding=_weight_sharding(chunks, by_unit, config, ctx),
+        shard_gradients=_shards_gradients(config, ctx),
     )
-    return ShardedParameters(
-        by_unit, ctx, settings, rule=rule_of(config.optimizer), shared=_shared(chunks), offload=config.offload
-    )
+    shared = _shared(chunks)
+    if config.layout.zero_stage < 3 and config.offload.optimizer == "none":
+        return ShardedParameters(by_unit, ctx, settings, rule=rule_of(config.optimizer), shared=shared)
+    made: ShardedParameters = STEP_PARTS.function("held parameters")(chunks, by_unit, config, ctx, settings, shared)
+    return made
 
 
 def _shards_gradients(config: RunConfig, ctx: ParallelContext) -> bool:
@@ -62,30 +64,6 @@ def _shards_gradients(config: RunConfig, ctx: ParallelContext) -> bool:
             "use zero_stage 1"
         )
     return not schedule.splits_backward
-
-
-def _weight_sharding(
-    chunks: Sequence[Any], by_unit: Sequence[Units], config: RunConfig, ctx: ParallelContext
-) -> WeightSharding | None:
-    """How stage 3 shards the weights; None: another stage.
-
-    Raises ConfigError where a chunk has parameters outside its units, which would never be gathered.
-    """
-    if config.layout.zero_stage < 3:
-        return None
-    topology, ends, at = ctx.topology, [], 0
-    for c, units in enumerate(by_unit):
-        if units[0]:
-            raise ConfigError(
-                f"layout.zero_stage 3: {units[0][0][0].name} is a parameter of a chunk and of none of its units, "
-                "by which weights are gathered; put it into a unit, or use zero_stage 2"
-            )
-        virtual = topology.virtual_stage(ctx.coords.pp, c)
-        ends += [at + 1] if virtual == 0 else []
-        at += len(units)
-        further = sum(getattr(unit, "training_only", False) for unit in chunks[c].units)
-        ends += [at - further - 1] if virtual == topology.virtual_stages - 1 else []
-    return WeightSharding(ends, keep=config.layout.reshard == "step", on_host=config.offload.weights == "cpu")
 
 
 def parameters_by_unit(chunks: Sequence[Any]) -> list[Units]:

@@ -52,12 +52,9 @@ def load_state(
         mine = pieces.get(record.place, [])
         whole = _place(sharded, p, mine, scratch)
         read_local(read, record, WEIGHT, whole)
-        if sharded.unit_gather is None and whole.data_ptr() != p.data_ptr():
-            p.copy_(whole)
+        sharded.set_weight(p, whole, mine)
         for piece in mine:
             part = whole.view(-1)[piece.start : piece.start + piece.master.numel()]
-            if sharded.unit_gather is not None:
-                piece.weight.copy_(part)
             if part.data_ptr() != piece.master.data_ptr():
                 piece.master.copy_(part)
         for piece in mine:
@@ -77,8 +74,9 @@ def _place(
     sharded: ShardedParameters, p: torch.Tensor, mine: Sequence[StateShard], scratch: ScratchBuffer
 ) -> torch.Tensor:
     """Return a tensor in the masters' dtype to read a parameter into: its permanent one where there is one."""
-    if p.dtype == sharded.wide and sharded.unit_gather is None:
-        return p.detach()
+    permanent = sharded.permanent(p)
+    if permanent is not None:
+        return permanent
     if mine and mine[0].master.numel() == p.numel():
         return mine[0].master.view(p.shape)
     return scratch.get(p.shape, p.device)

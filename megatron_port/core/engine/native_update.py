@@ -75,8 +75,8 @@ def make_update(provider: str, sharded: ShardedParameters, config: OptimizerConf
     """
     asked, rule = UpdateRequest(provider, sharded, config, seed), sharded.rule.formula
     made: Update | None = None
-    if sharded.offload is not None:
-        made = STEP_PARTS.function("offloaded update")(rule, asked)
+    if sharded.updated_by:
+        made = STEP_PARTS.function(sharded.updated_by)(rule, asked)
     elif provider == "own":
         sums = [bucket.sums for bucket in sharded.trained]
         made = STEP_PARTS.function("own update")(rule, asked, sharded.pieces, sums)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -122,40 +121,6 @@ class StateShard:
     """The optimizer rule's tensors of this range, by kind: of its elements, and of its blocks."""
 
 
-class OffloadedState(Protocol):
-    """Masters and optimizer state of some buckets, outside of the device's memory (``memory.offload``)."""
-
-    ring: Any
-    """Staging buffers, on whose ``streams`` copies run."""
-    on_final: Callable[[Any], None]
-    """Called with a bucket whose sums are final, before they are copied within the step."""
-
-    @property
-    def weights_on_host(self) -> bool:
-        """Whether this rank's shards of the weights live in host memory."""
-
-    def host_zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return zeros in host memory."""
-
-    def holds(self, number: int) -> bool:
-        """Return whether the state of bucket ``number`` is offloaded."""
-
-    def allocate(self, number: int) -> tuple[torch.Tensor, dict[StateKind, torch.Tensor]]:
-        """Return where the masters and the state, by kind, of an offloaded bucket live: zeros."""
-
-    def attach(self, buckets: Sequence[Any]) -> None:
-        """Take the buckets."""
-
-    def reduced(self, bucket: Any) -> None:
-        """Take note that a bucket's gradients are final."""
-
-    def settle(self) -> None:
-        """Wait until all state is where it lives, so that it may be read there."""
-
-    def changed(self) -> None:
-        """Take note that the state has been set from outside."""
-
-
 @dataclass(frozen=True)
 class ReducedState:
     """State of a parameter's rows or columns, which every rank of its bucket holds whole."""
@@ -173,11 +138,36 @@ def clear(views: list[torch.Tensor]) -> None:
         torch._foreach_zero_(views)
 
 
+class BucketMemory:
+    """Where a bucket's weights, masters and state lie: on the device, this rank's part of the weights within the whole.
+    """
+
+    def weights(self, plan: BucketPlan, like: torch.Tensor) -> torch.Tensor:
+        """Return memory for all weights, as wide as ``like`` and on its device."""
+        return torch.zeros(plan.numel, dtype=like.dtype, device=like.device)
+
+    def part(self, plan: BucketPlan, weights: torch.Tensor, own: slice) -> torch.Tensor:
+        """Return this rank's part of the weights, which have their values, where it lasts."""
+        return weights[own]
+
+    def state(
+        self, part: torch.Tensor, layouts: Sequence[StateLayout], wide: torch.dtype
+    ) -> tuple[torch.Tensor, dict[StateKind, torch.Tensor]]:
+        """Return the masters of this rank's part, the weights themselves where those are as wide, and the rule's flat
+        tensors: zeros."""
+        masters = part if part.dtype == wide else torch.zeros_like(part, dtype=wide)
+        # The rule's state lies flat too, so that all of it can be hashed with a few kernels a bucket.
+        return masters, {
+            layout.kind: torch.zeros(layout.numel, dtype=layout.kind.dtype or wide, device=masters.device)
+            for layout in layouts
+        }
+
+
 class Bucket:
     """Memory of one bucket and the collectives in flight on it.
 
-    ``weights``: all of them; ``shard``: this rank's part. The one is part of the other unless the weights are whole
-    only now and then, in ``window``.
+    ``weights``: all of them; ``shard``: this rank's part. The one is part of the other, unless ``memory`` has the
+    weights whole only now and then.
 
     ``gradients``: of all its parameters; ``sums``: this rank's part. With ``lasting`` the one is part of the other;
     else there are gradients only while they are in a buffer, ``grad_buffer`` or, where that is None, one of the pool's:
@@ -188,8 +178,7 @@ class Bucket:
 
     def __init__(
         self, plan: BucketPlan, parameters: Sequence[Recorded], wide: torch.dtype, ctx: ParallelContext, *,
-        lasting: bool, state: Sequence[StateLayout], window: torch.Tensor | None = None,
-        offload: OffloadedState | None = None, number: int = 0,
+        lasting: bool, state: Sequence[StateLayout], memory: BucketMemory,
     ) -> None:
         first = parameters[plan.slots[0].index][1]
         self.plan, self.shards, self.lasting = plan, plan.shards, lasting
@@ -199,7 +188,7 @@ class Bucket:
         """Ranks that hold the parts; None: this rank holds all of it."""
         self.index = ctx.mesh.index(ctx.rank, plan.first) if plan.shards > 1 else 0
         """Number of this rank's part."""
-        self.weights = torch.zeros(plan.numel, dtype=first.dtype, device=first.device) if window is None else window
+        self.weights = memory.weights(plan, first)
         size = plan.numel // plan.shards
         self.own = slice(self.index * size, (self.index + 1) * size)
         self.gradients: torch.Tensor | None = None
@@ -216,31 +205,15 @@ class Bucket:
         for slot in plan.slots:
             p = parameters[slot.index][1]
             span = slice(slot.start, slot.start + slot.numel)
-            if p.untyped_storage().nbytes():  # else it was built without memory (unit_gather)
+            if p.untyped_storage().nbytes():  # else it was built without memory
                 self.weights[span].copy_(p.detach().reshape(-1))
             p.data = self.weights[span].view(p.shape)
-        self.shard = self.weights[self.own] if window is None else self.weights[self.own].clone()
-        self.offloaded = offload is not None and offload.holds(number)
-        self.masters = self.shard
+        self.shard = self.masters = memory.part(plan, self.weights, self.own)
         self.layouts = {layout.kind: layout for layout in state}
         self.state: dict[StateKind, torch.Tensor] = {}
         """The rule's flat tensors, each as its layout says."""
-        if plan.frozen:
-            if offload is not None and offload.weights_on_host:
-                self.masters = self.shard = offload.host_zeros(size, first.dtype).copy_(self.shard)
-        # The rule's state lies flat too, so that all of it can be hashed with a few kernels a bucket.
-        elif offload is not None and self.offloaded:
-            if offload.weights_on_host:
-                self.shard = offload.host_zeros(size, first.dtype).copy_(self.shard)
-            self.masters, self.state = offload.allocate(number)
-        else:
-            if first.dtype != wide:
-                self.masters = torch.zeros_like(self.shard, dtype=wide)
-            self.state = {
-                layout.kind: torch.zeros(
-                    layout.numel, dtype=layout.kind.dtype or wide, device=self.masters.device
-                ) for layout in state
-            }
+        if not plan.frozen:
+            self.masters, self.state = memory.state(self.shard, state, wide)
         self.reducing: dist.Work | None = None
         self.narrow: torch.Tensor | None = None
         self.gathering: dist.Work | None = None

@@ -1,5 +1,5 @@
 """Weights and gradients in flat buckets; gradients reduced to shards while backward passes run, weights gathered
-while the next forward pass does (ZeRO stages 1 to 3, Rajbhandari et al., arXiv 1910.02054).
+while the next forward pass does (ZeRO stages 1 and 2, Rajbhandari et al., arXiv 1910.02054).
 
 A step moves, for each parameter of a rank, one reduce-scatter of its gradient (fp32, or ``reduce_dtype``) and one
 all-gather of its weight, in its own dtype: the least there is. Buffers are made once. With one shard (ZeRO stage 0, or
@@ -10,7 +10,7 @@ Stage 1 reduces a bucket when it has had the gradients of all the step's micro-b
 (``grad_buffer_pool``) while one backward pass of its chunk fills it, are reduced, and added to the shard. That is one
 reduce-scatter per micro-batch, and less memory: 4 bytes per parameter become 4 / dp and two buffers.
 
-Stage 3 (``sharding``) keeps this rank's shard of the weights too, and gathers them unit by unit (``unit_gather``).
+What a run holds elsewhere (stage 3, offload) derives from :class:`ShardedParameters` (``memory.held``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_port.core.config.offload import OffloadConfig
 from megatron_port.core.dist.compat import all_gather_single, reduce_scatter_single
 from megatron_port.core.dist.device_streams import COMPUTE, access, in_flight
 from megatron_port.core.dist.groups import ParallelContext
@@ -32,7 +31,7 @@ from megatron_port.core.dist.mesh import REPLICAS, SHARDED, Factors
 from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.optim.bucket_memory import (
     Bucket,
-    OffloadedState,
+    BucketMemory,
     Recorded,
     ReducedState,
     StateLayout,
@@ -52,8 +51,7 @@ from megatron_port.core.optim.buckets import (
 from megatron_port.core.optim.gradients import all_reduce_flat
 from megatron_port.core.optim.rules import ADAMW, OptimizerRule
 from megatron_port.core.optim.state_watch import StateWatch
-from megatron_port.core.optim.zero3 import UnitGather, WeightSharding
-from megatron_port.core.registry import STEP_PARTS
+from megatron_port.core.pipeline.actions import Action
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +68,6 @@ class ShardSettings:
     """Dtype of gradients between replicas; None: ``wide``."""
     shard_gradients: bool = False
     """Stage 2; for schedules whose backward passes are whole (not split in two)."""
-    sharding: WeightSharding | None = None
-    """Stage 3; None: each replica has all weights."""
 
 
 class ShardedParameters:
@@ -81,12 +77,14 @@ class ShardedParameters:
         chunks: the recorded parameters of each unit of each chunk, in forward order, each parameter once.
         rule: of the update, which says what state each parameter has.
         shared: parameters that several units use.
-        offload: where masters and optimizer state live; None: on the device.
     """
+
+    updated_by = ""
+    """The part of a step that makes the update, by name (``registry.STEP_PARTS``); empty: the rule's own."""
 
     def __init__(
         self, chunks: Sequence[Sequence[Sequence[Recorded]]], ctx: ParallelContext, settings: ShardSettings, *,
-        rule: OptimizerRule = ADAMW, shared: Collection[torch.Tensor] = (), offload: OffloadConfig | None = None,
+        rule: OptimizerRule = ADAMW, shared: Collection[torch.Tensor] = (),
     ) -> None:
         self.ctx, self.wide, self.rule = ctx, settings.wide, rule
         self.spread = ctx.mesh.factors(*SHARDED) if settings.split_state else frozenset()
@@ -99,7 +97,7 @@ class ShardedParameters:
         self.replicas = ctx.along(first)
         """Those of dense layers; the copies of experts are some of them (``Bucket.group``)."""
         trained, frozen = self._plans(chunks, first, {self._index[id(p)] for p in shared}, settings.capacity)
-        self._make_buckets(trained, frozen, settings.sharding, offload)
+        self._make_buckets(trained, frozen)
         self._make_shards()
         self.watch = StateWatch(ctx.device)
         """Looks at gradients and weights on their way."""
@@ -128,37 +126,24 @@ class ShardedParameters:
         )
         return list(trained), [replace(plan, frozen=True) for plan in frozen]
 
-    def _make_buckets(
-        self, trained: list[BucketPlan], frozen: list[BucketPlan], sharding: WeightSharding | None,
-        offload: OffloadConfig | None,
-    ) -> None:
-        """Allocate the buckets, what offloads their state, and what gathers their weights."""
-        plans, ctx, weight = [*trained, *frozen], self.ctx, self.parameters[0][1]
-        self.offload: OffloadedState | None = None
-        if offload is not None and offload.optimizer != "none":
-            self.offload = STEP_PARTS.function("offloaded state")(
-                offload, trained, layouts=[self._layouts(plan) for plan in trained], weight=weight
-            )
-        self.unit_gather = None
-        if sharding is not None and (self.shards > 1 or sharding.on_host):
-            streams = None if self.offload is None else self.offload.ring.streams
-            self.unit_gather = UnitGather(plans, sharding, like=weight, streams=streams)
-        windows = [None] * len(plans) if self.unit_gather is None else self.unit_gather.memory(plans)
+    def _memory(self, trained: Sequence[BucketPlan], frozen: Sequence[BucketPlan]) -> Sequence[BucketMemory]:
+        """Return where the tensors of each bucket lie."""
+        return [BucketMemory()] * (len(trained) + len(frozen))
+
+    def _make_buckets(self, trained: Sequence[BucketPlan], frozen: Sequence[BucketPlan]) -> None:
+        """Allocate the buckets."""
+        plans, ctx = [*trained, *frozen], self.ctx
         self.buckets = [
             Bucket(
                 plan, self.parameters, self.wide, ctx, lasting=not (self.shard_gradients and plan.shards > 1),
-                state=self._layouts(plan), window=window, offload=self.offload, number=number,
+                state=self._layouts(plan), memory=memory,
             )
-            for number, (plan, window) in enumerate(zip(plans, windows))
+            for plan, memory in zip(plans, self._memory(trained, frozen))
         ]
         self.trained, self.frozen = self.buckets[: len(trained)], self.buckets[len(trained) :]
         """Those of the buckets that updates change, and those of weights that stay as they are."""
         self._tied = sorted((bucket for bucket in self.trained if ctx.tied_group(bucket.plan.tied) is not None),
                             key=lambda b: self.parameters[b.plan.slots[0].index][0].place)
-        if self.offload is not None:
-            self.offload.attach(self.buckets)
-        if self.unit_gather is not None:
-            self.unit_gather.attach(self.buckets)
         self._slot_of = {slot.index: (b, slot) for b, plan in enumerate(plans) for slot in plan.slots}
         self._bucket_of = {index: self.buckets[number] for index, (number, _) in self._slot_of.items()}
 
@@ -220,21 +205,23 @@ class ShardedParameters:
     @property
     def whole(self) -> bool:
         """Whether a rank holds all weights from one step to the next, including other replicas' shards."""
-        return self.unit_gather is None
+        return True
+
+    def permanent(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return a parameter's memory, if that lasts and is as wide as the masters."""
+        return parameter.detach() if parameter.dtype == self.wide else None
+
+    def set_weight(self, parameter: torch.Tensor, value: torch.Tensor, pieces: Sequence[StateShard]) -> None:
+        """Set a parameter, of which this rank owns ``pieces``, to a value of its shape."""
+        if value.data_ptr() != parameter.data_ptr():
+            parameter.copy_(value)
 
     def loaded(self, on_final: Callable[[Any], None]) -> None:
         """Note that weights, masters and state were set from outside. ``on_final``: changes the final gradients of a
-        bucket whose state is offloaded."""
-        if self.unit_gather is not None:
-            self.unit_gather.release()
-        if self.offload is not None:
-            self.offload.on_final = on_final
-            self.offload.changed()
+        bucket whose state is not on the device."""
 
     def settle_state(self) -> None:
-        """Wait until offloaded state may be read where it lives."""
-        if self.offload is not None:
-            self.offload.settle()
+        """Wait until masters and state may be read where they live."""
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -298,17 +285,11 @@ class ShardedParameters:
         """Note that a gradient has been added to :meth:`gradient_of`."""
         index = self._index[id(parameter)]
         for number in self._round_of[index].added(index):
-            self._start(self.buckets[number])
-            if self.offload is not None:
-                self._settle_completed()
+            self._full(self.buckets[number])
 
-    def _settle_completed(self) -> None:
-        """End the reductions that are complete, so that offloaded buckets start their way to the host."""
-        while self._reducing and self._reducing[0].lasting:
-            work = self._reducing[0].reducing
-            if work is None or not work.is_completed():
-                break
-            self._settle()
+    def _full(self, bucket: Bucket) -> None:
+        """Reduce a bucket that has had all its gradients."""
+        self._start(bucket)
 
     def end_pass(self, chunk: int) -> None:
         """End a backward pass of a chunk; under stage 2, start reducing its gradients."""
@@ -368,11 +349,12 @@ class ShardedParameters:
         elif bucket.narrow is not None:
             bucket.sums.copy_(reduced)
         bucket.narrow = None
-        plan = bucket.plan
-        if self.offload is not None and bucket.lasting and not (plan.copies or plan.partial or plan.tied):
-            self.offload.reduced(bucket)  # nothing will be added to these sums
+        self._settled(bucket)
         self.watch.hold([bucket])
         return True
+
+    def _settled(self, bucket: Bucket) -> None:
+        """Take note of a bucket whose first sums are complete."""
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -423,25 +405,26 @@ class ShardedParameters:
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters on the device into this rank's weights, unless the update already has."""
-        for bucket in self.trained:
-            if not bucket.offloaded and bucket.masters.dtype != bucket.shard.dtype:
+        for bucket in self._updated_here():
+            if bucket.masters.dtype != bucket.shard.dtype:
                 bucket.shard.copy_(bucket.masters)
+
+    def _updated_here(self) -> Sequence[Bucket]:
+        """Return the buckets whose masters are on the device."""
+        return self.trained
 
     @property
     def gathers_after_update(self) -> bool:
-        """Whether :meth:`start_gather` brings the other replicas' weights: not without shards, nor under stage 3, which
-        gathers each unit when it is used."""
-        return self.shards > 1 and self.unit_gather is None
+        """Whether :meth:`start_gather` brings the other replicas' weights."""
+        return self.shards > 1
 
     @property
     def keeps_weights(self) -> bool:
         """Whether weights are whole throughout a step."""
-        return self.unit_gather is None or self.unit_gather.keep
+        return True
 
-    def plan_gathers(self, units: Sequence[nn.Module]) -> None:
-        """Tell stage 3 which units a step uses, in order, to gather them ahead; other stages need no plan."""
-        if self.unit_gather is not None:
-            self.unit_gather.plan(units)
+    def plan_gathers(self, chunks: Sequence[Any], actions: Sequence[Action]) -> None:
+        """Prepare for the weights that the actions of a stage use, whose weights are not all there."""
 
     def defer_gather(self) -> None:
         """Let the updated weights be gathered when somebody waits for them, or by :meth:`start_gather`: a recorded step
@@ -454,12 +437,8 @@ class ShardedParameters:
 
     @torch.no_grad()
     def start_gather(self) -> None:
-        """Start gathering the updated weights, in the order in which the next forward pass needs them; under stage 3
-        forget those that were gathered before the update."""
+        """Start gathering the updated weights, in the order in which the next forward pass needs them."""
         self._deferred = False
-        if self.unit_gather is not None:
-            self.unit_gather.release()
-            return
         for bucket in reversed(self.trained):
             if bucket.shards > 1:
                 own = bucket.weights[bucket.own]
@@ -477,23 +456,17 @@ class ShardedParameters:
                 self.watch.gathered(bucket)
             access(COMPUTE, "weights are used", reads=[bucket.weights])
 
+    def _buckets_of(self, unit: nn.Module) -> list[int]:
+        """Return the numbers of the buckets that hold a unit's parameters."""
+        return sorted({self._slot_of[self._index[id(p)]][0] for p in unit.parameters()})
+
     def wait_before(self, unit: nn.Module) -> None:
-        """Make every forward pass of a module, under stage 3 every backward pass too, wait for its weights, and for
-        nothing else."""
-        numbers = sorted({self._slot_of[self._index[id(p)]][0] for p in unit.parameters()})
-        mine = [self.buckets[n] for n in numbers]
-        if mine and self.unit_gather is not None:
-            self.unit_gather.register(unit, numbers)
-        elif mine:
+        """Make every forward pass of a module wait for its weights, and for nothing else."""
+        mine = [self.buckets[n] for n in self._buckets_of(unit)]
+        if mine:
             unit.register_forward_pre_hook(lambda module, inputs: self.wait(mine))
 
     def named_weights(self) -> Iterator[Recorded]:
-        """Yield each parameter while its weights are whole: under stage 3 until the next one is asked for.
-
-        Collective over the shard group under stage 3.
-        """
+        """Yield each parameter while its weights are whole; collective where they have to be gathered for that."""
         self.wait()
-        for i, (record, p) in enumerate(self.parameters):
-            if self.unit_gather is not None:
-                self.unit_gather.make_whole(self._slot_of[i][0])
-            yield record, p
+        yield from self.parameters

@@ -110,6 +110,10 @@ class Offload:
         """Return whether the state of bucket ``number`` is offloaded."""
         return number in self._sizes
 
+    def has(self, bucket: Any) -> bool:
+        """Return whether the state of an attached bucket is offloaded."""
+        return id(bucket) in self._number_of
+
     def allocate(self, number: int) -> tuple[torch.Tensor, dict[StateKind, torch.Tensor]]:
         """Return where the masters and the state, by kind, of an offloaded bucket live: zeros."""
         if self.disk is not None:

@@ -34,6 +34,7 @@ from megatron_port.core.optim.rules import (
 )
 from megatron_port.core.optim.sharded import ShardedParameters
 from megatron_port.core.registry import STEP_PARTS
+from megatron_port.ext.memory.held import HeldParameters
 from megatron_port.ext.memory.offload import Offload, StagedBucket
 
 
@@ -220,10 +221,14 @@ def _by_kernels(rule: OptimizerRule, asked: UpdateRequest) -> OffloadedUpdate | 
 
 
 def _on_device(sharded: ShardedParameters) -> list[StateShard]:
-    return [p for b, p in zip(sharded.owners, sharded.pieces) if not b.offloaded]
+    offload = _offload_of(sharded)
+    return [p for b, p in zip(sharded.owners, sharded.pieces) if not offload.has(b)]
 
 
 def _offload(asked: UpdateRequest) -> Offload:
-    offload = asked.sharded.offload
-    assert isinstance(offload, Offload), "an update of offloaded state, and none is"
-    return offload
+    return _offload_of(asked.sharded)
+
+
+def _offload_of(sharded: ShardedParameters) -> Offload:
+    assert isinstance(sharded, HeldParameters) and sharded.offload is not None, "an update of offloaded state"
+    return sharded.offload
