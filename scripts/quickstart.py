@@ -45,7 +45,7 @@ def command(*arguments: str, capture: bool = False) -> str:
 
 def prepare_corpus() -> float:
     """Fetch and tokenize once; the corpus's unigram entropy in nats per token."""
-    from megatron_port.core.data.indexed import unigram_entropy
+    from megatron_port.core.data.corpus_facts import unigram_entropy
 
     prefix = DATA / "quickstart"
     if not prefix.with_name("quickstart.idx").exists():

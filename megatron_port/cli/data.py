@@ -16,7 +16,7 @@ from megatron_port.cli.main import add_run_options, load_run
 from megatron_port.cli.progress import ProgressBar
 from megatron_port.core.config.checks import check
 from megatron_port.core.config.urls import expanded, expanded_tokenizer, local_path
-from megatron_port.core.data.dataset import as_toml, blend
+from megatron_port.core.data.corpus_facts import as_toml, blend, unigram_entropy
 from megatron_port.core.data.format import (
     bin_path,
     chat_path,
@@ -26,7 +26,7 @@ from megatron_port.core.data.format import (
     reference_path,
     tokenizer_name,
 )
-from megatron_port.core.data.indexed import IndexedDataset, open_all, unigram_entropy
+from megatron_port.core.data.indexed import IndexedDataset, open_all
 from megatron_port.core.data.packing import build_indices
 from megatron_port.core.errors import EXIT_OK, ConfigError, DataError
 from megatron_port.core.io.files import write_bytes
@@ -262,7 +262,8 @@ def _chat(args: argparse.Namespace, tokenizer: Tokenizer) -> ChatRecipe | None:
 
 def index(args: argparse.Namespace) -> int:
     """Make a run's sample index."""
-    from megatron_port.core.data.loader import build_sample_index, index_folder
+    from megatron_port.core.data.loader import index_folder
+    from megatron_port.core.data.sample_index import build_sample_index
 
     config = load_run(args).config
     check(config)

@@ -155,6 +155,7 @@ def _corpus(args: argparse.Namespace, config: RunConfig) -> tuple[Samples, int]:
     """Return (all of a corpus as the run's evaluation reads its own, 0)."""
     import numpy as np
 
+    from megatron_port.core.data.index_cache import IndexCache
     from megatron_port.core.data.indexed import IndexedDataset
     from megatron_port.core.data.loader import index_folder, within_documents
     from megatron_port.core.data.objective import Objective
@@ -168,7 +169,7 @@ def _corpus(args: argparse.Namespace, config: RunConfig) -> tuple[Samples, int]:
             raise ConfigError('--stride and --max-tokens cut a stream, and under data.packing = "first_fit" a sample '
                               "holds whole documents: leave them out, or add --set data.packing=none")
         return PackedDataset(corpus, first=0, end=corpus.num_documents, seq_length=model.seq_length,
-                             vocab_size=model.vocab_size, cache=index_folder(config)), 0
+                             vocab_size=model.vocab_size, cache=IndexCache(index_folder(config))), 0
     if data.mask_eod_loss and corpus.meta is None:
         raise DataError(f"data.mask_eod_loss: {corpus.prefix} has no sidecar that names its end-of-document id; "
                         "prepare it again, or add --set data.mask_eod_loss=false")

@@ -167,6 +167,12 @@ SCHEDULES = Registry("pipeline schedule", "layout.pipeline_schedule", {
     "gpipe": "megatron_port.core.pipeline.schedules:gpipe", "1f1b": "megatron_port.core.pipeline.schedules:one_f_one_b",
     "zb-h1": None, "zb-v": None,
 })
+SAMPLES = Registry("order of samples", "", {
+    "stateless": "megatron_port.core.data.loader:stateless_samples",
+    "first_fit": "megatron_port.core.data.packing:packed_samples",
+    "megatron": "megatron_port.core.data.megatron_order:megatron_samples",
+})
+"""By ``data.packing``, else ``data.order``: what makes the dataset of each split of a run from its corpora."""
 SOURCES = Registry("data source", "data.source", {"corpus": None})
 FAMILIES = Registry("model family", "model.family", {
     "auto": None,
@@ -212,16 +218,20 @@ PARTS = Registry("part", "", {
     "adapter": "megatron_port.ext.weights.adapters:make_adapter",
     "adapters of a layer": "megatron_port.ext.weights.adapter_spec:layer_adapters",
     "blocks of an object": "megatron_port.ext.storage.store:Blocks",
+    "balanced division": "megatron_port.core.data.balance:balanced_division",
     "check of tokenizers": "megatron_port.ext.corpora.verify:check_tokenizers",
+    "checked tokens": "megatron_port.core.data.checked_tokens:CheckedTokens",
+    "checks of corpora at the start": "megatron_port.core.data.checked_tokens:check_at_start",
     "chunked column": "megatron_port.ext.weights.chunked:ChunkedColumnParallelLinear",
     "chunked row": "megatron_port.ext.weights.chunked:ChunkedRowParallelLinear",
+    "document length": "megatron_port.core.data.document_length:document_length",
     "folder of Hugging Face": "megatron_port.tools.interop.hf_files:HFFolder",
     "folder of PEFT": "megatron_port.tools.interop.peft:PeftFolder",
     "host memory": "megatron_port.core.dist.host_memory:host_bytes",
-    "identity of a tokenizer": "megatron_port.ext.corpora.tokenizer:identity_of",
     "is a folder of Hugging Face": "megatron_port.tools.interop.hf_files:is_hf",
     "layers by chunk": "megatron_port.run.build:layers_by_chunk",
     "nearest layout": "megatron_port.core.config.neighbour:legal_neighbour",
+    "pairs of a corpus": "megatron_port.core.data.packing:PairDataset",
     "parking": "megatron_port.ext.memory.site_tape:parking_places",
     "plugin source": "megatron_port.ext.corpora.plugin_source:plugin_datasets",
     "predictions": "megatron_port.ext.objectives.multi_token_layers:build_predictions",
@@ -230,7 +240,8 @@ PARTS = Registry("part", "", {
     "remote corpus": "megatron_port.ext.corpora.fetch:RemoteCorpus",
     "shared weights": "megatron_port.ext.weights.shared_layers:share_weights",
     "store": "megatron_port.ext.storage.store:Store",
-    "tokenizer": "megatron_port.ext.corpora.tokenizer:get_tokenizer",
+    "time for checks of corpora": "megatron_port.core.data.checked_tokens:TimeLimit",
+    "tokenizer of corpora": "megatron_port.ext.corpora.corpus_tokenizer:tokenizer_of",
     "weights at a path": "megatron_port.run.weights:open_weights",
     "word from elsewhere": "megatron_port.core.config.unsupported:not_supported",
 })

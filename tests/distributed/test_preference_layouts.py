@@ -18,7 +18,9 @@ from pool import RankPool
 from megatron_port.core.config.fine_tuning import FineTuningConfig
 from megatron_port.core.config.schema import LayoutConfig, RunConfig, TrainingConfig
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.data.indexed import CorpusMeta, IndexedDataset, IndexedWriter
+from megatron_port.core.data.format import CorpusMeta
+from megatron_port.core.data.indexed import IndexedDataset
+from megatron_port.core.data.writer import IndexedWriter
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.engine.native import NativeEngine

@@ -21,8 +21,8 @@ from megatron_port.core.config.schema import ModelConfig, RunConfig
 from megatron_port.core.data.fingerprint import data_fingerprint
 from megatron_port.core.data.format import meta_path, read_meta
 from megatron_port.core.data.indexed import IndexedDataset
-from megatron_port.core.data.loader import _tokenizer
 from megatron_port.core.errors import DataError
+from megatron_port.ext.corpora.corpus_tokenizer import tokenizer_of
 from megatron_port.ext.corpora.tokenizer import get_tokenizer
 from megatron_port.ext.corpora.tokenizer_base import encode_whole
 from megatron_port.run.document_starts import check_document_starts
@@ -195,8 +195,8 @@ def test_training_refuses_documents_that_begin_otherwise(tmp_path: Path, model: 
     corpora = [IndexedDataset(p) for p in (with_bos, without)]
     run = replace(RunConfig(), model=replace(LLAMA, vocab_size=300))
     with pytest.raises(DataError, match=r"do not begin alike: .*\(with \d\), .*\(with no BOS\); prepare"):
-        _tokenizer(run, corpora)
-    assert _tokenizer(run, corpora[:1])[2]["bos"] == str(theirs(model).bos_token_id)
+        tokenizer_of(run, corpora)
+    assert tokenizer_of(run, corpora[:1])[2]["bos"] == str(theirs(model).bos_token_id)
     check_document_starts([str(with_bos), str(without), "s3://bucket/c"], model, None)
     old = json.loads(meta_path(with_bos).read_text())
     meta_path(with_bos).write_text(json.dumps({k: v for k, v in old.items() if k != "bos"}))
@@ -214,7 +214,7 @@ def test_training_refuses_documents_that_begin_otherwise(tmp_path: Path, model: 
 def trained(folder: Path, prefix: Path) -> Checkpoint:
     """A checkpoint that was trained on a corpus, as the loop records it."""
     corpus = IndexedDataset(prefix)
-    name, _, known = _tokenizer(replace(RunConfig(), model=replace(LLAMA, vocab_size=300)), [corpus])
+    name, _, known = tokenizer_of(replace(RunConfig(), model=replace(LLAMA, vocab_size=300)), [corpus])
     sizes = replace(LLAMA, vocab_size=300, seq_length=64)
     return checkpoint_of(folder, str(name), known, data_fingerprint([corpus]), sizes)
 

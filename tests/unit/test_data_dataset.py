@@ -15,7 +15,8 @@ from megatron_port.core.data.dataset import (
     quantised,
     split_positions,
 )
-from megatron_port.core.data.indexed import IndexedDataset, IndexedWriter
+from megatron_port.core.data.indexed import IndexedDataset
+from megatron_port.core.data.writer import IndexedWriter
 from megatron_port.core.errors import DataError
 
 

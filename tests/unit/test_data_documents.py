@@ -14,11 +14,15 @@ from hypothesis import strategies as st
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig, TrainingConfig
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.data.dataset import BlendedDataset, GPTDataset, MegatronGPTDataset, SyntheticDataset
+from megatron_port.core.data.dataset import BlendedDataset, GPTDataset, SyntheticDataset
 from megatron_port.core.data.document_length import document_length, with_document_length
-from megatron_port.core.data.indexed import CorpusMeta, IndexedDataset, IndexedWriter
+from megatron_port.core.data.format import CorpusMeta
+from megatron_port.core.data.index_cache import IndexCache
+from megatron_port.core.data.indexed import IndexedDataset
 from megatron_port.core.data.loader import build_loaders
+from megatron_port.core.data.megatron_order import MegatronGPTDataset
 from megatron_port.core.data.sample import Sample, document_starts
+from megatron_port.core.data.writer import IndexedWriter
 from megatron_port.core.dist.positions import SequencePartition, divide
 from megatron_port.core.errors import DataError
 from megatron_port.ext.corpora.plugin_source import CheckedDataset
@@ -58,8 +62,8 @@ def test_starts_are_those_of_the_tokens(tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("c")
     data = corpus(folder / "c", lengths)
     stateless = GPTDataset(data, seq_length=seq, vocab_size=60000, documents=True)
-    megatron = MegatronGPTDataset(data, first=0, end=len(lengths), seq_length=seq, vocab_size=60000, num_samples=20,
-                                  seed=seed, cache=folder / "cache", documents=True)
+    megatron = MegatronGPTDataset(data, (0, len(lengths)), seq_length=seq, vocab_size=60000, num_samples=20,
+                                  seed=seed, cache=IndexCache(folder / "cache"), documents=True)
     for dataset in (stateless, megatron, BlendedDataset([stateless, stateless], [1.0, 2.0])):
         for k in range(min(len(dataset), 20)):
             for made, alone in ((dataset.sample(k), dataset.starts(k)),
@@ -70,8 +74,8 @@ def test_starts_are_those_of_the_tokens(tmp_path_factory: pytest.TempPathFactory
 
 def test_a_megatron_order_repeats_a_document_as_another_one(tmp_path: Path) -> None:
     data = corpus(tmp_path / "c", [5])
-    dataset = MegatronGPTDataset(data, first=0, end=1, seq_length=4, vocab_size=60000, num_samples=6, seed=0,
-                                 cache=tmp_path / "cache", documents=True)
+    dataset = MegatronGPTDataset(data, (0, 1), seq_length=4, vocab_size=60000, num_samples=6, seed=0,
+                                 cache=IndexCache(tmp_path / "cache"), documents=True)
     for k in range(6):
         sample = dataset.draw(0, k)
         assert sample.starts is not None

@@ -14,11 +14,13 @@ import pytest
 
 from megatron_port.cli.main import main
 from megatron_port.core.config.loader import load
-from megatron_port.core.data.dataset import as_toml, blend
+from megatron_port.core.data.corpus_facts import as_toml, blend
 from megatron_port.core.data.fingerprint import changes, data_fingerprint
 from megatron_port.core.data.format import meta_path
-from megatron_port.core.data.indexed import IndexedDataset, cached_arrays
-from megatron_port.core.data.loader import build_loaders, build_sample_index
+from megatron_port.core.data.index_cache import IndexCache, cached_arrays
+from megatron_port.core.data.indexed import IndexedDataset
+from megatron_port.core.data.loader import build_loaders
+from megatron_port.core.data.sample_index import build_sample_index
 from megatron_port.core.errors import DataError
 from megatron_port.ext.corpora.prepare import prepare
 from megatron_port.ext.corpora.source_files import ReadOptions
@@ -110,7 +112,7 @@ def test_an_index_is_built_once_by_whoever_is_first(tmp_path):
                 make("a", np.int64, (5,))[:] = np.arange(5)
                 time.sleep(0.3)
 
-            got = cached_arrays(tmp_path / "cache", "k", ["a"], build)
+            got = cached_arrays(IndexCache(tmp_path / "cache"), "k", ["a"], build)
             os._exit(0 if got[0].tolist() == [0, 1, 2, 3, 4] else 1)
         children.append(child)
     assert all(os.waitpid(child, 0)[1] == 0 for child in children)
@@ -120,20 +122,20 @@ def test_an_index_is_built_once_by_whoever_is_first(tmp_path):
 def test_a_builder_that_dies_leaves_the_next_one_free(tmp_path):
     child = os.fork()
     if not child:
-        cached_arrays(tmp_path, "k", ["a"], lambda make: (make("a", np.int64, (5,)), os._exit(9)))
+        cached_arrays(IndexCache(tmp_path), "k", ["a"], lambda make: (make("a", np.int64, (5,)), os._exit(9)))
     os.waitpid(child, 0)
     assert not list(tmp_path.glob("*.npy"))
 
     def build(make):
         make("a", np.int64, (3,))[:] = 7
 
-    assert cached_arrays(tmp_path, "k", ["a"], build)[0].tolist() == [7, 7, 7]
+    assert cached_arrays(IndexCache(tmp_path), "k", ["a"], build)[0].tolist() == [7, 7, 7]
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="data.index_cache"):
-        cached_arrays(tmp_path / "file" / "x", "k", ["a"], lambda make: None)
+        cached_arrays(IndexCache(tmp_path / "file" / "x"), "k", ["a"], lambda make: None)
 
 
 def test_index_ahead_of_time(tmp_path, capsys):

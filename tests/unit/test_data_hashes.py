@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from megatron_port.core.config.schema import DataConfig, RunConfig
-from megatron_port.core.data import checked_tokens, format
+from megatron_port.core.data import checked_tokens, hashes
 from megatron_port.core.data.checked_tokens import CheckedTokens, TimeLimit
 from megatron_port.core.data.dataset import GPTDataset
 from megatron_port.core.data.format import CorpusMeta
-from megatron_port.core.data.indexed import IndexedDataset, IndexedWriter, open_all
+from megatron_port.core.data.indexed import IndexedDataset, open_all
 from megatron_port.core.data.loader import open_corpora
+from megatron_port.core.data.writer import IndexedWriter
 from megatron_port.core.errors import DataError
 
 TOKENS = 40_000
@@ -22,8 +23,8 @@ TOKENS = 40_000
 @pytest.fixture
 def corpus(tmp_path, monkeypatch):
     """(prefix, tokens); in blocks of 64 bytes."""
-    monkeypatch.setattr(format, "LEAF_BYTES", 64)
-    monkeypatch.setattr(format, "MOST_BLOCKS", 1 << 20)
+    monkeypatch.setattr(hashes, "LEAF_BYTES", 64)
+    monkeypatch.setattr(hashes, "MOST_BLOCKS", 1 << 20)
     tokens = np.random.default_rng(0).integers(0, 50_000, TOKENS)
     with IndexedWriter(tmp_path / "c", vocab_size=50_000) as writer:
         writer.describe(CorpusMeta(tokenizer="gpt2", vocab_size=50_000, eod_id=-1))
@@ -82,7 +83,7 @@ def test_checks_take_their_share_of_the_time(corpus, monkeypatch):
     stored = np.fromfile(f"{prefix}.bin", "<u2")
     meta, limit = IndexedDataset(prefix).meta, TimeLimit(lambda: now[0])
     data, other = (CheckedTokens(prefix, stored, meta, limit) for _ in range(2))
-    plain = format.block_hash
+    plain = hashes.block_hash
 
     def slow(block):
         now[0] += 0.1

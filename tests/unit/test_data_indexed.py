@@ -11,15 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.core.data.indexed import (
-    CorpusMeta,
-    IndexedDataset,
-    IndexedWriter,
-    bin_path,
-    idx_path,
-    meta_path,
-    unigram_entropy,
-)
+from megatron_port.core.data.corpus_facts import unigram_entropy
+from megatron_port.core.data.format import CorpusMeta, bin_path, idx_path, meta_path
+from megatron_port.core.data.indexed import IndexedDataset
+from megatron_port.core.data.writer import IndexedWriter
 from megatron_port.core.errors import DataError
 from megatron_port.ext.corpora.verify import verify
 

@@ -10,9 +10,12 @@ import torch
 
 from megatron_port.core.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig, TrainingConfig
 from megatron_port.core.data.dataset import GPTDataset, SyntheticDataset
-from megatron_port.core.data.indexed import CorpusMeta, IndexedDataset, IndexedWriter
+from megatron_port.core.data.format import CorpusMeta
+from megatron_port.core.data.index_cache import IndexCache
+from megatron_port.core.data.indexed import IndexedDataset
 from megatron_port.core.data.loader import RankView, ReplicaShare, StepLoader, build_loaders
 from megatron_port.core.data.packing import PackedDataset
+from megatron_port.core.data.writer import IndexedWriter
 from megatron_port.core.dist.positions import SequencePartition, divide
 from megatron_port.core.errors import DataError
 
@@ -306,7 +309,7 @@ def test_labels_count_as_the_corpus_says(setup, tmp_path):
     half = loaders(run, dp_rank=1, dp_size=2).train.step(8, 8)[0]
     assert torch.equal(half.loss_mask, torch.cat([b.loss_mask for b in made.train.step(8, 8)])[2:4])
     data = IndexedDataset(tmp_path / "m")
-    packed = PackedDataset(data, first=0, end=60, seq_length=64, vocab_size=257, cache=tmp_path / "packed")
+    packed = PackedDataset(data, first=0, end=60, seq_length=64, vocab_size=257, cache=IndexCache(tmp_path / "packed"))
     samples = [packed.sample(k) for k in range(len(packed))]
     counted = np.concatenate([s.tokens[1:][s.counted] for s in samples])
     assert not (counted % 2).any()

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from megatron_port.core.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig
-from megatron_port.core.data.indexed import IndexedWriter
 from megatron_port.core.data.loader import corpus_datasets, open_corpora
+from megatron_port.core.data.writer import IndexedWriter
 from megatron_port.core.errors import DataError
 
 CORPORA = 300

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from megatron_port.core.data import megatron_order as mo
-from megatron_port.core.data.dataset import MegatronGPTDataset
-from megatron_port.core.data.indexed import IndexedDataset, IndexedWriter
+from megatron_port.core.data.index_cache import IndexCache
+from megatron_port.core.data.indexed import IndexedDataset
+from megatron_port.core.data.megatron_order import MegatronGPTDataset
+from megatron_port.core.data.writer import IndexedWriter
 from megatron_port.ext.corpora.verify import verify
 
 
@@ -102,8 +104,8 @@ def test_indices_and_samples(oracle, tmp_path, case):
         wanted = (2 * tokens - 1) // seq + int(wanted * ((tokens - 1) // seq))
     theirs = reference(oracle, prefix, first, end, seq, wanted, 99 + case, tmp_path / "theirs")
     data = IndexedDataset(prefix)
-    ours = MegatronGPTDataset(data, first=first, end=end, seq_length=seq, vocab_size=300, num_samples=wanted,
-                              seed=99 + case, cache=tmp_path / "ours")
+    ours = MegatronGPTDataset(data, (first, end), seq_length=seq, vocab_size=300, num_samples=wanted,
+                              seed=99 + case, cache=IndexCache(tmp_path / "ours"))
     made = mo.build_indices(data.lengths, first, end, seq_length=seq, num_samples=wanted, seed=99 + case)
     for name in ("document", "sample", "shuffle"):
         wanted_array, got = getattr(theirs, f"{name}_index"), getattr(made, name)
@@ -125,8 +127,8 @@ def test_documents_start_where_megatron_resets(oracle, tmp_path):
         for length in lengths:
             writer.add_document([*random.integers(1, 300, length - 1), FakeTokenizer.eod])
     theirs = reference(oracle, tmp_path / "c", 0, len(lengths), seq, 40, 7, tmp_path / "theirs", reset=True)
-    ours = MegatronGPTDataset(IndexedDataset(tmp_path / "c"), first=0, end=len(lengths), seq_length=seq, vocab_size=300,
-                              num_samples=40, seed=7, cache=tmp_path / "ours", documents=True)
+    ours = MegatronGPTDataset(IndexedDataset(tmp_path / "c"), (0, len(lengths)), seq_length=seq, vocab_size=300,
+                              num_samples=40, seed=7, cache=IndexCache(tmp_path / "ours"), documents=True)
     row = np.arange(seq)
     for k in range(40):
         starts, item = ours.starts(k), theirs[k]
@@ -168,8 +170,8 @@ def test_cache_is_used_and_damage_is_mended(tmp_path):
     data = IndexedDataset(corpus(tmp_path / "c", [30, 40, 50]))
 
     def sample():
-        return MegatronGPTDataset(data, first=0, end=3, seq_length=8, vocab_size=300, num_samples=40, seed=1,
-                                  cache=tmp_path / "cache").draw(0, 11).tokens.tolist()
+        return MegatronGPTDataset(data, (0, 3), seq_length=8, vocab_size=300, num_samples=40, seed=1,
+                                  cache=IndexCache(tmp_path / "cache")).draw(0, 11).tokens.tolist()
 
     first = sample()
     files = sorted((tmp_path / "cache").glob("*.npy"))
@@ -178,8 +180,8 @@ def test_cache_is_used_and_damage_is_mended(tmp_path):
     assert sample() == first and [f.stat().st_mtime_ns for f in files] == stamps
     files[0].write_bytes(files[0].read_bytes()[:-3])
     assert sample() == first
-    other = MegatronGPTDataset(data, first=0, end=3, seq_length=8, vocab_size=300, num_samples=40, seed=2,
-                               cache=tmp_path / "cache")
+    other = MegatronGPTDataset(data, (0, 3), seq_length=8, vocab_size=300, num_samples=40, seed=2,
+                               cache=IndexCache(tmp_path / "cache"))
     assert other.indices.shuffle.tolist() != np.load(next(f for f in files if "shuffle" in f.name)).tolist()
     assert len(list((tmp_path / "cache").glob("*.npy"))) == 6
 

@@ -13,9 +13,13 @@ from test_data_documents import corpus
 
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig, TrainingConfig
-from megatron_port.core.data.indexed import CorpusMeta, IndexedDataset, IndexedWriter
-from megatron_port.core.data.loader import build_loaders, build_sample_index
+from megatron_port.core.data.format import CorpusMeta
+from megatron_port.core.data.index_cache import IndexCache
+from megatron_port.core.data.indexed import IndexedDataset
+from megatron_port.core.data.loader import build_loaders
 from megatron_port.core.data.packing import PADDING, PackedDataset, build_indices, cut, document_splits, first_fit
+from megatron_port.core.data.sample_index import build_sample_index
+from megatron_port.core.data.writer import IndexedWriter
 from megatron_port.core.errors import DataError
 
 LENGTHS = st.lists(st.sampled_from((0, 1, 1, 2, 3, 5, 8, 9, 10, 23, 40)), min_size=1, max_size=40)
@@ -53,7 +57,8 @@ def test_every_token_and_every_label_once(
         lengths = [*lengths, 1]
     folder = tmp_path_factory.mktemp("c")
     data = corpus(folder / "c", lengths)
-    dataset = PackedDataset(data, first=0, end=len(lengths), seq_length=seq, vocab_size=60000, cache=folder / "cache")
+    dataset = PackedDataset(data, first=0, end=len(lengths), seq_length=seq, vocab_size=60000,
+                            cache=IndexCache(folder / "cache"))
     owner = np.repeat(np.arange(len(lengths)), lengths)
     tokens: list[int] = []
     labels: list[int] = []
@@ -156,7 +161,7 @@ def test_the_corpus_own_mask_goes_with_the_documents(tmp_path: Path) -> None:
         writer.add_block(np.array(lengths, dtype=np.int32), tokens.tobytes(), mask.tobytes())
         writer.describe(CorpusMeta(tokenizer="byte", vocab_size=60000, eod_id=-1))
     dataset = PackedDataset(IndexedDataset(tmp_path / "c"), first=0, end=6, seq_length=8, vocab_size=60000,
-                            cache=tmp_path / "cache")
+                            cache=IndexCache(tmp_path / "cache"))
     found = []
     for k in range(len(dataset)):
         sample = dataset.sample(k)
@@ -170,7 +175,7 @@ def test_splits_are_of_whole_documents(tmp_path: Path) -> None:
     assert document_splits(data, (0.2, 0.7, 0.1)) == [(0, 4), (4, 5), (5, 6)]
     assert document_splits(data, (0.9, 0.0, 0.1)) == [(0, 5), (5, 5), (5, 6)]
     with pytest.raises(DataError, match="no documents in this split"):
-        PackedDataset(data, first=5, end=5, seq_length=8, vocab_size=9, cache=tmp_path)
+        PackedDataset(data, first=5, end=5, seq_length=8, vocab_size=9, cache=IndexCache(tmp_path))
 
 
 def test_the_index_ahead_of_time_and_damaged(tmp_path: Path) -> None:
@@ -197,7 +202,7 @@ def test_settings_that_contradict_packing(tmp_path: Path) -> None:
 def test_an_id_outside_the_model(tmp_path: Path) -> None:
     corpus(tmp_path / "c", [20])
     dataset = PackedDataset(IndexedDataset(tmp_path / "c"), first=0, end=1, seq_length=8, vocab_size=12,
-                            cache=tmp_path / "cache")
+                            cache=IndexCache(tmp_path / "cache"))
     with pytest.raises(DataError, match=r"position 12: token id 12 is outside"):
         for k in range(len(dataset)):
             dataset.sample(k)

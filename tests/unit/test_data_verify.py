@@ -10,9 +10,10 @@ import struct
 import numpy as np
 import pytest
 
-from megatron_port.core.data import format as fmt
-from megatron_port.core.data.format import BlockHashes, bin_path, idx_path, meta_path
-from megatron_port.core.data.indexed import CorpusMeta, IndexedWriter
+from megatron_port.core.data import hashes as block_hashes
+from megatron_port.core.data.format import CorpusMeta, bin_path, idx_path, meta_path
+from megatron_port.core.data.hashes import BlockHashes
+from megatron_port.core.data.writer import IndexedWriter
 from megatron_port.core.errors import DataError
 from megatron_port.ext.corpora.verify import verify
 
@@ -138,8 +139,8 @@ def test_every_flipped_bit_is_found(prefix):
 
 
 def test_a_flipped_bit_of_a_large_file_is_narrowed_down(tmp_path, monkeypatch):
-    monkeypatch.setattr(fmt, "LEAF_BYTES", 64)
-    monkeypatch.setattr(fmt, "MOST_BLOCKS", 8)
+    monkeypatch.setattr(block_hashes, "LEAF_BYTES", 64)
+    monkeypatch.setattr(block_hashes, "MOST_BLOCKS", 8)
     with IndexedWriter(tmp_path / "c", vocab_size=300) as writer:
         for i in range(50):
             writer.add_document(np.full(37, i))
@@ -157,8 +158,8 @@ def test_a_flipped_bit_of_a_large_file_is_narrowed_down(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 512, 513, 4000])
 def test_block_hashes_do_not_depend_on_how_the_stream_is_cut(monkeypatch, size):
-    monkeypatch.setattr(fmt, "LEAF_BYTES", 64)
-    monkeypatch.setattr(fmt, "MOST_BLOCKS", 8)
+    monkeypatch.setattr(block_hashes, "LEAF_BYTES", 64)
+    monkeypatch.setattr(block_hashes, "MOST_BLOCKS", 8)
     data = bytes(i * 7 % 251 for i in range(size))
     made = set()
     for step in (1, 13, 64, 5000):

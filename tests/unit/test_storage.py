@@ -126,12 +126,13 @@ def test_other_bytes_than_the_sidecar_records_are_refused(bucket, tmp_path):
 
 
 def test_large_blocks_are_verified_by_the_hash_of_their_hashes(bucket, tmp_path, monkeypatch):
-    from megatron_port.core.data import format as corpus_format
+    from megatron_port.core.data import hashes
+    from megatron_port.core.data.format import read_meta
 
-    monkeypatch.setattr(corpus_format, "LEAF_BYTES", 64)
-    monkeypatch.setattr(corpus_format, "MOST_BLOCKS", 8)
+    monkeypatch.setattr(hashes, "LEAF_BYTES", 64)
+    monkeypatch.setattr(hashes, "MOST_BLOCKS", 8)
     url = uploaded(bucket, corpus(tmp_path / "in" / "a"))
-    meta = corpus_format.read_meta(tmp_path / "in" / "a")
+    meta = read_meta(tmp_path / "in" / "a")
     assert meta is not None and meta.bin_block_bytes > 64
     data = IndexedDataset(url, RemoteCache(str(tmp_path / "cache")))
     assert np.array_equal(data.read(3, 990), IndexedDataset(tmp_path / "in" / "a").read(3, 990))

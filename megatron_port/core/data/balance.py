@@ -8,9 +8,13 @@ else: every rank and every stage finds the same one for itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
+
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.dist.positions import Division
 
 LARGEST_BLOCK = 128
 """Positions that stay together: the rows that a kernel of attention reads as one tile."""
@@ -138,3 +142,19 @@ def _exchanged(chunks: Chunks, work: np.ndarray) -> Chunks:
         loads[high] -= moved_work
         loads[other] += moved_work
     return tuple(tuple(sorted(blocks.tolist())) for blocks in held)
+
+
+def division_of(starts: np.ndarray, windows: Sequence[int], ranks: int) -> Division:
+    """Return how ``ranks`` divide sequences with these document starts, int32 [batch, seq].
+
+    A function of the starts alone, which every rank and stage has: all find the same.
+    """
+    work = attention_work(starts, windows).reshape(-1, block_size(starts.shape[1], ranks)).sum(axis=1)
+    return Division(len(work), balanced_chunks(work, ranks))
+
+
+def balanced_division(config: RunConfig, ranks: int) -> Callable[[np.ndarray], Division]:
+    """Return :func:`division_of` with the attention windows of a run's layers (0: none)."""
+    model = config.model
+    windows = tuple(model.window_of(layer) for layer in range(model.num_layers + model.mtp_layers))
+    return partial(division_of, windows=windows, ranks=ranks)

@@ -12,15 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_port.core.data.format import (
-    CorpusMeta,
-    bin_path,
-    block_hash,
-    file_xxh3,
-    idx_path,
-    mask_path,
-    meta_path,
-)
+from megatron_port.core.data.format import CorpusMeta, bin_path, idx_path, mask_path, meta_path
+from megatron_port.core.data.hashes import block_hash, file_xxh3
 from megatron_port.core.errors import DataError
 
 LARGEST = 64 << 20

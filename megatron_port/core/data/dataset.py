@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cached_property
 from math import isqrt
 from pathlib import Path
@@ -11,9 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_port.core.config.dump import toml_value
-from megatron_port.core.data import megatron_order as mo
-from megatron_port.core.data.indexed import IndexedDataset, Make, bad_token, cached_arrays, content_key
+from megatron_port.core.data.indexed import IndexedDataset, bad_token
 from megatron_port.core.data.sample import Sample, document_starts
 from megatron_port.core.errors import DataError
 
@@ -193,77 +190,6 @@ def too_small(prefix: Path, tokens: int, seq_length: int) -> DataError:
                      f"{seq_length + 1}; use a larger corpus, another data.split or a shorter sequence")
 
 
-class MegatronGPTDataset:
-    """Documents [first, end) of a corpus in Megatron-LM's order; the indices are built at the first sample.
-
-    ``num_samples``: samples that the run draws (None: one epoch); the order depends on it.
-    ``check``: compare indices that are there with their hashes. ``documents``: samples say where their documents start.
-    """
-
-    def __init__(self, data: IndexedDataset, *, first: int, end: int, seq_length: int, vocab_size: int,
-                 num_samples: int | None, seed: int, cache: Path, check: bool = False,
-                 documents: bool = False) -> None:
-        self.check, self.documents = check, documents
-        self.data, self.first, self.end, self.masked = data, first, end, data.masked
-        self.seq_length, self.vocab_size = seq_length, vocab_size
-        self.num_samples, self.seed, self.cache = num_samples, seed, cache
-        self.tokens = data.sequence_start(end) - data.sequence_start(first)
-        if self.tokens <= seq_length:
-            raise too_small(data.prefix, self.tokens, seq_length)
-
-    def __len__(self) -> int:
-        return mo.samples_built(self.tokens, self.seq_length, self.num_samples)
-
-    @cached_property
-    def indices(self) -> mo.MegatronIndices:
-        """Return the three arrays, from the cache if it has them."""
-        lengths = self.data.lengths
-        key = content_key("gpt", 1, self.first, self.end, self.seq_length, self.num_samples, self.seed,
-                          arrays=[lengths])
-
-        def build(make: Make) -> None:
-            mo.build_indices(lengths, self.first, self.end, seq_length=self.seq_length,
-                             num_samples=self.num_samples, seed=self.seed, make=make)
-
-        names = ("document", "sample", "shuffle")
-        return mo.MegatronIndices(*cached_arrays(self.cache, key, names, build, check=self.check))
-
-    def _pieces(self, index: int) -> Iterator[tuple[int, int]]:
-        """Yield (position in the stream, tokens) of each document's part of a sample, in order; none is empty."""
-        if not 0 <= index < len(self):
-            raise DataError(f"{self.data.prefix}: sample {index} of {len(self)} in the Megatron order, which was "
-                            f"built for {self.num_samples} samples")
-        row = int(self.indices.shuffle[index])
-        entry, offset = (int(v) for v in self.indices.sample[row])
-        need = self.seq_length + 1
-        while need:
-            document = int(self.indices.document[entry])
-            count = min(need, int(self.data.lengths[document]) - offset)
-            if count:
-                yield self.data.sequence_start(document) + offset, count
-            need, entry, offset = need - count, entry + 1, 0
-
-    def sample(self, index: int) -> Sample:
-        pieces = list(self._pieces(index))
-        parts = [checked(self.data.read(position, count), self.vocab_size, self.data, position)
-                 for position, count in pieces]
-        masks = [mask for position, count in pieces if (mask := self.data.read_mask(position, count)) is not None]
-        # The label of a position is the token after it.
-        return Sample(np.concatenate(parts), self.starts(index), np.concatenate(masks)[1:] if masks else None)
-
-    def draw(self, seed: int, k: int) -> Sample:
-        """Return sample k in Megatron's order, which has a seed of its own; ``seed`` is ignored."""
-        return self.sample(k)
-
-    def starts(self, index: int) -> np.ndarray | None:
-        if not self.documents:
-            return None
-        return document_starts(np.cumsum([count for _, count in self._pieces(index)]), self.seq_length)
-
-    def drawn_starts(self, seed: int, k: int) -> np.ndarray | None:
-        return self.starts(k)
-
-
 def quantised(weights: Sequence[float]) -> list[int]:
     """Return positive integers in proportion to ``weights`` that add up to at most ``PERIOD``.
 
@@ -271,7 +197,8 @@ def quantised(weights: Sequence[float]) -> list[int]:
     """
     if not weights or min(weights) <= 0:
         raise DataError(f"data.weights: {list(weights)}; every weight must be above 0 (leave the corpus out instead)")
-    exact = np.asarray(mo.normalized(weights)) * PERIOD
+    shares = np.asarray(weights, dtype=np.float64)
+    exact = shares / np.sum(shares) * PERIOD
     counts = np.maximum(np.floor(exact).astype(np.int64), 1)
     # Corpora of nearly no weight still get one sample; those with more pay for it.
     while counts.sum() > PERIOD:
@@ -289,14 +216,12 @@ class BlendedDataset:
     (j + ½) / c_d of the period, so every stretch of the run has the proportions of the whole.
     In stored order (evaluation) each sample of each corpus comes once: mixed until the first corpus has been used, then
     what is left of the others, one after the other.
-    ``order`` (corpus [n], its sample [n]) replaces the pattern by a given sequence (Megatron's).
     """
 
-    def __init__(self, datasets: Sequence[TokenDataset], weights: Sequence[float],
-                 order: Callable[[], Sequence[np.ndarray]] | None = None) -> None:
+    def __init__(self, datasets: Sequence[TokenDataset], weights: Sequence[float]) -> None:
         if len(datasets) != len(weights):
             raise DataError(f"data.weights: {len(weights)} weights for {len(datasets)} corpora; give one for each")
-        self.datasets, self._order = list(datasets), order
+        self.datasets = list(datasets)
         self.counts = quantised(weights)
         self.period = sum(self.counts)
         share = np.concatenate([(np.arange(c) + 0.5) / c for c in self.counts])
@@ -328,17 +253,8 @@ class BlendedDataset:
         served = np.bincount(self._owner[:rest], minlength=len(self.counts))
         return [turns * c + int(n) for c, n in zip(self.counts, served)]
 
-    @cached_property
-    def given(self) -> Sequence[np.ndarray] | None:
-        """The given order, computed at the first use."""
-        return self._order() if self._order else None
-
     def locate(self, k: int) -> tuple[int, int]:
         """Return (dataset, how many samples it served before) for sample k. O(1)."""
-        if self.given is not None:
-            if k >= len(self.given[0]):
-                raise DataError(f"sample {k} of a Megatron blend that was built for {len(self.given[0])} samples")
-            return int(self.given[0][k]), int(self.given[1][k])
         turn, at = divmod(k, self.period)
         owner = int(self._owner[at])
         return owner, turn * self.counts[owner] + int(self._rank[at])
@@ -351,7 +267,7 @@ class BlendedDataset:
     def _stored(self, index: int) -> tuple[TokenDataset, int]:
         """Return (dataset, its sample) for sample ``index`` in stored order."""
         left = index - self._mixed
-        if left < 0 or self._order is not None:
+        if left < 0:
             owner, local = self.locate(index)
             return self.datasets[owner], local
         for dataset, used in zip(self.datasets, self._used):
@@ -419,76 +335,3 @@ class SyntheticDataset:
 
     def drawn_starts(self, seed: int, k: int) -> np.ndarray | None:
         return self.starts(k)
-
-
-# A blend of corpora: weights from sizes, and the number of epochs of each corpus.
-
-RULES = ("tokens", "documents", "equal")
-
-
-@dataclass(frozen=True)
-class CorpusWeight:
-    """One corpus of a blend."""
-
-    prefix: str
-    tokens: int
-    documents: int
-    weight: float
-    """All add up to 1."""
-
-    def epochs(self, drawn: int) -> float:
-        """Return the epochs of this corpus when the blend gives ``drawn`` tokens in total."""
-        return drawn * self.weight / max(self.tokens, 1)
-
-
-def blend(corpora: Sequence[IndexedDataset], given: Mapping[str, float], *, by: str = "tokens",
-          temperature: float = 1.0) -> list[CorpusWeight]:
-    """Return the weights of a blend.
-
-    Args:
-        given: weights by prefix; all corpora or none.
-        by: tokens | documents | equal: what weights are in proportion to, where none are given.
-        temperature: sizes to the power of 1 / temperature; above 1 they are more even (mT5, arXiv 2010.11934).
-
-    Raises:
-        DataError: weights for some corpora only, a weight or temperature that is not above 0, an empty corpus,
-            a corpus twice, tokenizers that differ.
-    """
-    names = [str(c.prefix) for c in corpora]
-    if len(set(names)) < len(names):
-        raise DataError(f"a corpus is named twice: {', '.join(sorted({n for n in names if names.count(n) > 1}))}")
-    if by not in RULES or temperature <= 0:
-        raise DataError(f"--by {by}, --temperature {temperature}: choose one of {', '.join(RULES)}, and a temperature "
-                        "above 0")
-    if given and set(given) != set(names):
-        without = [n for n in names if n not in given]
-        raise DataError(f"no weight for {', '.join(without)}; give PREFIX=WEIGHT for all corpora or for none")
-    for corpus in corpora:
-        if not corpus.num_tokens:
-            raise DataError(f"{corpus.prefix}: the corpus holds no tokens")
-    _same_tokenizer(corpora)
-    sizes = {
-        "tokens": [float(c.num_tokens) for c in corpora], "documents": [float(c.num_documents) for c in corpora],
-        "equal": [1.0] * len(corpora),
-    }[by]
-    raw = [given[n] for n in names] if given else [size ** (1 / temperature) for size in sizes]
-    if min(raw) <= 0:
-        raise DataError(f"weights {raw}: each must be above 0; leave a corpus out instead")
-    total = sum(raw)
-    return [CorpusWeight(n, c.num_tokens, c.num_documents, w / total) for n, c, w in zip(names, corpora, raw)]
-
-
-def _same_tokenizer(corpora: Sequence[IndexedDataset]) -> None:
-    kinds: dict[str, str] = {}
-    for corpus in corpora:
-        if corpus.meta is not None:
-            kinds.setdefault(corpus.meta.tokenizer_hash or corpus.meta.tokenizer, f"{corpus.prefix} "
-                             f"({corpus.meta.tokenizer})")
-    if len(kinds) > 1:
-        raise DataError(f"corpora of different tokenizers cannot be blended: {', '.join(kinds.values())}")
-
-
-def as_toml(shares: Sequence[CorpusWeight]) -> str:
-    """Return the ``[data]`` section of a run file, which another file can extend."""
-    return ("[data]\n" + f"train = {toml_value([s.prefix for s in shares])}\n"
-            + f"weights = {toml_value([round(s.weight, 9) for s in shares])}\n")

@@ -2,53 +2,37 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
 import struct
-import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, Protocol
 
 import numpy as np
-import xxhash
-from numpy.lib.format import open_memmap
 
 from megatron_port.core.config.urls import is_remote
-from megatron_port.core.data.checked_tokens import CheckedTokens, TimeLimit, check_at_start
 from megatron_port.core.data.format import (
     CHUNK,
     DTYPES,
     HEADER_BYTES,
     MAGIC,
-    CorpusMeta,
     bin_path,
-    file_xxh3,
     idx_path,
     mapped,
     mask_path,
-    meta_path,
     read_meta,
-    token_dtype,
 )
-from megatron_port.core.data.writer import IndexedWriter
 from megatron_port.core.errors import DataError
-from megatron_port.core.io.files import (
-    allow_open_files,
-    fsync_directory,
-    fsync_file,
-    read_regular,
-    too_many_open,
-    write_bytes,
-)
-from megatron_port.core.io.typed_json import LARGEST, WrongContent, parse_json
+from megatron_port.core.io.files import allow_open_files, too_many_open
 from megatron_port.core.registry import PARTS
 
-__all__ = ["CorpusMeta", "IndexedDataset", "IndexedWriter", "bad_token", "bin_path", "idx_path", "meta_path",
-           "read_meta", "token_dtype", "unigram_entropy"]
+
+class Tokens(Protocol):
+    """The tokens of a corpus as they are stored, read by slices."""
+
+    def __getitem__(self, span: slice, /) -> np.ndarray:
+        """Return a slice. DataError: it is not what was written."""
 
 
 @dataclass(frozen=True)
@@ -68,18 +52,18 @@ class RemoteCache:
 class IndexedDataset:
     """A memory-mapped corpus; opening it checks every size, reading copies only what is asked for.
 
-    Blocks of tokens are compared with the sidecar's hashes as they are first read (``data.checked_tokens``);
+    Blocks of tokens are compared with the sidecar's hashes as they are first read (``corpora.checked_tokens``);
     ``corpora.verify.verify(prefix)`` reads and checks all of it.
 
     A corpus in a store (``prefix`` is a URL) is read by blocks, which ``cache`` keeps; see ``corpora.fetch``.
-    ``checks``: time that comparisons may take, shared with other corpora.
+    ``checks``: time that comparisons may take (``corpora.checked_tokens.TimeLimit``), shared with other corpora.
 
     Raises:
         DataError: a file is missing, of another format, truncated or longer than its index says.
     """
 
     def __init__(
-        self, prefix: str | Path, cache: RemoteCache | None = None, checks: TimeLimit | None = None
+        self, prefix: str | Path, cache: RemoteCache | None = None, checks: Any = None
     ) -> None:
         self.remote: Any = None
         if is_remote(prefix):
@@ -115,8 +99,7 @@ class IndexedDataset:
             raise DataError(f"{self.name}.bin: expected {size} bytes for {self.num_tokens} tokens, found {found}; "
                             "copy or prepare the corpus again")
         self.meta = read_meta(self.prefix)
-        self._tokens = self.remote.tokens(self.dtype) if self.remote else CheckedTokens(
-            self.prefix, mapped(bin_path(self.prefix), self.dtype, 0, self.num_tokens), self.meta, checks)
+        self._tokens: Tokens = self.remote.tokens(self.dtype) if self.remote else self._map_tokens(checks)
         self.masked = bool(self.meta and self.meta.mask_xxh3)
         """Not every token counts as a label."""
         self._mask = self._map_mask() if self.masked else np.zeros(0, np.uint8)
@@ -137,6 +120,13 @@ class IndexedDataset:
         if boundaries and (int(self.documents[0]) != 0 or int(self.documents[-1]) != count):
             raise DataError(f"{path}: documents run from sequence {int(self.documents[0])} to "
                             f"{int(self.documents[-1])}, expected 0 to {count}; the file is damaged")
+
+    def _map_tokens(self, checks: Any) -> Tokens:
+        found = mapped(bin_path(self.prefix), self.dtype, 0, self.num_tokens)
+        if self.meta is None:
+            return found  # there are no hashes to compare it with
+        tokens: Tokens = PARTS.function("checked tokens")(self.prefix, found, self.meta, checks)
+        return tokens
 
     def _map_mask(self) -> np.ndarray:
         path = mask_path(self.prefix)
@@ -232,13 +222,15 @@ def open_all(prefixes: Sequence[str | Path], cache: RemoteCache | None = None, *
         DataError: one of them is missing or damaged, or too many files are open.
     """
     allow_open_files((3 + further) * len(prefixes))
-    checks = TimeLimit()
+    checks = PARTS.function("time for checks of corpora")()
     return [IndexedDataset(prefix, cache, checks) for prefix in prefixes]
 
 
 def check_local(corpora: Sequence[IndexedDataset]) -> None:
     """Compare corpora on this machine with their hashes where that is quick. Raises DataError: they differ."""
-    check_at_start([(c.prefix, c.meta, c._tokens) for c in corpora if isinstance(c._tokens, CheckedTokens)])
+    local = [(c.prefix, c.meta, c._tokens) for c in corpora if c.remote is None and c.meta is not None]
+    if local:
+        PARTS.function("checks of corpora at the start")(local)
 
 
 def bad_token(prefix: Path, position: int, token: int, vocab_size: int) -> DataError:
@@ -247,134 +239,3 @@ def bad_token(prefix: Path, position: int, token: int, vocab_size: int) -> DataE
         f"{bin_path(prefix)}: position {position}: token id {token} is outside the vocabulary of {vocab_size}; "
         "the corpus was made with another tokenizer: set model.vocab_size or prepare it again"
     )
-
-
-def unigram_entropy(data: IndexedDataset | str | Path) -> float:
-    """Return the entropy of the token frequencies, nats per token. One pass; memory grows with the vocabulary only.
-
-    It is the loss of the best model that ignores context.
-    """
-    corpus = data if isinstance(data, IndexedDataset) else IndexedDataset(data)
-    counts = np.zeros(0, np.int64)
-    for _, tokens in corpus.chunks():
-        part = np.bincount(tokens.astype(np.int64), minlength=len(counts))
-        part[:len(counts)] += counts
-        counts = part
-    if not corpus.num_tokens:
-        raise DataError(f"{corpus.prefix}: the corpus holds no tokens")
-    p = counts[counts > 0] / corpus.num_tokens
-    return float(-(p * np.log(p)).sum())
-
-
-# Arrays that are built once in a shared folder, and memory-mapped by all processes.
-#
-# Whoever holds the lock builds; the others wait for the files. The files appear by a rename, whole, and every writer
-# would write the same bytes, so where a file system has no locks several build at once and nothing is lost but time.
-
-POLL_S = 0.2
-Make = Callable[[str, Any, tuple[int, ...]], np.ndarray]
-"""``make(name, dtype, shape)``: an array to fill; backed by a file, so it costs no anonymous memory."""
-
-
-def in_memory(name: str, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Allocate in memory: a ``Make`` without files."""
-    return np.empty(shape, dtype)
-
-
-def content_key(*parts: object, arrays: Sequence[np.ndarray] = ()) -> str:
-    """Return a file name that is a hash of ``parts`` and of the contents of ``arrays``."""
-    digest = xxhash.xxh3_128(repr(parts).encode())
-    for values in arrays:
-        for start in range(0, len(values), CHUNK):
-            digest.update(np.ascontiguousarray(values[start:start + CHUNK]).tobytes())
-    return digest.hexdigest()
-
-
-def cached_arrays(
-    directory: Path, key: str, names: Sequence[str], build: Callable[[Make], object], *, check: bool = False
-) -> list[np.ndarray]:
-    """Return the arrays of ``build``, memory-mapped from ``directory/<key>-<name>.npy`` and built when absent.
-
-    ``check``: compare the files with their hashes first, and make them anew where they differ.
-
-    Raises:
-        DataError: the directory cannot be written.
-    """
-    paths = [directory / f"{key}-{name}.npy" for name in names]
-    found = None if check and not _whole(directory, key, paths) else _loaded(paths)
-    if found is not None:
-        return found
-    if check:
-        for path in paths:
-            path.unlink(missing_ok=True)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with open(directory / f".{key}.lock", "ab") as lock:
-            while (found := _loaded(paths)) is None and not _locked(lock):
-                time.sleep(POLL_S)
-            if found is None and (found := _loaded(paths)) is None:
-                _build(directory, key, paths, names, build)
-                found = _loaded(paths)
-    except OSError as error:
-        raise DataError(f"{directory}: the sample index cannot be written ({error.strerror or error}); choose another "
-                        "place with data.index_cache") from error
-    if found is None:
-        raise DataError(f"{directory}: the sample index {key} was written and cannot be read")
-    return found
-
-
-def _loaded(paths: Sequence[Path]) -> list[np.ndarray] | None:
-    try:
-        return [np.load(path, mmap_mode="r", allow_pickle=False) for path in paths]
-    except (OSError, ValueError, EOFError) as error:
-        if isinstance(error, OSError) and (advice := too_many_open(error)):
-            raise DataError(f"{paths[0].parent}: the sample index cannot be opened; {advice}") from error
-        return None  # absent, or damaged: made anew
-
-
-def _locked(lock: IO[bytes]) -> bool:
-    """Take the lock; False while another process has it. True also where there are no locks."""
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    except OSError:
-        pass
-    return True
-
-
-def _build(directory: Path, key: str, paths: Sequence[Path], names: Sequence[str],
-           build: Callable[[Make], object]) -> None:
-    parts = {name: path.with_name(f".{path.name}.{os.getpid()}.tmp") for name, path in zip(names, paths)}
-    made: dict[str, np.memmap] = {}
-
-    def make(name: str, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
-        made[name] = open_memmap(parts[name], mode="w+", dtype=dtype, shape=shape)
-        with open(parts[name], "r+b") as stream:
-            # A full disk is an error now, not a signal when a page is written.
-            os.posix_fallocate(stream.fileno(), 0, os.fstat(stream.fileno()).st_size)
-        return np.asarray(made[name])
-
-    try:
-        build(make)
-        hashes = {}
-        for name, path in zip(names, paths):
-            made[name].flush()
-            fsync_file(parts[name])
-            hashes[path.name] = file_xxh3(parts[name])
-        for name, path in zip(names, paths):
-            os.replace(parts[name], path)
-        fsync_directory(directory)
-        write_bytes(directory / f"{key}.json", (json.dumps(hashes, indent=2) + "\n").encode())
-    finally:
-        for part in parts.values():
-            part.unlink(missing_ok=True)
-
-
-def _whole(directory: Path, key: str, paths: Sequence[Path]) -> bool:
-    """Whether the files are what was written."""
-    try:
-        expected = parse_json(read_regular(directory / f"{key}.json", LARGEST))
-        return all(file_xxh3(path) == expected.get(path.name) for path in paths)
-    except (OSError, WrongContent, AttributeError):  # AttributeError: no table
-        return False

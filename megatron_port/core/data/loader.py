@@ -12,13 +12,10 @@ import numpy as np
 import torch
 
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.data import megatron_order as mo
-from megatron_port.core.data.balance import attention_work, balanced_chunks, block_size
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.data.dataset import (
     BlendedDataset,
     GPTDataset,
-    MegatronGPTDataset,
     SyntheticDataset,
     TokenDataset,
     derive,
@@ -26,38 +23,18 @@ from megatron_port.core.data.dataset import (
     too_small,
 )
 from megatron_port.core.data.fingerprint import data_fingerprint
-from megatron_port.core.data.format import BOS_BY_TEMPLATE, BOS_UNKNOWN, OWN_TOKENIZERS, bos_ids, tokenizer_name
-from megatron_port.core.data.indexed import (
-    CorpusMeta,
-    IndexedDataset,
-    RemoteCache,
-    cached_arrays,
-    check_local,
-    content_key,
-    meta_path,
-    open_all,
-)
+from megatron_port.core.data.indexed import IndexedDataset, RemoteCache, check_local, open_all
 from megatron_port.core.data.objective import Objective, WholeSamples, objective_of
-from megatron_port.core.data.packing import PackedDataset, document_splits
 from megatron_port.core.data.sample import Sample
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.positions import WHOLE_SEQUENCE, Division, SequencePartition, sequence_partition
 from megatron_port.core.errors import DataError
-from megatron_port.core.registry import PARTS, SOURCES
+from megatron_port.core.registry import PARTS, SAMPLES, SOURCES
 
 # What a rank is given of each micro-batch: by its pipeline stage, and by its place among the context-parallel ranks.
 #
 # Labels, masks and the objective's side tensors are made of whole samples, and the positions that the rank holds are
 # taken afterwards: the label of a position at the edge of a chunk is another rank's token.
-
-def balanced_windows(config: RunConfig) -> tuple[int, ...]:
-    """Return the attention window of each layer (0: none) where each micro-batch has a division of its own, by its
-    documents (``layout.cp_order``); empty where it has not: a sample of one document costs zigzag's ranks the same."""
-    model = config.model
-    if config.layout.cp_order != "balanced" or config.data.attention_documents != "within":
-        return ()
-    return tuple(model.window_of(layer) for layer in range(model.num_layers + model.mtp_layers))
-
 
 @dataclass(frozen=True)
 class RankView:
@@ -66,15 +43,15 @@ class RankView:
     Args:
         need_tokens, need_labels: what its pipeline stage consumes.
         partition: which positions of a sequence it holds.
-        windows: of the layers, where each micro-batch is divided by the work that its documents leave (empty: all are
-            divided as ``partition`` says).
+        divide: how each micro-batch is divided, by its document starts, int32 [batch, seq]; None: all are divided as
+            ``partition`` says.
         objective: makes what the last stage's loss needs beside labels.
     """
 
     need_tokens: bool
     need_labels: bool
     partition: SequencePartition = WHOLE_SEQUENCE
-    windows: tuple[int, ...] = ()
+    divide: Callable[[np.ndarray], Division] | None = None
     objective: Objective = field(default_factory=Objective)
 
     @classmethod
@@ -82,8 +59,11 @@ class RankView:
         cls, config: RunConfig, *, need_tokens: bool, need_labels: bool, partition: SequencePartition = WHOLE_SEQUENCE
     ) -> RankView:
         """Return the view of a rank that a run's stage and division give these."""
-        windows = balanced_windows(config) if partition.division.ranks > 1 else ()
-        return cls(need_tokens, need_labels, partition, windows, objective_of(config))
+        ranks, divide = partition.division.ranks, None
+        if ranks > 1 and config.layout.cp_order == "balanced" and within_documents(config):
+            # A sample of one document costs zigzag's ranks the same.
+            divide = PARTS.function("balanced division")(config, ranks)
+        return cls(need_tokens, need_labels, partition, divide, objective_of(config))
 
     @classmethod
     def on(cls, config: RunConfig, ctx: ParallelContext) -> RankView:
@@ -95,17 +75,6 @@ class RankView:
     def reads(self) -> bool:
         """Whether the stage consumes tokens or labels."""
         return self.need_tokens or self.need_labels
-
-    def division(self, starts: np.ndarray | None) -> Division | None:
-        """Return how sequences with these document starts, int32 [batch, seq], are divided; None: as ever.
-
-        A function of the starts alone, which every rank and stage has: all find the same.
-        """
-        if not self.windows or starts is None:
-            return None
-        ranks, seq_length = self.partition.division.ranks, starts.shape[1]
-        work = attention_work(starts, self.windows).reshape(-1, block_size(seq_length, ranks)).sum(axis=1)
-        return Division(len(work), balanced_chunks(work, ranks))
 
     def micro_batch(
         self, ids: tuple[int, ...], tokens: np.ndarray | None, *, mask: torch.Tensor | None = None,
@@ -123,7 +92,7 @@ class RankView:
         """
         found = [row for row in starts if row is not None]
         documents = np.stack(found) if found else None
-        division = self.division(documents)
+        division = None if self.divide is None or documents is None else self.divide(documents)
         partition = self.partition.divided(division)
         whole = None if documents is None else torch.from_numpy(documents)
         if tokens is None:
@@ -196,14 +165,16 @@ def corpus_datasets(
     """
     objective = objective_of(run)
     objective.check_corpora(corpora)
-    if run.data.packing == "first_fit" or objective.documents_of_sample:
-        return _packed(run, corpora, objective, check=check)
-    if run.data.order == "megatron":
-        return _megatron(run, corpora, train_samples, check=check)
-    return _stateless(run, corpora)
+    packed = run.data.packing == "first_fit" or objective.documents_of_sample > 0
+    make = SAMPLES.function("first_fit" if packed else run.data.order)
+    made: list[TokenDataset | None] = make(run, corpora, train_samples, check=check)
+    return made
 
 
-def _stateless(run: RunConfig, corpora: Sequence[IndexedDataset]) -> list[TokenDataset | None]:
+def stateless_samples(
+    run: RunConfig, corpora: Sequence[IndexedDataset], train_samples: int, *, check: bool = False
+) -> list[TokenDataset | None]:
+    """Return the dataset of each split, whose sample k is computed from k. Raises DataError: a corpus is too small."""
     s, v, weights = run.model.seq_length, run.model.vocab_size, run.data.weights
     ranges = [split_positions(c, run.data.split, s) for c in corpora]
     made: list[TokenDataset | None] = []
@@ -219,99 +190,20 @@ def _stateless(run: RunConfig, corpora: Sequence[IndexedDataset]) -> list[TokenD
             parts.append(GPTDataset(corpus, seq_length=s, vocab_size=v, start=start, stop=stop,
                                     documents=within_documents(run)))
             shares.append(weights[i] if weights else float(stop - start))
-        made.append(_joined(parts, shares))
+        made.append(joined(parts, shares))
     return made
 
 
-def _packed(
-    run: RunConfig, corpora: Sequence[IndexedDataset], objective: Objective, *, check: bool
-) -> list[TokenDataset | None]:
-    own = objective.documents_of_sample
-    ranges = [document_splits(c, run.data.split, unit=own or 1) for c in corpora]
-    makers = [
-        objective.datasets(c) if own else partial(PackedDataset, c, cache=index_folder(run), check=check)
-        for c in corpora
-    ]
-    made: list[TokenDataset | None] = []
-    for index, split in enumerate(SPLITS):
-        parts: list[PackedDataset] = []
-        shares: list[float] = []
-        for i, corpus in enumerate(corpora):
-            first, end = ranges[i][index]
-            if split != "train" and corpus.document_start(first) == corpus.document_start(end):
-                continue
-            s, v = run.model.seq_length, run.model.vocab_size
-            parts.append(makers[i](first=first, end=end, seq_length=s, vocab_size=v))
-            shares.append(run.data.weights[i] if run.data.weights else float(parts[-1].tokens))
-        made.append(_joined(parts, shares))
-    return made
-
-
-def _joined(parts: Sequence[TokenDataset], shares: Sequence[float]) -> TokenDataset | None:
+def joined(parts: Sequence[TokenDataset], shares: Sequence[float]) -> TokenDataset | None:
+    """Return the blend of datasets; None where there are none."""
     if len(parts) < 2:
         return parts[0] if parts else None
     return BlendedDataset(parts, shares)
 
 
-def _megatron(run: RunConfig, corpora: Sequence[IndexedDataset], train_samples: int, *,
-              check: bool = False) -> list[TokenDataset | None]:
-    s, cache = run.model.seq_length, index_folder(run)
-    ranges = [mo.split_ranges(run.data.split, c.num_sequences) for c in corpora]
-    tokens = [[c.sequence_start(end) - c.sequence_start(first) for first, end in r] for c, r in zip(corpora, ranges)]
-    made: list[TokenDataset | None] = []
-    for index, split in enumerate(SPLITS):
-        usable = [i for i in range(len(corpora)) if tokens[i][index] > s]
-        if split == "train" and len(usable) < len(corpora):
-            i = next(i for i in range(len(corpora)) if i not in usable)
-            raise too_small(corpora[i].prefix, tokens[i][index], s)
-        weights = [run.data.weights[i] if run.data.weights else float(tokens[i][index]) for i in usable]
-        wanted: list[int | None] = [None] * len(usable)
-        if split == "train":
-            wanted = list(mo.blend_sizes(weights, train_samples)) if len(usable) > 1 else [train_samples]
-        parts = [MegatronGPTDataset(corpora[i], first=ranges[i][index][0], end=ranges[i][index][1], seq_length=s,
-                                    vocab_size=run.model.vocab_size, num_samples=n, seed=run.seed, cache=cache,
-                                    check=check, documents=within_documents(run))
-                 for i, n in zip(usable, wanted)]
-        if split == "train" and len(parts) > 1:
-            key = content_key("blend", 1, weights, train_samples)
-            # Bound now: it is called at the first sample, when the loop's names belong to another split.
-            build = partial(mo.build_blend, weights, train_samples)
-            order = partial(cached_arrays, cache, key, ("corpus", "sample"), build, check=check)
-            made.append(BlendedDataset(parts, weights, order=order))
-        else:
-            made.append(_joined(parts, weights))
-    return made
-
-
 def drawn_samples(run: RunConfig, train_samples: int | None) -> int:
     """Return the samples that the whole run consumes; without ``train_samples`` right only without a ramp-up."""
     return train_samples or run.training.steps * run.batch.global_batch_size
-
-
-def build_sample_index(run: RunConfig, *, train_samples: int | None = None) -> list[str]:
-    """Build the indices of ``data.order = "megatron"`` or of packing, or check existing ones; return a line for each
-    part.
-
-    Raises:
-        DataError: a corpus that is missing, damaged or too small, or the folder cannot be written.
-    """
-    data = run.data
-    if data.synthetic or (data.order != "megatron" and data.packing == "none"):
-        return [f'data.order = "{data.order}" keeps no index: sample k is computed from k']
-    corpora = open_corpora(run)
-    lines = []
-    for split, dataset in zip(SPLITS, corpus_datasets(run, corpora, drawn_samples(run, train_samples), check=True)):
-        parts = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
-        if isinstance(dataset, BlendedDataset):
-            _ = dataset.given
-        for part in parts:
-            if isinstance(part, MegatronGPTDataset):
-                made = part.indices
-                size = sum(a.nbytes for a in (made.document, made.sample, made.shuffle))
-                lines.append(f"{split:5} {part.data.prefix}: {len(part)} samples, {size} bytes")
-            elif isinstance(part, PackedDataset):
-                lines.append(f"{split:5} {part.data.prefix}: {part.describe()}")
-    return lines
 
 
 class ReplicaShare(NamedTuple):
@@ -451,63 +343,6 @@ class Loaders:
         return loader.eval_batches(batches, global_batch)
 
 
-def _tokenizer(run: RunConfig, corpora: Sequence[IndexedDataset]) -> tuple[str | None, int, dict[str, Any]]:
-    """(name, eod id, identity) that the sidecars agree on. DataError: they do not, or the model is too small."""
-    metas: list[tuple[IndexedDataset, CorpusMeta]] = [(c, c.meta) for c in corpora if c.meta is not None]
-    for corpus, meta in metas:
-        if meta.vocab_size > run.model.vocab_size:
-            raise DataError(f"{meta_path(corpus.prefix)}: tokenizer {meta.tokenizer} has {meta.vocab_size} ids, the "
-                            f"model {run.model.vocab_size}; set model.vocab_size = {meta.vocab_size}")
-    # By hash where all have one: the same tokenizer lies beside each corpus that it made, under another name.
-    hashed = all(meta.tokenizer_hash for _, meta in metas)
-    if len({(meta.tokenizer_hash if hashed else meta.tokenizer, meta.eod_id) for _, meta in metas}) > 1:
-        raise DataError("data.train: corpora of different tokenizers cannot be blended: "
-                        + ", ".join(f"{c.prefix} ({m.tokenizer}, hash {m.tokenizer_hash[:12] or 'unknown'}, eod "
-                                    f"{m.eod_id})" for c, m in metas))
-    _check_bos(metas)
-    asked = run.data.tokenizer
-    if metas:
-        corpus, meta = metas[0]
-        if asked not in ("auto", meta.tokenizer):
-            _check_asked(asked, corpus, meta)
-        found = {"name": meta.tokenizer, "vocab_size": meta.vocab_size, "eod_id": meta.eod_id}
-        bos = next((m.bos for _, m in metas if m.bos != BOS_BY_TEMPLATE), BOS_BY_TEMPLATE)
-        return tokenizer_name(corpus.prefix, meta), meta.eod_id, {
-            **found, "hash": meta.tokenizer_hash, **({"bos": bos} if bos else {})}
-    if asked != "auto":
-        tokenizer = PARTS.function("tokenizer")(asked)
-        return asked, tokenizer.eod_id, {**_identity(tokenizer), "bos": BOS_UNKNOWN}
-    if run.data.mask_eod_loss:
-        raise DataError(f"data.mask_eod_loss: {corpora[0].prefix} has no sidecar that names its end-of-document id; "
-                        "set data.tokenizer")
-    return None, -1, {}
-
-
-def _identity(tokenizer: Any) -> dict[str, Any]:
-    """Return name, vocab_size, eod_id and hash of a tokenizer (``corpora.tokenizer``)."""
-    found: dict[str, Any] = PARTS.function("identity of a tokenizer")(tokenizer)
-    return found
-
-
-def _check_bos(metas: Sequence[tuple[IndexedDataset, CorpusMeta]]) -> None:
-    """Raise DataError where documents of some corpora begin with BOS and those of others do not; conversations begin
-    as their template does."""
-    begins = {c.prefix: bos_ids(m.bos) for c, m in metas}
-    if len({ids for ids in begins.values() if ids is not None}) > 1:
-        raise DataError("data.train: documents of these corpora do not begin alike: "
-                        + ", ".join(f"{prefix} (with {' '.join(map(str, ids)) or 'no BOS'})"
-                                    for prefix, ids in begins.items() if ids is not None)
-                        + "; prepare them again alike, all with --no-bos or all without it")
-
-
-def _check_asked(asked: str, corpus: IndexedDataset, meta: CorpusMeta) -> None:
-    """``data.tokenizer`` is not the sidecar's name; only a hash can say that it is the same. Raises DataError."""
-    own = asked in OWN_TOKENIZERS or meta.tokenizer in OWN_TOKENIZERS
-    if own or _identity(PARTS.function("tokenizer")(asked))["hash"] != meta.tokenizer_hash:
-        raise DataError(f"data.tokenizer is {asked}, but {corpus.prefix} was made with {meta.tokenizer}; "
-                        "set data.tokenizer = \"auto\" or prepare the corpus again")
-
-
 def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tokens: bool, need_labels: bool,
                   train_samples: int | None = None, partition: SequencePartition = WHOLE_SEQUENCE) -> Loaders:
     """Return the loaders of a run for one replica and stage, with the positions that ``partition`` gives this rank.
@@ -540,7 +375,7 @@ def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tok
                             "give one for each, or none")
         corpora = open_corpora(run)
         remote = any(corpus.remote for corpus in corpora)
-        name, eod, tokenizer = _tokenizer(run, corpora)
+        name, eod, tokenizer = PARTS.function("tokenizer of corpora")(run, corpora)
         fingerprint = data_fingerprint(corpora, view.objective.fingerprint_of)
         if dp_rank == 0 and need_tokens:  # a few ranks are enough, and files are not read by thousands
             PARTS.function("check of tokenizers")(corpora)

@@ -11,13 +11,20 @@ they are made in files (``data.index_cache``), not in memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from math import ceil
 
 import numpy as np
 
-from megatron_port.core.data.indexed import Make, in_memory
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.data.dataset import BlendedDataset, TokenDataset, checked, too_small
+from megatron_port.core.data.index_cache import IndexCache, Make, cached_arrays, content_key, in_memory
+from megatron_port.core.data.indexed import IndexedDataset
+from megatron_port.core.data.loader import SPLITS, index_folder, joined, within_documents
+from megatron_port.core.data.sample import Sample, document_starts
+from megatron_port.core.errors import DataError
 
 SEPARATE_BELOW = 0.80
 """A last epoch that is used to less than this share is shuffled apart from the others."""
@@ -136,3 +143,131 @@ def build_blend(weights: Sequence[float], size: int, make: Make = in_memory) -> 
         corpus[i], sample[i] = chosen, counts[chosen]
         counts[chosen] += 1
     return corpus, sample
+
+
+class MegatronGPTDataset:
+    """Documents of a corpus in Megatron-LM's order; the indices are built at the first sample.
+
+    Args:
+        span: [first, end) of the documents.
+        num_samples: samples that the run draws (None: one epoch); the order depends on it.
+        documents: samples say where their documents start.
+    """
+
+    def __init__(self, data: IndexedDataset, span: tuple[int, int], *, seq_length: int, vocab_size: int,
+                 num_samples: int | None, seed: int, cache: IndexCache, documents: bool = False) -> None:
+        first, end = span
+        self.data, self.first, self.end, self.masked = data, first, end, data.masked
+        self.seq_length, self.vocab_size, self.documents = seq_length, vocab_size, documents
+        self.num_samples, self.seed, self.cache = num_samples, seed, cache
+        self.tokens = data.sequence_start(end) - data.sequence_start(first)
+        if self.tokens <= seq_length:
+            raise too_small(data.prefix, self.tokens, seq_length)
+
+    def __len__(self) -> int:
+        return samples_built(self.tokens, self.seq_length, self.num_samples)
+
+    @cached_property
+    def indices(self) -> MegatronIndices:
+        """Return the three arrays, from the cache if it has them."""
+        lengths = self.data.lengths
+        key = content_key("gpt", 1, self.first, self.end, self.seq_length, self.num_samples, self.seed,
+                          arrays=[lengths])
+
+        def build(make: Make) -> None:
+            build_indices(lengths, self.first, self.end, seq_length=self.seq_length,
+                             num_samples=self.num_samples, seed=self.seed, make=make)
+
+        names = ("document", "sample", "shuffle")
+        return MegatronIndices(*cached_arrays(self.cache, key, names, build))
+
+    def _pieces(self, index: int) -> Iterator[tuple[int, int]]:
+        """Yield (position in the stream, tokens) of each document's part of a sample, in order; none is empty."""
+        if not 0 <= index < len(self):
+            raise DataError(f"{self.data.prefix}: sample {index} of {len(self)} in the Megatron order, which was "
+                            f"built for {self.num_samples} samples")
+        row = int(self.indices.shuffle[index])
+        entry, offset = (int(v) for v in self.indices.sample[row])
+        need = self.seq_length + 1
+        while need:
+            document = int(self.indices.document[entry])
+            count = min(need, int(self.data.lengths[document]) - offset)
+            if count:
+                yield self.data.sequence_start(document) + offset, count
+            need, entry, offset = need - count, entry + 1, 0
+
+    def sample(self, index: int) -> Sample:
+        pieces = list(self._pieces(index))
+        parts = [checked(self.data.read(position, count), self.vocab_size, self.data, position)
+                 for position, count in pieces]
+        masks = [mask for position, count in pieces if (mask := self.data.read_mask(position, count)) is not None]
+        # The label of a position is the token after it.
+        return Sample(np.concatenate(parts), self.starts(index), np.concatenate(masks)[1:] if masks else None)
+
+    def draw(self, seed: int, k: int) -> Sample:
+        """Return sample k in Megatron's order, which has a seed of its own; ``seed`` is ignored."""
+        return self.sample(k)
+
+    def starts(self, index: int) -> np.ndarray | None:
+        if not self.documents:
+            return None
+        return document_starts(np.cumsum([count for _, count in self._pieces(index)]), self.seq_length)
+
+    def drawn_starts(self, seed: int, k: int) -> np.ndarray | None:
+        return self.starts(k)
+
+
+class MegatronBlend(BlendedDataset):
+    """Datasets mixed in the order that ``order`` returns: of each sample of the run, the corpus and its sample."""
+
+    def __init__(
+        self, datasets: Sequence[TokenDataset], weights: Sequence[float], order: Callable[[], Sequence[np.ndarray]]
+    ) -> None:
+        super().__init__(datasets, weights)
+        self._order = order
+
+    @cached_property
+    def given(self) -> Sequence[np.ndarray]:
+        """The order, computed at the first use."""
+        return self._order()
+
+    def locate(self, k: int) -> tuple[int, int]:
+        """Return (dataset, its sample) for sample k. O(1)."""
+        if k >= len(self.given[0]):
+            raise DataError(f"sample {k} of a Megatron blend that was built for {len(self.given[0])} samples")
+        return int(self.given[0][k]), int(self.given[1][k])
+
+    def _stored(self, index: int) -> tuple[TokenDataset, int]:
+        owner, local = self.locate(index)
+        return self.datasets[owner], local
+
+
+def megatron_samples(
+    run: RunConfig, corpora: Sequence[IndexedDataset], train_samples: int, *, check: bool = False
+) -> list[TokenDataset | None]:
+    """Return the dataset of each split (``registry.SAMPLES``). Raises DataError: a corpus is too small."""
+    s, cache = run.model.seq_length, IndexCache(index_folder(run), check)
+    ranges = [split_ranges(run.data.split, c.num_sequences) for c in corpora]
+    tokens = [[c.sequence_start(end) - c.sequence_start(first) for first, end in r] for c, r in zip(corpora, ranges)]
+    made: list[TokenDataset | None] = []
+    for index, split in enumerate(SPLITS):
+        usable = [i for i in range(len(corpora)) if tokens[i][index] > s]
+        if split == "train" and len(usable) < len(corpora):
+            i = next(i for i in range(len(corpora)) if i not in usable)
+            raise too_small(corpora[i].prefix, tokens[i][index], s)
+        weights = [run.data.weights[i] if run.data.weights else float(tokens[i][index]) for i in usable]
+        wanted: list[int | None] = [None] * len(usable)
+        if split == "train":
+            wanted = list(blend_sizes(weights, train_samples)) if len(usable) > 1 else [train_samples]
+        parts = [MegatronGPTDataset(corpora[i], ranges[i][index], seq_length=s, vocab_size=run.model.vocab_size,
+                                    num_samples=n, seed=run.seed, cache=cache, documents=within_documents(run))
+                 for i, n in zip(usable, wanted)]
+        if split == "train" and len(parts) > 1:
+            key = content_key("blend", 1, weights, train_samples)
+            # Bound now: it is called at the first sample, when the loop's names belong to another split.
+            build = partial(build_blend, weights, train_samples)
+            order = partial(cached_arrays, cache, key, ("corpus", "sample"), build)
+            made.append(MegatronBlend(parts, weights, order))
+        else:
+            made.append(joined(parts, weights))
+    return made

@@ -19,8 +19,8 @@ import torch
 from megatron_port.core.config.conflicts import Conflict, Rule
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.data.dataset import TokenDataset
 from megatron_port.core.data.indexed import IndexedDataset
-from megatron_port.core.data.packing import PackedDataset
 from megatron_port.core.data.sample import Sample
 from megatron_port.core.dist.record import StateReader
 from megatron_port.core.errors import ConfigError, DataError
@@ -93,7 +93,7 @@ class Objective(StageLoss):
                     "learns from them, any other loss would learn the rejected ones too"
                 )
 
-    def datasets(self, corpus: IndexedDataset) -> Callable[..., PackedDataset]:
+    def datasets(self, corpus: IndexedDataset) -> Callable[..., TokenDataset]:
         """Return what makes the dataset of a corpus' documents from ``first``, ``end``, ``seq_length`` and
         ``vocab_size``, where ``documents_of_sample`` is set.
 

@@ -12,15 +12,19 @@ of a document, which the one before it says nothing about, nor what the corpus' 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 
-from megatron_port.core.data.dataset import checked, sample_at
-from megatron_port.core.data.indexed import IndexedDataset, Make, cached_arrays, content_key, in_memory
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.data.dataset import TokenDataset, checked, sample_at
+from megatron_port.core.data.index_cache import IndexCache, Make, cached_arrays, content_key, in_memory
+from megatron_port.core.data.indexed import IndexedDataset
+from megatron_port.core.data.loader import SPLITS, index_folder, joined
+from megatron_port.core.data.objective import objective_of
 from megatron_port.core.data.sample import Sample, document_starts
 from megatron_port.core.errors import DataError
 
@@ -119,8 +123,7 @@ def _nearest(data: IndexedDataset, position: float) -> int:
 class PackedDataset:
     """Documents [first, end) of a corpus, packed (see the module); each epoch a permutation of the samples.
 
-    Where documents are is built at the first use, in the folder ``cache``; ``check``: compare what is there with its
-    hashes.
+    Where documents are is built at the first use, in ``cache``.
 
     Raises:
         DataError: no document with two tokens; on reading, an id that is not below ``vocab_size``.
@@ -129,11 +132,10 @@ class PackedDataset:
     masked = True
 
     def __init__(
-        self, data: IndexedDataset, *, first: int, end: int, seq_length: int, vocab_size: int, cache: Path,
-        check: bool = False,
+        self, data: IndexedDataset, *, first: int, end: int, seq_length: int, vocab_size: int, cache: IndexCache
     ) -> None:
         self.data, self.first, self.end = data, first, end
-        self.seq_length, self.vocab_size, self.cache, self.check = seq_length, vocab_size, cache, check
+        self.seq_length, self.vocab_size, self.cache = seq_length, vocab_size, cache
         self.tokens = data.document_start(end) - data.document_start(first)
         if first == end or not self.tokens:
             raise DataError(f"{data.prefix}: no documents in this split; use a larger corpus or another data.split")
@@ -145,7 +147,7 @@ class PackedDataset:
         key = content_key("packing", 1, self.seq_length, arrays=[edges])
         names = ("position", "length", "first")
         return PackedIndices(*cached_arrays(
-            self.cache, key, names, lambda make: build_indices(edges, self.seq_length, make), check=self.check
+            self.cache, key, names, lambda make: build_indices(edges, self.seq_length, make)
         ))
 
     def __len__(self) -> int:
@@ -181,3 +183,70 @@ class PackedDataset:
 
     def drawn_starts(self, seed: int, k: int) -> np.ndarray | None:
         return self.starts(sample_at(seed, k, len(self))[1])
+
+
+class PairDataset(PackedDataset):
+    """Documents [first, end) of a corpus of preferences, two in each sample; each epoch a permutation of the pairs.
+
+    The chosen conversation comes first, then the rejected one, each a document of its own. Attention stays within a
+    document, so neither answer sees the other, and where the second one starts tells them apart on every stage. A pair
+    is never cut, and is in one sample, so that its loss is a function of that sample alone.
+
+    ``reference``: float64 [documents of the corpus], the reference's log-probability of each.
+
+    Raises:
+        DataError: no pair in this split, or one that is longer than a sample; on reading, an id that is not below
+            ``vocab_size``.
+    """
+
+    def __init__(
+        self, data: IndexedDataset, reference: np.ndarray, *, first: int, end: int, seq_length: int, vocab_size: int
+    ) -> None:
+        super().__init__(
+            data, first=first, end=end, seq_length=seq_length, vocab_size=vocab_size, cache=IndexCache(Path())
+        )
+        self.reference = reference[first:end].reshape(-1, 2)
+        tokens = self.indices.length.reshape(-1, 2).sum(axis=1)
+        if int(tokens.max()) > seq_length + 1:
+            raise DataError(
+                f"{data.prefix}: pair {first // 2 + int(tokens.argmax())} has {int(tokens.max())} tokens in its two "
+                f"conversations, a sample model.seq_length + 1 = {seq_length + 1}: raise model.seq_length, or prepare "
+                f"again with --longest-pair {seq_length + 1} --bad-input skip"
+            )
+
+    @cached_property
+    def indices(self) -> PackedIndices:
+        """Return which documents are in which sample: two in each."""
+        edges = self.data.document_edges(self.first, self.end)
+        return PackedIndices(edges[:-1], np.diff(edges), np.arange(0, len(edges), 2))
+
+    def sample(self, index: int) -> Sample:
+        found = super().sample(index)
+        return Sample(found.tokens, found.starts, found.counted, self.reference[index])
+
+
+def packed_samples(
+    run: RunConfig, corpora: Sequence[IndexedDataset], train_samples: int, *, check: bool = False
+) -> list[TokenDataset | None]:
+    """Return the dataset of each split (``registry.SAMPLES``). Raises DataError: a corpus is too small."""
+    objective, cache = objective_of(run), IndexCache(index_folder(run), check)
+    own = objective.documents_of_sample
+    ranges = [document_splits(c, run.data.split, unit=own or 1) for c in corpora]
+    makers = [
+        objective.datasets(c) if own else partial(PackedDataset, c, cache=cache)
+        for c in corpora
+    ]
+    made: list[TokenDataset | None] = []
+    for index, split in enumerate(SPLITS):
+        parts: list[TokenDataset] = []
+        shares: list[float] = []
+        for i, corpus in enumerate(corpora):
+            first, end = ranges[i][index]
+            tokens = corpus.document_start(end) - corpus.document_start(first)
+            if split != "train" and not tokens:
+                continue
+            s, v = run.model.seq_length, run.model.vocab_size
+            parts.append(makers[i](first=first, end=end, seq_length=s, vocab_size=v))
+            shares.append(run.data.weights[i] if run.data.weights else float(tokens))
+        made.append(joined(parts, shares))
+    return made

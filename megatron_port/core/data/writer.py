@@ -15,25 +15,18 @@ from typing import BinaryIO
 import numpy as np
 import xxhash
 
-from megatron_port.core.data.format import (
-    CHUNK,
-    DTYPES,
-    MAGIC,
-    BlockHashes,
-    CorpusMeta,
-    bin_path,
-    file_blocks,
-    file_xxh3,
-    idx_path,
-    mask_path,
-    meta_path,
-    token_dtype,
-)
+from megatron_port.core.data.format import CHUNK, DTYPES, MAGIC, CorpusMeta, bin_path, idx_path, mask_path, meta_path
+from megatron_port.core.data.hashes import BlockHashes, file_blocks, file_xxh3
 from megatron_port.core.errors import DataError
 from megatron_port.core.io.files import fsync_directory, write_bytes
 from megatron_port.core.io.typed_json import Natural
 
 TOKENS, LENGTHS, MASK, INDEX = "tokens", "lengths", "mask", "index"
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """u16 below 65500 ids, otherwise i32 (Megatron's rule)."""
+    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ import numpy as np
 import xxhash
 
 from megatron_port.core.data.checked_tokens import hashes_of
-from megatron_port.core.data.format import CorpusMeta, block_hash, file_xxh3, read_meta, tokenizer_name
+from megatron_port.core.data.format import CorpusMeta, read_meta, tokenizer_name
+from megatron_port.core.data.hashes import block_hash, file_xxh3
 from megatron_port.core.data.indexed import RemoteCache
 from megatron_port.core.errors import DataError
 from megatron_port.core.io.files import atomic_file, write_bytes

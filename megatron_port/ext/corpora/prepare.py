@@ -23,8 +23,8 @@ from typing import Any
 
 import xxhash
 
-from megatron_port.core.data.format import BOS_BY_TEMPLATE, BOS_OMITTED, NO_BOS, CorpusMeta, chat_path, token_dtype
-from megatron_port.core.data.writer import IndexedWriter, Written
+from megatron_port.core.data.format import BOS_BY_TEMPLATE, BOS_OMITTED, NO_BOS, CorpusMeta, chat_path
+from megatron_port.core.data.writer import IndexedWriter, Written, token_dtype
 from megatron_port.core.errors import DataError, PortError
 from megatron_port.core.io.files import write_bytes
 from megatron_port.core.io.typed_json import Natural, read_optional

@@ -21,12 +21,9 @@ from megatron_port.core.data.format import (
     HEADER_BYTES,
     MAGIC,
     OWN_TOKENIZERS,
-    BlockHashes,
     CorpusMeta,
     bin_path,
     chat_path,
-    file_blocks,
-    file_xxh3,
     idx_path,
     mapped,
     mask_path,
@@ -35,6 +32,7 @@ from megatron_port.core.data.format import (
     reference_path,
     tokenizer_name,
 )
+from megatron_port.core.data.hashes import BlockHashes, file_blocks, file_xxh3
 from megatron_port.core.data.indexed import IndexedDataset
 from megatron_port.core.errors import DataError
 from megatron_port.core.io.work import Advance, silent

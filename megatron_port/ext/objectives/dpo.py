@@ -17,15 +17,15 @@ import torch.nn.functional as F
 
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.data.dataset import TokenDataset
 from megatron_port.core.data.indexed import IndexedDataset
 from megatron_port.core.data.objective import Objective, WholeSamples
-from megatron_port.core.data.packing import PackedDataset
 from megatron_port.core.dist.record import StateReader
 from megatron_port.core.layers.step import StepContext
 from megatron_port.core.model.decoder import GPTStage
 from megatron_port.core.model.fingerprint import fingerprint
-from megatron_port.ext.objectives.pairs import PairDataset, check_pairs
-from megatron_port.ext.objectives.reference_losses import read_header, read_reference
+from megatron_port.core.registry import PARTS
+from megatron_port.ext.objectives.reference_losses import check_pairs, read_header, read_reference
 
 REWARDS = ("chosen_reward", "reward_margin", "reward_accuracy")
 """Names of the sums of a step over its pairs, and of their means in metrics.jsonl."""
@@ -48,9 +48,9 @@ class PairObjective(Objective):
         """Check that corpora hold pairs. Raises DataError."""
         check_pairs(corpora)
 
-    def datasets(self, corpus: IndexedDataset) -> Callable[..., PackedDataset]:
+    def datasets(self, corpus: IndexedDataset) -> Callable[..., TokenDataset]:
         """Return what makes the datasets of pairs of a corpus, with the reference that lies beside it."""
-        return partial(PairDataset, corpus, read_reference(corpus))
+        return partial(PARTS.function("pairs of a corpus"), corpus, read_reference(corpus).sums)
 
     def fingerprint_of(self, corpus: IndexedDataset) -> dict[str, str]:
         """Return the hash of the reference, where there is one."""

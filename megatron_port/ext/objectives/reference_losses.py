@@ -7,6 +7,7 @@ each document: the sum over its counted tokens. A function of the document alone
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -107,3 +108,23 @@ def read_reference(corpus: IndexedDataset) -> Reference:
 
 def _again(prefix: str | Path) -> str:
     return f"run `megatron-port evaluate MODEL --reference {prefix}`"
+
+
+def check_pairs(corpora: Sequence[IndexedDataset]) -> None:
+    """Check that corpora hold pairs.
+
+    Raises:
+        DataError: one does not, or is in a store.
+    """
+    for corpus in corpora:
+        pairs = corpus.meta.pairs if corpus.meta is not None else 0
+        if not pairs:
+            raise DataError(
+                f'{corpus.name}: training.loss "dpo" takes pairs of answers, and this corpus has none; make one with '
+                "`data prepare --preference`"
+            )
+        if corpus.remote or pairs * 2 != corpus.num_documents:
+            raise DataError(
+                f"{corpus.name}: copy the corpus to a disk; the log-probabilities of its answers lie beside it" if
+                corpus.remote else f"{corpus.name}: {corpus.num_documents} documents of {pairs} pairs; prepare it again"
+            )

@@ -6,10 +6,10 @@ from collections import deque
 
 import torch
 
-from megatron_port.core.data.document_length import document_length
 from megatron_port.core.data.objective import objective_of
 from megatron_port.core.io.memory import peak_resident_bytes
 from megatron_port.core.model.flops import hardware_flops, model_flops
+from megatron_port.core.registry import PARTS
 from megatron_port.core.train.folders import run_folder
 from megatron_port.core.train.hooks import Ending, LoopHook, LoopState, TakenStep
 from megatron_port.ext.telemetry.sinks import Telemetry
@@ -27,7 +27,9 @@ class Reporting(LoopHook):
         super().__init__(state)
         self.rates: deque[tuple[float, float]] = deque(maxlen=1000)
         rank_zero = state.session.is_rank_zero
-        self.document = document_length(state.config, state.loaders.train.dataset) if rank_zero else 0.0
+        self.document = 0.0
+        if rank_zero and state.config.data.attention_documents == "within":
+            self.document = PARTS.function("document length")(state.config, state.loaders.train.dataset)
         self.objective = objective_of(state.config)
         self._telemetry: Telemetry | None = None
 

@@ -37,8 +37,7 @@ from megatron_port.core.model.decoder import GPTStage
 from megatron_port.core.model.fingerprint import fingerprint
 from megatron_port.core.pipeline.runner import Boundary, StageLink
 from megatron_port.core.train.hooks import Session
-from megatron_port.ext.objectives.pairs import check_pairs
-from megatron_port.ext.objectives.reference_losses import ReferenceHeader, read_header, write_reference
+from megatron_port.ext.objectives.reference_losses import ReferenceHeader, check_pairs, read_header, write_reference
 from megatron_port.run.build import DTYPES, build_engine, build_model
 from megatron_port.run.weights import Weights
 from megatron_port.tools.inference.kv_cache import CacheSlot, KeyValueCache
