@@ -165,7 +165,7 @@ OBJECTIVES = Registry(
 
 SCHEDULES = Registry("pipeline schedule", "layout.pipeline_schedule", {
     "gpipe": "megatron_port.core.pipeline.schedules:gpipe", "1f1b": "megatron_port.core.pipeline.schedules:one_f_one_b",
-    "zb-h1": None, "zb-v": None,
+    "zb-h1": "megatron_port.core.pipeline.zero_bubble:ZB_H1", "zb-v": "megatron_port.core.pipeline.zero_bubble:zb_v",
 })
 SAMPLES = Registry("order of samples", "", {
     "stateless": "megatron_port.core.data.loader:stateless_samples",
@@ -219,6 +219,7 @@ PARTS = Registry("part", "", {
     "adapters of a layer": "megatron_port.ext.weights.adapter_spec:layer_adapters",
     "blocks of an object": "megatron_port.ext.storage.store:Blocks",
     "balanced division": "megatron_port.core.data.balance:balanced_division",
+    "check of a schedule": "megatron_port.core.pipeline.checks:check_added",
     "check of tokenizers": "megatron_port.ext.corpora.verify:check_tokenizers",
     "checked tokens": "megatron_port.core.data.checked_tokens:CheckedTokens",
     "checks of corpora at the start": "megatron_port.core.data.checked_tokens:check_at_start",

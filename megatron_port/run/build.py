@@ -26,7 +26,7 @@ from megatron_port.core.model.flops import unit_costs
 from megatron_port.core.model.shapes import parameter_shapes
 from megatron_port.core.optim.rules import check_groups, set_parameter_groups
 from megatron_port.core.optim.zero3 import without_memory
-from megatron_port.core.pipeline.simulate import balanced_layers
+from megatron_port.core.pipeline.partition import balanced_layers
 from megatron_port.core.registry import LOSSES
 from megatron_port.ext.weights.adapter_spec import adapter_parameters
 from megatron_port.ext.weights.adapters import InitialAdapters, freeze_all_but_adapters

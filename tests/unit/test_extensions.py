@@ -21,8 +21,9 @@ from megatron_port.core.dist.device import choose_device
 from megatron_port.core.errors import ConfigError, DataError, EnvironmentFault
 from megatron_port.core.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatron_port.core.layers.fused import torch_swiglu
-from megatron_port.core.pipeline.actions import Action, Kind, peak_in_flight
-from megatron_port.core.pipeline.schedules import check, make_schedule
+from megatron_port.core.pipeline.actions import Action, Kind
+from megatron_port.core.pipeline.checks import check, peak_in_flight
+from megatron_port.core.pipeline.schedules import make_schedule
 from megatron_port.core.registry import LOSSES, PROVIDERS, SCHEDULES, SOURCES
 from megatron_port.ext.kernels.choose import Candidate, choose_providers
 from megatron_port.tools.plan.case import case_of

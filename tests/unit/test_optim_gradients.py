@@ -27,7 +27,7 @@ from megatron_port.core.optim.gradients import (
     owned_gradients,
     reduce_partial_gradients,
 )
-from megatron_port.core.pipeline.simulate import balanced_layers
+from megatron_port.core.pipeline.partition import balanced_layers
 
 MODEL = ModelConfig(num_layers=4, hidden_size=16, num_attention_heads=4, vocab_size=13, seq_length=8)
 TOPOLOGIES = [Topology(), Topology(tp=2), Topology(pp=4), Topology(tp=2, pp=2, dp=2), Topology(tp=4, pp=3),

@@ -26,7 +26,7 @@ from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder import GPTStage, build_stage
-from megatron_port.core.pipeline.simulate import balanced_layers
+from megatron_port.core.pipeline.partition import balanced_layers
 
 NORMAL = InitSpec("normal", 0.02)
 

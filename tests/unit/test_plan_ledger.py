@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from memory_matrix import BOUND, compared
 
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.core.pipeline.actions import peak_in_flight
+from megatron_port.core.pipeline.checks import peak_in_flight
 from megatron_port.core.pipeline.schedules import make_schedule
 from megatron_port.tools.plan import chunk
 from megatron_port.tools.plan.case import Case

@@ -30,11 +30,22 @@ class Action:
     chunk: int = 0
     fills: bool = field(default=False, compare=False)
     """WEIGHT only: its products are computed while the pass before it exchanges rows of experts, and after that pass
-    those that are left (``pipeline.schedules``)."""
+    those that are left (``pipeline.zero_bubble``)."""
 
     def __str__(self) -> str:
         chunk = f".{self.chunk}" if self.chunk else ""
         return f"{self.kind.value}{self.micro_batch}{chunk}" + ("+" if self.fills else "")
+
+
+@dataclass(frozen=True)
+class Span:
+    """A pass with its start and end, in the unit of the costs."""
+
+    action: Action
+    start: float
+    end: float
+    beside: float = 0.0
+    """Seconds of a weight pass that ran before ``start``, beside the exchanges that it fills."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,18 +96,6 @@ class Schedule:
             return None
         other, chunk = self.grid.holder(virtual)
         return other, Action(action.kind, action.micro_batch, chunk)
-
-
-def peak_in_flight(actions: Sequence[Action]) -> int:
-    """Largest number of (micro-batch, chunk) pairs whose activations a stage holds: from forward to the last part of
-    backward."""
-    split = any(a.kind is Kind.WEIGHT for a in actions)
-    ends = Kind.WEIGHT if split else Kind.BACKWARD
-    held = peak = 0
-    for action in actions:
-        held += (action.kind is Kind.FORWARD) - (action.kind is ends)
-        peak = max(peak, held)
-    return peak
 
 
 def most_held(actions: Sequence[Action]) -> dict[int, int]:

@@ -13,139 +13,27 @@ the planner and the trace read the same lists.
 | ``zb-h1`` (arXiv 2401.10241) | gradients of inputs first, of weights in the gaps | p | (p - 1) / (3 m) |
 | ``zb-v`` (the same) | the same on a folded pipeline, two chunks a stage | p | (p - 1) / (6 m) |
 
-Where experts are divided over ranks, weight passes of ``zb-h1`` fill exchanges (``pipeline.schedules``).
+Where experts are divided over ranks, weight passes of ``zb-h1`` fill exchanges (``pipeline.zero_bubble``).
 
 torch.distributed.pipelining has schedules of these names too; why they are not used: benchmarks/evidence/decisions.md.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol, runtime_checkable
 
 from megatron_port.core.dist.mesh import Topology
-from megatron_port.core.errors import ConfigError
-from megatron_port.core.pipeline.actions import Action, Kind, Schedule, peak_in_flight
-from megatron_port.core.pipeline.simulate import simulate
-from megatron_port.core.registry import SCHEDULES
-
-# Zero-bubble schedules (Qi et al., arXiv 2401.10241), by list scheduling with unit costs and a memory limit.
-#
-# At each tick every stage takes the best pass that is ready:
-#
-# * ``zb-h1``: a forward, else a gradient of an input, else one of weights; at most p - s micro-batches between forward
-#   and INPUT (1F1B's), at most p between forward and WEIGHT (1F1B's on stage 0).
-# * ``zb-v``: gradients of inputs first (chunk 0 before chunk 1), then forwards (chunk 1 before chunk 0), then weights;
-#   at most 2p chunks held, p micro-batches of a whole stage.
-#
-# With equal costs a step of m ≥ p micro-batches then takes 3m + p - 1 ticks under zb-h1, which is the least: the last
-# stage cannot start before tick p - 1. Under zb-v it is 6m + p - 1 ticks of half a stage for p up to 4 and for p 8 from
-# m = 2p on, and at most p / 2 + 1 ticks more for others (tests/unit/test_pipeline_schedules.py).
-
-_H1 = ((Kind.FORWARD, 0), (Kind.INPUT, 0), (Kind.WEIGHT, 0))
-_V = (
-    (Kind.INPUT, 0), (Kind.INPUT, 1), (Kind.FORWARD, 1), (Kind.FORWARD, 0), (Kind.WEIGHT, 1), (Kind.WEIGHT, 0),
-)
-
-
-def list_schedule(grid: Topology, micro_batches: int) -> list[list[Action]]:
-    """The plan of each stage; ``grid.folded`` says whether it is zb-v or zb-h1."""
-    total, last = grid.virtual_stages, grid.virtual_stages - 1
-    # Passes done on each chunk of the model: those of one kind go through the micro-batches in order.
-    forward, inputs, weights = [0] * total, [0] * total, [0] * total
-    done = {Kind.FORWARD: forward, Kind.INPUT: inputs, Kind.WEIGHT: weights}
-    actions = {(k, c): [Action(k, m, c) for m in range(micro_batches)] for k in done for c in range(grid.vp)}
-    # By stage: what it may take, best first, as (kind, virtual stage, how many are done, its actions).
-    choices = [
-        [(kind, grid.virtual_stage(s, c), done[kind], actions[kind, c]) for kind, c in (_V if grid.folded else _H1)]
-        for s in range(grid.pp)
-    ]
-    waiting, held = [0] * grid.pp, [0] * grid.pp  # (micro-batch, chunk) pairs from FORWARD to INPUT, and to WEIGHT
-    most = grid.vp * grid.pp
-    plans: list[list[Action]] = [[] for _ in range(grid.pp)]
-    left = 3 * micro_batches * total
-    while left:
-        chosen = []
-        for stage, mine in enumerate(choices):
-            full = held[stage] >= most or (not grid.folded and waiting[stage] >= grid.pp - stage)
-            for kind, virtual, passed, passes in mine:
-                number = passed[virtual]
-                if number >= micro_batches:
-                    continue
-                if kind is Kind.FORWARD:
-                    ready = not full and (virtual == 0 or forward[virtual - 1] > number)
-                elif kind is Kind.WEIGHT:
-                    ready = inputs[virtual] > number
-                else:
-                    ready = forward[virtual] > number and (virtual == last or inputs[virtual + 1] > number)
-                if ready:
-                    chosen.append((stage, kind, virtual, passed, passes))
-                    break
-        if not chosen:
-            raise ValueError(f"no pass is ready with {left} left: {grid}, {micro_batches} micro-batches")
-        # Results count from the next tick on.
-        for stage, kind, virtual, passed, passes in chosen:
-            plans[stage].append(passes[passed[virtual]])
-            passed[virtual] += 1
-            waiting[stage] += (kind is Kind.FORWARD) - (kind is Kind.INPUT)
-            held[stage] += (kind is Kind.FORWARD) - (kind is Kind.WEIGHT)
-        left -= len(chosen)
-    return plans
-
-
-# Weight passes beside the exchanges of rows of a forward pass, where experts are divided over ranks.
-#
-# A layer of experts sends each token's rows to other ranks and takes the results back. Meanwhile a rank computes
-# products
-# that need nothing new: those of a weight pass (zero bubble). ``zb-h1`` puts most of its weight passes right before a
-# forward pass. Here such a pair changes places, and the weight pass ``fills`` the exchanges of the forward pass:
-#
-# * Its products are computed while rows are on their way, in their order and in equal parts, one for each exchange; the
-#   rest follows in the pass's own turn, when the result of the forward pass has left. So no message leaves later than
-#   without it, and a pair takes F + W - min(W, exchanges of F).
-# * A forward pass adds to no gradient, so every sum of gradients has the same terms in the same order, bit by bit.
-# * The operands of its products are freed one after the other while the forward pass saves its activations, so a stage
-#   needs the memory of before (``tests/unit/test_plan_ranks.py``). Where a chunk has no experts, the engine computes
-# the
-#   products before the forward pass.
-#
-# Weight passes before an ``INPUT`` keep their place: the end of that pass is what the stage before waits for, and they
-# fill the gap until its gradient arrives. So does ``zb-v``, whose two chunks wait for one another in both directions:
-# in
-# a simulation with F = I = W and exchanges of a quarter to all of that, pairs that change places lengthen its steps by
-# up
-# to 9 % and shorten those of zb-h1 by 5 to 17 % (``tests/unit/test_pipeline_filling.py``).
-
-def filled(plan: Sequence[Action]) -> list[Action]:
-    """Return a stage's plan in which each weight pass right before a forward pass comes after it and fills it."""
-    out = list(plan)
-    at = 0
-    while at + 1 < len(out):
-        weight, forward = out[at : at + 2]
-        if weight.kind is Kind.WEIGHT and forward.kind is Kind.FORWARD:
-            out[at : at + 2] = [forward, replace(weight, fills=True)]
-            at += 1
-        at += 1
-    return out
+from megatron_port.core.pipeline.actions import Action, Kind, Schedule
+from megatron_port.core.registry import PARTS, SCHEDULES
 
 
 def fillers(plan: Sequence[Action]) -> dict[Action, Action]:
     """Return, by pass, the weight pass that fills its exchanges."""
     return {host: action for host, action in zip(plan, plan[1:]) if action.fills}
-
-
-def check_fills(plan: Sequence[Action]) -> None:
-    """Check that each pass that fills exchanges is a weight pass right after a forward pass. Where it comes after its
-    ``INPUT`` pass, its products are then known before the forward pass.
-
-    Raises:
-        ValueError: naming the pass.
-    """
-    for at, action in enumerate(plan):
-        if action.fills and (action.kind is not Kind.WEIGHT or not at or plan[at - 1].kind is not Kind.FORWARD):
-            raise ValueError(f"{action} fills no exchange: it must be a weight pass right after a forward pass")
 
 
 # Which messages a stage sends and receives, and in which order: worked out once for a schedule, on every stage alike.
@@ -202,18 +90,67 @@ class Turn:
     passes only: the sends before the last ``UNTAKEN``, which the stage waits for."""
 
 
+_UNITS = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.INPUT: 1, Kind.WEIGHT: 1}
+_KINDS = tuple(_UNITS)
+_FOLLOWS = {1: 0, 2: 0, 3: 2}
+"""A backward pass or its first half follows the forward pass on its own chunk, the second half the first."""
+
+
+def in_order(schedule: Schedule) -> list[tuple[int, Action]]:
+    """Return all passes of a schedule with their stages, each after what it waits for.
+
+    Raises:
+        ValueError: the schedule deadlocks (an action waits for one that never ends), or a pass comes before the one
+            on the same chunk that it follows.
+    """
+    grid, total, number = schedule.grid, schedule.grid.virtual_stages, {kind: i for i, kind in enumerate(_KINDS)}
+    found: list[tuple[int, Action]] = []
+    done: set[tuple[int, int, int]] = set()  # (kind, virtual stage, micro-batch)
+    position = [0] * len(schedule.plans)
+    sweep = list(enumerate(schedule.plans))
+    progress = True
+    while progress:
+        progress = False
+        sweep.reverse()  # activations go one way, gradients the other
+        for s, plan in sweep:
+            first = position[s]
+            while position[s] < len(plan):
+                action = plan[position[s]]
+                kind, virtual, micro = number[action.kind], grid.virtual_stage(s, action.chunk), action.micro_batch
+                before = virtual - 1 if kind == 0 else virtual + 1
+                if kind != 3 and 0 <= before < total and (kind, before, micro) not in done:
+                    break
+                own = _FOLLOWS.get(kind)
+                if own is not None and (own, virtual, micro) not in done:
+                    name = _KINDS[own].name.lower()
+                    raise ValueError(f"{schedule.name}: {action} on stage {s} before its {name} pass")
+                done.add((kind, virtual, micro))
+                found.append((s, action))
+                position[s] += 1
+            progress = progress or position[s] > first
+    if any(at < len(plan) for at, plan in zip(position, schedule.plans)):
+        waiting = {s: str(plan[at]) for s, (at, plan) in enumerate(zip(position, schedule.plans)) if at < len(plan)}
+        raise ValueError(
+            f"{schedule.name} deadlocks with {schedule.stages} stages and {schedule.micro_batches} micro-batches; "
+            f"waiting: {waiting}"
+        )
+    return found
+
+
 @lru_cache(maxsize=64)
 def _ordered(schedule: Schedule) -> tuple[tuple[Message, ...], ...]:
     """The messages of each stage, both kinds, in the order of all."""
-    found: list[tuple[float, int, int, Message]] = []
-    for stage, spans in enumerate(simulate(schedule)):
-        for span in spans:
-            after = schedule.after(stage, span.action)
-            if after is not None and after[0] != stage:
-                message = Message(stage, after[0], after[1])
-                found.append((span.end, stage, len(found), message))
+    found: list[tuple[int, int, Message]] = []
+    clock = [0] * schedule.stages
+    ends: dict[tuple[int, Action], int] = {}
+    for stage, action in in_order(schedule):
+        before, after = schedule.before(stage, action), schedule.after(stage, action)
+        start = clock[stage] if before is None else max(clock[stage], ends[before])
+        ends[stage, action] = clock[stage] = start + _UNITS[action.kind]
+        if after is not None and after[0] != stage:
+            found.append((clock[stage], stage, Message(stage, after[0], after[1])))
     mine: list[list[Message]] = [[] for _ in range(schedule.stages)]
-    for _, source, _, message in sorted(found, key=lambda f: f[:3]):
+    for _, source, message in sorted(found, key=lambda f: f[:2]):  # of a stage, in the order of its passes
         mine[source].append(message)
         mine[message.target].append(message)
     return tuple(tuple(m) for m in mine)
@@ -296,128 +233,6 @@ def turns(schedule: Schedule, stage: int) -> tuple[Turn, ...]:
     return tuple(out)
 
 
-# Checks of a schedule: every pass once and in order, every message received, no deadlock, bounded memory.
-#
-# Used by tests on every schedule there is; a new one is checked here before it runs.
-
-def check_passes(schedule: Schedule) -> None:
-    """Check that each micro-batch passes forward and backward (whole, or INPUT then WEIGHT) through each chunk once,
-    and that weight passes which fill exchanges can.
-
-    Raises:
-        ValueError: naming the stage and the pass.
-    """
-    for stage, plan in enumerate(schedule.plans):
-        counts = Counter(plan)
-        kinds = {a.kind for a in plan}
-        wanted = {Kind.FORWARD, *([Kind.BACKWARD] if Kind.BACKWARD in kinds else [Kind.INPUT, Kind.WEIGHT])}
-        all_of = [
-            Action(kind, m, c)
-            for kind in wanted for m in range(schedule.micro_batches) for c in range(schedule.grid.vp)
-        ]
-        wrong = [a for a in all_of if counts[a] != 1] or [a for a in counts if a.kind not in wanted]
-        if wrong or len(plan) != len(all_of):
-            raise ValueError(f"{schedule.name}, stage {stage}: {wrong[0] if wrong else plan} is not there once")
-        at = {a: i for i, a in enumerate(plan)}
-        for a in all_of:
-            first = {Kind.BACKWARD: Kind.FORWARD, Kind.INPUT: Kind.FORWARD, Kind.WEIGHT: Kind.INPUT}.get(a.kind)
-            if first is not None and at[Action(first, a.micro_batch, a.chunk)] > at[a]:
-                raise ValueError(f"{schedule.name}, stage {stage}: {a} comes before its {first.name.lower()} pass")
-        try:
-            check_fills(plan)
-        except ValueError as error:
-            raise ValueError(f"{schedule.name}, stage {stage}: {error}") from None
-
-
-def check_messages(schedule: Schedule) -> int:
-    """Check that all messages arrive without deadlock when sends are not buffered.
-
-    A send ends when its receive has been started, and the operations in each of a stage's two queues (activations and
-    gradients) run in order.
-
-    Returns the largest number of receives that a stage has started and not used.
-
-    Raises:
-        ValueError: a message is sent or received more than once or never, or all wait for one another.
-    """
-    stages = range(schedule.stages)
-    plans = [turns(schedule, s) for s in stages]
-    queues: dict[tuple[int, bool], list[Message]] = {(s, d): [] for s in stages for d in (True, False)}
-    done: list[set[Message]] = [set() for _ in stages]
-    sent, received = Counter[Message](), Counter[Message]()
-    position, posted, unused, most = [0] * schedule.stages, [False] * schedule.stages, [0] * schedule.stages, 0
-    moved = True
-    while moved:
-        moved = False
-        for s in stages:
-            while position[s] < len(plans[s]):
-                turn = plans[s][position[s]]
-                if not posted[s]:
-                    for message in turn.post:
-                        queues[s, message.downstream].append(message)
-                        received[message] += 1
-                        unused[s] += 1
-                    posted[s], most = True, max(most, unused[s])
-                if turn.receive is not None and turn.receive not in done[s]:
-                    break
-                under_way = [m for m in turn.completed_sends if m not in done[m.target]]
-                if under_way and schedule.forward_only:  # it waits for them
-                    break
-                if under_way:
-                    raise ValueError(f"{schedule.name}, stage {s}: {under_way[0]} is not taken before {turn.action}")
-                unused[s] -= turn.receive is not None
-                if turn.send is not None:
-                    queues[s, turn.send.downstream].append(turn.send)
-                    sent[turn.send] += 1
-                position[s], posted[s], moved = position[s] + 1, False, True
-        for (s, down), queue in queues.items():
-            if queue:
-                head = queue[0]
-                other = queues[head.target if head.source == s else head.source, down]
-                if other and other[0] == head:
-                    queue.pop(0)
-                    other.pop(0)
-                    done[head.target].add(head)
-                    moved = True
-    if any(p < len(plan) for p, plan in zip(position, plans)) or any(queues.values()):
-        waiting = {s: str(plans[s][position[s]].action) for s in stages if position[s] < len(plans[s])}
-        raise ValueError(f"{schedule.name} deadlocks in its messages; waiting: {waiting}")
-    if sent != received or any(n != 1 for n in sent.values()):
-        raise ValueError(f"{schedule.name}: a message is not sent and received exactly once")
-    return most
-
-
-def held_bound(schedule: Schedule, stage: int) -> int:
-    """Return the most (micro-batch, chunk) pairs that a stage of the schedule may hold, by its formula.
-
-    Interleaved 1F1B: its warm-up of 2 (p - s - 1) + (v - 1) p passes and one more (arXiv 2104.04473). A plugin's
-    schedule has no formula here, and may hold all. Zero bubble: p, and one more where a weight pass fills the exchanges
-    of the forward pass before it.
-    """
-    p, m, v = schedule.stages, schedule.micro_batches, schedule.grid.vp
-    if schedule.name == "gpipe" or schedule.name in SCHEDULES.added:
-        return m
-    if schedule.name == "1f1b":
-        return min(p - stage, m) if v == 1 else min(2 * (p - stage - 1) + (v - 1) * p + 1, m * v)
-    return min(p + any(action.fills for action in schedule.plans[stage]), m) * v
-
-
-def check(schedule: Schedule) -> None:
-    """Check passes, messages and memory.
-
-    Raises:
-        ValueError: saying what is wrong.
-    """
-    check_passes(schedule)
-    check_messages(schedule)
-    for stage, plan in enumerate(schedule.plans):
-        if peak_in_flight(plan) > held_bound(schedule, stage):
-            raise ValueError(
-                f"{schedule.name}: stage {stage} holds {peak_in_flight(plan)} micro-batches, more than "
-                f"{held_bound(schedule, stage)}"
-            )
-
-
 @lru_cache(maxsize=64)
 def _passes(kind: Kind, micro_batches: int, chunk: int = 0) -> tuple[Action, ...]:
     """Return one pass per micro-batch; the stages share these objects."""
@@ -485,16 +300,24 @@ def forward_only(grid: Topology, micro_batches: int) -> Schedule:
     return Schedule("forward", grid, micro_batches, (order,) * grid.pp)
 
 
+@runtime_checkable
+class Filling(Protocol):
+    """A schedule whose weight passes may fill exchanges of rows of experts."""
+
+    def filled(self, plan: Sequence[Action]) -> list[Action]:
+        """Return a stage's plan in which they do."""
+
+
 @lru_cache(maxsize=64)
 def make_schedule(
     name: str, stages: int, micro_batches: int, chunks: int = 1, *, exchanges: bool = False
 ) -> Schedule:
     """Return the schedule of a step. Made once per step size; lists of all stages, O(stages × micro-batches).
 
-    ``exchanges``: the passes exchange rows of experts, which weight passes may fill (``pipeline.schedules``).
+    ``exchanges``: the passes exchange rows of experts, which weight passes may fill (``pipeline.zero_bubble``).
 
-    Schedules of one chunk a stage are functions (stage, stages, micro-batches) → the stage's actions; those that
-    plugins register are checked here (``pipeline.schedules``).
+    Schedules are functions (stage, stages, micro-batches) → the stage's actions; those that plugins register are
+    checked (``pipeline.checks``).
 
     Raises:
         ValueError: there is no such schedule with so many chunks a stage (``config.checks`` says what there is).
@@ -503,28 +326,14 @@ def make_schedule(
     if name not in SCHEDULES.names or (name not in ("1f1b", "zb-v") and chunks > 1):
         raise ValueError(f"no schedule {name!r} with {chunks} chunks a stage")
     grid = Topology(pp=stages, vp=chunks, folded=name == "zb-v")
-    plans: Sequence[Sequence[Action]]
-    if name in ("zb-h1", "zb-v"):
-        plans = list_schedule(grid, micro_batches)
-    elif chunks > 1:
+    if name == "1f1b" and chunks > 1:
         plans = [interleaved(s, stages, chunks, micro_batches) for s in range(stages)]
     else:
         actions = SCHEDULES.function(name)
         plans = [actions(s, stages, micro_batches) for s in range(stages)]
-    if exchanges and name == "zb-h1":
-        plans = [filled(plan) for plan in plans]
+        if exchanges and isinstance(actions, Filling):
+            plans = [actions.filled(plan) for plan in plans]
     schedule = Schedule(name, grid, micro_batches, tuple(tuple(plan) for plan in plans))
     if name in SCHEDULES.added:
-        _check_added(schedule)
+        PARTS.function("check of a schedule")(schedule)
     return schedule
-
-
-def _check_added(schedule: Schedule) -> None:
-    """Raise ConfigError where a plugin's schedule would compute something else, or wait for ever."""
-    try:
-        check(schedule)
-    except ValueError as error:
-        raise ConfigError(
-            f'layout.pipeline_schedule "{schedule.name}", with {schedule.stages} stages and '
-            f"{schedule.micro_batches} micro-batches: {error}; correct the plugin's function"
-        ) from error

@@ -25,7 +25,7 @@ from megatron_port.core.errors import ConfigError
 from megatron_port.core.model.activation_sites import layer_choices
 from megatron_port.core.model.flops import document_of, unit_costs
 from megatron_port.core.package import shipped_folder
-from megatron_port.core.pipeline.simulate import balanced_layers
+from megatron_port.core.pipeline.partition import balanced_layers
 from megatron_port.tools.plan.engines import ENGINES, Engine
 from megatron_port.tools.plan.kernel_table import KernelTable, read_table
 from megatron_port.tools.plan.rule_cost import ADAMW, RuleCost, rule_cost

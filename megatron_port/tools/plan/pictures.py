@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_port.core.io.numbers import number, ticks
-from megatron_port.core.pipeline.actions import Kind
-from megatron_port.core.pipeline.simulate import Span
+from megatron_port.core.pipeline.actions import Kind, Span
 from megatron_port.tools.charts.page import Bar as GanttBar
 from megatron_port.tools.charts.page import colour, drawing, gantt, legend, line, rectangle, text
 from megatron_port.tools.plan.case import Case, Machine

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.pipeline.simulate import balanced_layers
+from megatron_port.core.pipeline.partition import balanced_layers
 from megatron_port.tools.plan.case import Case, Machine
 from megatron_port.tools.plan.memory import StageMemory, plan_memory, stage_memory
 from megatron_port.tools.plan.offload import host_problem

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_port.core.pipeline.actions import Action, Kind
+from megatron_port.core.pipeline.actions import Action, Kind, Span
 from megatron_port.core.pipeline.schedules import make_schedule
-from megatron_port.core.pipeline.simulate import Span, flow, simulate
+from megatron_port.core.pipeline.simulate import flow, simulate
 from megatron_port.core.registry import SCHEDULES
 from megatron_port.tools.plan.case import grid_of
 
