@@ -19,7 +19,7 @@ from megatron_port.core.dist.record import InitSpec, Shard, initial_values, make
 from megatron_port.core.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.embedding import VocabParallelEmbedding, padded_vocab_size, vocab_parameter
-from megatron_port.core.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_port.core.layers.linear import ColumnParallelLinear, LinearContext, RowParallelLinear
 from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.attention import SelfAttention
@@ -28,6 +28,7 @@ from megatron_port.core.model.decoder_spec import attention_spec, model_spec
 from megatron_port.core.model.layers import Embedding, Head, TransformerLayer
 from megatron_port.core.model.mlp import MLP
 from megatron_port.core.model.norm import Norm
+from megatron_port.core.model.spec import LinearSpec
 from megatron_port.core.optim.gradients import reduce_partial_gradients
 from megatron_port.tools.parity.run_record import assemble
 
@@ -155,10 +156,10 @@ class Bench:
 
 def column(b: Bench) -> Parts:
     n_in, n_out, packed, bias = (b.case.sizes[k] for k in ("n_in", "n_out", "packed", "bias"))
-    layer = ColumnParallelLinear(
-        "column", n_in, n_out, ctx=b.ctx, sequence_parallel=b.sp, bias=bias, init=WEIGHT, packed=packed,
-        dtype=torch.float64,
+    spec = LinearSpec(
+        name="column", inputs=n_in, outputs=n_out, parallel="column", bias=bias, std=0.3, packed=packed
     )
+    layer = ColumnParallelLinear("bench", spec, LinearContext(b.ctx, b.sp, torch.float64))
     parameters = b.fill(layer)
     seq, batch = b.case.seq, b.case.batch
     x, g = b.random(seq, batch, n_in), b.random(seq, batch, packed, n_out)
@@ -174,9 +175,8 @@ def column(b: Bench) -> Parts:
 
 def row(b: Bench) -> Parts:
     n_in, n_out, bias = (b.case.sizes[k] for k in ("n_in", "n_out", "bias"))
-    layer = RowParallelLinear(
-        "row", n_in, n_out, ctx=b.ctx, sequence_parallel=b.sp, bias=bias, init=WEIGHT, dtype=torch.float64
-    )
+    spec = LinearSpec(name="row", inputs=n_in, outputs=n_out, parallel="row", bias=bias, std=0.3)
+    layer = RowParallelLinear("bench", spec, LinearContext(b.ctx, b.sp, torch.float64))
     parameters = b.fill(layer)
     seq, batch = b.case.seq, b.case.batch
     x, g = b.random(seq, batch, n_in), b.random(seq, batch, n_out)

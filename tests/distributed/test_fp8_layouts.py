@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
-from megatron_port.core.dist.record import InitSpec, record_of
-from megatron_port.core.layers.linear import ColumnParallelLinear, RowParallelLinear, WgradAccumulator
+from megatron_port.core.dist.record import record_of
+from megatron_port.core.layers.linear import ColumnParallelLinear, LinearContext, RowParallelLinear, WgradAccumulator
 from megatron_port.core.layers.linear_kernels import make_linear_kernels
+from megatron_port.core.model.spec import LinearSpec
 from megatron_port.ext.kernels.fp8 import OCP, Fp8, reference_scaled_mm
 
 RECIPES = ["tensorwise", "rowwise"]
@@ -41,11 +42,15 @@ def two_linears(recipe: str, tp: int, sequence_parallel: bool) -> list[Tensor]:
     )
     first[:32] *= 9.0  # the ranks' largest elements lie in different binades
     second[:, :32] *= 5.0
-    spec, kernels = InitSpec("zeros"), make_linear_kernels(Fp8(recipe, OCP, reference_scaled_mm))
-    up = ColumnParallelLinear("up", 32, 64, ctx=ctx, sequence_parallel=sequence_parallel, bias=True, init=spec,
-                              kernels=kernels)
-    down = RowParallelLinear("down", 64, 32, ctx=ctx, sequence_parallel=sequence_parallel, bias=False, init=spec,
-                             kernels=kernels)
+    context = LinearContext(
+        ctx, sequence_parallel, kernels=make_linear_kernels(Fp8(recipe, OCP, reference_scaled_mm))
+    )
+    up = ColumnParallelLinear(
+        "mlp", LinearSpec(name="up", inputs=32, outputs=64, parallel="column", bias=True, std=0.0), context
+    )
+    down = RowParallelLinear(
+        "mlp", LinearSpec(name="down", inputs=64, outputs=32, parallel="row", bias=False, std=0.0), context
+    )
     with torch.no_grad():
         for layer, name, whole in ((up, "weight", first), (up, "bias", bias), (down, "weight", second)):
             getattr(layer, name).copy_(_slice(whole, layer, name))

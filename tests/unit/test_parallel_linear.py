@@ -12,14 +12,15 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_port.core.dist.compat import widening_addmm
 from megatron_port.core.dist.groups import ParallelContext
-from megatron_port.core.dist.record import InitSpec
 from megatron_port.core.layers.linear import (
     ColumnParallelLinear,
+    LinearContext,
     RowParallelLinear,
     WgradAccumulator,
     add_product,
     linear,
 )
+from megatron_port.core.model.spec import LinearSpec
 
 MICRO_BATCHES = 3
 HALF = (torch.bfloat16, torch.float16)
@@ -194,14 +195,15 @@ def test_an_input_without_gradient_and_a_frozen_weight() -> None:
         assert not linear(x, main.requires_grad_()).requires_grad
 
 
-@pytest.mark.parametrize("make", [
-    lambda ctx, spec: ColumnParallelLinear(
-        "c", 7, 3, ctx=ctx, sequence_parallel=False, bias=True, init=spec, packed=2, dtype=torch.float64),
-    lambda ctx, spec: RowParallelLinear(
-        "r", 7, 6, ctx=ctx, sequence_parallel=False, bias=True, init=spec, dtype=torch.float64),
+@pytest.mark.parametrize("make, spec", [
+    (ColumnParallelLinear,
+     LinearSpec(name="c", inputs=7, outputs=3, parallel="column", bias=True, std=0.3, packed=2)),
+    (RowParallelLinear, LinearSpec(name="r", inputs=7, outputs=6, parallel="row", bias=True, std=0.3)),
 ])
-def test_the_split_layers_use_it(make: Callable[[ParallelContext, InitSpec], nn.Module]) -> None:
-    layer = make(ParallelContext.single(), InitSpec("normal", 0.3))
+def test_the_split_layers_use_it(
+    make: Callable[[str, LinearSpec, LinearContext], nn.Module], spec: LinearSpec
+) -> None:
+    layer = make("layer", spec, LinearContext(ParallelContext.single(), dtype=torch.float64))
     for p in layer.parameters():
         nn.init.normal_(p)
     (x, g), *_ = _pairs(torch.float64, 7, 6)

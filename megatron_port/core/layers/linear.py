@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -37,7 +37,12 @@ from megatron_port.core.layers.fused import FirstOrderFunction, first_order, wid
 from megatron_port.core.layers.linear_kernels import PLAIN, LinearKernels, add_product
 from megatron_port.core.layers.table_rows import torch_add_rows
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "Rows", "WgradAccumulator", "add_product", "linear"]
+if TYPE_CHECKING:
+    from megatron_port.core.model.parameter_spec import LinearSpec
+
+__all__ = [
+    "ColumnParallelLinear", "LinearContext", "RowParallelLinear", "Rows", "WgradAccumulator", "add_product", "linear",
+]
 
 
 class WgradAccumulator:
@@ -246,65 +251,66 @@ class Rows:
         return attach(nn.Parameter(torch.empty(local, dtype=dtype, device=device)), record)
 
 
+@dataclass(frozen=True)
+class LinearContext:
+    """What the linear layers of a stage have in common."""
+
+    ctx: ParallelContext
+    sequence_parallel: bool = False
+    """Outside of the regions that tensor-parallel ranks divide, each has a part of the tokens."""
+    dtype: torch.dtype = torch.float32
+    """Of parameters."""
+    kernels: LinearKernels = PLAIN
+
+    def parameter(self, record: ParameterRecord) -> nn.Parameter:
+        """Return an uninitialized parameter of the record's local shape, with the record."""
+        return attach(nn.Parameter(torch.empty(record.local_shape, dtype=self.dtype, device=self.ctx.device)), record)
+
+
 class ColumnParallelLinear(nn.Module):
     """y = x Wᵀ + b with W's rows split: [seq(/tp), batch, in] → [seq, batch, packed * out/tp].
 
-    ``packed`` > 1 keeps that many matrices of ``out_features`` rows in one
-    parameter of logical shape (packed, out, in), each split by its own rows, so
-    that one matrix product serves them all (SwiGLU's gate and up projections).
-    ``skip_bias``: b is a parameter that the caller adds, fused with what follows.
+    ``layer``: before the names of its parameters. The spec's ``packed`` > 1 keeps that many matrices of ``outputs``
+    rows in one parameter of logical shape (packed, out, in), each split by its own rows, so that one matrix product
+    serves them all (SwiGLU's gate and up projections).
     ``rows``: this rank's own rows and those that it shares with neighbours, in place of an equal split; two parameters
     of one name, and an output [seq, batch, own rows + shared rows].
-    ``row_runs``: as in the record.
+    ``skip_bias``: b is a parameter that the caller adds, fused with what follows.
     """
 
     def __init__(
-        self,
-        name: str,
-        in_features: int,
-        out_features: int,
-        *,
-        ctx: ParallelContext,
-        sequence_parallel: bool,
-        bias: bool,
-        init: InitSpec,
-        packed: int = 1,
+        self, layer: str, spec: LinearSpec, context: LinearContext, *, rows: tuple[Rows, Rows] | None = None,
         skip_bias: bool = False,
-        rows: tuple[Rows, Rows] | None = None,
-        row_runs: tuple[int, ...] = (),
-        dtype: torch.dtype = torch.float32,
-        kernels: LinearKernels = PLAIN,
     ) -> None:
         super().__init__()
-        self.group, self.sequence_parallel, self.skip_bias = ctx.over("tp"), sequence_parallel, skip_bias
-        self.kernels = kernels
+        self.group, self.sequence_parallel = context.ctx.over("tp"), context.sequence_parallel
+        self.kernels, self.skip_bias = context.kernels, skip_bias
         self.adapter: nn.Module | None = None
         self.bias: nn.Parameter | None = None
         self.shared_weight: nn.Parameter | None = None
         self.shared_bias: nn.Parameter | None = None
+        name, init, zeros = f"{layer}.{spec.name}", InitSpec("normal", spec.std), InitSpec("zeros")
+        row_runs = () if spec.groups is None else spec.groups.row_runs
         if rows is not None:
+            dtype, device, shape = context.dtype, context.ctx.device, (spec.outputs, spec.inputs)
             self.weight, self.shared_weight = (
-                r.parameter(f"{name}.weight", (out_features, in_features), init, dtype, ctx.device, row_runs)
-                for r in rows
+                r.parameter(f"{name}.weight", shape, init, dtype, device, row_runs) for r in rows
             )
-            if bias:
-                zeros = InitSpec("zeros")
+            if spec.bias:
                 self.bias, self.shared_bias = (
-                    r.parameter(f"{name}.bias", (out_features,), zeros, dtype, ctx.device) for r in rows
+                    r.parameter(f"{name}.bias", shape[:1], zeros, dtype, device) for r in rows
                 )
             return
-        lead = (packed,) if packed > 1 else ()
+        lead = (spec.packed,) if spec.packed > 1 else ()
         shards = (Shard(len(lead), ("tp",)),)
-        record = make_record(
-            f"{name}.weight", (*lead, out_features, in_features), ctx, init=init, decay=True, shards=shards,
+        self.weight = context.parameter(make_record(
+            f"{name}.weight", (*lead, spec.outputs, spec.inputs), context.ctx, init=init, decay=True, shards=shards,
             row_runs=row_runs,
-        )
-        self.weight = attach(nn.Parameter(torch.empty(record.local_shape, dtype=dtype, device=ctx.device)), record)
-        if bias:
-            record = make_record(
-                f"{name}.bias", (*lead, out_features), ctx, init=InitSpec("zeros"), decay=False, shards=shards
-            )
-            self.bias = attach(nn.Parameter(torch.empty(record.local_shape, dtype=dtype, device=ctx.device)), record)
+        ))
+        if spec.bias:
+            self.bias = context.parameter(make_record(
+                f"{name}.bias", (*lead, spec.outputs), context.ctx, init=zeros, decay=False, shards=shards
+            ))
 
     def added_bias(self, detached: bool) -> torch.Tensor | None:
         """Return what the product adds, [.., out/tp]; ``detached``: without a gradient. None: nothing."""
@@ -336,35 +342,22 @@ class RowParallelLinear(nn.Module):
     partial over tp (``partial_over`` in the record). ``skip_bias``: the caller adds it, with the residual.
     """
 
-    def __init__(
-        self,
-        name: str,
-        in_features: int,
-        out_features: int,
-        *,
-        ctx: ParallelContext,
-        sequence_parallel: bool,
-        bias: bool,
-        init: InitSpec,
-        skip_bias: bool = False,
-        dtype: torch.dtype = torch.float32,
-        kernels: LinearKernels = PLAIN,
-    ) -> None:
+    def __init__(self, layer: str, spec: LinearSpec, context: LinearContext, *, skip_bias: bool = False) -> None:
         super().__init__()
-        self.group, self.sequence_parallel, self.skip_bias = ctx.over("tp"), sequence_parallel, skip_bias
-        self.kernels = kernels
-        record = make_record(
-            f"{name}.weight", (out_features, in_features), ctx, init=init, decay=True, shards=(Shard(1, ("tp",)),),
-        )
-        self.weight = attach(nn.Parameter(torch.empty(record.local_shape, dtype=dtype, device=ctx.device)), record)
+        self.group, self.sequence_parallel = context.ctx.over("tp"), context.sequence_parallel
+        self.kernels, self.skip_bias = context.kernels, skip_bias
         self.adapter: nn.Module | None = None
         self.bias: nn.Parameter | None = None
-        if bias:
-            record = make_record(
-                f"{name}.bias", (out_features,), ctx, init=InitSpec("zeros"), decay=False,
-                partial_over=SEQUENCE if sequence_parallel else REPLICAS,
-            )
-            self.bias = attach(nn.Parameter(torch.empty(record.local_shape, dtype=dtype, device=ctx.device)), record)
+        name = f"{layer}.{spec.name}"
+        self.weight = context.parameter(make_record(
+            f"{name}.weight", (spec.outputs, spec.inputs), context.ctx, init=InitSpec("normal", spec.std), decay=True,
+            shards=(Shard(1, ("tp",)),),
+        ))
+        if spec.bias:
+            self.bias = context.parameter(make_record(
+                f"{name}.bias", (spec.outputs,), context.ctx, init=InitSpec("zeros"), decay=False,
+                partial_over=SEQUENCE if self.sequence_parallel else REPLICAS,
+            ))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.adapter is not None:

@@ -21,7 +21,7 @@ from megatron_port.core.errors import ConfigError
 from megatron_port.core.layers.context import ContextAttention, ExchangeHeads, GatherKeys, RingKeys
 from megatron_port.core.layers.cross_entropy import TokenLoss, vocab_parallel_cross_entropy
 from megatron_port.core.layers.embedding import padded_vocab_size, vocab_parameter
-from megatron_port.core.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows
+from megatron_port.core.layers.linear import ColumnParallelLinear, LinearContext, RowParallelLinear, Rows
 from megatron_port.core.layers.linear_kernels import make_linear_kernels
 from megatron_port.core.layers.providers import Providers
 from megatron_port.core.layers.step import StepSlot
@@ -83,6 +83,7 @@ class BuildContext:
         self.padding_multiple = layout.vocab_padding_multiple
         # Of the layers' linears; embedding, head and attention stay in the compute dtype.
         self.kernels = make_linear_kernels(providers.fp8, options.quantisation)
+        self.linears = LinearContext(ctx, self.sequence_parallel, dtype, self.kernels)
         self.chunks = layout.tp_overlap_chunks if ctx.size("tp") > 1 else 1
         if partition is None:
             partition = sequence_partition(
@@ -136,12 +137,7 @@ class BuildContext:
         adapter = self.adapter(layer, spec)
         chunked = self.chunks > 1 and adapter is None
         make = partial(PARTS.function("chunked column"), self.chunks) if chunked else ColumnParallelLinear
-        made: ColumnParallelLinear = make(
-            f"{layer}.{spec.name}", spec.inputs, spec.outputs, ctx=self.ctx, bias=spec.bias,
-            sequence_parallel=self.sequence_parallel, init=InitSpec("normal", spec.std), packed=spec.packed, rows=rows,
-            row_runs=spec.groups.row_runs if spec.groups is not None else (), skip_bias=skip_bias, dtype=self.dtype,
-            kernels=self.kernels,
-        )
+        made: ColumnParallelLinear = make(layer, spec, self.linears, rows=rows, skip_bias=skip_bias)
         made.adapter = adapter
         return made
 
@@ -150,11 +146,7 @@ class BuildContext:
         adapter = self.adapter(layer, spec)
         chunked = self.chunks > 1 and adapter is None
         make = partial(PARTS.function("chunked row"), self.chunks) if chunked else RowParallelLinear
-        made: RowParallelLinear = make(
-            f"{layer}.{spec.name}", spec.inputs, spec.outputs, ctx=self.ctx, bias=spec.bias,
-            sequence_parallel=self.sequence_parallel, init=InitSpec("normal", spec.std), skip_bias=True,
-            dtype=self.dtype, kernels=self.kernels,
-        )
+        made: RowParallelLinear = make(layer, spec, self.linears, skip_bias=True)
         made.adapter = adapter
         return made
 
@@ -168,7 +160,7 @@ class BuildContext:
             shards=(Shard(spec.split.dim, ("kv_heads",) if shared else ("tp",)),),
             partial_over=(*REPLICAS, "kv_copies") if shared else REPLICAS,
         )
-        return attach(nn.Parameter(torch.empty(record.local_shape, dtype=self.dtype, device=self.ctx.device)), record)
+        return self.linears.parameter(record)
 
     def adapter(self, layer: str, spec: LinearSpec) -> nn.Module | None:
         """Build the adapters of the linear layer of a spec (``weights.adapter``); None: it has none."""
@@ -184,7 +176,7 @@ class BuildContext:
             f"{layer}.{spec.name}" if layer else spec.name, spec.shape, self.ctx, init=InitSpec(spec.init, spec.std),
             decay=spec.decay, partial_over=SEQUENCE if partial else REPLICAS,
         )
-        return attach(nn.Parameter(torch.empty(spec.shape, dtype=self.dtype, device=self.ctx.device)), record)
+        return self.linears.parameter(record)
 
     def per_head(self, spec: ParameterSpec, layer: str) -> nn.Parameter:
         """Build a parameter of one element per query head, which tensor-parallel ranks divide."""
@@ -192,7 +184,7 @@ class BuildContext:
             f"{layer}.{spec.name}", spec.shape, self.ctx, init=InitSpec(spec.init, spec.std), decay=spec.decay,
             shards=(Shard(0, ("tp",)),),
         )
-        return attach(nn.Parameter(torch.empty(record.local_shape, dtype=self.dtype, device=self.ctx.device)), record)
+        return self.linears.parameter(record)
 
     def vocabulary_bias(self, spec: ParameterSpec) -> nn.Parameter:
         """Build the bias of the logits: those of this rank's rows of the head's matrix."""
