@@ -15,16 +15,24 @@ import torch.distributed as dist
 from pool import RankPool
 from twin.streams import dropout_factors
 
-from megatron_port.core.dist.positions import Division, Positions, SequencePartition, divide
+from megatron_port.core.dist.division import ChunkDivision, divide
+from megatron_port.core.dist.positions import Positions, SequencePartition
 from megatron_port.core.layers.attention import AttentionMask
-from megatron_port.core.layers.context import ContextAttention, DropoutOf, ExchangeHeads, GatherKeys, RingKeys
+from megatron_port.core.layers.context import ExchangeHeads, GatherKeys, RingKeys
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.fused import ProbabilityDropout
-from megatron_port.core.layers.fused_attention import Attention, math_attention, sdpa_attention
+from megatron_port.core.layers.fused_attention import (
+    Attention,
+    ContextAttention,
+    DropoutOf,
+    math_attention,
+    sdpa_attention,
+)
 from megatron_port.core.layers.step import earliest_start, pack_documents
+from megatron_port.core.registry import PARTS
 from megatron_port.ext.kernels import kernels
+from megatron_port.ext.kernels.choose import PARTIALS
 from megatron_port.ext.kernels.ops import attention as own
-from megatron_port.ext.kernels.ops.attention import PARTIALS
 
 SEED, STEP, OP = 3, 5, "layers.0.attention.probs"
 METHODS = ("gather", "heads", "ring")
@@ -39,7 +47,7 @@ class Draw:
     method: str
     provider: str
     dtype: torch.dtype
-    division: Division
+    division: ChunkDivision
     seq: int
     heads: int
     groups: int
@@ -66,12 +74,12 @@ class Draw:
         return torch.randn(self.seq, 2, self.heads * 6, generator=draw, dtype=torch.float64)
 
 
-def divisions(r: random.Random, ranks: int) -> list[Division]:
+def divisions(r: random.Random, ranks: int) -> list[ChunkDivision]:
     """The two that are fixed, and one of several runs each."""
     chunks = list(range(4 * ranks))
     r.shuffle(chunks)
     drawn = tuple(tuple(sorted(chunks[4 * i : 4 * i + 4])) for i in range(ranks))
-    return [divide(ranks, "contiguous"), divide(ranks, "zigzag"), Division(4 * ranks, drawn)]
+    return [divide(ranks, "contiguous"), divide(ranks, "zigzag"), ChunkDivision(4 * ranks, drawn)]
 
 
 def draw_of(seed: int, ranks: int) -> Draw:
@@ -140,7 +148,7 @@ def provider_of(draw: Draw) -> Attention:
 
 def method_of(draw: Draw, group: dist.ProcessGroup) -> ContextAttention:
     if draw.method == "ring":
-        return RingKeys(group, PARTIALS[draw.provider])
+        return RingKeys(group, PARTS.function(PARTIALS[draw.provider])())
     return (GatherKeys if draw.method == "gather" else ExchangeHeads)(group, provider_of(draw))
 
 

@@ -23,7 +23,8 @@ from megatron_port.core.data.loader import build_loaders
 from megatron_port.core.data.megatron_order import MegatronGPTDataset
 from megatron_port.core.data.sample import Sample, document_starts
 from megatron_port.core.data.writer import IndexedWriter
-from megatron_port.core.dist.positions import SequencePartition, divide
+from megatron_port.core.dist.division import divide
+from megatron_port.core.dist.positions import SequencePartition
 from megatron_port.core.errors import DataError
 from megatron_port.ext.corpora.plugin_source import CheckedDataset
 

@@ -16,7 +16,8 @@ from megatron_port.core.data.indexed import IndexedDataset
 from megatron_port.core.data.loader import RankView, ReplicaShare, StepLoader, build_loaders
 from megatron_port.core.data.packing import PackedDataset
 from megatron_port.core.data.writer import IndexedWriter
-from megatron_port.core.dist.positions import SequencePartition, divide
+from megatron_port.core.dist.division import divide
+from megatron_port.core.dist.positions import SequencePartition
 from megatron_port.core.errors import DataError
 
 

@@ -19,8 +19,9 @@ from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.data.loader import RankView
 from megatron_port.core.data.objective import Objective, WholeSamples, objective_of
+from megatron_port.core.dist.division import ChunkDivision
 from megatron_port.core.dist.groups import ParallelContext
-from megatron_port.core.dist.positions import Division, SequencePartition
+from megatron_port.core.dist.positions import SequencePartition
 from megatron_port.core.engine.loss_reduction import global_count
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.registry import OBJECTIVES
@@ -97,7 +98,7 @@ class Marked(Objective):
 def test_side_tensors_are_divided_as_their_layout_says() -> None:
     """Between two ranks, each with chunks of its own; a stage without labels has none."""
     tokens = np.arange(2 * 9).reshape(2, 9)
-    division = Division(4, ((0, 3), (1, 2)))
+    division = ChunkDivision(4, ((0, 3), (1, 2)))
     whole = torch.arange(2 * 8 * 2).reshape(2, 8, 2)
     for rank, positions in enumerate(([0, 1, 6, 7], [2, 3, 4, 5])):
         partition = SequencePartition(division=division, rank=rank)

@@ -12,17 +12,10 @@ from hypothesis import strategies as st
 
 from megatron_port.core.config.schema import BackendConfig, LayoutConfig, ModelConfig
 from megatron_port.core.dist.device import choose_device
+from megatron_port.core.dist.division import ChunkDivision, divide
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
-from megatron_port.core.dist.positions import (
-    WHOLE_SEQUENCE,
-    Division,
-    Positions,
-    Run,
-    SequencePartition,
-    divide,
-    sequence_partition,
-)
+from megatron_port.core.dist.positions import WHOLE_SEQUENCE, Positions, Run, SequencePartition, sequence_partition
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.providers import Providers, torch_providers
 from megatron_port.core.layers.step import StepSlot
@@ -97,9 +90,9 @@ def test_the_layouts_partition(rank: int, sequence_parallel: bool) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Division(2, ((1, 0),)), "ascending"),
-        (lambda: Division(2, ((0,), (2,))), "ascending"),
-        (lambda: Division(3, ((0, 1), (2,))), "as many"),
+        (lambda: ChunkDivision(2, ((1, 0),)), "ascending"),
+        (lambda: ChunkDivision(2, ((0,), (2,))), "ascending"),
+        (lambda: ChunkDivision(3, ((0, 1), (2,))), "as many"),
         (lambda: SequencePartition(rank=1), "rank 1 of 1"),
         (lambda: SequencePartition(piece=2, pieces=2), "piece 2 of 2"),
         (lambda: SequencePartition(divide(3, "contiguous")).held(8), "8 tokens does not divide into 3"),

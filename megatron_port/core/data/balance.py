@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.positions import Division
+from megatron_port.core.dist.division import ChunkDivision
 
 LARGEST_BLOCK = 128
 """Positions that stay together: the rows that a kernel of attention reads as one tile."""
@@ -23,6 +23,23 @@ GOOD = 1.02
 
 Chunks = tuple[tuple[int, ...], ...]
 """The numbers of each rank's chunks, ascending."""
+
+
+def divisions_by_documents(config: RunConfig, ranks: int) -> Callable[[np.ndarray], ChunkDivision] | None:
+    """Return what divides the sequences of a micro-batch, where each has a division of its own by its documents
+    (``layout.cp_order``); None: a sample of one document costs zigzag's ranks the same."""
+    model = config.model
+    if config.layout.cp_order != "balanced" or config.data.attention_documents != "within":
+        return None
+    windows = tuple(model.window_of(layer) for layer in range(model.num_layers + model.mtp_layers))
+    return partial(divided_by_documents, windows, ranks)
+
+
+def divided_by_documents(windows: Sequence[int], ranks: int, starts: np.ndarray) -> ChunkDivision:
+    """Return the division of sequences with these document starts, int32 [batch, seq], by the work that they leave.
+    ``windows``: of each layer, 0 for none."""
+    work = attention_work(starts, windows).reshape(-1, block_size(starts.shape[1], ranks)).sum(axis=1)
+    return ChunkDivision(len(work), balanced_chunks(work, ranks))
 
 
 def block_size(seq_length: int, ranks: int) -> int:
@@ -142,19 +159,3 @@ def _exchanged(chunks: Chunks, work: np.ndarray) -> Chunks:
         loads[high] -= moved_work
         loads[other] += moved_work
     return tuple(tuple(sorted(blocks.tolist())) for blocks in held)
-
-
-def division_of(starts: np.ndarray, windows: Sequence[int], ranks: int) -> Division:
-    """Return how ``ranks`` divide sequences with these document starts, int32 [batch, seq].
-
-    A function of the starts alone, which every rank and stage has: all find the same.
-    """
-    work = attention_work(starts, windows).reshape(-1, block_size(starts.shape[1], ranks)).sum(axis=1)
-    return Division(len(work), balanced_chunks(work, ranks))
-
-
-def balanced_division(config: RunConfig, ranks: int) -> Callable[[np.ndarray], Division]:
-    """Return :func:`division_of` with the attention windows of a run's layers (0: none)."""
-    model = config.model
-    windows = tuple(model.window_of(layer) for layer in range(model.num_layers + model.mtp_layers))
-    return partial(division_of, windows=windows, ranks=ranks)

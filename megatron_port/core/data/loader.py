@@ -60,9 +60,8 @@ class RankView:
     ) -> RankView:
         """Return the view of a rank that a run's stage and division give these."""
         ranks, divide = partition.division.ranks, None
-        if ranks > 1 and config.layout.cp_order == "balanced" and within_documents(config):
-            # A sample of one document costs zigzag's ranks the same.
-            divide = PARTS.function("balanced division")(config, ranks)
+        if ranks > 1:
+            divide = PARTS.function("divisions by documents")(config, ranks)
         return cls(need_tokens, need_labels, partition, divide, objective_of(config))
 
     @classmethod

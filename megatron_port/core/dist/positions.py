@@ -13,15 +13,15 @@ with several runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
 from megatron_port.core.dist.mesh import Mesh
+from megatron_port.core.registry import PARTS
 
 
 class Run(NamedTuple):
@@ -91,88 +91,52 @@ class Positions:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-@dataclass(frozen=True)
-class Division:
-    """How the positions of a sequence are divided between the context-parallel ranks of a replica.
+class Division(Protocol):
+    """How the positions of a sequence are divided between the context-parallel ranks of a replica, as many to each."""
 
-    The sequence is cut into ``chunks`` equal chunks; ``by_rank``: the numbers of those that each rank holds, ascending,
-    as many on each.
-
-    Raises:
-        ValueError: a chunk that is not held, is held twice or does not exist, or ranks that hold more than others.
-    """
-
-    chunks: int = 1
-    by_rank: tuple[tuple[int, ...], ...] = ((0,),)
-
-    def __post_init__(self) -> None:
-        held = [chunk for ranks in self.by_rank for chunk in ranks]
-        if sorted(held) != list(range(self.chunks)) or any(sorted(ranks) != list(ranks) for ranks in self.by_rank):
-            raise ValueError(f"chunks {self.by_rank} of {self.chunks}: name each once, each rank's in ascending order")
-        if len({len(ranks) for ranks in self.by_rank}) > 1:
-            raise ValueError(f"chunks {self.by_rank}: every rank must hold as many")
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        """Made once: divisions by documents have hundreds of chunks, and every layer looks one up."""
-        return hash((self.chunks, self.by_rank))
+    def __hash__(self) -> int: ...
 
     @property
     def ranks(self) -> int:
         """Number of ranks."""
-        return len(self.by_rank)
-
-    @cached_property
-    def order(self) -> tuple[int, ...]:
-        """The chunks in the order in which the ranks hold them, one rank's after another's."""
-        return tuple(chunk for ranks in self.by_rank for chunk in ranks)
-
-    @cached_property
-    def to_ranks(self) -> tuple[Run, ...]:
-        """Runs of chunks of the sequence that, one after another, are what the ranks hold."""
-        return _merged(self.order)
-
-    @cached_property
-    def to_sequence(self) -> tuple[Run, ...]:
-        """Runs of chunks of what the ranks hold that, one after another, are the sequence."""
-        return _merged(sorted(range(self.chunks), key=self.order.__getitem__))
 
     @property
-    def in_order(self) -> bool:
-        """Whether the ranks' positions, one rank's after another's, are those of the sequence."""
-        return len(self.to_ranks) == 1
+    def chunks(self) -> int:
+        """Equal chunks that a sequence is cut into: its length is a multiple of them."""
+
+    def held(self, rank: int, seq_length: int) -> Positions:
+        """Return the positions that a rank holds. ValueError: the sequence does not divide into the chunks."""
+
+    def in_sequence(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all positions in the sequence's order from those of the ranks, one rank's after another's:
+        [seq, ...] → same."""
+
+    def in_ranks(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the ranks, one rank's after another's, from those in the sequence's order."""
 
 
-def _merged(numbers: Sequence[int]) -> tuple[Run, ...]:
-    """Return the runs that these numbers are, in their order."""
-    runs: list[Run] = []
-    for number in numbers:
-        if runs and sum(runs[-1]) == number:
-            runs[-1] = Run(runs[-1].start, runs[-1].length + 1)
-        else:
-            runs.append(Run(number, 1))
-    return tuple(runs)
+@dataclass(frozen=True)
+class Undivided:
+    """The division of one rank, which holds every position."""
+
+    ranks: ClassVar[int] = 1
+    chunks: ClassVar[int] = 1
+
+    def held(self, rank: int, seq_length: int) -> Positions:
+        """Return all positions."""
+        return Positions.contiguous(seq_length)
+
+    def in_sequence(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows as they are."""
+        return rows
+
+    def in_ranks(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows as they are."""
+        return rows
 
 
-WHOLE = Division()
+WHOLE = Undivided()
 """One rank that holds every position."""
-
-
-@lru_cache(maxsize=256)
-def divide(ranks: int, order: str) -> Division:
-    """Return the division that is the same for every micro-batch.
-
-    ``order``: contiguous, one chunk on each rank; zigzag, an early and a late one, so that causal attention costs every
-    rank the same (the i-th and the i-th from the end); balanced, which is zigzag where a sample is one document.
-    """
-    if ranks == 1:
-        return WHOLE
-    if order == "contiguous":
-        return Division(ranks, tuple((i,) for i in range(ranks)))
-    return Division(2 * ranks, tuple((i, 2 * ranks - 1 - i) for i in range(ranks)))
 
 
 @dataclass(frozen=True)
@@ -202,11 +166,6 @@ class SequencePartition:
         """Chunks of the sequence."""
         return self.division.chunks
 
-    @property
-    def held_chunks(self) -> tuple[int, ...]:
-        """Chunks of the sequence that this rank holds."""
-        return self.division.by_rank[self.rank]
-
     def divided(self, division: Division | None) -> SequencePartition:
         """Return the partition of a micro-batch whose sequences are divided in another way (None: as ever)."""
         return self if division is None else _divided(self, division)
@@ -231,10 +190,7 @@ def _divided(partition: SequencePartition, division: Division) -> SequencePartit
 
 @lru_cache(maxsize=256)
 def _held(partition: SequencePartition, seq_length: int) -> Positions:
-    size, left = divmod(seq_length, partition.chunks)
-    if left:
-        raise ValueError(f"a sequence of {seq_length} tokens does not divide into {partition.chunks} equal chunks")
-    return Positions(tuple(Run(run.start * size, run.length * size) for run in _merged(partition.held_chunks)))
+    return partition.division.held(partition.rank, seq_length)
 
 
 @lru_cache(maxsize=256)
@@ -256,4 +212,6 @@ def sequence_partition(
     """
     tensor, context = mesh.factors("tp"), mesh.factors("cp")
     piece, pieces = (mesh.index(rank, tensor), mesh.size(tensor)) if sequence_parallel else (0, 1)
-    return SequencePartition(divide(mesh.size(context), order), mesh.index(rank, context), piece, pieces)
+    ranks = mesh.size(context)
+    division: Division = WHOLE if ranks == 1 else PARTS.function("divided sequences")(ranks, order)
+    return SequencePartition(division, mesh.index(rank, context), piece, pieces)

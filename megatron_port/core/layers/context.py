@@ -1,7 +1,6 @@
 """Attention of a sequence whose positions context-parallel ranks divide: each has queries, keys and values of its own
-positions, and gets the result of its queries.
+positions, and gets the result of its queries (:func:`context_attention`).
 
-:class:`ContextAttention` is what a method is; ``layers.context`` and ``layers.context`` have others.
 :class:`GatherKeys` gathers keys and values of all positions, as Llama 3 does (arXiv 2407.21783, section 3.3.2), and
 puts them in the sequence's order: each query's softmax is then one call over the same keys in the same order as in one
 process. They are kept for the backward pass as attention keeps its inputs; where attention is computed again there
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -22,59 +21,23 @@ from torch import Tensor
 
 from megatron_port.core.dist.collectives import Group, all_gather_first, reduce_scatter_first
 from megatron_port.core.dist.positions import Division, Positions, Run, SequencePartition
+from megatron_port.core.errors import ConfigError
 from megatron_port.core.layers.attention import AttentionMask, key_ends
-from megatron_port.core.layers.fused import FirstOrderFunction, ProbabilityDropout, first_order
-from megatron_port.core.layers.fused_attention import Attention
-
-
-class DropoutOf(Protocol):
-    """Dropout of any of a layer's probabilities: of queries at these positions, from this rank's head ``first_head``
-    on. ``keys``: positions of the columns in a sequence of ``seq_length``; None: all of it."""
-
-    def __call__(
-        self, queries: Positions, *, first_head: int = 0, keys: Positions | None = None, seq_length: int = 0
-    ) -> ProbabilityDropout: ...
-
-
-class ContextAttention(Protocol):
-    """A method of context parallelism."""
-
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, partition: SequencePartition, *,
-        dropout_of: DropoutOf | None, mask: AttentionMask | None,
-    ) -> torch.Tensor:
-        """Return the result [held, batch, heads/tp · d] of this rank's queries. Collective.
-
-        q [held, batch, heads/tp, d], k and v [held, batch, groups/tp, d]; ``mask``: of the whole sequence, None where
-        it is causal and no more.
-        """
+from megatron_port.core.layers.fused import FirstOrderFunction, first_order
+from megatron_port.core.layers.fused_attention import Attention, ContextAttention, DropoutOf
+from megatron_port.core.layers.providers import Providers
+from megatron_port.core.registry import PARTS
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group, division: Division) -> torch.Tensor:
         ctx.group, ctx.division = group, division
-        return in_order(all_gather_first(x, group), division)
+        return division.in_sequence(all_gather_first(x, group))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return reduce_scatter_first(by_rank(grad, ctx.division), ctx.group), None, None
-
-
-def in_order(x: torch.Tensor, division: Division) -> torch.Tensor:
-    """Return the rows of all positions in the sequence's order from those of the ranks, one rank's after another's:
-    [seq, ...] → same."""
-    return x if division.in_order else _rearranged(x, division.chunks, division.to_sequence)
-
-
-def by_rank(x: torch.Tensor, division: Division) -> torch.Tensor:
-    """Return the rows of the ranks, one rank's after another's, from those of all positions in the sequence's order."""
-    return x if division.in_order else _rearranged(x, division.chunks, division.to_ranks)
-
-
-def _rearranged(x: torch.Tensor, chunks: int, runs: tuple[Run, ...]) -> torch.Tensor:
-    rows = x.shape[0] // chunks
-    return torch.cat([x.narrow(0, run.start * rows, run.length * rows) for run in runs])
+        return reduce_scatter_first(ctx.division.in_ranks(grad), ctx.group), None, None
 
 
 def gather_positions(x: torch.Tensor, group: dist.ProcessGroup | None, division: Division) -> torch.Tensor:
@@ -126,11 +89,11 @@ def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _positions_to_heads(x: Tensor, group: dist.ProcessGroup, division: Division) -> Tensor:
-    return in_order(_exchange(x, group).flatten(0, 1), division)
+    return division.in_sequence(_exchange(x, group).flatten(0, 1))
 
 
 def _heads_to_positions(x: Tensor, group: dist.ProcessGroup, division: Division) -> Tensor:
-    return _exchange(by_rank(x, division).unflatten(0, (division.ranks, -1)), group)
+    return _exchange(division.in_ranks(x).unflatten(0, (division.ranks, -1)), group)
 
 
 class _ToHeads(FirstOrderFunction):
@@ -280,8 +243,7 @@ Drop = Callable[[Tensor], Tensor]
 """Dropout of the probabilities [b, heads, queries, keys] of these queries and keys; the same each time."""
 
 
-@dataclass
-class Partial:
+class Partial(NamedTuple):
     """Attention of some queries over some keys; of a query that sees none, zeros and a largest score of -inf."""
 
     out: Tensor
@@ -330,15 +292,17 @@ class PartialAttention(Protocol):
     in ``first``). Gradients are wide.
     """
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, drop: Drop | None) -> Partial:
-        """Return the partial of these keys."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, drop: Drop | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (out, top, total) of the partial of these keys (:class:`Partial`)."""
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Partial, along: Tensor, mask: AttentionMask,
-        drop: Drop | None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: tuple[Tensor, Tensor, Tensor], along: Tensor,
+        mask: AttentionMask, drop: Drop | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what these keys add to dq, dk and dv. ``whole``: of all keys and the sinks; ``along`` [b, heads,
-        queries]: dout times the result, summed over the elements of a head."""
+        """Return what these keys add to dq, dk and dv. ``whole``: (out, top, total) of all keys and the sinks;
+        ``along`` [b, heads, queries]: dout times the result, summed over the elements of a head."""
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -377,7 +341,9 @@ def _by_row(factor: Tensor) -> Tensor:
 class MathPartial:
     """Written out, in wide products."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, drop: Drop | None) -> Partial:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, drop: Drop | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the partial, by products of all queries with all keys."""
         seq, batch, heads, size = q.shape
         scores, _ = self._scores(self._grouped(q, k.shape[2]), k, seq, mask)
@@ -390,14 +356,15 @@ class MathPartial:
         return Partial(mixed.view(batch, heads, seq, size).permute(2, 0, 1, 3).contiguous(), top, total)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Partial, along: Tensor, mask: AttentionMask,
-        drop: Drop | None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: tuple[Tensor, Tensor, Tensor], along: Tensor,
+        mask: AttentionMask, drop: Drop | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients, by the same products once more."""
+        _, top, total = whole
         groups, seq = k.shape[2], q.shape[0]
         query, grad = self._grouped(q, groups), self._grouped(dout, groups, scaled=False)
         scores, slope = self._scores(query, k, seq, mask)
-        probs = torch.exp(scores - finite_top(whole.top).unsqueeze(-1)) * inverse_total(whole.total).unsqueeze(-1)
+        probs = torch.exp(scores - finite_top(top).unsqueeze(-1)) * inverse_total(total).unsqueeze(-1)
         dprobs = (grad @ v.to(grad.dtype).permute(1, 2, 3, 0)).view_as(probs)
         dropped = probs
         if drop is not None:
@@ -448,6 +415,22 @@ class RingBlock(NamedTuple):
 
 Plan = Sequence[Sequence[RingBlock]]
 """Blocks that this rank's queries see, by the rank of the group that holds the keys."""
+
+
+def context_attention(method: str, group: dist.ProcessGroup, providers: Providers) -> ContextAttention:
+    """Return what a method (``layout.cp_method``) is on these context-parallel ranks.
+
+    Raises:
+        ConfigError: the provider of attention cannot serve the method.
+    """
+    if method != "ring":
+        return (ExchangeHeads if method == "heads" else GatherKeys)(group, providers.attention)
+    if not providers.partial_attention:
+        raise ConfigError(
+            'layout.cp_method "ring" needs partial results in fp32, which this provider of attention does not give; '
+            'set backend.attention = "math" or cp_method = "gather"'
+        )
+    return RingKeys(group, PARTS.function(providers.partial_attention)())
 
 
 class RingKeys:
@@ -523,7 +506,7 @@ class _RingAttention(FirstOrderFunction):
             for rows, mask, drop in plan[(rank - step) % size]:
                 keys = held.narrow(1, rows.first_key, rows.keys)
                 query = q.narrow(0, rows.first_query, rows.queries)
-                part = provider.forward(query, keys[0], keys[1], mask, drop)
+                part = Partial(*provider.forward(query, keys[0], keys[1], mask, drop))
                 whole.rows(rows.first_query, rows.queries).add(part)
             held = held if arriving is None else arriving.take()
         if sinks is not None:

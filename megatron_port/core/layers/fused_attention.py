@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, _sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from megatron_port.core.dist.positions import Positions, SequencePartition
 from megatron_port.core.layers.attention import AttentionMask, masked_softmax, query_runs
 from megatron_port.core.layers.fused import CausalSoftmax, ProbabilityDropout, product, torch_causal_softmax
 
@@ -36,6 +37,29 @@ class Attention(Protocol):
         dropout: ProbabilityDropout | None = None,
         mask: AttentionMask | None = None,
     ) -> torch.Tensor: ...
+
+
+class DropoutOf(Protocol):
+    """Dropout of any of a layer's probabilities: of queries at these positions, from this rank's head ``first_head``
+    on. ``keys``: positions of the columns in a sequence of ``seq_length``; None: all of it."""
+
+    def __call__(
+        self, queries: Positions, *, first_head: int = 0, keys: Positions | None = None, seq_length: int = 0
+    ) -> ProbabilityDropout: ...
+
+
+class ContextAttention(Protocol):
+    """A method of context parallelism."""
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, partition: SequencePartition, *,
+        dropout_of: DropoutOf | None, mask: AttentionMask | None,
+    ) -> torch.Tensor:
+        """Return the result [held, batch, heads/tp · d] of this rank's queries. Collective.
+
+        q [held, batch, heads/tp, d], k and v [held, batch, groups/tp, d]; ``mask``: of the whole sequence, None where
+        it is causal and no more.
+        """
 
 
 def check_shapes(

@@ -7,7 +7,6 @@ from typing import Any
 
 from megatron_port.core.layers import fused
 from megatron_port.core.layers import fused_attention as attn
-from megatron_port.core.layers.context import MathPartial, PartialAttention
 from megatron_port.core.layers.cross_entropy import CrossEntropyOps, torch_cross_entropy
 from megatron_port.core.layers.experts import ExpertOps, RowExchange, torch_experts
 
@@ -37,8 +36,8 @@ class Providers:
     optimizer: str
     """own (engine native) | torch | deepspeed (CPUAdam on a CPU, FusedAdam on a GPU) | apex"""
     table: tuple[ProviderRow, ...]
-    partial_attention: PartialAttention | None = None
-    """Attention over parts of the keys, in fp32, where the provider has it."""
+    partial_attention: str = ""
+    """Part (``registry.PARTS``) for attention over parts of the keys, in fp32, where the provider has it."""
     packed_attention: fused.PackedAttention | None = None
     """Attention over the packed q, k and v of one projection, where the provider has it."""
     split_bias: fused.SplitBias | None = None
@@ -69,5 +68,5 @@ def torch_providers() -> Providers:
         attention=attn.math_attention, layer_norm=fused.torch_layer_norm, rms_norm=fused.torch_rms_norm,
         bias_gelu=fused.torch_bias_gelu, swiglu=fused.torch_swiglu, split_rotary=fused.torch_split_rotary,
         bias_dropout_add=None, cross_entropy=torch_cross_entropy, optimizer="torch", table=table,
-        partial_attention=MathPartial(),
+        partial_attention="partial attention, math",
     )

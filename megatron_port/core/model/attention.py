@@ -10,8 +10,8 @@ from torch import nn
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.positions import Positions
 from megatron_port.core.layers.attention import AttentionMask
-from megatron_port.core.layers.context import DropoutOf
 from megatron_port.core.layers.fused import ProbabilityDropout
+from megatron_port.core.layers.fused_attention import DropoutOf
 from megatron_port.core.layers.linear import ColumnParallelLinear, Rows
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.linears import column_linear, row_linear

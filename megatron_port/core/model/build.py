@@ -17,10 +17,9 @@ from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import REPLICAS
 from megatron_port.core.dist.positions import SequencePartition, sequence_partition
 from megatron_port.core.dist.record import SEQUENCE, InitSpec, Shard, attach, make_record
-from megatron_port.core.errors import ConfigError
-from megatron_port.core.layers.context import ContextAttention, ExchangeHeads, GatherKeys, RingKeys
 from megatron_port.core.layers.cross_entropy import TokenLoss, vocab_parallel_cross_entropy
 from megatron_port.core.layers.embedding import padded_vocab_size, vocab_parameter
+from megatron_port.core.layers.fused_attention import ContextAttention
 from megatron_port.core.layers.linear import ColumnParallelLinear, LinearContext, RowParallelLinear, Rows
 from megatron_port.core.layers.linear_kernels import make_linear_kernels
 from megatron_port.core.layers.providers import Providers
@@ -112,15 +111,10 @@ class BuildContext:
         group = self.ctx.over("cp")
         if group is None:  # one rank, or none are connected: nothing is computed then
             return None
-        if self.cp_method == "ring":
-            if self.providers.partial_attention is None:
-                raise ConfigError(
-                    'layout.cp_method "ring" needs partial results in fp32, which this provider of attention does not '
-                    'give; set backend.attention = "math" or cp_method = "gather"'
-                )
-            return RingKeys(group, self.providers.partial_attention)
-        method = ExchangeHeads if self.cp_method == "heads" else GatherKeys
-        return method(group, self.providers.attention)
+        found: ContextAttention = PARTS.function("attention of divided sequences")(
+            self.cp_method, group, self.providers
+        )
+        return found
 
     def rotary(self, rotation: Rotation) -> RotaryTables | None:
         """Return the tables that all layers of a kind of rotation share; None: they need none."""

@@ -18,7 +18,6 @@ from megatron_port.core.dist.collectives import Buffered, add_buffer, all_gather
 from megatron_port.core.dist.counter import random_bits, uniform
 from megatron_port.core.dist.positions import SequencePartition
 from megatron_port.core.dist.record import InitSpec, make_record, record_of
-from megatron_port.core.layers.context import in_order
 from megatron_port.core.layers.expert_choice import Routed, Routing
 from megatron_port.core.layers.fused import FirstOrderFunction, first_order
 from megatron_port.core.layers.linear import linear
@@ -219,7 +218,7 @@ class Router(Buffered):
     def _of_the_sample(self, x: torch.Tensor) -> torch.Tensor:
         """Return all ranks' rows of whole samples, [rows, ...] → [positions, ...], in the order of the positions."""
         held = all_gather_first(x, self.tensor_group)
-        return in_order(all_gather_first(held, self.context_group), self.share.division)
+        return self.share.division.in_sequence(all_gather_first(held, self.context_group))
 
     # -- balance -----------------------------------------------------------------------------------------------------
 

@@ -38,9 +38,11 @@ from megatron_port.ext.kernels.attention_choice import (
 from megatron_port.ext.kernels.choose_exchange import choose_exchange
 from megatron_port.ext.kernels.choose_fp8 import choose_fp8
 from megatron_port.ext.kernels.fp8 import Fp8, Quantiser, own_quantiser, torch_quantiser
-from megatron_port.ext.kernels.ops.attention import PARTIALS
 from megatron_port.ext.kernels.optional import optional_import
 from megatron_port.ext.kernels.own_experts import own_experts, own_limit
+
+PARTIALS = {"math": "partial attention, math", "own": "partial attention, own"}
+"""Part for attention over parts of the keys (``Providers.partial_attention``), by the provider of attention."""
 
 
 @dataclass(frozen=True)
@@ -403,7 +405,7 @@ def choose_providers(
         attention=attention, layer_norm=layer_norm, rms_norm=rms_norm, bias_gelu=bias_gelu, swiglu=swiglu,
         split_rotary=split_rotary, bias_dropout_add=bias_dropout_add, cross_entropy=cross_entropy,
         optimizer=optimizer, table=tuple(rows), fp8=products,
-        partial_attention=PARTIALS.get(attention_row.provider),
+        partial_attention=PARTIALS.get(attention_row.provider, ""),
         packed_attention=_packed_attention(attention_row.provider, device, softmax, split_rotary),
         split_bias=_own_split_bias() if rotary_row.provider == "own" else None,
         bias_dropout_add_norm=_own_dropout_norm() if together else None, experts=experts,

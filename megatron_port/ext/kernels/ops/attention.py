@@ -8,14 +8,13 @@ proportional to what the mask leaves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_port.core.layers.attention import AttentionMask
-from megatron_port.core.layers.context import Drop, MathPartial, Partial, PartialAttention, finite_top, inverse_total
 from megatron_port.core.layers.dropout import drop_threshold
 from megatron_port.core.layers.fused import FirstOrderFunction, ProbabilityDropout, first_order
 
@@ -120,30 +119,35 @@ def _backward(
 
 
 class OwnPartial:
-    """The own CPU kernel on float32 copies: its arithmetic is float32 whatever it is given."""
+    """Attention over parts of the keys (``context.attention.PartialAttention``) by the own CPU kernel on float32
+    copies: its arithmetic is float32 whatever it is given."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, drop: Drop | None) -> Partial:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, drop: Callable[[Tensor], Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the partial. ValueError: dropout, whose masks the kernel makes for whole sequences only."""
         _refuse_dropout(drop)
         out, rows = partial_forward(q.float(), k.float(), v.float(), mask)
         top, inverse = rows.flatten(1, 2).unbind(2)
-        return Partial(out.flatten(2, 3), top.masked_fill(inverse == 0, float("-inf")), inverse_total(inverse))
+        return out.flatten(2, 3), top.masked_fill(inverse == 0, float("-inf")), _inverse(inverse)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Partial, along: Tensor, mask: AttentionMask,
-        drop: Drop | None,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: tuple[Tensor, Tensor, Tensor], along: Tensor,
+        mask: AttentionMask, drop: Callable[[Tensor], Tensor] | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients. ValueError: dropout."""
         _refuse_dropout(drop)
-        rows = torch.stack((finite_top(whole.top), inverse_total(whole.total)), dim=2)
-        return partial_backward(dout.float(), q.float(), k.float(), v.float(), whole.out.float(), rows, mask)
+        out, top, total = whole
+        rows = torch.stack((top.masked_fill(top == float("-inf"), 0.0), _inverse(total)), dim=2)
+        return partial_backward(dout.float(), q.float(), k.float(), v.float(), out.float(), rows, mask)
 
 
-PARTIALS: Mapping[str, PartialAttention] = {"math": MathPartial(), "own": OwnPartial()}
-"""By the name of the provider of attention."""
+def _inverse(total: Tensor) -> Tensor:
+    """1 / total, and 0 where a query sees no key."""
+    return torch.where(total > 0, 1.0 / total, 0.0)
 
 
-def _refuse_dropout(drop: Drop | None) -> None:
+def _refuse_dropout(drop: Callable[[Tensor], Tensor] | None) -> None:
     if drop is not None:
         raise ValueError("own attention drops probabilities of whole sequences; set backend.attention = \"math\"")
 
