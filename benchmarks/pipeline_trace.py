@@ -31,7 +31,7 @@ from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.process import ProgressTracker
-from megatron_port.core.engine.native_passes import BackwardTarget, Passes, StepWork
+from megatron_port.core.engine.native_passes import BackwardTarget, Passes, Stages, StepWork
 from megatron_port.core.io.files import write_text
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.linear import WgradAccumulator
@@ -43,12 +43,12 @@ from megatron_port.core.pipeline.simulate import bubble_fraction, simulate, unit
 from megatron_port.tools.charts.page import Bar, colour, drawing, gantt, legend, standalone, text
 
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-Stages = Sequence[Sequence[Span]]
+StageSpans = Sequence[Sequence[Span]]
 """The spans of each stage; times in seconds."""
 KINDS = (("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("zb-h1", 1), ("zb-v", 2))
 
 
-def chrome_trace(runs: dict[str, Stages]) -> str:
+def chrome_trace(runs: dict[str, StageSpans]) -> str:
     """JSON of the trace-event format, which ui.perfetto.dev and chrome://tracing open.
 
     ``runs``: name → spans; each run is a process, each stage a thread. Times start at the run's first pass.
@@ -71,7 +71,7 @@ def chrome_trace(runs: dict[str, Stages]) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-def picture(rows: Sequence[tuple[str, Stages]], *, width: int = 1100, each: float = 18) -> str:
+def picture(rows: Sequence[tuple[str, StageSpans]], *, width: int = 1100, each: float = 18) -> str:
     """An SVG of pipelines one below the other on one time axis; chunks after the first are paler.
 
     ``rows``: (title, spans).
@@ -140,7 +140,7 @@ def steps_of(rank: int, args: argparse.Namespace, name: str, chunks: int) -> lis
     schedule, out = make_schedule(name, args.stages, args.micro_batches, chunks), []
     for step in range(args.repeats + 1):
         passes = Passes(
-            mine, ctx, StepSlot(DropoutStream(0, ctx.device)), ProgressTracker(),
+            Stages(mine, ctx, StepSlot(DropoutStream(0, ctx.device)), ProgressTracker()),
             StepWork(micro_batches=batches, step=step), BackwardTarget(gradients, torch.ones(())),
         )
         dist.barrier()

@@ -199,8 +199,7 @@ LOOP_HOOKS = Registry("loop hook", "training.hooks", {})
 STEP_PARTS = Registry("part of a step", "", {
     "own update": "megatron_port.ext.kernels.own_updates:own_update",
     "own update on the host": "megatron_port.ext.kernels.own_updates:host_calls",
-    "own sums of gradients": "megatron_port.ext.kernels.ops.optimizer:add_gradients_",
-    "own sums of rows": "megatron_port.ext.kernels.ops.table_rows:add_rows_",
+    "own sums of gradients": "megatron_port.ext.kernels.gradient_sums:SumsTogether",
     "held parameters": "megatron_port.ext.memory.held:held_parameters",
     "offloaded update": "megatron_port.ext.memory.offloaded_update:host_update",
     "state check": "megatron_port.core.optim.state_check:check_of",

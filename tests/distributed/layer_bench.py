@@ -29,7 +29,7 @@ from megatron_port.core.model.layers import Embedding, Head, TransformerLayer
 from megatron_port.core.model.mlp import MLP
 from megatron_port.core.model.norm import Norm
 from megatron_port.core.model.spec import LinearSpec
-from megatron_port.core.optim.gradients import reduce_partial_gradients
+from megatron_port.ext.deepspeed.reduction import reduce_partial_gradients
 from megatron_port.tools.parity.run_record import assemble
 
 BOUND = 1e-9

@@ -13,7 +13,7 @@ from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.process import ProgressTracker
-from megatron_port.core.engine.native_passes import BackwardTarget, Passes, StepWork
+from megatron_port.core.engine.native_passes import BackwardTarget, Passes, Stages, StepWork
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.linear import WgradAccumulator
 from megatron_port.core.layers.step import StepSlot
@@ -66,8 +66,8 @@ def _step(schedule: str, chunks: int, boundary: Boundary = BOUNDARY) -> dict[str
     mine, progress = [Part(n, 2 * chunks) for n in numbers], ProgressTracker()
     unused = WgradAccumulator(lambda p: None, lambda p: p)  # autograd keeps the gradients of these parts
     passes = Passes(
-        mine, ctx, StepSlot(DropoutStream(0, ctx.device)), progress, StepWork(micro_batches=_batches(), step=0),
-        BackwardTarget(unused, torch.tensor(0.5)),
+        Stages(mine, ctx, StepSlot(DropoutStream(0, ctx.device)), progress),
+        StepWork(micro_batches=_batches(), step=0), BackwardTarget(unused, torch.tensor(0.5)),
     )
     try:
         Runner(StageLink(ctx), progress).run(

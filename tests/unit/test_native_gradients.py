@@ -9,6 +9,7 @@ import torch
 
 from megatron_port.core.engine.native_gradients import GradientSink
 from megatron_port.ext.kernels import kernels
+from megatron_port.ext.kernels.gradient_sums import SumsTogether
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +49,8 @@ class Buckets:
 def _passes(together: bool, sizes: list[tuple[int, int]], count: int) -> Buckets:
     """Two backward passes in which every parameter gets a gradient."""
     buckets: Any = Buckets(sizes)
-    sink, draw = GradientSink(buckets, together=together), torch.Generator().manual_seed(2)
+    sink: GradientSink = SumsTogether(buckets) if together else GradientSink(buckets)
+    draw = torch.Generator().manual_seed(2)
     for _ in range(count):
         for parameter in buckets.parameters:
             parameter.grad = torch.randn(parameter.shape, generator=draw).bfloat16()

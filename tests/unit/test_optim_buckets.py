@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.record import SEQUENCE, InitSpec, ParameterRecord, Shard, make_record
-from megatron_port.core.optim.buckets import ALIGN, plan_buckets, shard_ranges
+from megatron_port.core.optim.buckets import plan_buckets, shard_ranges
+from megatron_port.core.optim.rules import ALIGN
 
 kinds = st.sampled_from(["plain", "partial", "tied", "shared"])
 parameters = st.lists(st.tuples(st.integers(1, 5000), kinds), min_size=1, max_size=12)

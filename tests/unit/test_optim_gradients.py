@@ -25,9 +25,9 @@ from megatron_port.core.model.shapes import model_records
 from megatron_port.core.optim.gradients import (
     global_square_norm,
     owned_gradients,
-    reduce_partial_gradients,
 )
 from megatron_port.core.pipeline.partition import balanced_layers
+from megatron_port.ext.deepspeed.reduction import reduce_partial_gradients
 
 MODEL = ModelConfig(num_layers=4, hidden_size=16, num_attention_heads=4, vocab_size=13, seq_length=8)
 TOPOLOGIES = [Topology(), Topology(tp=2), Topology(pp=4), Topology(tp=2, pp=2, dp=2), Topology(tp=4, pp=3),

@@ -36,8 +36,8 @@ from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.model import layers
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.optim.bucket_memory import StateShard, state_layouts
-from megatron_port.core.optim.buckets import ALIGN, plan_buckets
-from megatron_port.core.optim.rules import BlockRule, ElementwiseRule, StateKind, UpdateSettings, rule_of
+from megatron_port.core.optim.buckets import plan_buckets
+from megatron_port.core.optim.rules import ALIGN, BlockRule, ElementwiseRule, StateKind, UpdateSettings, rule_of
 from megatron_port.core.registry import OPTIMIZERS
 from megatron_port.run.build import build_engine
 from megatron_port.run.changes import check_rule, starts_fresh

@@ -24,7 +24,7 @@ from megatron_port.core.config.schema import (
 from megatron_port.core.dist.mesh import Mesh
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.optim.bucket_memory import Bucket
-from megatron_port.core.optim.buckets import ALIGN
+from megatron_port.core.optim.rules import ALIGN
 from megatron_port.tools.plan.case import Machine, case_of, machine_of
 from megatron_port.tools.plan.cost import Cost
 from megatron_port.tools.plan.elements import bucket_elements, stage_elements

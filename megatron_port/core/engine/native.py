@@ -35,7 +35,6 @@ from megatron_port.core.engine.native_step import (
     Check,
     Count,
     GradientHook,
-    Mask,
     Masks,
     Norm,
     Record,
@@ -81,7 +80,8 @@ class NativeEngine:
         self.sums = ModuleSums(
             AuxiliarySums(self.chunks[0].auxiliary_names, ctx.device), Tallies(self.chunks[0].tally_specs, ctx.device)
         )
-        gradients = GradientSink(self.sharded, together=optimizer_provider == "own")
+        own = optimizer_provider == "own"
+        gradients: GradientSink = (STEP_PARTS.function("own sums of gradients") if own else GradientSink)(self.sharded)
         self.target = ShardTarget(gradients, self.sharded, self.values.loss_factor)
         self.pass_runner = PassRunner(
             Stages(self.chunks, ctx, step_slot, self.progress), config, objective, self.target, self.sharded,
@@ -119,11 +119,14 @@ class NativeEngine:
         sharded, ctx, progress = self.sharded, self.ctx, self.progress
         count = Count(
             self.objective, ctx, self.config.model.seq_length, self.values, self.scaler, self.norms, progress)
-        self._mask = Mask(sharded)
+        self._masks: Masks | None = None
+        if self.config.sparsity.enabled:
+            self._masks = STEP_PARTS.function("gradient masks")(sharded, self.config.sparsity)
         self._show = Show(sharded, self.scaler)
         gradients: list[StepPart] = [
-            RunPasses(self.pass_runner, sharded, self.sums, self.stage), Reduce(sharded, progress), self._mask,
-            self._show, SumLoss(ctx, self.values, self.sums, progress), Norm(sharded, ctx, self.update, progress),
+            RunPasses(self.pass_runner, sharded, self.sums, self.stage), Reduce(sharded, progress),
+            *([] if self._masks is None else [self._masks]), self._show,
+            SumLoss(ctx, self.values, self.sums, progress), Norm(sharded, ctx, self.update, progress),
         ]
         apply = ApplyUpdate(self.update, self.values, self.average, self.chunks, self.sums, sharded)
         return StepParts(count, gradients, Check(self.watch), apply, Record(self.watch))
@@ -237,12 +240,10 @@ class NativeEngine:
         """Set masters, weights, optimizer state and counters. Each rank reads its own slices, without communication."""
         with self.objective.add_frozen(read) as whole:
             native_state.load_state(self.sharded, self.parameters, whole)
-            masks: Masks | None = None
-            if self.config.sparsity.enabled:
-                pieces = zip(self.sharded.owners, self.sharded.pieces)
-                masks = STEP_PARTS.function("gradient masks")(pieces, self.config.sparsity)
             load_buffers(self.buffers, whole)
-        self._mask.masks = masks
+        masks = self._masks
+        if masks is not None:
+            masks.loaded()
         self.sharded.loaded(on_final=(lambda bucket: None) if masks is None else masks.apply_to)
         self.update.restore(int(scalars.get("optimizer_steps", 0)))
         self.norms.load(scalars)

@@ -11,28 +11,18 @@ from megatron_port.core.engine.native_passes import BackwardTarget
 from megatron_port.core.layers.linear import WgradAccumulator
 from megatron_port.core.layers.table_rows import torch_add_rows
 from megatron_port.core.optim.sharded import ShardedParameters
-from megatron_port.core.registry import STEP_PARTS
 
-_LARGEST_DEFERRED = 1 << 16
-"""Elements of a gradient that may wait for others: of biases and norms; the memory of a table's is to be freed."""
+AddRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Adds rows to the rows of a table (``layers.table_rows``)."""
 
 
 class GradientSink:
     """Sink of gradients for autograd's hooks, which must not keep the parameters' holder alive: a reference cycle
     through them is collected late, and so are the process groups and their threads.
-
-    Args:
-        together: gradients are added by own kernels, small ones together: they wait until one arrives that is reduced
-            with others, and for the end of the pass. Else each is added by itself; the sums of small ones are the same
-            to the bit.
     """
 
-    def __init__(self, sharded: ShardedParameters, *, together: bool) -> None:
-        self._alive, self._together = weakref.ref(sharded), together
-        self._add_together = STEP_PARTS.function("own sums of gradients") if together else None
-        self._add_rows = STEP_PARTS.function("own sums of rows") if together else torch_add_rows
-        self._waiting: list[torch.Tensor] = []
-        self._bucket: int | None = None
+    def __init__(self, sharded: ShardedParameters, add_rows: AddRows = torch_add_rows) -> None:
+        self._alive, self._add_rows = weakref.ref(sharded), add_rows
 
     def _sharded(self) -> ShardedParameters:
         sharded = self._alive()
@@ -58,23 +48,8 @@ class GradientSink:
             sharded.added(parameter)
 
     def hook(self, parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        """Return the hook that adds to a parameter's wide sum what arrives as ``grad``, now or with the next
-        :meth:`flush`, and frees it."""
-        if not self._together or parameter.numel() > _LARGEST_DEFERRED:
-            return self._add
-        # Of one bucket only: its reduction is not to wait for another's gradients, and to give memory to those of
-        # another may take away that of the first.
-        bucket = self._sharded().reduced_with(parameter)
-
-        def wait(parameter: torch.Tensor) -> None:
-            if parameter.grad is None:  # layers.linear adds it itself
-                return
-            if bucket != self._bucket:
-                self.flush()
-                self._bucket = bucket
-            self._waiting.append(parameter)
-
-        return wait
+        """Return the hook that adds to a parameter's wide sum what arrives as ``grad``, and frees it."""
+        return self._add
 
     def _add(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:  # else layers.linear adds it itself
@@ -86,20 +61,8 @@ class GradientSink:
             parameter.grad = None
             self.added(parameter)
 
-    @torch.no_grad()
     def flush(self) -> None:
-        """Add the gradients that wait to their sums. To be called at the end of every backward pass."""
-        waiting, self._waiting = self._waiting, []
-        if not waiting:
-            return
-        assert self._add_together is not None, "only gradients that are added together wait"
-        sharded = self._sharded()
-        self._add_together(
-            [sharded.gradient_of(p) for p in waiting], [p.grad for p in waiting if p.grad is not None]
-        )
-        for parameter in waiting:
-            parameter.grad = None
-            sharded.added(parameter)
+        """Add what waits to the sums: nothing does. To be called at the end of every backward pass."""
 
 
 class ShardTarget(BackwardTarget):

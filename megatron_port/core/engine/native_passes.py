@@ -108,25 +108,33 @@ class BackwardTarget:
         return []
 
 
+@dataclass(frozen=True)
+class Stages:
+    """One rank's chunks of the model, and where their modules find the micro-batch in flight."""
+
+    chunks: Sequence[Any]
+    ctx: ParallelContext
+    slot: StepSlot
+    progress: ProgressTracker
+
+
 class Passes:
     """Forward and backward passes of one step; a ``pipeline.runner.Worker``.
 
     Args:
-        chunks: this rank's, in order; any module that follows ``engine.module.StageModule``.
-        slot: where the modules find the micro-batch in flight.
+        stages: this rank's chunks, in order; any module that follows ``engine.module.StageModule``.
         target: where gradients go.
         probe: looks on, in a replay.
         filled_by: by forward pass, the weight pass that fills its exchanges of rows (``pipeline.schedules``).
     """
 
     def __init__(
-        self, chunks: Sequence[Any], ctx: ParallelContext, slot: StepSlot, progress: ProgressTracker, work: StepWork,
-        target: BackwardTarget, *, probe: StepProbe | None = None,
+        self, stages: Stages, work: StepWork, target: BackwardTarget, *, probe: StepProbe | None = None,
         filled_by: Mapping[Action, Action] = MappingProxyType({}),
     ) -> None:
-        self.chunks, self.ctx, self.slot, self.progress = chunks, ctx, slot, progress
+        self.chunks, self.ctx, self.slot, self.progress = stages.chunks, stages.ctx, stages.slot, stages.progress
         self.work, self.target, self.probe, self.filled_by = work, target, probe, filled_by
-        self.total = torch.zeros((), dtype=torch.float64, device=ctx.device)
+        self.total = torch.zeros((), dtype=torch.float64, device=self.ctx.device)
         """Sum of this replica's token losses (0 except where the head is)."""
         self.losses: list[torch.Tensor] = []
         """The same by micro-batch."""
@@ -212,16 +220,6 @@ class Passes:
         return gradients or None
 
 
-@dataclass(frozen=True)
-class Stages:
-    """One rank's chunks of the model, and where their modules find the micro-batch in flight."""
-
-    chunks: Sequence[Any]
-    ctx: ParallelContext
-    slot: StepSlot
-    progress: ProgressTracker
-
-
 class PassRunner:
     """Runs the schedule of a step, or of an evaluation where no gradients are wanted.
 
@@ -249,7 +247,7 @@ class PassRunner:
         stages, schedule = self.stages, self._schedule(len(micro_batches))
         plan = schedule.plans[stages.ctx.coords.pp]
         passes = Passes(
-            stages.chunks, stages.ctx, stages.slot, stages.progress,
+            stages,
             StepWork(
                 micro_batches=micro_batches, step=step, shared=self._shared(micro_batches, recorded=bool(keys)),
                 keys=keys,

@@ -1,6 +1,6 @@
 """An optimizer step of the native engine as a list of parts, which run one after the other on a :class:`StepState`.
 
-A plain step (``StepParts.plain``): count, passes, reduce, mask, show, loss, norm, check, update, record, gather. ZeRO
+A plain step (``StepParts.plain``): count, passes, reduce, show, loss, norm, check, update, record, gather. ZeRO
 stages 0 to 3 differ in what their ``ShardedParameters`` do at reduce and gather, rules and offload in the update that
 is applied. A recorded step (``kernels.recorded_step``) has the same parts, in two of its own.
 
@@ -110,17 +110,14 @@ def run_parts(parts: Sequence[StepPart], state: StepState) -> None:
         part.run(state)
 
 
-class Masks(Protocol):
-    """Elements of weights that stay zero (``weights.masks.GradientMasks``)."""
+class Masks(StepPart, Protocol):
+    """Clears the gradients of weights that stay zero, between their reduction and the norm (``weights.masks``)."""
 
-    some: bool
-    """Whether there are any."""
+    def loaded(self) -> None:
+        """Find the weights that stay zero, when they have been loaded."""
 
     def apply_to(self, bucket: Any) -> None:
-        """Clear their gradients in a bucket whose sums are final, before they go to the host."""
-
-    def apply(self) -> None:
-        """Clear those of all other buckets, after their reduction and before the norm."""
+        """Clear the gradients of a bucket whose sums are final, before they go to the host."""
 
 
 class Average(Protocol):
@@ -190,21 +187,6 @@ class Reduce:
         """Run the part."""
         self.progress.at(REDUCE, "gradients over the replicas, partial and tied ones over tp and the stages")
         self.sharded.finish()
-
-
-class Mask:
-    """Clears the gradients of weights that stay zero. ``masks``: set when weights are loaded; None: there are none."""
-
-    def __init__(self, sharded: ShardedParameters) -> None:
-        self.sharded = sharded
-        self.masks: Masks | None = None
-
-    def run(self, state: StepState) -> None:
-        """Run the part."""
-        if self.masks is not None and self.masks.some:
-            self.sharded.watch.release(self.sharded.trained)
-            self.masks.apply()
-            self.sharded.watch.hold(self.sharded.trained)
 
 
 class Show:

@@ -13,8 +13,8 @@ from torch import nn
 from megatron_port.core.dist.compat import all_gather_single
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.record import ParameterRecord
-from megatron_port.core.optim.buckets import ALIGN, BucketEntry, BucketPlan, ShardRange, shard_ranges
-from megatron_port.core.optim.rules import OptimizerRule, StateKind
+from megatron_port.core.optim.buckets import BucketEntry, BucketPlan, ShardRange, shard_ranges
+from megatron_port.core.optim.rules import ALIGN, OptimizerRule, StateKind
 
 Recorded = tuple[ParameterRecord, nn.Parameter]
 UNCLEARED = 1 << 8

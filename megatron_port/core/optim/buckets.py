@@ -14,9 +14,7 @@ import torch
 
 from megatron_port.core.dist.mesh import Factors, Mesh
 from megatron_port.core.dist.record import ParameterRecord
-
-ALIGN = 64
-"""Elements: every parameter starts at a multiple, so that vector loads of the kernels are aligned in every dtype."""
+from megatron_port.core.optim.rules import ALIGN
 
 
 @dataclass(frozen=True)
@@ -102,19 +100,22 @@ def plan_buckets(
             factors = {entry[0]: frozenset(beyond) for beyond, entry in entries}
             for slots, end in _filled([entry for _, entry in entries], capacity, align):
                 _, record, _ = entries[0][1]
-                plans.append(_plan(
-                    slots, end, number, factors, mesh, record.reduces_over(mesh) & first, split,
-                    tied=record.tied_key,
-                    late=record.tied_key is not None or slots[0].index in shared, align=align,
+                summed = record.reduces_over(mesh) & first
+                shards = mesh.size(summed) if split else 1
+                copies, partial = _further_sums(slots, factors, mesh)
+                plans.append(BucketPlan(
+                    slots, -(-end // (align * shards)) * align * shards, number, summed, shards, copies=copies,
+                    partial=partial, tied=record.tied_key,
+                    late=record.tied_key is not None or slots[0].index in shared,
                 ))
     return plans
 
 
-def _plan(
-    slots: tuple[BucketEntry, ...], end: int, unit: int, beyond: Mapping[int, Factors], mesh: Mesh, first: Factors,
-    split: bool, *, tied: str | None, late: bool, align: int,
-) -> BucketPlan:
-    """Return the plan of a bucket of so many elements; ``beyond``: factors of further sums by parameter."""
+def _further_sums(
+    slots: Sequence[BucketEntry], beyond: Mapping[int, Factors], mesh: Mesh
+) -> tuple[Factors, tuple[PartialRange, ...]]:
+    """Return the replicas over which a bucket is summed after the first sums, and the parts of it that are summed along
+    the model's axes; ``beyond``: factors of further sums by parameter."""
     replicas = mesh.factors("dp_replicate")
     ranges: list[PartialRange] = []
     for slot in slots:
@@ -123,12 +124,7 @@ def _plan(
             start = ranges.pop().start
         if factors:
             ranges.append(PartialRange(start, slot.start + slot.numel, factors))
-    shards = mesh.size(first) if split else 1
-    numel = -(-end // (align * shards)) * align * shards
-    return BucketPlan(
-        slots, numel, unit, first, shards, copies=beyond[slots[0].index] & replicas, partial=tuple(ranges), tied=tied,
-        late=late,
-    )
+    return beyond[slots[0].index] & replicas, tuple(ranges)
 
 
 def _filled(

@@ -31,11 +31,13 @@ from megatron_port.core.config.optimizer import INHERITED, ParameterGroup, param
 from megatron_port.core.config.schema import OptimizerConfig, RunConfig
 from megatron_port.core.dist.record import WEIGHT, ParameterRecord, record_of
 from megatron_port.core.errors import ConfigError
-from megatron_port.core.optim.buckets import ALIGN
 from megatron_port.core.registry import OPTIMIZERS, STEP_PARTS
 
 if TYPE_CHECKING:
     from megatron_port.core.optim.bucket_memory import StateShard
+
+ALIGN = 64
+"""Elements: every parameter starts at a multiple, so that vector loads of the kernels are aligned in every dtype."""
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,12 @@ from megatron_port.core.engine.module import buffer_pieces, load_buffers, record
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.layers.linear_kernels import QuantizedWeightCache
 from megatron_port.core.layers.step import AuxiliarySums, ModuleSums, StepShared, StepSlot, Tallies
-from megatron_port.core.optim.gradients import LossScaler, reduce_partial_gradients, reduce_tied_gradients_first
+from megatron_port.core.optim.gradients import LossScaler
 from megatron_port.core.optim.rules import grouped
 from megatron_port.core.optim.state_watch import Damage
 from megatron_port.core.registry import STEP_PARTS
 from megatron_port.ext.deepspeed.prepare import prepare_deepspeed
+from megatron_port.ext.deepspeed.reduction import reduce_partial_gradients, reduce_tied_gradients_first
 
 # The JSON that DeepSpeed wants, generated from our configuration and locked to what is right.
 #

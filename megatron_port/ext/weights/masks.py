@@ -7,7 +7,7 @@ whose weight, gradient and moments are 0, and its gradient is no part of the nor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,26 +16,34 @@ import torch
 from megatron_port.core.config.sparsity import SparsityConfig
 from megatron_port.core.config.weights_settings import is_sparse
 from megatron_port.core.dist.record import ParameterRecord
-from megatron_port.core.optim.bucket_memory import Bucket, StateShard
+from megatron_port.core.engine.native_step import StepState
+from megatron_port.core.optim.bucket_memory import Bucket
 from megatron_port.core.optim.rules import OptimizerRule, StateKind
 from megatron_port.core.optim.sharded import ShardedParameters
 
 
 class GradientMasks:
-    """Masks of the parts of sparse parameters that this rank updates: a byte per element.
+    """Masks of the parts of sparse parameters that this rank updates, a byte per element, as a part of a step."""
 
-    ``pieces``: what this rank updates, each with its bucket.
-    """
-
-    def __init__(self, pieces: Iterable[tuple[Bucket, StateShard]], sparsity: SparsityConfig) -> None:
+    def __init__(self, sharded: ShardedParameters, sparsity: SparsityConfig) -> None:
+        self.sharded, self.sparsity = sharded, sparsity
         self._masks: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._done: set[int] = set()
-        for bucket, piece in pieces:
-            if is_sparse(sparsity, piece.record.name):
+
+    def loaded(self) -> None:
+        """Make the masks, when the masters have been loaded."""
+        self._masks = {}
+        for bucket, piece in zip(self.sharded.owners, self.sharded.pieces):
+            if is_sparse(self.sparsity, piece.record.name):
                 mask = (piece.master != 0).to(piece.gradient.device)
                 self._masks.setdefault(id(bucket), []).append((piece.gradient, mask))
-        self.some = bool(self._masks)
-        """Whether any are kept."""
+
+    def run(self, state: StepState) -> None:
+        """Leave out the gradients of what stays zero, between their reduction and the norm."""
+        if self._masks:
+            self.sharded.watch.release(self.sharded.trained)
+            self.apply()
+            self.sharded.watch.hold(self.sharded.trained)
 
     def apply_to(self, bucket: Bucket) -> None:
         """Leave out the gradients of what stays zero in a bucket whose sums are final, before they go to the host."""
