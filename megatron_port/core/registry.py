@@ -244,9 +244,11 @@ PARTS = Registry("part", "", {
     "reference of pairs": "megatron_port.ext.objectives.reference_losses:read_reference",
     "remote corpus": "megatron_port.ext.corpora.fetch:RemoteCorpus",
     "shared weights": "megatron_port.ext.weights.shared_layers:share_weights",
+    "snapshot hashes": "megatron_port.core.checkpoint.snapshot_hashes:SnapshotHashes",
     "store": "megatron_port.ext.storage.store:Store",
     "time for checks of corpora": "megatron_port.core.data.checked_tokens:TimeLimit",
     "tokenizer of corpora": "megatron_port.ext.corpora.corpus_tokenizer:tokenizer_of",
+    "verified files": "megatron_port.core.checkpoint.ranged:verified_files",
     "weights at a path": "megatron_port.run.weights:open_weights",
     "word from elsewhere": "megatron_port.core.config.unsupported:not_supported",
 })

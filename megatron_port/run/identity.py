@@ -17,8 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_port.core.checkpoint.format import Manifest
-from megatron_port.core.checkpoint.lineage import Parent
+from megatron_port.core.checkpoint.format import Manifest, Parent
 from megatron_port.core.config.config_hash import config_hash
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.rank import Fence

@@ -20,7 +20,8 @@ s3fs = pytest.importorskip("s3fs")
 from test_checkpoint_roundtrip import over_threads, state, whole  # noqa: E402
 from test_data_loader import corpus, loaders, rows, run_config  # noqa: E402
 
-from megatron_port.core.checkpoint.lineage import Committer, Parent  # noqa: E402
+from megatron_port.core.checkpoint.format import Parent  # noqa: E402
+from megatron_port.core.checkpoint.lineage import Committer  # noqa: E402
 from megatron_port.core.checkpoint.reader import open_checkpoint  # noqa: E402
 from megatron_port.core.checkpoint.writer import save_checkpoint  # noqa: E402
 from megatron_port.core.config.checks import problems  # noqa: E402

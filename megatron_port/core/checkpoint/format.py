@@ -23,14 +23,13 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from megatron_port.core.checkpoint.lineage import Lineage, order, parse_lineage
 from megatron_port.core.checkpoint.slices import FlatRange, cover_fault, stacked
 from megatron_port.core.errors import CheckpointError, DamagedCheckpoint
 from megatron_port.core.io.files import open_regular
@@ -207,6 +206,54 @@ def _plain(value: Any, where: str) -> Any:
         f"{where.lstrip('.') or 'value'} is {value!r:.80} ({type(value).__name__}); a manifest holds only finite "
         "numbers, strings, booleans, lists and dicts: convert it before saving"
     )
+
+
+# Which run a checkpoint is of, and its place in the order of a folder's commits.
+
+@dataclass(frozen=True, kw_only=True)
+class Parent:
+    """Checkpoint that a checkpoint's training had begun at, or last saved."""
+
+    run: str = ""
+    commit: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lineage:
+    """Origin of a checkpoint. All is empty in those of versions that did not record it."""
+
+    run: str = ""
+    """Id of the run."""
+    commit: int = 0
+    """Its place in the order of the folder's commits, from 1; 0: unknown."""
+    epoch: int = 0
+    """Epoch of the attempt's lease; of two commits with the same number the later epoch is the newer."""
+    attempt: str = ""
+    parent: Parent | None = None
+
+    def body(self) -> dict[str, Any]:
+        """Return the lineage as the manifest has it."""
+        out: dict[str, Any] = {
+            "run": self.run, "commit": self.commit, "epoch": self.epoch, "attempt": self.attempt,
+        }
+        return out | ({"parent": dict(vars(self.parent))} if self.parent is not None else {})
+
+
+def parse_lineage(body: Mapping[str, Any]) -> Lineage:
+    """Return the ``lineage`` of a manifest whose fields were checked (``schema``); older ones have none of them."""
+    def known(cls: type[Lineage] | type[Parent], values: Mapping[str, Any]) -> dict[str, Any]:
+        return {f.name: values[f.name] for f in fields(cls) if f.name in values}
+
+    found = known(Lineage, body)
+    if "parent" in found:
+        found["parent"] = Parent(**known(Parent, found["parent"]))
+    return Lineage(**found)
+
+
+def order(lineage: Lineage, step: int) -> tuple[int, int, int]:
+    """Return a sort key: what was committed later is larger. Those without a number come before all others, by step."""
+    return lineage.commit, lineage.epoch, step
 
 
 SCHEMA = "megatron_port.core.checkpoint"

@@ -1,4 +1,4 @@
-"""Which run a checkpoint is of, and the order of a folder's commits. Clocks have no say in it.
+"""Who commits to a folder, and the order of its commits. Clocks have no say in it.
 
 Each commit gets the number after the highest in its folder. One attempt at a time commits (``run.lease``), so the
 numbers say what came after what, whatever the clocks of its nodes said and however often the run went back to an
@@ -8,54 +8,12 @@ earlier step.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
+from megatron_port.core.checkpoint.format import Lineage, Parent
 from megatron_port.core.dist.rank import Fence
 
 _TEMPORARY = re.compile(r"step-\d{8,18}(?:\.e(\d{1,18}))?(?:\.\d{1,9})?\.tmp")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parent:
-    """Checkpoint that a checkpoint's training had begun at, or last saved."""
-
-    run: str = ""
-    commit: int = 0
-    step: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lineage:
-    """Origin of a checkpoint. All is empty in those of versions that did not record it."""
-
-    run: str = ""
-    """Id of the run."""
-    commit: int = 0
-    """Its place in the order of the folder's commits, from 1; 0: unknown."""
-    epoch: int = 0
-    """Epoch of the attempt's lease; of two commits with the same number the later epoch is the newer."""
-    attempt: str = ""
-    parent: Parent | None = None
-
-    def body(self) -> dict[str, Any]:
-        """Return the lineage as the manifest has it."""
-        out: dict[str, Any] = {
-            "run": self.run, "commit": self.commit, "epoch": self.epoch, "attempt": self.attempt,
-        }
-        return out | ({"parent": dict(vars(self.parent))} if self.parent is not None else {})
-
-
-def parse_lineage(body: Mapping[str, Any]) -> Lineage:
-    """Return the ``lineage`` of a manifest whose fields were checked (``schema``); older ones have none of them."""
-    def known(cls: type[Lineage] | type[Parent], values: Mapping[str, Any]) -> dict[str, Any]:
-        return {f.name: values[f.name] for f in fields(cls) if f.name in values}
-
-    found = known(Lineage, body)
-    if "parent" in found:
-        found["parent"] = Parent(**known(Parent, found["parent"]))
-    return Lineage(**found)
 
 
 def temporary_name(name: str, epoch: int, number: int = 0) -> str:
@@ -107,9 +65,3 @@ class Committer:
     def owns(self, lineage: Lineage) -> bool:
         """Return whether the checkpoint is this run's, or of no known run: retention may remove it."""
         return not self.fence.run or lineage.run in ("", self.fence.run)
-
-
-def order(lineage: Lineage, step: int) -> tuple[int, int, int]:
-    """Return a sort key: what was committed later is larger. Those without a number come before all others, by step."""
-    return lineage.commit, lineage.epoch, step
-

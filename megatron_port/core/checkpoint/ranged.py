@@ -12,17 +12,64 @@ than two grains read beyond what is wanted.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
-from megatron_port.core.checkpoint.format import MAX_HEADER, FileEntry
-from megatron_port.core.checkpoint.shard import CHUNK, GRAIN, GrainHashes, parse_header
+from megatron_port.core.checkpoint.format import DTYPES, MAX_HEADER, FileEntry
+from megatron_port.core.checkpoint.shard import CHUNK
 from megatron_port.core.errors import DamagedCheckpoint
 from megatron_port.core.io.files import open_regular
 from megatron_port.core.io.work import Advance, silent
+
+GRAIN = 1 << 16
+"""Bytes of a verified block that have a hash of their own in memory: the least that can be read again and trusted."""
+_WIDTHS = dict(DTYPES.values())
+
+
+class GrainHashes:
+    """Hashes (xxh3-128) of each ``grain`` bytes of a stream, one after the other; the last may be shorter."""
+
+    WIDTH = 16
+    """Bytes of a hash."""
+    UNKNOWN = bytes(WIDTH)
+
+    def __init__(self, grain: int) -> None:
+        self._grain, self._room = grain, grain
+        self._digest = xxhash.xxh3_128()
+        self._done = bytearray()
+
+    def update(self, data: memoryview, *, skip: bool = False) -> None:
+        """Hash the next bytes of the stream. ``skip``: enter whole grains in them as ``UNKNOWN`` instead."""
+        at, size, grain = 0, len(data), self._grain
+        while at < size:
+            if self._room == grain and size - at >= grain:  # a whole one at once
+                self._done += self.UNKNOWN if skip else xxhash.xxh3_128_digest(data[at : at + grain])
+                at += grain
+                continue
+            part = data[at : at + self._room]
+            self._digest.update(part)
+            at += len(part)
+            self._room -= len(part)
+            if not self._room:
+                self._close()
+
+    def digests(self) -> bytes:
+        """Return the hashes of all that has passed, ``WIDTH`` bytes each."""
+        if self._room != self._grain:
+            self._close()
+        return bytes(self._done)
+
+    def _close(self) -> None:
+        self._done += self._digest.digest()
+        self._digest.reset()
+        self._room = self._grain
 
 
 class Scratch:
@@ -63,12 +110,12 @@ class RangedFile:
     Args:
         path: the file.
         entry: its size and hashes, from a manifest that was checked.
-        scratch: shared by the files of a checkpoint.
         contents: says which tensors are damaged in a damaged byte range (for messages).
+        scratch: shared by the files of a checkpoint.
     """
 
     def __init__(
-        self, path: Path, entry: FileEntry, scratch: Scratch, contents: Callable[[int, int], str]
+        self, path: Path, entry: FileEntry, contents: Callable[[int, int], str], scratch: Scratch
     ) -> None:
         self.path, self._entry, self._scratch, self._contents = path, entry, scratch, contents
         self._width = entry.block_bytes or max(entry.size, 1)
@@ -252,3 +299,49 @@ class RangedFile:
             f"{self.path}: bytes {start} to {stop - 1} cannot be read: {error.strerror or error}; in them: "
             f"{self._contents(start, stop)}"
         )
+
+
+def verified_files() -> Callable[[Path, FileEntry, Callable[[int, int], str]], RangedFile]:
+    """Return what opens the files of one checkpoint: :class:`RangedFile` with a scratch buffer that they share."""
+    return partial(RangedFile, scratch=Scratch())
+
+
+def parse_header(text: bytes, data_bytes: int, where: str) -> dict[str, tuple[str, int, int]]:
+    """Key → (dtype code, first byte, last byte + 1) of a safetensors header, offsets counted from its end.
+
+    Nothing is allocated from a number in the text. Only this package's files are expected: 1-D tensors.
+
+    Raises:
+        DamagedCheckpoint: it is not a header, or an entry leaves the file's ``data_bytes``.
+    """
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{where}: its header is damaged: {error}") from None
+    if not isinstance(header, dict):
+        raise DamagedCheckpoint(f"{where}: its header is damaged: not an object")
+    out = {}
+    for key, value in header.items():
+        if key == "__metadata__":
+            continue
+        place = _place(value, data_bytes)
+        if place is None:
+            raise DamagedCheckpoint(f"{where}: its header is damaged at {key!r:.200}")
+        out[key] = place
+    return out
+
+
+def _place(value: Any, data_bytes: int) -> tuple[str, int, int] | None:
+    if not isinstance(value, dict):
+        return None
+    code, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
+    if not isinstance(code, str) or code not in _WIDTHS:
+        return None
+    if not isinstance(shape, list) or len(shape) > 1 or not isinstance(offsets, list) or len(offsets) != 2:
+        return None
+    if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 63 for n in (*shape, *offsets)):
+        return None
+    start, stop = offsets
+    if not start <= stop <= data_bytes or stop - start != prod(shape) * _WIDTHS[code]:
+        return None
+    return code, start, stop

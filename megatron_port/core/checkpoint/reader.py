@@ -1,8 +1,8 @@
 """Loading: any slice of any tensor, whatever layout wrote it, with nothing trusted unverified.
 
 A read fetches only the byte ranges that overlap the slice, straight into where the caller wants them, and returns after
-the blocks around them were verified (``ranged``). What is damaged is named: the file, the block, and the tensors in
-it.
+the blocks around them were verified (``storage.ranged``). What is damaged is named: the file, the block, and the
+tensors in it.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ from __future__ import annotations
 import stat
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
 
-from megatron_port.core.checkpoint.format import DTYPES, Manifest, PieceEntry, read_manifest, step_of
-from megatron_port.core.checkpoint.ranged import RangedFile, Scratch
+from megatron_port.core.checkpoint.format import DTYPES, FileEntry, Manifest, PieceEntry, read_manifest, step_of
 from megatron_port.core.checkpoint.slices import Slice, strides
 from megatron_port.core.errors import CheckpointError, DamagedCheckpoint
 from megatron_port.core.io.files import kind_of, open_regular
 from megatron_port.core.io.work import Advance, silent
+from megatron_port.core.registry import PARTS
 
 _OPEN_FILES = 32
 _SPAN = 1 << 24
@@ -102,6 +103,22 @@ def some_of(names: list[str], shown: int = 4) -> str:
     return ", ".join(names[:shown]) + more if names else "no tensor"
 
 
+class VerifiedFile(Protocol):
+    """A data file of a checkpoint, of which every byte that is used was hashed."""
+
+    def place(self, key: str) -> tuple[str, int, int] | None:
+        """Return (dtype code, first byte, last byte + 1) of a stored tensor, from the file's header; None: absent."""
+
+    def read_into(self, start: int, out: memoryview, /) -> None:
+        """Fill ``out`` with the bytes from ``start``. Raises DamagedCheckpoint."""
+
+    def faults(self, advance: Advance = silent) -> Iterator[str]:
+        """Read and hash everything anew; yield what is wrong. ``advance``: bytes read, all."""
+
+    def close(self) -> None:
+        """Close the file descriptor."""
+
+
 class Checkpoint:
     """An open checkpoint; made by :func:`open_checkpoint`. ``read`` is an engine's ``StateReader``."""
 
@@ -114,9 +131,15 @@ class Checkpoint:
         self._by_file: dict[str, list[PieceEntry]] = {}
         for piece in manifest.pieces:
             self._by_file.setdefault(piece.file, []).append(piece)
-        self._scratch = Scratch()
-        self._files: dict[str, RangedFile] = {}
+        self._files: dict[str, VerifiedFile] = {}
         self._open: OrderedDict[str, None] = OrderedDict()
+
+    @cached_property
+    def _verified(self) -> Callable[[Path, FileEntry, Callable[[int, int], str]], VerifiedFile]:
+        """What opens a file."""
+        made: Callable[[Path, FileEntry, Callable[[int, int], str]], VerifiedFile]
+        made = PARTS.function("verified files")()
+        return made
 
     @property
     def step(self) -> int:
@@ -309,12 +332,11 @@ class Checkpoint:
             )
         return place[1]
 
-    def _file(self, name: str) -> RangedFile:
+    def _file(self, name: str) -> VerifiedFile:
         """Return the file, with at most _OPEN_FILES descriptors in use."""
         if name not in self._files:
-            self._files[name] = RangedFile(
-                self.path / name, self.manifest.files[name], self._scratch,
-                lambda start, stop: self.suspects(name, start, stop),
+            self._files[name] = self._verified(
+                self.path / name, self.manifest.files[name], lambda start, stop: self.suspects(name, start, stop)
             )
         self._open[name] = None
         self._open.move_to_end(name)

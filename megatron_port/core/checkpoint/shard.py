@@ -11,9 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
@@ -22,15 +20,13 @@ from megatron_port.core.checkpoint.disk import disk_error, write_chunks
 from megatron_port.core.checkpoint.format import DTYPES, MAX_BLOCK, FileEntry, PieceEntry
 from megatron_port.core.checkpoint.slices import range_fault
 from megatron_port.core.dist.record import StatePiece
-from megatron_port.core.errors import CheckpointError, DamagedCheckpoint
+from megatron_port.core.errors import CheckpointError
 
 # xxh3-128 of a file, whole and by block, in one pass over its bytes.
 
 MIN_BLOCK, _BLOCKS = 1 << 20, 128
 CHUNK = 1 << 20
 """Bytes read, written or hashed at a time: they are still in the core's cache when the next hand touches them."""
-GRAIN = 1 << 16
-"""Bytes of a verified block that have a hash of their own in memory: the least that can be read again and trusted."""
 
 
 def block_bytes(size: int) -> int:
@@ -66,45 +62,6 @@ class SpanHashes:
                 self._digest.reset()
 
 
-class GrainHashes:
-    """Hashes (xxh3-128) of each ``grain`` bytes of a stream, one after the other; the last may be shorter."""
-
-    WIDTH = 16
-    """Bytes of a hash."""
-    UNKNOWN = bytes(WIDTH)
-
-    def __init__(self, grain: int) -> None:
-        self._grain, self._room = grain, grain
-        self._digest = xxhash.xxh3_128()
-        self._done = bytearray()
-
-    def update(self, data: memoryview, *, skip: bool = False) -> None:
-        """Hash the next bytes of the stream. ``skip``: enter whole grains in them as ``UNKNOWN`` instead."""
-        at, size, grain = 0, len(data), self._grain
-        while at < size:
-            if self._room == grain and size - at >= grain:  # a whole one at once
-                self._done += self.UNKNOWN if skip else xxhash.xxh3_128_digest(data[at : at + grain])
-                at += grain
-                continue
-            part = data[at : at + self._room]
-            self._digest.update(part)
-            at += len(part)
-            self._room -= len(part)
-            if not self._room:
-                self._close()
-
-    def digests(self) -> bytes:
-        """Return the hashes of all that has passed, ``WIDTH`` bytes each."""
-        if self._room != self._grain:
-            self._close()
-        return bytes(self._done)
-
-    def _close(self) -> None:
-        self._done += self._digest.digest()
-        self._digest.reset()
-        self._room = self._grain
-
-
 class Digest:
     """Hashes of a stream. ``block_bytes``: size of a block."""
 
@@ -134,9 +91,6 @@ class Digest:
         """Return size and hashes of what has passed."""
         last = [self._block.hexdigest()] if self._size % self._width else []
         return FileEntry(self._size, self._whole.hexdigest(), self._width, (*self._blocks, *last))
-
-
-_WIDTHS = dict(DTYPES.values())
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -284,47 +238,6 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     # One element counts as contiguous whatever its stride, but cannot be viewed as bytes then.
     flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8).numpy().data
-
-
-def parse_header(text: bytes, data_bytes: int, where: str) -> dict[str, tuple[str, int, int]]:
-    """Key → (dtype code, first byte, last byte + 1) of a safetensors header, offsets counted from its end.
-
-    Nothing is allocated from a number in the text. Only this package's files are expected: 1-D tensors.
-
-    Raises:
-        DamagedCheckpoint: it is not a header, or an entry leaves the file's ``data_bytes``.
-    """
-    try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{where}: its header is damaged: {error}") from None
-    if not isinstance(header, dict):
-        raise DamagedCheckpoint(f"{where}: its header is damaged: not an object")
-    out = {}
-    for key, value in header.items():
-        if key == "__metadata__":
-            continue
-        place = _place(value, data_bytes)
-        if place is None:
-            raise DamagedCheckpoint(f"{where}: its header is damaged at {key!r:.200}")
-        out[key] = place
-    return out
-
-
-def _place(value: Any, data_bytes: int) -> tuple[str, int, int] | None:
-    if not isinstance(value, dict):
-        return None
-    code, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
-    if not isinstance(code, str) or code not in _WIDTHS:
-        return None
-    if not isinstance(shape, list) or len(shape) > 1 or not isinstance(offsets, list) or len(offsets) != 2:
-        return None
-    if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 63 for n in (*shape, *offsets)):
-        return None
-    start, stop = offsets
-    if not start <= stop <= data_bytes or stop - start != prod(shape) * _WIDTHS[code]:
-        return None
-    return code, start, stop
 
 
 def _key(piece: StatePiece, taken: dict[str, dict[str, object]]) -> str:

@@ -54,13 +54,13 @@ from megatron_port.core.checkpoint.format import (
 )
 from megatron_port.core.checkpoint.lineage import Committer, epoch_of_temporary, temporary_name
 from megatron_port.core.checkpoint.shard import ShardPlan, bytes_of, check_written, plan_shard, write_planned
-from megatron_port.core.checkpoint.snapshot_hashes import SnapshotHashes
 from megatron_port.core.dist.agree import TEXT_CHARACTERS, broadcast_text
 from megatron_port.core.dist.rank import LeaseLost
 from megatron_port.core.dist.record import StatePiece
 from megatron_port.core.errors import CheckpointError, PortError
 from megatron_port.core.io.files import fsync_directory, write_bytes
 from megatron_port.core.package import package_versions
+from megatron_port.core.registry import PARTS
 
 # Remove leftovers of saves and checkpoints that are too old, where that is possible.
 #
@@ -331,7 +331,7 @@ def save_checkpoint(
         note: called on rank 0 with things worth a line that are no failure.
         verify: read every file back before the commit. It comes from the page cache as a rule: that proves what the
             file system was given, not what the platter holds.
-        compare: compare what is written with the pieces (``snapshot_hashes``).
+        compare: compare what is written with the pieces (``health.snapshot_hashes``).
         visible_seconds: how long rank 0's directory may take to appear to another rank.
         committer: of the run, where there is one; the same object for all of its saves. On every rank the same epoch.
 
@@ -381,7 +381,7 @@ def _write_rank(
     plan = plan_shard(shard_name(rank), (piece for piece in pieces if piece.tensor.numel()))
     data: Iterator[memoryview] = (bytes_of(piece.tensor) for piece in plan.pieces)
     if compare:
-        data = SnapshotHashes(plan.pieces).compared(data)
+        data = PARTS.function("snapshot hashes")(plan.pieces).compared(data)
     write_part(rank, work, plan, data, verify=verify)
 
 

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +33,6 @@ import torch
 from megatron_port.core.checkpoint.format import SavedState, directory_name, shard_name
 from megatron_port.core.checkpoint.lineage import Committer
 from megatron_port.core.checkpoint.shard import ShardPlan, plan_shard
-from megatron_port.core.checkpoint.snapshot_hashes import SnapshotHashes
 from megatron_port.core.checkpoint.writer import (
     LONGEST_NAP,
     VISIBLE_SECONDS,
@@ -142,7 +142,7 @@ class _Job:
     began: float
     plan: ShardPlan | None = None
     image: memoryview = field(default_factory=lambda: memoryview(b""))
-    hashes: SnapshotHashes | None = None
+    hashes: Any = None
     prepared: bool = False
     """``work`` is there."""
     stall: float = 0.0
@@ -160,7 +160,8 @@ class _Job:
         """The snapshot, to be written."""
         if self.hashes is None or self.plan is None:
             return [self.image] if len(self.image) else []
-        return self.hashes.compared(self.image[start:stop] for start, stop in self.plan.spans)
+        compared: Iterable[memoryview] = self.hashes.compared(self.image[a:z] for a, z in self.plan.spans)
+        return compared
 
     def proceed(self) -> None:
         """Raise if the save is lost anyway."""
@@ -248,7 +249,7 @@ class BackgroundSave:
     def _copy(self, job: _Job, pieces: Iterable[StatePiece]) -> None:
         plan = plan_shard(shard_name(self._peers.rank), (p for p in pieces if p.tensor.numel()), last=self._plan)
         self._plan = replace(plan, pieces=())
-        job.hashes = SnapshotHashes(plan.pieces) if self._compare else None
+        job.hashes = PARTS.function("snapshot hashes")(plan.pieces) if self._compare else None
         job.plan, job.image = plan, self._buffer.take(plan)
 
     def _begin_together(self, job: _Job, pieces: Iterable[StatePiece]) -> None:
