@@ -28,8 +28,9 @@ from torch.nn.attention import SDPBackend
 from benchmarks.device_clock import time_calls
 from megatron_port.core.dist.positions import Positions
 from megatron_port.core.io.files import write_text
-from megatron_port.core.layers import fused_attention as attn
 from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.fused_attention import Attention, math_attention
+from megatron_port.core.layers.torch_attention import flash_attention, sdpa_attention
 from megatron_port.ext.kernels.attention_choice import PROVIDERS, arch_of, parse
 from megatron_port.ext.kernels.ops import attention as own
 from megatron_port.ext.kernels.optional import optional_import
@@ -42,32 +43,32 @@ DROPPED = (SHAPES[0], SHAPES[2])
 """With dropout. Math keeps probabilities: 16 and 17 GB of bf16 there."""
 
 
-def providers() -> Iterator[tuple[str, Callable[[], attn.Attention]]]:
+def providers() -> Iterator[tuple[str, Callable[[], Attention]]]:
     """Yield each provider with what makes it; making may fail."""
     for name in ("cudnn", "flash", "efficient"):
         backend = getattr(SDPBackend, f"{name.upper()}_ATTENTION")
-        yield name, lambda backend=backend: attn.sdpa_attention([backend])  # type: ignore[misc]
+        yield name, lambda backend=backend: sdpa_attention([backend])  # type: ignore[misc]
 
-    def package() -> attn.Attention:
+    def package() -> Attention:
         module, problem = optional_import("flash_attn")
         if module is None:
             raise RuntimeError(problem)
-        return attn.flash_attention(module.flash_attn_func)
+        return flash_attention(module.flash_attn_func)
 
-    def fa3() -> attn.Attention:
+    def fa3() -> Attention:
         torch.nn.attention.activate_flash_attention_impl("FA3")
-        return attn.sdpa_attention([SDPBackend.FLASH_ATTENTION])
+        return sdpa_attention([SDPBackend.FLASH_ATTENTION])
 
     yield "flash_attn", package
     yield "fa3", fa3
 
 
-def dropping(device: torch.device, seq: int, batch: int) -> Iterator[tuple[str, Callable[[], attn.Attention]]]:
+def dropping(device: torch.device, seq: int, batch: int) -> Iterator[tuple[str, Callable[[], Attention]]]:
     """Yield what applies dropout to probabilities."""
     stream = DropoutStream(1, device)
     stream.set_micro_batch(0, range(batch))
     drop = stream.probability_dropout(0.1, op="attention", head_offset=0, positions=Positions.contiguous(seq))
-    for name, function in (("own", own.attention), ("math", attn.math_attention)):
+    for name, function in (("own", own.attention), ("math", math_attention)):
         yield name, lambda function=function: partial(function, dropout=drop)  # type: ignore[misc]
 
 

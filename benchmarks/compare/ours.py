@@ -21,8 +21,8 @@ from megatron_port.core.dist.record import record_of
 from megatron_port.core.errors import PortError
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.linear import WgradAccumulator
-from megatron_port.core.layers.linear_kernels import QuantizedWeightCache
 from megatron_port.core.layers.providers import Providers
+from megatron_port.core.layers.quantised import QuantizedWeightCache
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder_spec import model_spec

@@ -21,14 +21,10 @@ from megatron_port.core.layers.attention import AttentionMask
 from megatron_port.core.layers.context import ExchangeHeads, GatherKeys, RingKeys
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.fused import ProbabilityDropout
-from megatron_port.core.layers.fused_attention import (
-    Attention,
-    ContextAttention,
-    DropoutOf,
-    math_attention,
-    sdpa_attention,
-)
-from megatron_port.core.layers.step import earliest_start, pack_documents
+from megatron_port.core.layers.fused_attention import Attention, ContextAttention, DropoutOf, math_attention
+from megatron_port.core.layers.packed_documents import pack_documents
+from megatron_port.core.layers.step import earliest_start
+from megatron_port.core.layers.torch_attention import sdpa_attention
 from megatron_port.core.registry import PARTS
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.choose import PARTIALS

@@ -18,7 +18,6 @@ from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.record import record_of
 from megatron_port.core.layers.linear import ColumnParallelLinear, LinearContext, RowParallelLinear, WgradAccumulator
-from megatron_port.core.layers.linear_kernels import make_linear_kernels
 from megatron_port.core.model.spec import LinearSpec
 from megatron_port.ext.kernels.fp8 import OCP, Fp8, reference_scaled_mm
 
@@ -42,9 +41,7 @@ def two_linears(recipe: str, tp: int, sequence_parallel: bool) -> list[Tensor]:
     )
     first[:32] *= 9.0  # the ranks' largest elements lie in different binades
     second[:, :32] *= 5.0
-    context = LinearContext(
-        ctx, sequence_parallel, kernels=make_linear_kernels(Fp8(recipe, OCP, reference_scaled_mm))
-    )
+    context = LinearContext(ctx, sequence_parallel, kernels=Fp8(recipe, OCP, reference_scaled_mm).linear_kernels())
     up = ColumnParallelLinear(
         "mlp", LinearSpec(name="up", inputs=32, outputs=64, parallel="column", bias=True, std=0.0), context
     )

@@ -31,8 +31,8 @@ from megatron_port.core.dist.record import InitSpec, initial_values
 from megatron_port.core.layers.attention import AttentionMask
 from megatron_port.core.layers.context import mask_of_rows
 from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.packed_documents import pack_documents
 from megatron_port.core.layers.providers import torch_providers
-from megatron_port.core.layers.step import pack_documents
 from megatron_port.ext.kernels.choose import choose_providers
 from megatron_port.ext.kernels.choose_fp8 import choose_fp8, device_formats
 from megatron_port.ext.kernels.fp8 import Fp8, quantise

@@ -13,7 +13,7 @@ from test_fp8 import config, steps
 from torch import Tensor
 
 from megatron_port.core.config.schema import BackendConfig
-from megatron_port.core.layers.linear_kernels import Quantised
+from megatron_port.core.layers.quantised import Quantised
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.fp8 import FNUZ, OCP, own_quantiser, torch_quantiser
 from megatron_port.ext.kernels.ops import quantise

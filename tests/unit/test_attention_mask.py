@@ -17,9 +17,10 @@ from megatron_port.core.dist.positions import Positions, Run
 from megatron_port.core.layers.attention import AttentionMask, key_ends
 from megatron_port.core.layers.context import mask_of_rows
 from megatron_port.core.layers.fused import torch_causal_softmax, torch_split_rotary
-from megatron_port.core.layers.fused_attention import Attention, flash_attention, math_attention, sdpa_attention
+from megatron_port.core.layers.fused_attention import Attention, math_attention
+from megatron_port.core.layers.packed_documents import pack_documents
 from megatron_port.core.layers.packed_math import packed_math_attention
-from megatron_port.core.layers.step import pack_documents
+from megatron_port.core.layers.torch_attention import flash_attention, sdpa_attention
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.ops import attention as own
 

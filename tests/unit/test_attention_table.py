@@ -15,7 +15,6 @@ from megatron_port.core.config.kernels_settings import CAUSAL, MaskNeeds
 from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.errors import ConfigError
-from megatron_port.core.layers import fused_attention as attn
 from megatron_port.core.layers.fused import torch_causal_softmax
 from megatron_port.ext.kernels import attention_choice as choice
 from megatron_port.ext.kernels.attention_choice import AttentionShape, lookup, parse, shipped_table
@@ -60,7 +59,7 @@ def choose(
     monkeypatch.setattr(choice, "optional_import", lambda name: (packages[name], "") if name in packages
                         else (None, f"{name} is not installed"))
     orders: list[list[str]] = []
-    monkeypatch.setattr(attn, "sdpa_attention", lambda kernels: orders.append([k.name for k in kernels]))
+    monkeypatch.setattr(choice, "sdpa_attention", lambda kernels: orders.append([k.name for k in kernels]))
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", lambda name: orders.append([name]),
                         raising=False)
     needs = choice.AttentionNeeds(torch.bfloat16, shape=SHAPE, mask=mask)

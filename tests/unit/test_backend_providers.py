@@ -23,14 +23,9 @@ from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.errors import EnvironmentFault
 from megatron_port.core.layers.experts import torch_experts
 from megatron_port.core.layers.fused import ProbabilityDropout, torch_layer_norm, torch_rms_norm, torch_split_rotary
-from megatron_port.core.layers.fused_attention import (
-    flash_attention,
-    fold_batch,
-    gpu_kernels,
-    math_attention,
-    sdpa_attention,
-)
+from megatron_port.core.layers.fused_attention import math_attention
 from megatron_port.core.layers.providers import torch_providers
+from megatron_port.core.layers.torch_attention import flash_attention, fold_batch, gpu_kernels, sdpa_attention
 from megatron_port.ext.kernels import attention_choice as choose_attention
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.choose import choose_providers

@@ -30,8 +30,9 @@ from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.layers.linear import WgradAccumulator, linear
-from megatron_port.core.layers.linear_kernels import PLAIN, Quantised, QuantizedWeightCache, make_linear_kernels
+from megatron_port.core.layers.linear_kernels import PLAIN
 from megatron_port.core.layers.providers import torch_providers
+from megatron_port.core.layers.quantised import Quantised, QuantizedWeightCache
 from megatron_port.ext.kernels.choose import choose_providers
 from megatron_port.ext.kernels.choose_fp8 import choose_fp8, device_formats, torch_problem
 from megatron_port.ext.kernels.fp8 import (
@@ -191,7 +192,7 @@ def run_linear(
         weight.wgrad_accumulator = gradients  # type: ignore[attr-defined]
     held: list = []
     gradients.deferred = held if how == "held" else None
-    kernels = make_linear_kernels(Fp8(recipe, OCP, product))
+    kernels = Fp8(recipe, OCP, product).linear_kernels()
     got, wanted = (Numbers([], [], torch.zeros(48, 64).double(), torch.zeros(48).double()) for _ in range(2))
 
     def passes() -> None:
@@ -296,7 +297,7 @@ def steps(run: RunConfig, count: int = 3) -> tuple[list[tuple[float, float | Non
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recompute_changes_no_bit(recipe: str) -> None:
     first, weights, engine = steps(config(recipe))
-    assert first != steps(config("none"))[0] and engine.pass_runner.quantized_weight_cache.bytes_held() == 0
+    assert first != steps(config("none"))[0] and engine.chunks[0].weight_copies.bytes_held() == 0
     for recompute in ("selective", "full"):
         again, others, _ = steps(config(recipe, recompute=recompute))
         assert again == first and all(torch.equal(w, others[name]) for name, w in weights.items())
@@ -311,14 +312,14 @@ def test_only_the_layers_linears_are_in_8_bits(recipe: str, activation: Any) -> 
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, activation=activation, ffn_hidden_size=64))
     _, _, engine = steps(run, 1)
     held: list[int] = []
-    with engine.pass_runner.quantized_weight_cache.active():
+    with engine.chunks[0].weight_copies.active():
         for name, module in engine.stage.named_modules():
             kernels = getattr(module, "kernels", None)
             narrow = name.endswith((".qkv", ".output", ".up", ".down"))
             assert (kernels is not None and kernels is not PLAIN) == narrow
         tokens = torch.zeros(2, 16, dtype=torch.int64)
         engine.stage(tokens).float().sum().backward()
-        held.append(engine.pass_runner.quantized_weight_cache.bytes_held())
+        held.append(engine.chunks[0].weight_copies.bytes_held())
     case, _ = case_of(run)
     assert held == [int(copy_bytes(case, 0))]
 
@@ -365,7 +366,7 @@ def test_the_table_has_a_row() -> None:
         BackendConfig(own_kernels="off", scaled_mm="reference"), CPU, torch.bfloat16, engine="native", fp8="rowwise"
     )
     assert [row.op for row in chosen.table[-2:]] == ["quantise", "scaled_mm"]
-    assert chosen.fp8 is not None and chosen.fp8.recipe == "rowwise" and chosen.fp8.quantiser is torch_quantiser
+    assert isinstance(chosen.fp8, Fp8) and chosen.fp8.recipe == "rowwise" and chosen.fp8.quantiser is torch_quantiser
     assert choose_providers(BackendConfig(own_kernels="off"), CPU, torch.bfloat16, engine="native").fp8 is None
 
 

@@ -105,9 +105,11 @@ class NativeEngine:
 
     def _attach(self, gradients: GradientSink) -> None:
         """Let backward passes add to the sums of gradients, and forward passes wait for their weights."""
+        copies = self.pass_runner.weight_copies
         for _, p in self.parameters:
             p.wgrad_accumulator = self.target.accumulator  # type: ignore[attr-defined]  # see layers.linear
-            p.quantized_weight_cache = self.pass_runner.quantized_weight_cache  # type: ignore[attr-defined]  # see layers.linear_kernels
+            if copies is not None:
+                copies.attach(p)
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(gradients.hook(p))
         for chunk in self.chunks:

@@ -19,7 +19,7 @@ from megatron_port.core.dist.process import BACKWARD, FORWARD, ProgressTracker
 from megatron_port.core.engine.api import StepProbe
 from megatron_port.core.engine.loss_reduction import term_counts
 from megatron_port.core.layers.linear import WgradAccumulator
-from megatron_port.core.layers.linear_kernels import QuantizedWeightCache
+from megatron_port.core.layers.linear_kernels import WeightCopies
 from megatron_port.core.layers.step import ModuleSums, StepShared, StepSlot
 from megatron_port.core.optim.rules import StepValues
 from megatron_port.core.optim.sharded import ShardedParameters
@@ -237,7 +237,7 @@ class PassRunner:
         self.stages, self.config, self.objective, self.target = stages, config, objective, target
         self.sharded, self.values, self.sums = sharded, values, sums
         self.runner = Runner(StageLink(stages.ctx), stages.progress)
-        self.quantized_weight_cache = QuantizedWeightCache()
+        self.weight_copies: WeightCopies | None = stages.chunks[0].weight_copies
 
     def run(
         self, micro_batches: Sequence[MicroBatch], step: int, *, probe: StepProbe | None = None,
@@ -258,8 +258,8 @@ class PassRunner:
         self.sharded.plan_gathers(stages.chunks, plan)
         boundaries = {size: Boundary.of(stages.chunks[0].boundary(size, length)) for size in set(sizes)}
         # Copies that lasted through the step would be whole weights again.
-        lasting = self.sharded.keeps_weights
-        with self.quantized_weight_cache.active() if lasting else nullcontext():
+        copies = self.weight_copies if self.sharded.keeps_weights else None
+        with nullcontext() if copies is None else copies.active():
             self.runner.run(schedule, passes, lambda m: boundaries[sizes[m]])
         return passes
 

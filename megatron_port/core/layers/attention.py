@@ -99,24 +99,6 @@ def key_ends(queries: Tensor, first_key: int = 0) -> Tensor:
     return (queries + (1 - first_key)).to(torch.int32)
 
 
-def query_runs(mask: AttentionMask, keys: int) -> list[tuple[int, int, int, int]]:
-    """Return (first row, number, first key, end of the keys) of each run of neighbouring queries: the last of them sees
-    the last of these keys, and none of them a key outside.
-
-    Raises:
-        ValueError: the mask does not say on the host what its queries see, or some would see more than ``keys``.
-    """
-    if mask.runs is None:
-        raise ValueError("queries and keys at other positions need AttentionMask.runs")
-    if (stop := max(end + count - 1 for end, count in mask.runs)) > keys:
-        raise ValueError(f"AttentionMask.runs reach to key {stop} of {keys}")
-    out, row = [], 0
-    for end, count in mask.runs:
-        out.append((row, count, max(end - mask.window, 0) if mask.window else 0, end + count - 1))
-        row += count
-    return out
-
-
 def masked_softmax(scores: Tensor, mask: AttentionMask) -> Tensor:
     """Softmax of scaled scores [b, heads, q, k] under a mask; see :func:`visible_softmax`."""
     visible = mask.visible(scores.shape[-2], scores.shape[-1], scores.device)

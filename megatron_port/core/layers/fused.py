@@ -8,14 +8,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_port.core.layers.attention import AttentionMask
+if TYPE_CHECKING:
+    from megatron_port.core.layers.attention import AttentionMask
 
 
 class Norm(Protocol):
@@ -168,19 +169,6 @@ def torch_causal_softmax(scores: Tensor, *, scale: float, dropout: ProbabilityDr
     return probs if dropout is None else dropout.drop(probs)
 
 
-# Differentiable ops that cost less per call than gradients in torch's registry.
-#
-# A registered gradient (``torch.library.register_autograd``) passes every call through the dispatcher's Python
-# fallback:
-# 38 against 14 µs forward, 143 against 85 forward and back for bias + GeLU of 32 elements (2-core AMD EPYC, torch
-# 2.13).
-# Eager code takes the function made here; torch.compile and opcheck see the registered op, with the same two functions
-# behind it. No gradient of a gradient: asking for one is an error, since the kernels of a backward pass have none.
-
-Save = Callable[[Any, tuple[Any, ...], Any], None]
-"""``setup_context`` of ``register_autograd``: (ctx, inputs, output)."""
-
-
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Make a gradient of what this ``backward`` returns an error, as torch's ``once_differentiable`` does, without its
     3 µs where none can be asked for, because gradients are off while ``backward`` runs."""
@@ -202,30 +190,6 @@ class FirstOrderFunction(torch.autograd.Function):
         if torch._C._are_functorch_transforms_active():
             return super().apply(*arguments)  # type: ignore[no-untyped-call]  # which refuses, by name
         return super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc]
-
-
-def differentiable(name: str, save: Save, backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``torch.ops.megatron_port.NAME`` with this gradient; it takes all arguments, by position."""
-    class Direct(FirstOrderFunction):
-        @staticmethod
-        def forward(ctx: Any, *inputs: Any) -> Any:
-            with torch._C._AutoDispatchBelowAutograd():
-                output = getattr(torch.ops.megatron_port, name).default(*inputs)
-            save(ctx, inputs, output)
-            return output
-
-        @staticmethod
-        @first_order
-        def backward(ctx: Any, *grads: Any) -> Any:
-            return backward(ctx, *grads)
-
-    def call(*inputs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return getattr(torch.ops.megatron_port, name)(*inputs)
-        return Direct.apply(*inputs)
-
-    Direct.__name__ = Direct.__qualname__ = name
-    return call
 
 
 # Half-precision matrix products on a CPU whose instructions have none: by float32, 10 to 20 times faster there.

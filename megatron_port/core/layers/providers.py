@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_port.core.layers import fused
-from megatron_port.core.layers import fused_attention as attn
 from megatron_port.core.layers.cross_entropy import CrossEntropyOps, torch_cross_entropy
 from megatron_port.core.layers.experts import ExpertOps, RowExchange, torch_experts
+from megatron_port.core.layers.fused_attention import Attention, math_attention
+from megatron_port.core.layers.linear_kernels import NarrowProducts
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class ProviderRow:
 class Providers:
     """The chosen implementations; ``kernels.choose`` makes them."""
 
-    attention: attn.Attention
+    attention: Attention
     layer_norm: fused.Norm
     rms_norm: fused.Norm
     bias_gelu: fused.BiasGelu
@@ -44,8 +44,8 @@ class Providers:
     """The split that gives the projection's bias its gradient; None: the linear layer does."""
     bias_dropout_add_norm: fused.BiasDropoutAddNorm | None = None
     """``bias_dropout_add`` with the norm that follows, where one provider has both; None: one after the other."""
-    fp8: Any = None
-    """Quantiser and products (``kernels.fp8.Fp8``) of the layers' linears in 8 bits; None: in the compute dtype."""
+    fp8: NarrowProducts | None = None
+    """Products of the layers' linears in 8 bits; None: in the compute dtype."""
     experts: ExpertOps = torch_experts
     """Router and moving of rows of layers of experts."""
     row_exchange: RowExchange | None = None
@@ -65,7 +65,7 @@ def torch_providers() -> Providers:
     ops = ("norm", "activation", "rotary", "dropout", "softmax", "cross_entropy", "optimizer")
     table = (ProviderRow("attention", "math", "reference"), *(ProviderRow(op, "torch", "reference") for op in ops))
     return Providers(
-        attention=attn.math_attention, layer_norm=fused.torch_layer_norm, rms_norm=fused.torch_rms_norm,
+        attention=math_attention, layer_norm=fused.torch_layer_norm, rms_norm=fused.torch_rms_norm,
         bias_gelu=fused.torch_bias_gelu, swiglu=fused.torch_swiglu, split_rotary=fused.torch_split_rotary,
         bias_dropout_add=None, cross_entropy=torch_cross_entropy, optimizer="torch", table=table,
         partial_attention="partial attention, math",

@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 from megatron_port.core.dist.collectives import to_device_async
 from megatron_port.core.dist.positions import Division, Positions
-from megatron_port.core.layers.attention import PackedDocuments, PackedKeys
+from megatron_port.core.layers.attention import PackedDocuments
 from megatron_port.core.layers.dropout import DropoutStream, SampleKey
+from megatron_port.core.registry import PARTS
 
 
 class RouteKeeper(Protocol):
@@ -123,38 +124,15 @@ class ModuleSums(NamedTuple):
         self.tallies.reset()
 
 
-def pack_documents(starts: torch.Tensor, device: torch.device, queries: Positions | None = None) -> PackedDocuments:
-    """Return the documents of ``starts`` (int32 [batch, seq], on the host) as kernels of variable lengths take them.
-
-    ``queries``: of some positions, each run of which is cut where documents start; the keys of such a piece are those
-    of its document up to its own last position.
-    """
-    index = torch.arange(starts.shape[1]) if queries is None else queries.index(starts.device)
-    low, (batch, count) = starts[:, index].to(torch.int64), (starts.shape[0], len(index))
-    begins = low == index
-    begins[:, [0] if queries is None else queries.first_rows] = True
-    first = begins.flatten().nonzero().flatten()
-    offsets = torch.cat((first, first.new_tensor([batch * count])))
-    packed = PackedDocuments(_offsets(offsets, device), int(offsets.diff().max()))
-    if queries is None:
-        return packed
-    since = low.flatten()[first]
-    lengths = index.expand(batch, count).flatten()[offsets[1:] - 1] + 1 - since
-    bounds = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
-    rows = torch.arange(int(bounds[-1])) + (first // count * starts.shape[1] + since - bounds[:-1]).repeat_interleave(
-        lengths
-    )
-    keys = PackedKeys(to_device_async(rows, device), _offsets(bounds, device), int(lengths.max()))
-    return replace(packed, keys=keys)
+def _packed(starts: torch.Tensor, device: torch.device, queries: Positions | None = None) -> PackedDocuments:
+    """Return the documents of ``starts`` as kernels of variable lengths take them."""
+    found: PackedDocuments = PARTS.function("packed documents")(starts, device, queries)
+    return found
 
 
 def earliest_start(starts: torch.Tensor, position: int) -> int:
     """Return the first position of the document of a position, in the sample where it is the least."""
     return int(starts[:, position].min())
-
-
-def _offsets(bounds: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return to_device_async(bounds.to(torch.int32), device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +165,7 @@ class StepContext(StepShared):
     starts; None: a sample is one document."""
     packed_documents: Callable[..., PackedDocuments] | None = None
     """Gives the same for kernels that take documents as sequences of their own, of all queries or of those given
-    (:func:`pack_documents`); made at the first call."""
+    (``kernels.packed_documents``); made at the first call."""
     earliest_key: Callable[[int], int] | None = None
     """Gives the first position that the document of a position has in some sample, on the host; None: 0."""
     division: Division | None = None
@@ -293,7 +271,7 @@ class StepSlot:
             **vars(shared), samples=samples, division=division, routes=self.routes if stream.enabled else None,
             side={name: to_device_async(x, stream.device) for name, x in side.items()},
             document_starts=None if starts is None else to_device_async(starts, stream.device),
-            packed_documents=None if starts is None else cache(partial(pack_documents, starts, stream.device)),
+            packed_documents=None if starts is None else cache(partial(_packed, starts, stream.device)),
             # Starts of a recorded step are on the device, and the host does not wait for them.
             earliest_key=None if starts is None or not starts.is_cpu else cache(partial(earliest_start, starts)),
         )

@@ -21,7 +21,7 @@ from megatron_port.core.layers.cross_entropy import TokenLoss, vocab_parallel_cr
 from megatron_port.core.layers.embedding import padded_vocab_size, vocab_parameter
 from megatron_port.core.layers.fused_attention import ContextAttention
 from megatron_port.core.layers.linear import ColumnParallelLinear, LinearContext, RowParallelLinear, Rows
-from megatron_port.core.layers.linear_kernels import make_linear_kernels
+from megatron_port.core.layers.linear_kernels import PLAIN, LinearKernels
 from megatron_port.core.layers.providers import Providers
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.activation_sites import LayerActivations
@@ -81,7 +81,8 @@ class BuildContext:
         self.parking = self._parking()
         self.padding_multiple = layout.vocab_padding_multiple
         # Of the layers' linears; embedding, head and attention stay in the compute dtype.
-        self.kernels = make_linear_kernels(providers.fp8, options.quantisation)
+        self.kernels, narrow = _kernels(providers, options.quantisation), providers.fp8
+        self.weight_copies = None if narrow is None else narrow.weight_copies()
         self.linears = LinearContext(ctx, self.sequence_parallel, dtype, self.kernels)
         self.chunks = layout.tp_overlap_chunks if ctx.size("tp") > 1 else 1
         if partition is None:
@@ -199,3 +200,13 @@ class BuildContext:
             init=InitSpec(spec.init, spec.std), dtype=self.dtype, tied_key=spec.name if tied_apart else None,
             tied_primary=primary,
         )
+
+
+def _kernels(providers: Providers, quantisation: QuantisationConfig) -> LinearKernels:
+    """Return the products of the layers' linears: in the compute dtype, in 8 bits, or of weights of few bits."""
+    found: LinearKernels = PLAIN
+    if quantisation.enabled:
+        found = PARTS.function("products of few bits")(quantisation)
+    elif providers.fp8 is not None:
+        found = providers.fp8.linear_kernels()
+    return found

@@ -75,7 +75,7 @@ class GPTStage(nn.Module):
         table: nn.Parameter | None = None, shared: SharedLayers | None = None, held: Held | None = None,
     ) -> None:
         super().__init__()
-        self.parking = build.parking
+        self.parking, self.weight_copies = build.parking, build.weight_copies
         self.partition, self.hidden_size, self.dtype = build.partition, build.model.hidden_size, build.dtype
         virtual = build.ctx.index("pp") if virtual is None else virtual
         self.first, self.last = virtual == 0, virtual == build.ctx.topology.virtual_stages - 1

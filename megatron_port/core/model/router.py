@@ -21,9 +21,9 @@ from megatron_port.core.dist.record import InitSpec, make_record, record_of
 from megatron_port.core.layers.expert_choice import Routed, Routing
 from megatron_port.core.layers.fused import FirstOrderFunction, first_order
 from megatron_port.core.layers.linear import linear
-from megatron_port.core.layers.linear_kernels import WIDE
 from megatron_port.core.layers.router import routed
 from megatron_port.core.layers.step import TallySpec
+from megatron_port.core.layers.wide import WIDE
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.spec import MoESpec
 

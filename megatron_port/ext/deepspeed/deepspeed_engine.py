@@ -32,7 +32,6 @@ from megatron_port.core.engine.loss_reduction import (
 )
 from megatron_port.core.engine.module import buffer_pieces, load_buffers, recorded_parameters, zero_moments
 from megatron_port.core.errors import ConfigError, EnvironmentFault
-from megatron_port.core.layers.linear_kernels import QuantizedWeightCache
 from megatron_port.core.layers.step import AuxiliarySums, ModuleSums, StepShared, StepSlot, Tallies
 from megatron_port.core.optim.gradients import LossScaler
 from megatron_port.core.optim.rules import grouped
@@ -178,9 +177,9 @@ class DeepSpeedEngine:
         settings = deepspeed_config(config, replicas=ctx.size(*REPLICAS), micro_batches=micro_batches)
         self.engine = self._initialize(deepspeed_pipeline, settings, optimizer_provider)
         self.parameters = recorded_parameters(self.stage)
-        self.quantized_weight_cache = QuantizedWeightCache()
-        for _, p in self.parameters:
-            p.quantized_weight_cache = self.quantized_weight_cache  # type: ignore[attr-defined]  # see layers.linear_kernels
+        self._copies = self.stage.weight_copies
+        for _, p in self.parameters if self._copies is not None else ():
+            self._copies.attach(p)
         self.engine.progress = self.progress
         self.engine.around_forward = self._around_forward
         self.engine.after_backward = self._after_backward
@@ -347,7 +346,7 @@ class DeepSpeedEngine:
         used_scale = self.scaler.scale
         # Weights change at the batch's very end, after its passes.
         watching = contextlib.nullcontext() if probe is None else probe.watch(self.stage)
-        with self.quantized_weight_cache.active(), watching:
+        with self._copying(), watching:
             self.engine.train_batch(self._begin(micro_batches, step))
         self._probe = None
         self.record_state()
@@ -370,6 +369,10 @@ class DeepSpeedEngine:
     def state_check_interval(self) -> int:
         """Updates between checks of the state; see ``engine.api.Engine``."""
         return int(self.state_check.interval)
+
+    def _copying(self, *, backward: bool = True) -> contextlib.AbstractContextManager[None]:
+        """Keep a step's 8-bit copies of the weights, where layers make any."""
+        return contextlib.nullcontext() if self._copies is None else self._copies.active(backward=backward)
 
     def record_state(self) -> None:
         """Hash what this rank holds; see ``engine.api.Engine``. After an update its weights have been gathered."""
@@ -399,7 +402,7 @@ class DeepSpeedEngine:
         self._tokens = global_count(
             micro_batches, self.objective, self.ctx, seq_length=self.config.model.seq_length
         )
-        with self.quantized_weight_cache.active(backward=False):
+        with self._copying(backward=False):
             self.engine.eval_batch(
                 self._begin(micro_batches, 0), reduce_output=None, bcast_loss=False,
                 num_micro_batches=len(micro_batches),

@@ -15,10 +15,11 @@ from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.io.typed_json import WrongContent, parse_json, typed
-from megatron_port.core.layers import fused_attention as attn
 from megatron_port.core.layers.attention import AttentionMask
 from megatron_port.core.layers.fused import CausalSoftmax, ProbabilityDropout
+from megatron_port.core.layers.fused_attention import Attention, check_shapes, math_attention_with
 from megatron_port.core.layers.providers import ProviderRow
+from megatron_port.core.layers.torch_attention import flash_attention, gpu_kernels, sdpa_attention, serving_kernel
 from megatron_port.core.package import shipped_folder
 from megatron_port.ext.kernels.optional import optional_import
 
@@ -233,7 +234,7 @@ def _newer_flash_problem(which: str, device: DeviceInfo, needs: AttentionNeeds) 
 
 def choose_attention(
     config: BackendConfig, device: DeviceInfo, needs: AttentionNeeds, softmax: CausalSoftmax, own: OwnAttention
-) -> tuple[attn.Attention, ProviderRow]:
+) -> tuple[Attention, ProviderRow]:
     """Return the attention and its row of the table. ``softmax``: what ``math`` uses.
 
     Raises:
@@ -243,7 +244,7 @@ def choose_attention(
     if asked not in _CHOICES:
         raise refuse("attention", asked, f"it is none of {', '.join(_CHOICES[1:])}", "math")
     if asked == "math":
-        return attn.math_attention_with(softmax), ProviderRow("attention", "math", "asked for")
+        return math_attention_with(softmax), ProviderRow("attention", "math", "asked for")
     if needs.dropout > 0.0 and asked not in ("auto", "own"):
         drops = "only own and math drop the same elements in every layout"
         raise refuse("attention", asked, f"model.attention_dropout is {needs.dropout:g}, and {drops}", "math")
@@ -253,7 +254,7 @@ def choose_attention(
         own = replace(own, problem=own.problem or "own attention drops no probabilities of parts of the keys")
     if needs.dropout > 0.0 and asked == "auto" and own.problem:
         why = f"auto: attention_dropout {needs.dropout:g}; {own.problem}"
-        return attn.math_attention_with(softmax), ProviderRow("attention", "math", why)
+        return math_attention_with(softmax), ProviderRow("attention", "math", why)
     if asked == "own" and own.problem:
         other = "math" if needs.dropout > 0.0 or needs.mask.problem("sdpa") else "sdpa"
         raise refuse("attention", asked, own.problem, other)
@@ -289,45 +290,45 @@ def choose_attention(
     return _sdpa(config, device, needs, problem, own.problem, without_row)
 
 
-def _flash(module: Any, how: str) -> tuple[attn.Attention, ProviderRow]:
+def _flash(module: Any, how: str) -> tuple[Attention, ProviderRow]:
     row = ProviderRow("attention", "flash_attn", f"{how}; flash-attn {getattr(module, '__version__', '?')}")
-    return attn.flash_attention(module.flash_attn_func, getattr(module, "flash_attn_varlen_func", None)), row
+    return flash_attention(module.flash_attn_func, getattr(module, "flash_attn_varlen_func", None)), row
 
 
 def _masked(
     flash: Any | None, flash_problem: str, needs: AttentionNeeds, softmax: CausalSoftmax
-) -> tuple[attn.Attention, ProviderRow]:
+) -> tuple[Attention, ProviderRow]:
     """flash-attn under a mask, whose work is what the mask leaves; else math, where torch's attention cannot serve."""
     if flash is not None:
         return _flash(flash, "auto: torch's attention would compute all scores under a mask")
     why = f"auto; {needs.mask.problem('sdpa')}; {flash_problem}"
-    return attn.math_attention_with(softmax), ProviderRow("attention", "math", why)
+    return math_attention_with(softmax), ProviderRow("attention", "math", why)
 
 
-def _newer_flash(which: str, config: BackendConfig) -> attn.Attention:
+def _newer_flash(which: str, config: BackendConfig) -> Attention:
     torch.nn.attention.activate_flash_attention_impl(which.upper())
-    kernels = attn.gpu_kernels(rocm=False, deterministic=config.deterministic)
-    return attn.sdpa_attention([k for k in kernels if k.name != "CUDNN_ATTENTION"])
+    kernels = gpu_kernels(rocm=False, deterministic=config.deterministic)
+    return sdpa_attention([k for k in kernels if k.name != "CUDNN_ATTENTION"])
 
 
 def _fastest(
     times: AttentionTimes, config: BackendConfig, device: DeviceInfo, needs: AttentionNeeds, flash: Any | None,
     flash_problem: str,
-) -> tuple[attn.Attention, ProviderRow] | None:
+) -> tuple[Attention, ProviderRow] | None:
     """The provider of the least measured time among those that can serve here, and its row; None: none can."""
     kernels = {k.name.removesuffix("_ATTENTION").lower(): k
-               for k in attn.gpu_kernels(rocm=device.kind == "rocm", deterministic=config.deterministic)}
+               for k in gpu_kernels(rocm=device.kind == "rocm", deterministic=config.deterministic)}
     skipped: list[str] = []
     for name in times.order:
         why = "; ".join([f"auto: {times.milliseconds[name]:.3g} ms measured for {times.shape}", *skipped, times.source])
         if name in kernels:
             order = [kernels[name], *(k for k in kernels.values() if k != kernels[name])]
-            return attn.sdpa_attention(order), ProviderRow("attention", "sdpa", f"{name} first; {why}")
+            return sdpa_attention(order), ProviderRow("attention", "sdpa", f"{name} first; {why}")
         if name in ("cudnn", "flash", "efficient") or config.deterministic:
             skipped.append(f"{name} is faster, and not deterministic" if config.deterministic
                            else f"{name} is not for {device.kind}")
         elif name == "flash_attn" and flash is not None:
-            return attn.flash_attention(flash.flash_attn_func), ProviderRow("attention", name, why)
+            return flash_attention(flash.flash_attn_func), ProviderRow("attention", name, why)
         else:
             problem = flash_problem if name == "flash_attn" else _newer_flash_problem(name, device, needs)
             if not problem:
@@ -336,14 +337,14 @@ def _fastest(
     return None
 
 
-def _own_attention() -> attn.Attention:
+def _own_attention() -> Attention:
     from megatron_port.ext.kernels.ops.attention import attention as op
 
     def attention(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
         dropout: ProbabilityDropout | None = None, mask: AttentionMask | None = None,
     ) -> torch.Tensor:
-        attn.check_shapes(q, k, v, causal, mask)
+        check_shapes(q, k, v, causal, mask)
         return op(q, k, v, causal=causal, dropout=dropout, mask=mask)
 
     return attention
@@ -352,24 +353,24 @@ def _own_attention() -> attn.Attention:
 def _sdpa(
     config: BackendConfig, device: DeviceInfo, needs: AttentionNeeds, flash_problem: str, without_own: str,
     without_row: str = "",
-) -> tuple[attn.Attention, ProviderRow]:
+) -> tuple[Attention, ProviderRow]:
     why = "asked for" if config.attention == "sdpa" else "auto"
     if not device.is_gpu:
         skipped = without_own if config.attention == "auto" else ""
         why = "; ".join(filter(None, (why, skipped, "torch's CPU kernels", _all_scores(needs))))
-        return attn.sdpa_attention(), ProviderRow("attention", "sdpa", why)
-    kernels = attn.gpu_kernels(rocm=device.kind == "rocm", deterministic=config.deterministic)
+        return sdpa_attention(), ProviderRow("attention", "sdpa", why)
+    kernels = gpu_kernels(rocm=device.kind == "rocm", deterministic=config.deterministic)
     order = ", ".join(k.name.removesuffix("_ATTENTION").lower() for k in kernels)
     why += f"; first that fits of {order}"
     if needs.mask.any:
         why += f"; {_all_scores(needs)}"
     elif needs.heads is not None and device.memory_bytes > 0:
-        serving = attn.serving_kernel(kernels, heads=needs.heads, dtype=needs.dtype, device=device.torch_device)
+        serving = serving_kernel(kernels, heads=needs.heads, dtype=needs.dtype, device=device.torch_device)
         why += f": here {serving.removesuffix('_attention')}"
     why += f"; {without_row}" if without_row else ""
     if config.attention == "auto" and "fails" in flash_problem:
         why += f"; {flash_problem}"
-    return attn.sdpa_attention(kernels), ProviderRow("attention", "sdpa", why)
+    return sdpa_attention(kernels), ProviderRow("attention", "sdpa", why)
 
 
 def _all_scores(needs: AttentionNeeds) -> str:

@@ -4,6 +4,12 @@ A matrix is multiplied by a scale and rounded to 8 bits; the product's fp32 sums
 largest power of two that brings the operand's own largest element (of the tensor, or of each row) within the format's
 range; it is computed on the device and nothing waits for it.
 
+The ``tensorwise`` recipe has one scale per tensor: inputs and weights are e4m3, gradients, whose values spread wider,
+e5m2, and all three products of a linear layer run in 8 bits. The ``rowwise`` recipe has one scale for each row of the
+left and each column of the right operand, all in e4m3; its wgrad, whose sum over tokens suffers most from single large
+values, stays in bf16. Both accumulate in fp32. The recipes are torchao's ``tensorwise`` and ``rowwise_with_gw_hp``,
+except that scales are powers of two.
+
 *Why powers of two.* Multiplying by one is exact, in bf16 as well, so an element's 8-bit rounding does not depend on the
 scale: two ranks that scale pieces of a tensor by their own largest elements round every element as one process does
 that scales the whole, unless it is so much smaller than the largest that it falls below the format's
@@ -23,13 +29,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_port.core.layers.fused import product
-from megatron_port.core.layers.linear_kernels import (
-    LinearKernels,
-    Quantised,
-    QuantizedWeightCache,
-    add_product,
-    add_to_sum,
-)
+from megatron_port.core.layers.linear_kernels import LinearKernels, add_product, add_to_sum
+from megatron_port.core.layers.quantised import Quantised, QuantizedWeightCache
 from megatron_port.ext.kernels.ops import quantise as own
 
 _EXPONENT_BITS = 0x7F80_0000
@@ -173,6 +174,10 @@ class Fp8:
     def linear_kernels(self) -> LinearKernels:
         """Return the kernels of the model's linear layers (``layers.linear_kernels``)."""
         return TensorwiseLinearKernels(self) if self.recipe == "tensorwise" else RowwiseLinearKernels(self)
+
+    def weight_copies(self) -> QuantizedWeightCache:
+        """Return a cache of the copies of a model's weights."""
+        return QuantizedWeightCache()
 
 
 def torch_scaled_mm(a: Quantised, b: Quantised, bias: Tensor | None, dtype: torch.dtype, fast: bool) -> Tensor:

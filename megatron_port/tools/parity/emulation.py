@@ -30,8 +30,9 @@ from megatron_port.core.dist.record import record_of
 from megatron_port.core.layers import fused as cpu_upcast
 from megatron_port.core.layers.cross_entropy import CrossEntropyOps
 from megatron_port.core.layers.embedding import VocabParallelEmbedding, padded_vocab_size
+from megatron_port.core.layers.few_bits import FewBitLinearKernels
 from megatron_port.core.layers.linear import ColumnParallelLinear, RowParallelLinear, linear
-from megatron_port.core.layers.linear_kernels import PLAIN, FewBitLinearKernels, LinearKernels
+from megatron_port.core.layers.linear_kernels import PLAIN, LinearKernels
 from megatron_port.core.model.attention import SelfAttention, rank_rows
 from megatron_port.core.model.layers import Embedding, Head, TransformerLayer
 from megatron_port.core.model.linears import FactoredColumnLinear

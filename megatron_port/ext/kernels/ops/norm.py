@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_port.core.layers.fused import FirstOrderFunction, differentiable, first_order
+from megatron_port.core.layers.differentiable import differentiable
+from megatron_port.core.layers.fused import FirstOrderFunction, first_order
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_port.core.layers.differentiable import differentiable
 from megatron_port.core.layers.dropout import drop_threshold
-from megatron_port.core.layers.fused import differentiable
 
 
 def bias_dropout_add_norm(

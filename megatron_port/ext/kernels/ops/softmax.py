@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_port.core.layers.differentiable import differentiable
 from megatron_port.core.layers.dropout import drop_threshold
-from megatron_port.core.layers.fused import ProbabilityDropout, differentiable
+from megatron_port.core.layers.fused import ProbabilityDropout
 
 
 def causal_softmax(scores: Tensor, *, scale: float, dropout: ProbabilityDropout | None = None) -> Tensor:
