@@ -23,7 +23,9 @@ from megatron_port.core.dist.record import StateReader
 from megatron_port.core.engine.api import Engine
 from megatron_port.core.errors import CheckpointError, DataError
 from megatron_port.core.model.fingerprint import fingerprint
-from megatron_port.core.model.shapes import LAST_STEP, parameter_shapes
+from megatron_port.core.model.moe_spec import LAST_STEP
+from megatron_port.core.model.shapes import parameter_shapes
+from megatron_port.core.model.upcycled import UpcycledWeights
 from megatron_port.core.registry import PARTS
 from megatron_port.core.train.folders import FOLDER, run_folder
 from megatron_port.ext.corpora.tokenizer import get_tokenizer, piece_named, settings_beside
@@ -34,7 +36,6 @@ from megatron_port.ext.weights.adapters import InitialAdapters, MergedWeights, o
 from megatron_port.ext.weights.readers import (
     AveragedCheckpoint,
     SparseWeights,
-    UpcycledWeights,
     check_base,
 )
 from megatron_port.run.document_starts import check_document_starts

@@ -251,7 +251,7 @@ def attention(b: Bench) -> Parts:
 
 def mlp(b: Bench) -> Parts:
     build = b.build()
-    module = MLP("layers.0", model_spec(build.model).layers[0].dense, build)
+    module = MLP("layers.0", 0, model_spec(build.model).layers[0].dense, build)
     return b.residual(module, b.fill(module), build.stream, module.down.bias)
 
 

@@ -33,6 +33,7 @@ from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepShared, StepSlot, Tallies
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder_spec import model_spec
+from megatron_port.core.model.moe_spec import moe_of
 from megatron_port.core.model.router import Router, tally_specs
 from megatron_port.core.model.shapes import parameter_shapes
 from megatron_port.core.optim.gradients import LossScaler
@@ -294,7 +295,7 @@ def test_routers_are_megatron_cores(name: str, monkeypatch: pytest.MonkeyPatch) 
     step.announce(0, (0, 1, 2), StepShared(tallies=tallies))
     build = BuildContext(model=model, layout=LayoutConfig(), ctx=ParallelContext.single(), providers=torch_providers(),
                          step=step, dtype=torch.float64)
-    spec = model_spec(model).layers[1].moe
+    spec = moe_of(model_spec(model).layers[1])
     assert spec is not None
     router, generator = Router(1, spec, build, WHOLE_SEQUENCE), torch.Generator().manual_seed(3)
     with torch.no_grad():

@@ -18,7 +18,7 @@ import torch
 
 from megatron_port.core.layers.expert_choice import Routed
 from megatron_port.core.layers.step import StepContext
-from megatron_port.core.model.router import Router
+from megatron_port.core.model.router import ROUTES, Router
 from megatron_port.tools.parity.comparison import SPREAD_FACTOR, Deviation
 
 Token = tuple[int, int, int, int]
@@ -44,7 +44,7 @@ class Follower:
     def attach(self, engine: Any) -> None:
         """Begin."""
         self.stream, self.slot = engine.stream, engine.step_slot
-        self.slot.routes = self
+        self.slot.keepers[ROUTES] = self
         for module in (m for m in engine.stage.modules() if isinstance(m, Router)):
             module._routed = functools.partial(self._scored, module, module._routed)  # type: ignore[method-assign]
             module._kept = functools.partial(self._dropped, module, module._kept)  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from megatron_port.core.dist.mesh import REPLICAS, SHARDED, WORLD, Topology, purposes
 from megatron_port.core.model.decoder_spec import model_spec
-from megatron_port.core.model.spec import MoESpec
+from megatron_port.core.model.moe_spec import MoESpec, moe_of
 from megatron_port.tools.plan.case import Case
 from megatron_port.tools.plan.context import context_bytes
 from megatron_port.tools.plan.elements import (
@@ -57,7 +57,7 @@ def pass_traffic(case: Case, stage: int) -> Traffic:
     whole = tokens * m.hidden_size * case.width
     first, last = stage == 0, stage == case.grid.last_stage
     layers = case.stage_layers(stage)
-    routing = [(layer.moe, count) for layer, count in stage_kinds(case, stage) if layer.moe is not None]
+    routing = [(moe, count) for layer, count in stage_kinds(case, stage) if (moe := moe_of(layer)) is not None]
     if case.tp > 1:
         full, with_experts = case.recompute == "full", sum(count for _, count in routing)
         entries, leaving = _region_ends(case, stage)

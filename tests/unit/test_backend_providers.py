@@ -21,7 +21,6 @@ from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.dist.device import Accelerators, choose_device, describe_device, identity_of
 from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.errors import EnvironmentFault
-from megatron_port.core.layers.experts import torch_experts
 from megatron_port.core.layers.fused import ProbabilityDropout, torch_layer_norm, torch_rms_norm, torch_split_rotary
 from megatron_port.core.layers.fused_attention import math_attention
 from megatron_port.core.layers.providers import torch_providers
@@ -288,14 +287,14 @@ def test_own_kernels_go_first_where_they_are_built_and_serve() -> None:
 
 def test_experts_are_chosen_where_a_model_has_some() -> None:
     moe = MoEConfig(num_experts=8)
-    assert choose(moe=MoEConfig()).table == choose().table and choose().experts is torch_experts
-    assert choose(moe=moe, own_kernels="off").experts is torch_experts
+    assert choose(moe=MoEConfig()).table == choose().table and choose().experts is None
+    assert choose(moe=moe, own_kernels="off").experts is None
     assert row(choose(moe=moe, dtype=torch.float64), "experts").provider == "torch"
     if not kernels.kernels_status("cpu")[1]:
         assert choose(moe=moe).experts is own_experts and row(choose(moe=moe), "experts").provider == "own"
-        assert choose(moe=moe, experts="torch").experts is torch_experts
+        assert choose(moe=moe, experts="torch").experts is None
         large = choose(moe=MoEConfig(num_experts=1024))
-        assert large.experts is torch_experts and "at most 512 experts" in row(large, "experts").why
+        assert large.experts is None and "at most 512 experts" in row(large, "experts").why
         with pytest.raises(EnvironmentFault, match=r"experts = \"own\" cannot serve: the own router takes at most 512"):
             choose(moe=MoEConfig(num_experts=1024), experts="own")
     with pytest.raises(EnvironmentFault, match="fp32, fp16 and bf16, not float64"):

@@ -12,7 +12,7 @@ import torch
 from megatron_port.core.config.conflicts import contradictions
 from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.loader import load
-from megatron_port.core.config.moe import CONFLICTS
+from megatron_port.core.config.moe_checks import CONFLICTS
 from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.errors import EnvironmentFault

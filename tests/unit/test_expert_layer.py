@@ -29,6 +29,7 @@ from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.flops import active_count, model_flops
 from megatron_port.core.model.moe import MoE
+from megatron_port.core.model.moe_spec import moe_of
 from megatron_port.core.model.router import tally_specs
 from megatron_port.run.build import build_engine
 
@@ -43,9 +44,9 @@ def make_layer(dtype: torch.dtype = torch.float64, **moe: Any) -> MoE:
     step = StepSlot(DropoutStream(0, torch.device("cpu")))
     tallies = Tallies(tally_specs(1, EXPERTS), step.stream.device)
     step.announce(1, tuple(range(BATCH)), StepShared(sample_factor=0.25, tallies=tallies))
-    spec = model_spec(model).layers[0].moe
+    spec = moe_of(model_spec(model).layers[0])
     assert spec is not None
-    layer = MoE(0, spec, BuildContext(
+    layer = MoE("layers.0", 0, spec, BuildContext(
         model=model, layout=LayoutConfig(), ctx=ParallelContext.single("cpu"), providers=torch_providers(),
         step=step, dtype=dtype,
     ))

@@ -32,6 +32,7 @@ from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepShared, StepSlot, Tallies
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder_spec import model_spec
+from megatron_port.core.model.moe_spec import moe_of
 from megatron_port.core.model.router import Router, tally_specs
 from megatron_port.run.build import build_engine
 
@@ -47,7 +48,7 @@ def router_of(seq: int, batch: int, experts: int, seed: int = 0, **moe: Any) -> 
     step = StepSlot(DropoutStream(seed, torch.device("cpu")))
     tallies = Tallies(tally_specs(1, experts), step.stream.device)
     step.announce(3, tuple(range(batch)), StepShared(sample_factor=FACTOR, tallies=tallies))
-    spec = model_spec(model).layers[0].moe
+    spec = moe_of(model_spec(model).layers[0])
     assert spec is not None
     router = Router(0, spec, BuildContext(
         model=model, layout=LayoutConfig(), ctx=ParallelContext.single("cpu"), providers=torch_providers(),

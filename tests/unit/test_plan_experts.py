@@ -23,6 +23,7 @@ from megatron_port.core.config.schema import (
 from megatron_port.core.dist.mesh import Mesh
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.flops import parameter_count
+from megatron_port.core.model.moe_spec import moe_of
 from megatron_port.tools.plan.case import Case, Machine, case_of, machine_of
 from megatron_port.tools.plan.elements import bucket_elements, expert_elements, stage_elements
 from megatron_port.tools.plan.engines import ENGINES
@@ -111,18 +112,18 @@ def test_exchange_moves_four_rows_a_token(tp: int, ep: int, inside: float, outsi
     config = run(tensor_parallel_size=tp, expert_parallel_size=ep)
     case = replace(case_of(config)[0], recompute=recompute, imbalance=1.0)
     links, layer = Links.of(bare(config)), model_spec(MODEL).layers[-1]
-    assert layer.moe is not None
+    assert moe_of(layer) is not None
     tokens = MODEL.seq_length * case.micro_batch / tp
     moved = 4 * 2 * MODEL.hidden_size * 2 * tokens * (inside + outside)
-    assert 4 * exchange_seconds(case, layer.moe, links) * 1e9 == pytest.approx(moved)
-    assert 4 * exchange_seconds(replace(case, imbalance=1.5), layer.moe, links) * 1e9 == pytest.approx(1.5 * moved)
+    assert 4 * exchange_seconds(case, moe_of(layer), links) * 1e9 == pytest.approx(moved)
+    assert 4 * exchange_seconds(replace(case, imbalance=1.5), moe_of(layer), links) * 1e9 == pytest.approx(1.5 * moved)
     cost = layer_cost(case, layer, Rates.of(bare(config)), links, span(links.machine, tp, 1))
-    alone = expert_cost(case, layer.moe, Rates.of(bare(config)), links)
+    alone = expert_cost(case, moe_of(layer), Rates.of(bare(config)), links)
     again = alone.forward_exchange if recompute == "full" else 0.0
     nothing = replace(case, engine=replace(case.engine, expert_overlap="none"))
     shown = layer_cost(nothing, layer, Rates.of(bare(config)), links, span(links.machine, tp, 1))
     assert shown.backward_exchange == pytest.approx(alone.backward_exchange + again)
-    once = exchange_seconds(case, layer.moe, links)  # of which the shared block hides what it takes itself
+    once = exchange_seconds(case, moe_of(layer), links)  # of which the shared block hides what it takes itself
     assert 0 < shown.forward_exchange - cost.forward_exchange < once
     assert 0 < shown.backward_exchange - cost.backward_exchange < (2 if again else 1) * once
     assert (alone.forward_exchange + alone.backward_exchange) * 1e9 > moved  # the counts, and the host
@@ -137,9 +138,10 @@ def test_weight_passes_fill_exchanges_of_zero_bubble() -> None:
         replace(case, engine=replace(case.engine, expert_overlap="none")), machine
     )
     layer = model_spec(MODEL).layers[-1]
-    assert layer.moe is not None and case.micro_batches == 4 and sum(plain.timeline.filled) == 0
+    moe = moe_of(layer)
+    assert moe is not None and case.micro_batches == 4 and sum(plain.timeline.filled) == 0
     assert max(filled.timeline.filled) == pytest.approx(
-        2 * min(2 * 2 * exchange_seconds(case, layer.moe, Links.of(machine)), weight_seconds(case, machine)), rel=0.2
+        2 * min(2 * 2 * exchange_seconds(case, moe, Links.of(machine)), weight_seconds(case, machine)), rel=0.2
     )
     assert plain.seconds > filled.seconds
     assert filled.split.experts == pytest.approx(
@@ -157,7 +159,7 @@ def test_a_token_may_go_once_to_each_node() -> None:
     """What leaves a node shrinks to the nodes that a token goes to, of which one in two is its own here."""
     config = run(expert_parallel_size=16)
     case = replace(case_of(config)[0], imbalance=1.0)
-    links, moe = Links.of(bare(config, node_gb=1e6)), model_spec(MODEL).layers[-1].moe
+    links, moe = Links.of(bare(config, node_gb=1e6)), moe_of(model_spec(MODEL).layers[-1])
     assert moe is not None
     once = replace(case, engine=replace(case.engine, sends_once_per_node=True))
     # Two experts are on one node in half of all cases: 1.5 nodes a token instead of 2 rows.

@@ -21,6 +21,7 @@ from megatron_port.core.dist.rank import Fence, LeaseLost
 from megatron_port.core.errors import ConfigError, DataError
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.step import StepContext, StepSlot
+from megatron_port.core.model.router import ROUTES, fixed_route, note_route
 from megatron_port.ext.telemetry import route_file as route_writer
 from megatron_port.ext.telemetry.route_file import (
     RankRoutes,
@@ -95,18 +96,18 @@ class Rank:
     def step(self, step: int) -> None:
         self.routes.begin_step(step, self.micro_batches(step))
         for layer, context, chosen in self.contexts(step):
-            assert context.routes is self.routes
-            context.note_route(layer, chosen, self.kept(chosen))
-            context.again().note_route(layer, chosen * 0, None)  # recomputed: not counted, not kept
+            assert context.keepers[ROUTES] is self.routes
+            note_route(context, layer, chosen, self.kept(chosen))
+            note_route(context.again(), layer, chosen * 0, None)  # recomputed: not counted, not kept
         self.routes.end_step()
         for layer, context, chosen in self.contexts(step):
-            context.note_route(layer, chosen * 0, None)  # the step is replayed to look at it
+            note_route(context, layer, chosen * 0, None)  # the step is replayed to look at it
 
     def follows(self, step: int) -> None:
         """Check that every pass gets the routes of the run that was logged."""
         self.routes.begin_step(step, self.micro_batches(step))
         for layer, context, chosen in self.contexts(step):
-            fixed = context.fixed_route(layer)
+            fixed = fixed_route(context, layer)
             assert fixed is not None and fixed[0].dtype == torch.int64 and torch.equal(fixed[0], chosen)
             kept = self.kept(chosen)
             assert fixed[1].all() if kept is None else torch.equal(fixed[1], kept)
@@ -153,7 +154,7 @@ def test_evaluation_and_other_steps_are_routed_anew(tmp_path: Path) -> None:
     rank.follows(1)
     rank.slot.stream.enabled = False
     rank.slot.announce(1, (8, 9))
-    assert rank.slot.current is not None and rank.slot.current.routes is None
+    assert rank.slot.current is not None and not rank.slot.current.keepers
     rank.slot.stream.enabled = True
     rank.slot.announce(2, (8, 9))
     assert rank.routes.fixed(1, rank.slot.current) is None

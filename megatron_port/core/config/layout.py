@@ -271,17 +271,11 @@ def expert_cuts(tp: int, cp: int, replicas: int, shard: int = 0) -> tuple[list[i
 
 
 def _expert_problems(layout: LayoutConfig, replicas: int) -> list[str]:
-    """Whether experts can be divided over the ranks of a stage: each boundary of one division must divide the next of
-    the other (``dist.mesh``)."""
-    ep, tp, cp = layout.expert_parallel_size, layout.tensor_parallel_size, layout.context_parallel_size
-    cuts, legal = expert_cuts(tp, cp, replicas, layout.shard_size)
-    if ep in legal:
-        return []
-    return [
-        f"layout.expert_parallel_size {ep} must divide, or be a multiple of, each of {', '.join(map(str, cuts))} (tp, "
-        "tp x cp, with the replicas of a shard, with all of them) and at most the last; use "
-        f"{either(nearest(ep, legal))}"
-    ]
+    """Whether experts can be divided over the ranks of a stage."""
+    found: list[str] = []
+    if layout.expert_parallel_size > 1:
+        found = PARTS.function("checks of divided experts")(layout, replicas)
+    return found
 
 
 def batch_problems(b: BatchConfig, d: int) -> list[str]:

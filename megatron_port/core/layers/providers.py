@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_port.core.layers import fused
 from megatron_port.core.layers.cross_entropy import CrossEntropyOps, torch_cross_entropy
-from megatron_port.core.layers.experts import ExpertOps, RowExchange, torch_experts
 from megatron_port.core.layers.fused_attention import Attention, math_attention
 from megatron_port.core.layers.linear_kernels import NarrowProducts
 
@@ -46,10 +46,10 @@ class Providers:
     """``bias_dropout_add`` with the norm that follows, where one provider has both; None: one after the other."""
     fp8: NarrowProducts | None = None
     """Products of the layers' linears in 8 bits; None: in the compute dtype."""
-    experts: ExpertOps = torch_experts
-    """Router and moving of rows of layers of experts."""
-    row_exchange: RowExchange | None = None
-    """Exchange of those rows between ranks; None: torch's all-to-all."""
+    experts: Any = None
+    """Router and moving of rows of layers of experts (``experts.experts.ExpertOps``); None: torch's."""
+    row_exchange: Any = None
+    """Exchange of those rows between ranks (``experts.experts.RowExchange``); None: torch's all-to-all."""
     teacher: Providers | None = None
     """Providers of the model that teaches this one, which may need others; None: the same."""
 

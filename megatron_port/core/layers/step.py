@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,17 +23,6 @@ from megatron_port.core.dist.positions import Division, Positions
 from megatron_port.core.layers.attention import PackedDocuments
 from megatron_port.core.layers.dropout import DropoutStream, SampleKey
 from megatron_port.core.registry import PARTS
-
-
-class RouteKeeper(Protocol):
-    """Takes the routes of tokens to experts, or fixes them (``telemetry.routes``)."""
-
-    def fixed(self, layer: int, context: StepContext) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the choice that a layer must make: experts int64 [tokens, k], ascending, and which of them the token
-        is not dropped by, bool. None: the router chooses."""
-
-    def note(self, layer: int, context: StepContext, experts: torch.Tensor, kept: torch.Tensor | None) -> None:
-        """Keep the choice that a layer made (``kept`` None: nothing is dropped)."""
 
 
 class AuxiliarySums:
@@ -176,8 +165,8 @@ class StepContext(StepShared):
     """The forward pass runs again, for its backward pass."""
     kept: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
     """What the recomputed pass is to find as it was, by the name of its place (:meth:`keep`)."""
-    routes: RouteKeeper | None = None
-    """None: the router chooses, and nobody keeps what."""
+    keepers: Mapping[str, Any] = field(default_factory=dict)
+    """What takes or fixes decisions of modules while training, by a name that it shares with them."""
 
     @property
     def sample_ids(self) -> tuple[int, ...]:
@@ -199,15 +188,6 @@ class StepContext(StepShared):
     def recalled(self, place: str) -> torch.Tensor | None:
         """Return what the first pass kept under this name (:meth:`keep`); None: this is the first pass."""
         return self.kept.get(place) if self.recomputing else None
-
-    def fixed_route(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return what :meth:`RouteKeeper.fixed` does for a layer; None where nobody fixes routes."""
-        return None if self.routes is None else self.routes.fixed(layer, self)
-
-    def note_route(self, layer: int, experts: torch.Tensor, kept: torch.Tensor | None) -> None:
-        """Hand the choice of a layer to who keeps it, at the first pass: not while recomputing."""
-        if self.routes is not None and not self.recomputing:
-            self.routes.note(layer, self, experts, kept)
 
     def add_tally(self, name: str, row: int, value: torch.Tensor) -> None:
         """Add to a row of a tally, for each micro-batch at its first pass: not while recomputing."""
@@ -236,6 +216,9 @@ class PassState(NamedTuple):
         return self if self.context is None else self._replace(context=self.context.again())
 
 
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
 class StepSlot:
     """Place where the modules of a model find the context of the micro-batch in flight; handed down while the model is
     built.
@@ -247,8 +230,8 @@ class StepSlot:
         self.stream = stream
         self.current: StepContext | None = None
         """None before the first micro-batch, and in inference, which has no engine."""
-        self.routes: RouteKeeper | None = None
-        """Of the layers of experts, while training."""
+        self.keepers: dict[str, Any] = {}
+        """What training passes find as ``StepContext.keepers``."""
 
     @property
     def division(self) -> Division | None:
@@ -268,7 +251,7 @@ class StepSlot:
         stream, starts = self.stream, document_starts
         samples = stream.set_micro_batch(step, sample_ids, keys)
         self.current = StepContext(
-            **vars(shared), samples=samples, division=division, routes=self.routes if stream.enabled else None,
+            **vars(shared), samples=samples, division=division, keepers=self.keepers if stream.enabled else _NONE,
             side={name: to_device_async(x, stream.device) for name, x in side.items()},
             document_starts=None if starts is None else to_device_async(starts, stream.device),
             packed_documents=None if starts is None else cache(partial(_packed, starts, stream.device)),

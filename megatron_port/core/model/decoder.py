@@ -15,8 +15,6 @@ from megatron_port.core.layers.step import StepContext
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.layers import Embedding, Head, TransformerLayer
-from megatron_port.core.model.moe import MoE
-from megatron_port.core.model.router import tally_specs
 from megatron_port.core.registry import PARTS
 
 Held = dict[tuple[str, tuple[int, ...]], nn.Parameter]
@@ -79,9 +77,10 @@ class GPTStage(nn.Module):
         self.partition, self.hidden_size, self.dtype = build.partition, build.model.hidden_size, build.dtype
         virtual = build.ctx.index("pp") if virtual is None else virtual
         self.first, self.last = virtual == 0, virtual == build.ctx.topology.virtual_stages - 1
-        spec, moe = model_spec(build.model), build.model.moe
-        count = build.model.num_layers + build.model.mtp_layers
-        self.tally_specs = tally_specs(count, moe.num_experts) if moe.enabled else {}
+        spec, count = model_spec(build.model), build.model.num_layers + build.model.mtp_layers
+        self.tally_specs = {
+            name: one for layer, _ in spec.all_kinds() for name, one in layer.mlp.tallies(count).items()
+        }
         self.embedding = Embedding(spec.embedding, build) if self.first else None
         self.layers = nn.ModuleList(TransformerLayer(i, spec.layers[i], build) for i in range(start, stop))
         if build.model.shared_layers > 1:
@@ -111,8 +110,8 @@ class GPTStage(nn.Module):
 
     @property
     def row_exchanges(self) -> int:
-        """Exchanges of rows between expert-parallel ranks in a forward pass."""
-        return sum(layer.mlp.exchanges for layer in self.layers if isinstance(layer.mlp, MoE))
+        """Exchanges of rows between ranks in a forward pass, beside which other products may be computed."""
+        return sum(layer.mlp.exchanges for layer in self.layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.parking is not None and self.parking.swap is not None:
@@ -133,10 +132,9 @@ class GPTStage(nn.Module):
         return self.objective.loss(self, logits, labels, mask, context)
 
     def after_update(self, totals: Mapping[str, torch.Tensor], refused: torch.Tensor) -> None:
-        """Let layers of experts change what balances them (``model.router``), after each step's update."""
+        """Let feed-forward blocks change their buffers by the step's tallies, after each step's update."""
         for layer in (*self.layers, *(part.layer for part in self.predictions)):
-            if isinstance(layer.mlp, MoE):
-                layer.mlp.after_update(totals, refused)
+            layer.mlp.after_update(totals, refused)
 
     def boundary(self, batch: int, seq: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return the name → (shape, dtype) of each tensor that passes between stages."""

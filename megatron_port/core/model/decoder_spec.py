@@ -13,6 +13,7 @@ from megatron_port.core.errors import ConfigError
 from megatron_port.core.model.spec import (
     AttentionSpec,
     EmbeddingSpec,
+    FeedForward,
     GroupedAttentionSpec,
     Groups,
     HeadSpec,
@@ -23,13 +24,13 @@ from megatron_port.core.model.spec import (
     MixerSpec,
     MLPSpec,
     ModelSpec,
-    MoESpec,
     NormSpec,
     ParameterSpec,
     PredictionSpec,
     Rotation,
     Split,
 )
+from megatron_port.core.registry import PARTS
 
 WORD_EMBEDDING = "embedding.word.weight"
 """Canonical name of the token embedding, and of the head's matrix when the two are tied."""
@@ -123,9 +124,16 @@ def _layer(model: ModelConfig, index: int) -> LayerSpec:
         norm1=_norm("norm1", model) if before else None, mixer=_mixer(model, index),
         post_norm1=_norm("post_norm1", model) if after else None,
         norm2=_norm("norm2", model) if before and not model.shared_norm else None,
-        mlp=_moe(model) if model.moe.has_experts(index) else _mlp(model),
+        mlp=_feed_forward(model, index),
         post_norm2=_norm("post_norm2", model) if after else None, parallel_residual=model.parallel_residual,
     )
+
+
+def _feed_forward(model: ModelConfig, index: int) -> FeedForward:
+    if not model.moe.has_experts(index):
+        return mlp_spec(model)
+    found: FeedForward = PARTS.function("experts of a layer")(model)
+    return found
 
 
 def residual_std(model: ModelConfig) -> float:
@@ -202,8 +210,8 @@ def _latent(model: ModelConfig) -> LatentSpec:
     )
 
 
-def _mlp(model: ModelConfig, name: str = "mlp", width: int = 0) -> MLPSpec:
-    """Refuse factors in layers with experts: only matrices of dense layers may be factored."""
+def mlp_spec(model: ModelConfig, name: str = "mlp", width: int = 0) -> MLPSpec:
+    """Return a block by the name of its parameters. Only the matrices of dense layers may be factored."""
     bias, dense = model.add_bias or model.mlp_bias, name == "mlp"
     width = width or model.ffn_size
     return MLPSpec(
@@ -216,24 +224,4 @@ def _mlp(model: ModelConfig, name: str = "mlp", width: int = 0) -> MLPSpec:
             std=residual_std(model), rank=model.down_rank if dense else 0,
         ),
         activation=model.activation,
-    )
-
-
-def _moe(model: ModelConfig) -> MoESpec:
-    moe = model.moe
-
-    def rows(name: str, outputs: int, *, bias: bool = False) -> LinearSpec:
-        return LinearSpec(  # its outputs do not grow with the width: muP's "output weights"
-            name=f"mlp.{name}", inputs=model.hidden_size, outputs=outputs, parallel="none", bias=bias,
-            std=model.init_std / model.width_factor,
-        )
-
-    balance = ParameterSpec(name="mlp.router.balance_bias", shape=(moe.num_experts,), init="zeros", decay=False)
-    shared = moe.shared_ffn_hidden_size
-    return MoESpec(
-        router=rows("router", moe.num_experts, bias=moe.router_bias),
-        experts=_mlp(model, "mlp.experts", model.expert_size), num_experts=moe.num_experts, top_k=moe.top_k,
-        balance=balance if moe.balance_bias else None,
-        shared=_mlp(model, "mlp.shared", shared) if shared else None,
-        shared_gate=rows("shared_gate", 1) if moe.shared_gate else None,
     )

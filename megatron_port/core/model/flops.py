@@ -51,11 +51,7 @@ def parameter_count(model: ModelConfig) -> int:
 
 def active_count(model: ModelConfig) -> int:
     """Parameters that take part in the computation of a token: all but the experts that it is not sent to."""
-    idle = sum(
-        count * (moe.num_experts - moe.top_k) * sum(p.numel for p in moe.experts.parameters)
-        for layer, count in model_spec(model).all_kinds() if (moe := layer.moe) is not None
-    )
-    return parameter_count(model) - idle
+    return parameter_count(model) - sum(count * layer.mlp.idle_numel for layer, count in model_spec(model).all_kinds())
 
 
 def trained_count(model: ModelConfig, tuning: FineTuningConfig) -> int:

@@ -14,8 +14,6 @@ from megatron_port.core.layers.embedding import VocabParallelEmbedding
 from megatron_port.core.layers.linear import linear
 from megatron_port.core.model.activation_sites import LayerActivations
 from megatron_port.core.model.build import BuildContext
-from megatron_port.core.model.mlp import MLP
-from megatron_port.core.model.moe import MoE
 from megatron_port.core.model.norm import Norm
 from megatron_port.core.model.program import Program, Watch
 from megatron_port.core.model.recompute import recompute
@@ -97,7 +95,7 @@ class TransformerLayer(nn.Module):
         self.norm1 = norm(spec.norm1)
         self.attention = spec.mixer.build(name, build)
         self.post_norm1, self.norm2 = norm(spec.post_norm1), norm(spec.norm2)
-        self.mlp = MLP(name, spec.dense, build) if spec.moe is None else MoE(index, spec.moe, build)
+        self.mlp = spec.mlp.build(name, index, build)
         self.post_norm2 = norm(spec.post_norm2)
 
     def biased_attention(self, out: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -56,17 +57,30 @@ def activate(
     return providers.bias_gelu(hidden, bias, approximate=activation == "gelu_tanh")
 
 
-class MLP(nn.Module):
+class FeedForwardBlock(nn.Module):
+    """Module of a ``model.spec.FeedForward``."""
+
+    bias: nn.Parameter | None
+    """What the caller adds to the result."""
+    exchanges = 0
+    """Exchanges of rows between ranks in a forward pass."""
+
+    def after_update(self, totals: Mapping[str, torch.Tensor], refused: torch.Tensor) -> None:
+        """Change buffers by the sums of a step's tallies over all ranks, unless its update was ``refused`` (1; else
+        0)."""
+
+
+class MLP(FeedForwardBlock):
     """Feed-forward [seq(/tp), batch, hidden] → same shape, without the bias of ``down``; ffn / tp features per rank."""
 
-    def __init__(self, layer: str, spec: MLPSpec, build: BuildContext) -> None:
+    def __init__(self, name: str, index: int, spec: MLPSpec, build: BuildContext) -> None:
         super().__init__()
         self.activation, self.gated, self.providers = spec.activation, spec.gated, build.providers
-        self.up = column_linear(layer, spec.up, build, skip_bias=not spec.gated)
-        self.down = row_linear(layer, spec.down, build)
+        self.up = column_linear(name, spec.up, build, skip_bias=not spec.gated)
+        self.down = row_linear(name, spec.down, build)
 
     @property
-    def bias(self) -> torch.nn.Parameter | None:
+    def bias(self) -> torch.nn.Parameter | None:  # type: ignore[override]
         """Bias of ``down``, which the caller adds."""
         return self.down.bias
 

@@ -11,12 +11,20 @@ from torch import nn
 
 from megatron_port.core.dist.collectives import join_shares, take_share
 from megatron_port.core.dist.record import SEQUENCE, InitSpec, Shard, attach, make_record
-from megatron_port.core.layers.experts import Dispatched, combined, copies, grouped_linear, plan_exchange, send_home
+from megatron_port.core.layers.experts import (
+    Dispatched,
+    combined,
+    copies,
+    grouped_linear,
+    plan_exchange,
+    send_home,
+    torch_experts,
+)
 from megatron_port.core.layers.linear import linear
 from megatron_port.core.model.build import BuildContext
-from megatron_port.core.model.mlp import MLP, activate
+from megatron_port.core.model.mlp import MLP, FeedForwardBlock, activate
+from megatron_port.core.model.moe_spec import MoESpec
 from megatron_port.core.model.router import Route, Router
-from megatron_port.core.model.spec import MoESpec
 
 EXCHANGES = 2
 """Exchanges of rows in a forward pass: to the experts and back."""
@@ -54,7 +62,7 @@ class Experts(nn.Module):
         return activate(hidden, self.activation, self.providers)
 
 
-class MoE(nn.Module):
+class MoE(FeedForwardBlock):
     """Router, experts, and what every token passes beside them: [seq(/tp), batch, hidden] → same shape, with biases.
 
     Each tensor-parallel rank routes its own share of the tokens: under sequence parallelism those that it has, else a
@@ -64,12 +72,12 @@ class MoE(nn.Module):
     bias = None
     """Nothing is left for the caller to add."""
 
-    def __init__(self, index: int, spec: MoESpec, build: BuildContext) -> None:
+    def __init__(self, name: str, index: int, spec: MoESpec, build: BuildContext) -> None:
         super().__init__()
         layer, ctx = f"layers.{index}", build.ctx
         self.group, self.sequence_parallel = ctx.over("tp"), build.sequence_parallel
         self.expert_group, self.num_experts = ctx.over("ep"), spec.num_experts
-        self.pieces, self.ops = ctx.size("tp"), build.providers.experts
+        self.pieces, self.ops = ctx.size("tp"), build.providers.experts or torch_experts
         self.row_exchange = build.providers.row_exchange
         self.exchanges = 0 if self.expert_group is None else EXCHANGES
         share = replace(build.partition, piece=ctx.index("tp"), pieces=self.pieces)
@@ -79,7 +87,7 @@ class MoE(nn.Module):
         if spec.shared_gate is not None:
             (weight,) = spec.shared_gate.parameters
             self.shared_gate = build.unsplit(weight, layer)
-        self.shared = None if spec.shared is None else MLP(layer, spec.shared, build)
+        self.shared = None if spec.shared is None else MLP(layer, index, spec.shared, build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x if self.sequence_parallel else take_share(self._divisible(x), self.group)

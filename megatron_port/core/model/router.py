@@ -8,7 +8,7 @@ the choice between experts is kept for a recomputed pass, and counts are exact i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,14 @@ from megatron_port.core.dist.counter import random_bits, uniform
 from megatron_port.core.dist.positions import SequencePartition
 from megatron_port.core.dist.record import InitSpec, make_record, record_of
 from megatron_port.core.layers.expert_choice import Routed, Routing
+from megatron_port.core.layers.experts import torch_experts
 from megatron_port.core.layers.fused import FirstOrderFunction, first_order
 from megatron_port.core.layers.linear import linear
 from megatron_port.core.layers.router import routed
-from megatron_port.core.layers.step import TallySpec
+from megatron_port.core.layers.step import StepContext, TallySpec
 from megatron_port.core.layers.wide import WIDE
 from megatron_port.core.model.build import BuildContext
-from megatron_port.core.model.spec import MoESpec
+from megatron_port.core.model.moe_spec import MoESpec
 
 
 def tally_specs(layers: int, experts: int) -> dict[str, TallySpec]:
@@ -40,6 +41,34 @@ def tally_specs(layers: int, experts: int) -> dict[str, TallySpec]:
         "expert_tokens": TallySpec((layers, experts)), "dropped": TallySpec((layers,)), "margin": sums,
         "balance_loss": sums, "z_loss": sums,
     }
+
+
+ROUTES = "routes"
+"""Name of the :class:`RouteKeeper` among a step's keepers (``layers.step``)."""
+
+
+class RouteKeeper(Protocol):
+    """Takes the routes of tokens to experts, or fixes them (``telemetry.routes``)."""
+
+    def fixed(self, layer: int, context: StepContext) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the choice that a layer must make: experts int64 [tokens, k], ascending, and which of them the token
+        is not dropped by, bool. None: the router chooses."""
+
+    def note(self, layer: int, context: StepContext, experts: torch.Tensor, kept: torch.Tensor | None) -> None:
+        """Keep the choice that a layer made (``kept`` None: nothing is dropped)."""
+
+
+def fixed_route(context: StepContext, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return what :meth:`RouteKeeper.fixed` does for a layer; None where nobody fixes routes."""
+    routes: RouteKeeper | None = context.keepers.get(ROUTES)
+    return None if routes is None else routes.fixed(layer, context)
+
+
+def note_route(context: StepContext, layer: int, experts: torch.Tensor, kept: torch.Tensor | None) -> None:
+    """Hand the choice of a layer to who keeps it, at the first pass: not while recomputing."""
+    routes: RouteKeeper | None = context.keepers.get(ROUTES)
+    if routes is not None and not context.recomputing:
+        routes.note(layer, context, experts, kept)
 
 
 class Route(NamedTuple):
@@ -117,7 +146,7 @@ class Router(Buffered):
         self.index, self.name, self.moe = index, f"layers.{index}.mlp.router", build.model.moe
         self.step, self.stream, self._share = build.step, build.stream, share
         self.tensor_group, self.context_group = build.ctx.over("tp"), build.ctx.over("cp")
-        self.routing, self.ops = routing_of(self.moe), build.providers.experts
+        self.routing, self.ops = routing_of(self.moe), build.providers.experts or torch_experts
         self.capacity = self.moe.capacity(build.model.seq_length)
         weight, *bias = (build.unsplit(p, f"layers.{index}") for p in spec.router_parameters)
         self.weight = weight
@@ -141,13 +170,13 @@ class Router(Buffered):
         context = self.step.current
         rows, batch, _ = x.shape
         logits = linear(self._jittered(x), self.weight, self.bias, kernels=WIDE).flatten(0, 1)
-        fixed = None if context is None else context.fixed_route(self.index)
+        fixed = None if context is None else fixed_route(context, self.index)
         experts, weights, scores, _ = self._routed(logits, None if fixed is None else fixed[0])
         kept = self._kept(experts, scores.detach(), weights.detach(), rows, batch)
         if fixed is not None and kept is not None:
             kept = fixed[1]
         if context is not None:
-            context.note_route(self.index, experts, kept)
+            note_route(context, self.index, experts, kept)
         if context is not None and torch.is_grad_enabled() and self.training:
             weights = self._with_losses(weights, logits, scores, experts, rows, batch)
             self._count(experts, kept)

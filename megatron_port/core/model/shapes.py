@@ -31,16 +31,9 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {spec.name: spec.shape for spec in model_spec(model).parameters()}
 
 
-LAST_STEP = ".mlp.router.load"
-"""End of the names of buffers that hold what the step before counted: a model's weights have none."""
-
-
 def buffer_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the buffers of a model's routers by canonical name."""
-    moe = model.moe
-    there = {".mlp.router.balance_bias": moe.balance_bias, LAST_STEP: moe.balance_loss == "previous_step"}
-    layers = [f"layers.{i}" for i in range(model.num_layers)] + [f"mtp.{i}.layer" for i in range(model.mtp_layers)]
-    return {
-        f"{layer}{name}": (moe.num_experts,)
-        for i, layer in enumerate(layers) if moe.has_experts(i) for name, is_there in there.items() if is_there
-    }
+    """Return the shapes of a model's buffers by canonical name."""
+    spec = model_spec(model)
+    layers = [(f"layers.{i}", layer) for i, layer in enumerate(spec.layers)]
+    layers += [(f"mtp.{i}.layer", part.layer) for i, part in enumerate(spec.head.predictions)]
+    return {f"{name}.{one.name}": one.shape for name, layer in layers for one in layer.mlp.buffers}

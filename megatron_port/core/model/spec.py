@@ -10,9 +10,12 @@ Names of a layer's parameters are relative to the layer, so that equal layers ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from itertools import groupby
+from typing import Any, ClassVar
 
 from megatron_port.core.model.activation_sites import Site
 from megatron_port.core.model.attention_spec import (
@@ -28,12 +31,74 @@ from megatron_port.core.model.parameter_spec import Gradient, Groups, LinearSpec
 
 __all__ = [
     "AttentionSpec", "FeedForward", "Gradient", "GroupedAttentionSpec", "Groups", "LatentAttentionSpec", "LatentSpec",
-    "LayerSpec", "LinearSpec", "MLPSpec", "MixerSpec", "MoESpec", "NormSpec", "ParameterSpec", "Rotation", "Split",
+    "LayerSpec", "LinearSpec", "MLPSpec", "MixerSpec", "NormSpec", "ParameterSpec", "Rotation", "Split",
 ]
 
 @dataclass(frozen=True, kw_only=True)
-class MLPSpec:
+class FeedForward(ABC):
+    """The feed-forward block of a layer. Names of its parameters begin with ``mlp.``.
+
+    The module that :meth:`build` returns is the layer's ``mlp`` (``model.mlp.FeedForwardBlock``).
+    """
+
+    module: ClassVar[str]
+    """Where the class of its module is, ``"module:attribute"``, imported when a layer is built."""
+
+    @property
+    @abstractmethod
+    def parameters(self) -> tuple[ParameterSpec, ...]:
+        """In the order of the modules; names relative to the layer."""
+
+    @property
+    @abstractmethod
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """Products with every token, in the order of the forward pass."""
+
+    @property
+    @abstractmethod
+    def numel_per_token(self) -> int:
+        """Elements of the matrices that one token passes."""
+
+    @property
+    def idle_numel(self) -> int:
+        """Elements of the parameters that take no part in the computation of a token."""
+        return 0
+
+    @property
+    def buffers(self) -> tuple[ParameterSpec, ...]:
+        """State that no gradient changes, named as parameters are."""
+        return ()
+
+    @property
+    def bias(self) -> bool:
+        """Whether the last product's bias is left to what adds the block to the residual stream."""
+        return False
+
+    @property
+    def dense_block(self) -> MLPSpec | None:
+        """What every token passes and tensor-parallel ranks divide; None: nothing."""
+        return None
+
+    @abstractmethod
+    def ops(self, source: str) -> tuple[Op, ...]:
+        """What makes the value ``mlp`` of ``source``."""
+
+    def tallies(self, layers: int) -> Mapping[str, Any]:
+        """Return what the block counts in a step (``layers.step.TallySpec`` by name), of a model of ``layers``."""
+        return {}
+
+    def build(self, name: str, index: int, build: Any) -> Any:
+        """Return the module (torch.nn.Module) of layer ``index``. ``name``: before the names of its parameters;
+        ``build``: the context (``model.build.BuildContext``)."""
+        where, _, attribute = self.module.partition(":")
+        return getattr(import_module(where), attribute)(name, index, self, build)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPSpec(FeedForward):
     """The feed-forward block: ``up``, the activation, ``down``."""
+
+    module = "megatron_port.core.model.mlp:MLP"
 
     up: LinearSpec
     down: LinearSpec
@@ -44,6 +109,16 @@ class MLPSpec:
     def gated(self) -> bool:
         """Whether the activation is multiplied by a second projection."""
         return self.up.packed > 1
+
+    @property
+    def bias(self) -> bool:
+        """Whether ``down`` has one."""
+        return self.down.bias
+
+    @property
+    def dense_block(self) -> MLPSpec:
+        """The block itself."""
+        return self
 
     def keeps_gate(self, torchs: bool) -> bool:
         """Whether a forward keeps the gate's activation beside its input; ``torchs``: ops are torch's own."""
@@ -76,82 +151,6 @@ class MLPSpec:
     def numel_per_token(self) -> int:
         """Elements of the matrices that one token passes."""
         return self.up.weight_numel + self.down.weight_numel
-
-
-@dataclass(frozen=True, kw_only=True)
-class MoESpec:
-    """The feed-forward block of a layer of experts: ``router``, ``experts``, and what every token passes beside them.
-
-    ``experts``: one of them, with the names of their parameters, which have a dimension of experts in front and are
-    divided over expert-parallel ranks along it.
-    """
-
-    router: LinearSpec
-    experts: MLPSpec
-    num_experts: int
-    top_k: int
-    balance: ParameterSpec | None = None
-    """The bias that only chooses: a buffer, which is no parameter."""
-    shared: MLPSpec | None = None
-    shared_gate: LinearSpec | None = None
-
-    def ops(self, source: str) -> tuple[Op, ...]:
-        """What makes ``mlp`` of ``source``: all of it is one operation of the layer (``inner_ops``)."""
-        return (Op(kind="experts", run="mlp", site="output", reads=(source,), writes=("mlp",), part=self),)
-
-    @property
-    def inner_ops(self) -> tuple[Op, ...]:
-        """The operations of ``model.moe.MoE``, which runs them by itself."""
-        def op(kind: str, run: str, reads: tuple[str, ...], *writes: str, holds: tuple[str, ...] = ()) -> Op:
-            return Op(kind=kind, run=run, site="output", reads=reads, writes=writes, part=self, holds=holds)
-
-        shared = () if self.shared is None else self.shared.ops(INPUT, "shared")
-        return (
-            *shared, op("share", "take_share", (INPUT,), "tokens"), op("route", "router", ("tokens",), "weights"),
-            op("dispatch", "copies", ("tokens",), "leaving", "place"), op("arrive", "arrive", ("leaving",), "arrived"),
-            op("experts up", "experts.up", ("arrived",), "hidden"),
-            op("experts activation", "experts.activate", ("hidden",), "active"),
-            op("experts down", "experts.down", ("active",), "results"),
-            op("send home", "send_home", ("results",), "returned"),
-            op("combine", "combined", ("returned", "weights", "place"), "own", holds=("leaving", "tokens")),
-            op("join shares", "join_shares", ("own", *(op.writes[-1] for op in shared[-1:])), "mlp"),
-        )
-
-    @property
-    def linears(self) -> tuple[LinearSpec, ...]:
-        """Products with every token, in the order of the forward pass; not those of the experts."""
-        gate = () if self.shared_gate is None else (self.shared_gate,)
-        return (self.router, *gate, *(() if self.shared is None else self.shared.linears))
-
-    @property
-    def parameters(self) -> tuple[ParameterSpec, ...]:
-        """In the order of the modules."""
-        gate = () if self.shared_gate is None else self.shared_gate.parameters
-        shared = () if self.shared is None else self.shared.parameters
-        return (*self.router_parameters, *self.expert_parameters, *gate, *shared)
-
-    @property
-    def router_parameters(self) -> tuple[ParameterSpec, ...]:
-        """Weight [E, h], and bias [E] where it has one."""
-        return tuple(replace(p, gradient="routed") for p in self.router.parameters)
-
-    @property
-    def expert_parameters(self) -> tuple[ParameterSpec, ...]:
-        """Parameters of all experts, [E, ...], in the order of the forward pass."""
-        return tuple(map(self._of_all, self.experts.parameters))
-
-    def _of_all(self, one: ParameterSpec) -> ParameterSpec:
-        return replace(
-            one, shape=(self.num_experts, *one.shape), split=Split(0, experts=True), gradient="routed",
-        )
-
-    @property
-    def numel_per_token(self) -> int:
-        """Elements of the matrices that one token passes: those of ``top_k`` experts, of the router, of the rest."""
-        return self.top_k * self.experts.numel_per_token + sum(linear.weight_numel for linear in self.linears)
-
-
-FeedForward = MLPSpec | MoESpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +188,7 @@ class LayerSpec:
             before, (entry, stream) = entry, _normed(out, "norm2", self.norm2, stream)
             out[-1] = replace(out[-1], holds=(before,))
         out += self.mlp.ops(entry)
-        mlp, mlp_bias = _branch(out, "mlp", self.moe is None and self.dense.down.bias, self.post_norm2, "output")
+        mlp, mlp_bias = _branch(out, "mlp", self.mlp.bias, self.post_norm2, "output")
         if self.parallel_residual:  # to the stream that norm2 returns, whose backward then adds gradients in one pass
             out[-1] = replace(out[-1], holds=(entry,))
             out.append(_add("attention", attention, stream, bias, "residual"))
@@ -216,11 +215,6 @@ class LayerSpec:
         return self.mlp
 
     @property
-    def moe(self) -> MoESpec | None:
-        """The experts; None: the layer is dense."""
-        return self.mlp if isinstance(self.mlp, MoESpec) else None
-
-    @property
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """In the order of the modules; names relative to the layer."""
         parts = self.norm1, self.mixer, self.post_norm1, self.norm2, self.mlp, self.post_norm2
@@ -230,7 +224,7 @@ class LayerSpec:
         """Features that enter and that leave each region which tensor-parallel ranks divide: the residual stream's
         ``hidden``, or the rank of a factored linear at that end."""
         out = [(self.mixer.entry_rank or hidden, self.mixer.output.rank or hidden)]
-        block = self.mlp if isinstance(self.mlp, MLPSpec) else self.mlp.shared
+        block = self.mlp.dense_block
         return out if block is None else [*out, (block.up.rank or hidden, block.down.rank or hidden)]
 
     @property

@@ -22,7 +22,6 @@ from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.layers import fused
 from megatron_port.core.layers.cross_entropy import torch_cross_entropy
-from megatron_port.core.layers.experts import ExpertOps, torch_experts
 from megatron_port.core.layers.packed_math import packed_math_attention
 from megatron_port.core.layers.providers import ProviderRow, Providers
 from megatron_port.core.registry import OPTIMIZERS, OWN_UPDATES, PROVIDERS
@@ -39,7 +38,7 @@ from megatron_port.ext.kernels.choose_exchange import choose_exchange
 from megatron_port.ext.kernels.choose_fp8 import choose_fp8
 from megatron_port.ext.kernels.fp8 import Fp8, Quantiser, own_quantiser, torch_quantiser
 from megatron_port.ext.kernels.optional import optional_import
-from megatron_port.ext.kernels.own_experts import own_experts, own_limit
+from megatron_port.ext.kernels.own_experts import OwnExperts, own_experts, own_limit
 
 PARTIALS = {"math": "partial attention, math", "own": "partial attention, own"}
 """Part for attention over parts of the keys (``Providers.partial_attention``), by the provider of attention."""
@@ -170,11 +169,11 @@ class Chooser:
             self.own(lambda: own_quantiser), Candidate("torch", "", lambda: torch_quantiser)
         ])
 
-    def experts(self, moe: MoEConfig) -> tuple[ExpertOps, ProviderRow]:
-        """Choose the router and the moving of rows of layers of experts."""
+    def experts(self, moe: MoEConfig) -> tuple[OwnExperts | None, ProviderRow]:
+        """Choose the router and the moving of rows of layers of experts; None: torch's."""
         own = self.own(lambda: own_experts)
         own = dataclasses.replace(own, problem=own.problem or own_limit(moe.num_experts, moe.top_k, moe.groups))
-        return self.pick("experts", [own, Candidate("torch", "", lambda: torch_experts)])
+        return self.pick("experts", [own, Candidate("torch", "", lambda: None)])
 
     def optimizer(self) -> tuple[str, ProviderRow]:
         """Return the name of the provider of the rule's update; a plugin's rule has its own."""
@@ -390,7 +389,8 @@ def choose_providers(
     rows = [attention_row, norm_row, activation_row, rotary_row, dropout_row, loss_row, optimizer_row]
     if attention_row.provider == "math":
         rows.insert(1, softmax_row)
-    experts, row_exchange = torch_experts, None
+    experts: OwnExperts | None = None
+    row_exchange = None
     if moe is not None and moe.enabled:
         experts, row = chooser.experts(moe)
         row_exchange, exchange_row = choose_exchange(config, device, dtype)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from torch import Tensor
 
-from megatron_port.core.layers.expert_choice import Routed, Routing
-from megatron_port.core.layers.experts import ExpertOps
 from megatron_port.ext.kernels.ops import expert_rows
 from megatron_port.ext.kernels.ops import route as router
 
 
+class Routed(NamedTuple):
+    """Result of the router (``layers.expert_choice.Routed``)."""
+
+    experts: Tensor
+    weights: Tensor
+    scores: Tensor
+    margin: Tensor
+
+
 class OwnExperts:
-    """Router and rows through ``kernels.ops``; ``kernels.load`` must have run."""
+    """Router and rows through ``kernels.ops`` (``layers.experts.ExpertOps``); ``kernels.load`` must have run."""
 
     def gather_rows(self, x: Tensor, source: Tensor) -> Tensor:
         return expert_rows.gather_rows(x.contiguous(), source)
@@ -22,7 +31,7 @@ class OwnExperts:
     def sum_rows_backward(self, grad: Tensor, y: Tensor, place: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return expert_rows.sum_rows_backward(grad.contiguous(), y, place, weight)
 
-    def route(self, logits: Tensor, bias: Tensor | None, routing: Routing, given: Tensor | None = None) -> Routed:
+    def route(self, logits: Tensor, bias: Tensor | None, routing: Any, given: Tensor | None = None) -> Routed:
         return Routed(*router.route(
             logits.contiguous(), bias, None if given is None else given.contiguous(), k=routing.k,
             sigmoid=routing.score == "sigmoid", groups=routing.groups, top_groups=routing.top_groups,
@@ -30,7 +39,7 @@ class OwnExperts:
         ))
 
     def route_backward(
-        self, scores: Tensor, experts: Tensor, dweights: Tensor | None, dscores: Tensor | None, routing: Routing
+        self, scores: Tensor, experts: Tensor, dweights: Tensor | None, dscores: Tensor | None, routing: Any
     ) -> Tensor:
         return router.route_backward(
             scores, experts, None if dweights is None else dweights.contiguous(),
@@ -48,4 +57,4 @@ def own_limit(experts: int, top_k: int, groups: int) -> str:
             f"{top_k} and {groups}")
 
 
-own_experts: ExpertOps = OwnExperts()
+own_experts = OwnExperts()

@@ -55,7 +55,7 @@ def identity_of(config: RunConfig, corpora: Sequence[dict[str, Any]]) -> RouteId
 
 
 class RunRoutes:
-    """Routes of one rank: a :class:`megatron_port.core.layers.step.RouteKeeper` for the steps of a run.
+    """Routes of one rank: a :class:`megatron_port.core.model.router.RouteKeeper` for the steps of a run.
 
     Raises:
         ConfigError: ``moe.replay`` is no folder of routes, or of another model or other data; alike on all ranks.
@@ -112,7 +112,7 @@ class RunRoutes:
                 self._writer = RouteWriter(
                     self.folder, ctx.rank, self.share, guard=self.session.fence.check, warn=self.session.logger.log_any
                 )
-        engine.step_slot.routes = self
+        engine.step_slot.keepers["routes"] = self
 
     def _share(self, division: Division | None) -> Share:
         """Return this rank's share of samples that are divided in this way."""

@@ -26,7 +26,8 @@ from megatron_port.core.dist.record import BUFFER, WEIGHT, StateReader
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.io.work import Advance, Tally, silent
 from megatron_port.core.model.decoder_spec import model_spec
-from megatron_port.core.model.shapes import LAST_STEP, buffer_shapes, parameter_shapes
+from megatron_port.core.model.moe_spec import LAST_STEP
+from megatron_port.core.model.shapes import buffer_shapes, parameter_shapes
 from megatron_port.run.saved_model import model_of
 from megatron_port.run.weights import Weights
 from megatron_port.tools.compress.axes import layer_of

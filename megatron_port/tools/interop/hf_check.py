@@ -32,7 +32,7 @@ from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.flops import parameter_count
 from megatron_port.core.model.layers import Embedding, Head, TransformerLayer
-from megatron_port.core.model.shapes import LAST_STEP
+from megatron_port.core.model.moe_spec import LAST_STEP
 from megatron_port.tools.interop.hf_files import HFFolder
 from megatron_port.tools.interop.hf_theirs import loaded_by, norm_weights, scaled_logits, their_logits
 

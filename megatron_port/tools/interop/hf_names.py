@@ -22,7 +22,8 @@ from math import prod
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.dist.record import BUFFER, WEIGHT
 from megatron_port.core.errors import CheckpointError
-from megatron_port.core.model.shapes import LAST_STEP, buffer_shapes, parameter_shapes
+from megatron_port.core.model.moe_spec import LAST_STEP
+from megatron_port.core.model.shapes import buffer_shapes, parameter_shapes
 from megatron_port.ext.families import family_named
 from megatron_port.ext.families.family import Names, Rotation
 from megatron_port.tools.interop.hf_runs import Run, expert_runs

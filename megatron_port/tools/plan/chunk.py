@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.model.decoder_spec import model_spec
+from megatron_port.core.model.moe_spec import moe_of
 from megatron_port.core.pipeline.actions import Kind
 from megatron_port.tools.plan.activations import Away, away
 from megatron_port.tools.plan.case import Case
@@ -133,7 +134,7 @@ def _uneven(found: ChunkBytes, more: float) -> ChunkBytes:
 def _more_rows(alike: Case, imbalance: float, start: int, stop: int) -> float:
     """Bytes that a layer of experts keeps beyond those of a balanced one, the most of layers [start, stop)."""
     layers = model_spec(alike.model).layers[start:stop]
-    kinds = {id(layer): start + i for i, layer in enumerate(layers) if layer.moe is not None}
+    kinds = {id(layer): start + i for i, layer in enumerate(layers) if moe_of(layer) is not None}
     cases = [replace(alike, recompute="none", imbalance=x) for x in (imbalance, 1.0)]
     kept = [[_run(case, i, i + 1, False, False, False).kept for case in cases] for i in kinds.values()]
     return max((uneven - even for uneven, even in kept), default=0.0)

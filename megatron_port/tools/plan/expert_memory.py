@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+from megatron_port.core.model.moe_spec import MoESpec
 from megatron_port.core.model.ops import Op
-from megatron_port.core.model.spec import MLPSpec, MoESpec
+from megatron_port.core.model.spec import MLPSpec
 from megatron_port.tools.plan.experts import Routed, routed
 from megatron_port.tools.plan.operations import Sizes, gated, gelu, product, saved_input
 from megatron_port.tools.plan.tape import Block, Tape, Value

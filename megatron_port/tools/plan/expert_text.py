@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_port.core.model.decoder_spec import model_spec
-from megatron_port.core.model.spec import MoESpec
+from megatron_port.core.model.moe_spec import MoESpec, moe_of
 from megatron_port.tools.plan.experts import exchange_seconds, group_of, routed
 from megatron_port.tools.plan.links import Links
 from megatron_port.tools.plan.memory import held_bytes
@@ -15,7 +15,7 @@ from megatron_port.tools.plan.verdict import Plan
 
 def _layers(plan: Plan) -> list[tuple[MoESpec, int]]:
     """The kinds of layers of experts, and how many there are of each."""
-    return [(layer.moe, count) for layer, count in model_spec(plan.case.model).kinds() if layer.moe is not None]
+    return [(moe, count) for layer, count in model_spec(plan.case.model).kinds() if (moe := moe_of(layer)) is not None]
 
 
 def expert_lines(plan: Plan) -> list[str]:

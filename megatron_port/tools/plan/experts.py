@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_port.core.model.spec import MoESpec
+from megatron_port.core.model.moe_spec import MoESpec
 from megatron_port.tools.plan.case import Case
 from megatron_port.tools.plan.cost import Cost
 from megatron_port.tools.plan.fp8 import foreign_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_port.core.model.activation_sites import REPLICATED, Site, choice
+from megatron_port.core.model.moe_spec import moe_of
 from megatron_port.core.model.spec import LayerSpec, LinearSpec, MLPSpec
 from megatron_port.tools.plan.activations import site_bytes, stream_of
 from megatron_port.tools.plan.adapters import adapter_seconds
@@ -149,14 +150,14 @@ def _splits_by_views(case: Case, layer: LayerSpec) -> bool:
 
 def _dense_block(layer: LayerSpec) -> MLPSpec | None:
     """The feed-forward block that every token passes, which tensor-parallel ranks divide."""
-    return layer.dense if layer.moe is None else layer.moe.shared
+    return layer.mlp.dense_block
 
 
 def layer_products(case: Case, layer: LayerSpec) -> list[tuple[float, float, float]]:
     """(rows, columns, inner) of a layer's products, those of routed tokens left out."""
     tokens = stream_of(case)[0]
     own = tokens / case.tp if case.sequence_parallel else tokens
-    linears = [linear for linear in layer.linears if layer.moe is None or linear is not layer.moe.router]
+    linears = [linear for linear in layer.linears if moe_of(layer) is None or linear is not moe_of(layer).router]
     return [(own if linear.parallel == "none" else tokens, *linear.product(case.tp)) for linear in linears]
 
 
@@ -185,7 +186,7 @@ def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
         products, inputs = products + added, inputs + added_back
     core, core_back = attention_seconds(case, layer, rates)
     light, light_back = _elementwise(case, layer, rates)
-    expert = expert_cost(case, layer.moe, rates, links) if layer.moe is not None else Cost()
+    expert = expert_cost(case, moe_of(layer), rates, links) if moe_of(layer) is not None else Cost()
     forward = products + core + light + expert.forward
     backward = inputs + weights + accumulate + core_back + light_back + expert.backward
     again, tensor_again, exchange_again = 0.0, 0.0, 0.0
@@ -194,17 +195,17 @@ def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
     waits = _waits(case, links, group)
     once = each if waits is None else waits[0]
     # Without sequence parallelism the routed tokens are gathered at the end, and their gradients at the beginning.
-    shares = each / 2 if layer.moe is not None and not case.sequence_parallel else 0.0
+    shares = each / 2 if moe_of(layer) is not None and not case.sequence_parallel else 0.0
     means = _head_means(case, layer, links, group)
     if case.recompute == "full":
         # The last collective of a layer is repeated only where something behind it was kept for the backward pass.
         skipped = 0.5 * once if case.sequence_parallel else once
-        skipped = skipped if ends_at_product(case) and layer.moe is None and not layer.dense.down.rank else 0.0
+        skipped = skipped if ends_at_product(case) and moe_of(layer) is None and not layer.dense.down.rank else 0.0
         again, tensor_again = forward, regions[0] * once + shares + means - skipped
         exchange_again = expert.forward_exchange
     elif case.recompute == "selective" and not case.flash:
         again = core
-    elif case.recompute == "experts" and layer.moe is not None:
+    elif case.recompute == "experts" and moe_of(layer) is not None:
         again, exchange_again = expert.forward, expert.forward_exchange
     again += _modules_again(case, layer, rates)
     forward_each = _tensor_collective(case, links, group, case.tensor_chunks)
@@ -231,9 +232,9 @@ def _modules_again(case: Case, layer: LayerSpec, rates: Rates) -> float:
     tokens, stream = stream_of(case)
     if "layernorm" in case.modules:
         seconds += rates.stream(len(layer.norms) * stream * 2 * w, len(layer.norms))
-    if "moe_act" in case.modules and layer.moe is not None:
-        rows, up = routed(case, layer.moe).rows, layer.moe.experts.up
-        seconds += rates.stream(rows * layer.moe.experts.down.inputs / case.etp * w * (up.packed + 1), 1)
+    if "moe_act" in case.modules and moe_of(layer) is not None:
+        rows, up = routed(case, moe_of(layer)).rows, moe_of(layer).experts.up
+        seconds += rates.stream(rows * moe_of(layer).experts.down.inputs / case.etp * w * (up.packed + 1), 1)
     if "mla_up_proj" in case.modules:
         for linear in layer.mixer.up_projections:
             outputs, inputs = linear.product(case.tp)
@@ -258,8 +259,8 @@ def start_seconds(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, fl
         exchanges = (2 if case.sequence_parallel else 1) * (1 + (_dense_block(layer) is not None))
     forward = case.tensor_chunks * (linears + exchanges) + core + light
     backward = 2 * linears + core + 1 + light_back + exchanges
-    if layer.moe is not None:
-        grouped, each = case.engine.linear_calls, layer.moe.num_experts / case.ep * case.engine.expert_calls
+    if moe_of(layer) is not None:
+        grouped, each = case.engine.linear_calls, moe_of(layer).num_experts / case.ep * case.engine.expert_calls
         forward += ROUTER_CALLS + MOVE_CALLS + 2 * (grouped + each)
         backward += ROUTER_CALLS + MOVE_CALLS + 4 * (grouped + each)
     return forward * rates.host, backward * rates.host
@@ -269,7 +270,7 @@ def _beside_exchange(
     case: Case, layer: LayerSpec, rates: Rates, links: Links, forward: float, backward: float
 ) -> tuple[float, float]:
     """Seconds of a layer's compute that run beside its all-to-all, forward and backward."""
-    overlap, moe = case.engine.expert_overlap, layer.moe
+    overlap, moe = case.engine.expert_overlap, moe_of(layer)
     if moe is None or overlap == "none":
         return 0.0, 0.0
     if overlap == "passes":
