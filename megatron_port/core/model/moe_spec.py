@@ -36,20 +36,25 @@ class MoESpec(FeedForward):
 
     @property
     def inner_ops(self) -> tuple[Op, ...]:
-        """The operations of ``model.moe.MoE``, which runs them by itself."""
+        """What ``model.moe.MoE`` does, in the order of its forward pass: what is beside the experts is computed while
+        the rows travel."""
         def op(kind: str, run: str, reads: tuple[str, ...], *writes: str, holds: tuple[str, ...] = ()) -> Op:
             return Op(kind=kind, run=run, site="output", reads=reads, writes=writes, part=self, holds=holds)
 
         shared = () if self.shared is None else self.shared.ops(INPUT, "shared")
+        if self.shared is not None and (self.shared.bias or self.shared_gate is not None):
+            shared = (*shared, op("beside", "biased_and_gated", ("shared", INPUT), "beside"))
+        beside = shared[-1].writes if shared else ()
         return (
-            *shared, op("share", "take_share", (INPUT,), "tokens"), op("route", "router", ("tokens",), "weights"),
-            op("dispatch", "copies", ("tokens",), "leaving", "place"), op("arrive", "arrive", ("leaving",), "arrived"),
-            op("experts up", "experts.up", ("arrived",), "hidden"),
+            op("share", "take_share", (INPUT,), "tokens"), op("route", "router", ("tokens",), "route"),
+            op("dispatch", "dispatch", ("tokens", "route"), "leaving", "place"), *shared,
+            op("arrive", "arrive", ("leaving",), "arrived", "exchange"),
+            op("experts up", "experts.up", ("arrived", "exchange"), "hidden"),
             op("experts activation", "experts.activate", ("hidden",), "active"),
-            op("experts down", "experts.down", ("active",), "results"),
-            op("send home", "send_home", ("results",), "returned"),
-            op("combine", "combined", ("returned", "weights", "place"), "own", holds=("leaving", "tokens")),
-            op("join shares", "join_shares", ("own", *(op.writes[-1] for op in shared[-1:])), "mlp"),
+            op("experts down", "experts.down", ("active", "exchange"), "results"),
+            op("send home", "send_home", ("results", "exchange"), "returned"),
+            op("combine", "combine", ("returned", "route", "place"), "own", holds=("leaving", "tokens")),
+            op("join shares", "join_shares", ("own", INPUT, *beside), "mlp"),
         )
 
     @property

@@ -8,7 +8,8 @@ the choice between experts is kept for a recomputed pass, and counts are exact i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -71,7 +72,8 @@ def note_route(context: StepContext, layer: int, experts: torch.Tensor, kept: to
         routes.note(layer, context, experts, kept)
 
 
-class Route(NamedTuple):
+@dataclass(frozen=True)
+class Route:
     """Where the tokens of this rank go: token (row i, sample j) is i * batch + j."""
 
     experts: torch.Tensor

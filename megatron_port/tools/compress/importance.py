@@ -41,6 +41,8 @@ from megatron_port.core.layers.step import Tallies, TallySpec
 from megatron_port.core.model.decoder import GPTStage
 from megatron_port.core.model.layers import TransformerLayer
 from megatron_port.core.model.moe import MoE
+from megatron_port.core.model.program import Watch
+from megatron_port.core.model.router import Route
 from megatron_port.tools.inference.perplexity import Samples, perplexity
 
 
@@ -91,14 +93,21 @@ def _watched(chunks: Sequence[GPTStage], ctx: ParallelContext, sums: Tallies, co
     try:
         for chunk, layer in layers:
             watch = _Watch(layer, chunk, ctx, sums, count)
-            layer.watch = watch.see
-            handles += watch.hooks()
+            _show_values(layer, watch.see)
+            handles.append(layer.register_forward_hook(watch.of_layer))
         yield
     finally:
         for _, layer in layers:
-            layer.watch = None
+            _show_values(layer, None)
         for handle in handles:
             handle.remove()
+
+
+def _show_values(layer: TransformerLayer, watch: Watch | None) -> None:
+    """Let ``watch`` see the values of the layer's passes and of its experts'."""
+    layer.watch = watch
+    if isinstance(layer.mlp, MoE):
+        layer.mlp.watch = watch
 
 
 class _Watch:
@@ -112,21 +121,16 @@ class _Watch:
         self.adds_residual = layer.attention.output.sequence_parallel or ctx.index("tp") == 0
         self.tensor_rank = ctx.index("tp")
 
-    def hooks(self) -> Iterator[Any]:
-        """Register them; yield what removes them."""
-        layer = self.layer
-        yield layer.register_forward_hook(self._of_layer)
-        if isinstance(layer.mlp, MoE):
-            yield layer.mlp.router.register_forward_hook(self._of_router)
-
     def see(self, name: str, value: Any) -> None:
-        """Add a value that the layer's forward pass has made, by its name in ``LayerSpec.ops``."""
+        """Add a value that a forward pass has made, by its name in ``LayerSpec.ops`` or ``MoESpec.inner_ops``."""
         if name == "mixed":
             self._of_heads(self._counted(value))
         elif name == "mlp active":
             self._add_part("ffn", self._counted(value).square().sum(dim=(0, 1)))
         elif name in ("norm1 normed", "norm2 normed") and self.adds_residual:
             self.sums.add("hidden", 0, self._counted(value).square().sum(dim=(0, 1)))
+        elif name == "route":
+            self._of_router(value)
 
     def _counted(self, values: torch.Tensor) -> torch.Tensor:
         """Return ``values`` [rows, batch, ...] as float64, zero in samples that only fill up."""
@@ -139,7 +143,8 @@ class _Watch:
         mask = torch.tensor(kept, dtype=torch.float64, device=wide.device)
         return wide * mask.view(1, -1, *(1,) * (wide.dim() - 2))
 
-    def _of_layer(self, module: nn.Module, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+    def of_layer(self, module: nn.Module, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+        """Add a layer's input and output: its forward hook."""
         if self.adds_residual:
             a, b = args[0].detach().double(), out.detach().double()
             cosine = (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1)).clamp_min(torch.finfo(torch.float64).tiny)
@@ -150,9 +155,11 @@ class _Watch:
         lengths = values.view(*values.shape[:2], -1, size).norm(dim=-1).sum(dim=(0, 1))
         self._add_part("heads", lengths)
 
-    def _of_router(self, module: nn.Module, args: tuple[torch.Tensor, ...], route: Any) -> None:
-        rows, batch, _ = args[0].shape
-        weights = self._counted(route.weights.view(rows, batch, -1)).flatten(0, 1)
+    def _of_router(self, route: Route) -> None:
+        context = self.step.current
+        assert context is not None
+        by_sample = route.weights.unflatten(0, (-1, len(context.sample_ids)))
+        weights = self._counted(by_sample).flatten(0, 1)
         if route.kept is not None:
             weights = weights * route.kept
         whole = torch.zeros(self.sums.specs["experts"].shape[1], dtype=torch.float64, device=weights.device)

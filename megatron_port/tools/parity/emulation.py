@@ -614,12 +614,14 @@ class RoundingNoise:
         for parameter in stage.parameters():
             parameter.data.copy_(noise(parameter.data, 1.0))
         for module in list(stage.modules()):
-            if isinstance(module, Embedding | Head | Norm | ColumnParallelLinear | RowParallelLinear | Experts | MoE):
+            if isinstance(module, Embedding | Head | Norm | ColumnParallelLinear | RowParallelLinear | MoE):
                 module.register_forward_hook(lambda _module, _inputs, out: noisy(out))
             elif isinstance(module, SelfAttention):
                 _around_attention(module, noisy)
             if isinstance(module, MLP | Experts):
                 _around_activation(module, noisy)
+            if isinstance(module, Experts):
+                _around_results(module, noisy)
 
 
 def _around_attention(module: SelfAttention, noisy: Callable[[Any], Any]) -> None:
@@ -633,3 +635,9 @@ def _around_activation(module: MLP | Experts, noisy: Callable[[Any], Any]) -> No
     """Add errors to an activation, and to its argument unless that is the output of a module."""
     activate, before = module.activate, noisy if isinstance(module, Experts) else lambda hidden: hidden
     module.activate = lambda hidden: noisy(activate(before(hidden)))  # type: ignore[method-assign]
+
+
+def _around_results(module: Experts, noisy: Callable[[Any], Any]) -> None:
+    """Add errors to the results of experts."""
+    down = module.down
+    module.down = lambda rows, exchange: noisy(down(rows, exchange))  # type: ignore[method-assign]

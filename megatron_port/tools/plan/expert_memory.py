@@ -63,7 +63,7 @@ def route(t: Tape, s: Sizes, op: Op, x: Value) -> Value:
     )
 
 
-def dispatch(t: Tape, s: Sizes, op: Op, x: Value) -> tuple[Value, Value]:
+def dispatch(t: Tape, s: Sizes, op: Op, x: Value, route: Value) -> tuple[Value, Value]:
     """``layers.expert_rows.copies``: a row for each of a token's experts, sorted by expert; and where each row is."""
     sizes, own = routed(s.case, op.part), _own(s, op.part)
     place = Value(t.block(sizes.tokens * op.part.top_k * INDEX), constant=True)
@@ -76,19 +76,26 @@ def dispatch(t: Tape, s: Sizes, op: Op, x: Value) -> tuple[Value, Value]:
     return t.note(t.block(sent), [x], backward, [place.block]), place
 
 
-def arrive(t: Tape, s: Sizes, op: Op, leaving: Value) -> Value:
-    """Rows for this rank's experts, sorted by expert."""
-    sizes = routed(s.case, op.part)
-    return leaving if s.case.ep == 1 else _reordered(t, sizes, _exchanged(t, leaving, sizes.rows / sizes.sent))
+def arrive(t: Tape, s: Sizes, op: Op, leaving: Value) -> tuple[Value, Value]:
+    """Rows for this rank's experts, sorted by expert; and the exchange, which is on the host."""
+    sizes, exchange = routed(s.case, op.part), Value(t.block(0.0), constant=True)
+    if s.case.ep == 1:
+        return leaving, exchange
+    return _reordered(t, sizes, _exchanged(t, leaving, sizes.rows / sizes.sent)), exchange
 
 
-def send_home(t: Tape, s: Sizes, op: Op, results: Value) -> Value:
+def beside(t: Tape, s: Sizes, op: Op, shared: Value, x: Value) -> Value:
+    """Bias and gate of the block beside the experts, which are left out."""
+    return shared
+
+
+def send_home(t: Tape, s: Sizes, op: Op, results: Value, exchange: Value) -> Value:
     """Results on the ranks of their tokens."""
     sizes = routed(s.case, op.part)
     return results if s.case.ep == 1 else _exchanged(t, _reordered(t, sizes, results), sizes.sent / sizes.rows)
 
 
-def join_shares(t: Tape, s: Sizes, op: Op, out: Value, *beside: Value) -> Value:
+def join_shares(t: Tape, s: Sizes, op: Op, out: Value, x: Value, *beside: Value) -> Value:
     """The tokens of all ranks, with what they pass ``beside`` the experts."""
     if _divides(s):
         size = out.size
@@ -133,7 +140,7 @@ def activate(t: Tape, s: Sizes, op: Op, x: Value) -> Value:
     return gated(t, s, x, mlp) if mlp.gated else gelu(t, s, x, bias=False)
 
 
-def grouped(t: Tape, s: Sizes, op: Op, x: Value) -> Value:
+def grouped(t: Tape, s: Sizes, op: Op, x: Value, exchange: Value) -> Value:
     """Products of each expert with its rows."""
     mlp: MLPSpec = op.part.experts
     w, sizes, first = s.case.width, routed(s.case, op.part), op.kind == "experts up"

@@ -125,7 +125,7 @@ RULES: dict[str, Rule] = {
     "activation": _activation, "heads": head_memory.heads, "latent heads": head_memory.heads,
     "scores": head_memory.attend, "padded scores": head_memory.attend, "experts": _experts,
     "share": expert_memory.share, "route": expert_memory.route, "dispatch": expert_memory.dispatch,
-    "arrive": expert_memory.arrive, "experts up": expert_memory.grouped,
+    "beside": expert_memory.beside, "arrive": expert_memory.arrive, "experts up": expert_memory.grouped,
     "experts activation": expert_memory.activate, "experts down": expert_memory.grouped,
     "send home": expert_memory.send_home, "combine": expert_memory.combine, "join shares": expert_memory.join_shares,
 }
