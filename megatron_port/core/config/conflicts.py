@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from megatron_port.core.config.schema import RunConfig
 
 Test = Callable[["RunConfig"], Any]
-"""Whether something is so in a configuration."""
+"""A predicate over a configuration."""
 _CLAUSES = ("which ", "whose ", "where ", "in which ", "by which ", "of which ")
 
 
 def always(config: RunConfig) -> bool:
-    """Return True: a table of rows that need no feature."""
+    """Return True, for rows that apply to every run."""
     return True
 
 
 def value_of(config: RunConfig, name: str) -> Any:
-    """Return the value of a dotted name."""
+    """Return the value of a setting, by its dotted name."""
     return reduce(getattr, name.split("."), config)
 
 
@@ -64,7 +64,7 @@ class Conflict:
     refused: tuple[Any, ...] = ()
     """Values that do not. Where neither is given, any value but an empty one or zero is refused."""
     when: Test | None = None
-    """Further condition; alone it decides."""
+    """Additional condition; it decides alone where neither ``allowed`` nor ``refused`` is given."""
     needs: str = ""
     """Requirement of the feature, for ``asked needs …``."""
 
@@ -72,13 +72,13 @@ class Conflict:
         """Return whether the row is contradicted."""
         if self.when is not None and not self.when(config):
             return False
-        value = value_of(config, self.setting)
+        value = value_of(config, self.setting)  # 0, false or empty: whatever the setting switches is off
         if self.allowed:
             return value not in self.allowed
         return value in self.refused if self.refused else self.when is not None or bool(value)
 
     def sentence(self, config: RunConfig, asked: str, link: str) -> str:
-        """Return what is wrong."""
+        """Return the message."""
         against = f"needs {self.needs}" if self.needs else f"{link} {named(config, self.setting)}"
         return joined(f"{asked} {against}", self.why.format(c=config), self.use.format(c=config))
 
@@ -96,7 +96,7 @@ class Above:
         return bool(value_of(config, self.setting) > value_of(config, self.limit))
 
     def sentence(self, config: RunConfig, asked: str, link: str) -> str:
-        """Return what is wrong."""
+        """Return the message."""
         (table, _, key), most = self.limit.rpartition("."), shown(value_of(config, self.limit))
         limit = key if table == self.setting.rpartition(".")[0] else self.limit
         sentence = f"{named(config, self.setting)} is above {limit} {most}"
@@ -105,17 +105,17 @@ class Above:
 
 @dataclass(frozen=True)
 class Rule:
-    """Anything else that is wrong of some configurations, with its own sentence (``{asked}`` is the table's)."""
+    """Any other contradiction: a predicate and the whole sentence (``{asked}`` is the table's)."""
 
     when: Test
     text: str
 
     def applies(self, config: RunConfig) -> bool:
-        """Return whether the configuration is of those."""
+        """Return whether the configuration has this contradiction."""
         return bool(self.when(config))
 
     def sentence(self, config: RunConfig, asked: str, link: str) -> str:
-        """Return what is wrong."""
+        """Return the message."""
         return self.text.format(c=config, asked=asked)
 
 

@@ -1,5 +1,5 @@
-"""Options of models that families bring: norms, biases, positions, windows. Which fit together, and their patterns in
-the one shortest form."""
+"""Options of models that families bring (norms, biases, positions, windows): which go together, and the canonical form
+of patterns over the layers, the shortest one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def shortest_pattern(kinds: Sequence[str]) -> tuple[str, ...]:
 
 
 def windows(kinds: Sequence[str], window: int) -> dict[str, Any]:
-    """Return the fields of a model whose layers have these kinds of attention, in their one shortest form."""
+    """Return the fields of a model whose layers have these kinds of attention, the pattern in its shortest form."""
     pattern = shortest_pattern(kinds) if window else ("full",)
     if pattern == ("full",):
         return {"sliding_window": 0, "attention_pattern": ()}
@@ -36,7 +36,7 @@ def windows(kinds: Sequence[str], window: int) -> dict[str, Any]:
 
 
 def windows_of(model: ModelConfig) -> dict[str, Any]:
-    """Return the windows of a model in their shortest form."""
+    """Return the pattern of a model's windows, in its shortest form."""
     if not model.attention_pattern:
         return {}
     kinds = ["window" if model.window_of(layer) else "full" for layer in range(min(model.num_layers, 1 << 16))]
@@ -44,7 +44,7 @@ def windows_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def rotations_of(model: ModelConfig) -> dict[str, Any]:
-    """Return the pattern of the layers that rotate in its shortest form."""
+    """Return the pattern of layers that rotate, in its shortest form."""
     if not model.rope_pattern:
         return {}
     kinds = ["rope" if model.rotates(layer) else "none" for layer in range(min(model.num_layers, 1 << 16))]
@@ -111,7 +111,7 @@ OPTIONS = (
 
 
 def _windows(config: RunConfig) -> list[str]:
-    """Name kinds of layers that do not exist, or that have no window."""
+    """Name kinds of layers that do not exist, or windows without a size."""
     m, pattern = config.model, config.model.attention_pattern
     if unknown := sorted(set(pattern) - {"full", "window"}):
         return [f"model.attention_pattern has {unknown[0]!r}; each entry must be full or window"]

@@ -1,6 +1,6 @@
-"""Settings of kernels: the parts of an attention mask that each provider can do, products in 8 bits, recorded steps.
+"""Settings of kernels: which attention masks each provider supports, matmuls in 8 bits, recorded steps, narrow state.
 
-What contradicts them is in tables (``registry.CONFLICTS``).
+The settings that contradict each are in tables (``registry.CONFLICTS``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SERVED = {
     "flash_attn": frozenset({"window", "softcap", "documents", "runs"}),
     "fa3": frozenset[str](), "fa4": frozenset[str](),  # they stand in torch's place, which gives them no window
 }
-"""Parts of a mask that each provider can do (fields of :class:`MaskNeeds`); own and math can do all of it."""
+"""Mask features that each provider supports (fields of :class:`MaskNeeds`); own and math support all of them."""
 _WORDS = {
     "window": "a window (model.sliding_window)", "softcap": "soft-capped scores (model.attention_softcap)",
     "sinks": "attention sinks (model.attention_sinks)",
@@ -34,7 +34,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class MaskNeeds:
-    """Needs of a run's attention beyond the causal softmax."""
+    """Features that a run's attention needs beyond the causal softmax."""
 
     window: bool = False
     softcap: bool = False
@@ -64,7 +64,7 @@ class MaskNeeds:
         return self.window or self.softcap or self.sinks or self.documents or self.runs or self.partials
 
     def problem(self, provider: str) -> str:
-        """Return what is needed and the provider cannot do, as a sentence, or nothing."""
+        """Return a sentence with the needed features that the provider lacks; empty: none."""
         served = SERVED.get(provider, frozenset(_WORDS))
         missing = [words for name, words in _WORDS.items() if getattr(self, name) and name not in served]
         return f"{provider} cannot serve {' and '.join(missing)}" if missing else ""
@@ -87,7 +87,7 @@ CAUSAL = MaskNeeds()
 
 
 def _provider(config: RunConfig) -> list[str]:
-    """Name what the provider that was asked for cannot do."""
+    """Name needs that the chosen provider cannot meet."""
     asked, needs, out = config.backend.attention, MaskNeeds.of(config), []
     if config.model.attention_dropout > 0 and needs.partials and asked == "own":
         out.append(

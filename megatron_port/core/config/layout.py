@@ -237,7 +237,7 @@ def _world_problems(config: RunConfig, world_size: int | None) -> list[str]:
 
 
 def _replicas(config: RunConfig, world_size: int | None) -> int:
-    """Replicas as far as they are known; 1 where nothing says."""
+    """Return the number of replicas; 1 where neither the layout nor the world gives it."""
     layout = config.layout
     world = asked_world(config, world_size)
     if layout.data_parallel_size or not world or world < 1:
@@ -246,7 +246,7 @@ def _replicas(config: RunConfig, world_size: int | None) -> int:
 
 
 def _axis_problems(config: RunConfig, world_size: int | None) -> list[str]:
-    """Context and expert parallelism, hybrid sharding."""
+    """Return what is wrong with context and expert parallelism, or with hybrid sharding."""
     layout, out = config.layout, context_problems(config)
     replicas, shard = _replicas(config, world_size), layout.shard_size
     out += _expert_problems(layout, replicas)

@@ -87,9 +87,9 @@ def load(
             reader.read_run(folder)
     for text in overrides:
         reader.read_override(text)
-    later = [name for _, name, _, _ in reader.later]
-    reader.problems += plugin_problems(reader.values, reader.origins.get("plugins", DEFAULT), later)
-    if root is RunConfig and (later or reader.values.get("plugins")):
+    unknown = [name for _, name, _, _ in reader.deferred]
+    reader.problems += plugin_problems(reader.values, reader.origins.get("plugins", DEFAULT), unknown)
+    if root is RunConfig and (unknown or reader.values.get("plugins")):
         reader.read_sections(with_sections())
     if reader.problems:
         raise ConfigError(reader.problems)
@@ -125,17 +125,17 @@ class _Reader:
     problems: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     read: int = 0
-    later: list[tuple[int, str, Any, Any]] = field(default_factory=list)
-    """Tables that are not the package's: (problems found before, name, table, its origin). Sections of plugins, which
-    are not imported yet, or mistakes."""
+    deferred: list[tuple[int, str, Any, Any]] = field(default_factory=list)
+    """Unknown tables: (number of problems found before, name, table, its origin). They are plugins' sections or
+    mistakes, which can be told apart once the plugins have been imported."""
     complete: bool = False
-    """Whether plugins have been imported, so that ``root`` has their sections."""
+    """Whether plugins have been imported: ``root`` then has their sections."""
 
     def read_sections(self, root: type) -> None:
-        """Read the tables that were left for later, as a configuration with the plugins' sections has them."""
+        """Read the tables that were deferred, now that ``root`` has the plugins' sections."""
         self.root, self.complete = root, True
         found, moved = self.problems, 0
-        for at, name, table, origin in self.later:
+        for at, name, table, origin in self.deferred:
             self.problems = []
             self._walk(root, {name: table}, "", origin)
             found[at + moved : at + moved] = self.problems
@@ -200,8 +200,8 @@ class _Reader:
     def read_run(self, folder: Path) -> None:
         """Read the configuration of a run from its folder, so that the run resumes there.
 
-        The folder may have been moved, or be seen from another directory, and its first start may have asked not to
-        resume: what says where the run is and how it begins is of this start, not of that one.
+        The folder may have been moved, or be seen from another directory, and its first start may have been told not to
+        resume. So ``name``, ``output_dir`` and ``checkpoint.resume`` follow from the folder, not from the file in it.
         """
         self.read_file(str(folder / RUN_CONFIG), beside=None, origin="the command line", chain=())
         whole = Path(os.path.abspath(folder))
@@ -243,7 +243,7 @@ class _Reader:
         for key, value in data.items():
             dotted = prefix + key
             if key not in hints and cls is RunConfig and isinstance(value, dict) and not self.complete:
-                self.later.append((len(self.problems), key, value, origin))
+                self.deferred.append((len(self.problems), key, value, origin))
                 continue
             if key not in hints:
                 moved = f"; it is {MOVED[dotted]} now" if dotted in MOVED else self._suggest(key, hints)
@@ -349,7 +349,7 @@ def _convert(kind: Any, value: Any) -> Any:
             hint = f"; write [{toml_value(value)}]" if isinstance(value, item) and not isinstance(value, bool) else ""
             raise TypeError(f"must be an array of {_name(item)}s, not {_show(value)}{hint}")
         return tuple(_convert(item, v) for v in value)
-    if kind is float and type(value) is int and abs(value) < 2**63:
+    if kind is float and type(value) is int and abs(value) < 2**63:  # TOML promises no larger integers
         return float(value)
     if type(value) is not kind:
         raise TypeError(f"must be {_article(kind)}, not {_show(value)}")

@@ -12,14 +12,14 @@ _BY_NORM = "the host updates one bucket after another, by the norm alone and wit
 
 
 def _asked(config: RunConfig) -> str:
-    """Return the setting that asks for an offload first."""
+    """Return the first setting that asks for an offload: the beginning of a sentence."""
     o = config.offload
     name = next((n for n in ("optimizer", "weights") if getattr(o, n) != "none"), "")
     return f'offload.{name} "{getattr(o, name)}"' if name else "an [offload] section"
 
 
 def _first(config: RunConfig) -> list[str]:
-    """Return what leaves nothing more to say of an offload."""
+    """Return a fault that makes the other checks of an offload pointless."""
     if config.engine != "native":
         return [f'{_asked(config)} with engine "{config.engine}", which keeps all state on the device; {NO_ENGINE}']
     return [f'{_asked(config)} with offload.optimizer "none", which offloads nothing; set offload.optimizer = "cpu" '

@@ -179,7 +179,7 @@ class ModelConfig:
         return {name: rank for name, rank in found.items() if rank}
 
     def owner_of(self, layer: int) -> int:
-        """Return the first of the layers that use the weights of a layer."""
+        """Return the first of the layers that share the weights of a layer."""
         return layer - layer % self.shared_layers
 
     def window_of(self, layer: int) -> int:

@@ -1,6 +1,6 @@
 """Settings of objectives beside the next token: several tokens ahead, pairs of answers, a teacher, those of plugins.
 
-What contradicts each (``registry.CONFLICTS``), and the run of a teacher.
+The settings that contradict each (``registry.CONFLICTS``), and the configuration of a teacher's run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _too_short(config: RunConfig) -> list[str]:
 MULTI_TOKEN = (Table(
     asked="model.mtp_layers {c.model.mtp_layers}", on=lambda c: c.model.mtp_layers, link="does not go with", sized=True,
     rows=(
-        # A positions table would be a further copy on the last stage.
+        # A table of learned positions would need another copy on the last stage.
         Conflict("model.position_embedding", use='use "rope"', allowed=("rope",)),
         native_only("whose loss is that of one set of logits", 'use "native"'),
         Conflict("backend.graphs", "each depth's number of tokens differs from step to step", 'use "off"',
@@ -39,7 +39,8 @@ MULTI_TOKEN = (Table(
 
 
 def _of_a_plugin(config: RunConfig) -> list[str]:
-    """Return what contradicts an objective of a plugin; the package's own have tables of their own, without torch."""
+    """Return what contradicts a plugin's objective, which states it on its class; the package's own have tables, so
+    that a check need not import torch."""
     name = config.training.loss
     if name not in OBJECTIVES.added:
         return []
@@ -91,7 +92,8 @@ def as_teacher(model: ModelConfig) -> ModelConfig:
 
 
 def teacher_run(config: RunConfig, teacher: ModelConfig) -> RunConfig:
-    """Return the run of the teacher alone on the layout of ``config``: no adapters or recompute, a split of its own."""
+    """Return the run of the teacher alone on the layout of ``config``, with its own split of layers and without
+    adapters or recompute."""
     ep = config.layout.expert_parallel_size if teacher.moe.enabled else 1
     reset = config.data.position_reset and teacher.position_embedding == "learned"
     return replace(

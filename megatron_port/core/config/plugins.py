@@ -64,7 +64,7 @@ def _entry_points() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def _problem(load: Callable[[], Any]) -> str:
-    """Why a plugin cannot be imported, or nothing."""
+    """Return why a plugin cannot be imported; empty: it can."""
     try:
         load()
     except ConfigError as error:  # a registry's: a name that is taken

@@ -21,7 +21,7 @@ def with_sections() -> type[RunConfig]:
     return _extended(added) if added else RunConfig
 
 
-@functools.cache
+@functools.cache  # one class for the same sections, so that equal configurations compare equal
 def _extended(sections: tuple[tuple[str, type], ...]) -> type[RunConfig]:
     own = {field.name for field in dataclasses.fields(RunConfig)}
     fields: list[tuple[str, type, Any]] = []

@@ -1,6 +1,6 @@
 """Settings that change which weights a layer has or trains: factors, shared layers, adapters, masks, few bits.
 
-What of a model they can be asked for, and what contradicts them (``registry.CONFLICTS``).
+The matrices of a model that each applies to, and the settings that contradict it (``registry.CONFLICTS``).
 """
 
 from __future__ import annotations
