@@ -55,10 +55,3 @@ def decades(low: float, high: float) -> list[float]:
     """Powers of ten between the exponents ``low`` and ``high``; thinned where there are many."""
     first, last = math.ceil(low - 1e-9), math.floor(high + 1e-9)
     return [10.0**e for e in range(first, last + 1, max(1, (last - first) // 5))]
-
-
-def finite_or_text(number: float) -> float | str:
-    """Return a finite number as it is, any other as the string that stands for it: JSON has no NaN."""
-    if math.isfinite(number):
-        return number
-    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"

@@ -301,3 +301,10 @@ def _mapping(inner: _Check) -> _Check:
         return {_str(k, where): inner(v, f"{where}.{k}") for k, v in value.items()}
 
     return check
+
+
+def finite_or_text(number: float) -> float | str:
+    """Return a finite number as it is, any other as the string that stands for it: JSON has no NaN."""
+    if math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"

@@ -27,7 +27,7 @@ from megatron_port.core.dist.mesh import Coordinates
 from megatron_port.core.engine.api import Engine, StepLimits, StepResult
 from megatron_port.core.engine.probe import NOWHERE, Probe, StepDiagnostics, trace_diagnostics
 from megatron_port.core.io.files import write_bytes
-from megatron_port.core.io.numbers import finite_or_text
+from megatron_port.core.io.typed_json import finite_or_text
 from megatron_port.core.train.hooks import Session
 
 TRANSIENT, REPRODUCIBLE = "transient", "reproducible"

@@ -16,9 +16,8 @@ from typing import IO, Any
 
 from megatron_port.core.io.files import atomic_file, open_regular
 from megatron_port.core.io.metric import Metric
-from megatron_port.core.io.numbers import finite_or_text
 from megatron_port.core.io.step_metrics import step_metrics
-from megatron_port.core.io.typed_json import WrongContent, parse_json
+from megatron_port.core.io.typed_json import WrongContent, finite_or_text, parse_json
 from megatron_port.ext.telemetry.declared import known_metrics
 
 FILE_NAME = "metrics.jsonl"
