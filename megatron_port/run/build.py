@@ -28,9 +28,6 @@ from megatron_port.core.optim.rules import check_groups, set_parameter_groups
 from megatron_port.core.optim.zero3 import without_memory
 from megatron_port.core.pipeline.partition import balanced_layers
 from megatron_port.core.registry import LOSSES
-from megatron_port.ext.weights.adapter_spec import adapter_parameters
-from megatron_port.ext.weights.adapters import InitialAdapters, freeze_all_but_adapters
-from megatron_port.ext.weights.readers import SparseWeights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -85,13 +82,19 @@ def build_model(
     chunks = objective.build(build, layers_by_chunk(config, ctx.topology))
     set_parameter_groups((p for chunk in chunks for p in chunk.parameters()), config)
     if config.fine_tuning.enabled:
+        from megatron_port.ext.weights.adapters import freeze_all_but_adapters
+
         freeze_all_but_adapters(chunks)
     return chunks
 
 
 def check_parameter_groups(config: RunConfig) -> None:
     """Raise ConfigError if a group of ``optimizer.groups`` has no parameter."""
-    names = (*parameter_shapes(config.model), *adapter_parameters(config.model, config.fine_tuning))
+    names = list(parameter_shapes(config.model))
+    if config.fine_tuning.enabled:
+        from megatron_port.ext.weights.adapter_spec import adapter_parameters
+
+        names += adapter_parameters(config.model, config.fine_tuning)
     check_groups(config.optimizer.groups, names)
 
 
@@ -133,8 +136,12 @@ def build_engine(
         records = {name: record for name, record in records.items() if not objective.is_frozen(name)}
         read: StateReader = initial_reader(records, config.seed, ctx.device)
         if config.fine_tuning.enabled:
+            from megatron_port.ext.weights.adapters import InitialAdapters
+
             read = InitialAdapters(config.model, config.fine_tuning, config.seed, read)
         if config.sparsity.enabled:
+            from megatron_port.ext.weights.readers import SparseWeights
+
             read = SparseWeights(config.sparsity, parameter_shapes(config.model), read)
         engine.load_weights(read)
     return engine

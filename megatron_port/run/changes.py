@@ -18,7 +18,6 @@ from megatron_port.core.data.loader import Loaders
 from megatron_port.core.dist.record import BUFFER, WEIGHT
 from megatron_port.core.errors import ConfigError, DataError
 from megatron_port.core.optim.schedules import BatchSchedule, learning_rate
-from megatron_port.ext.corpora.tokenizer import identity
 
 JUMP = 1.5
 """A learning rate that changes at the resume by more than this factor, up or down, is announced as a jump."""
@@ -252,7 +251,7 @@ def changes_since(manifest: Manifest, config: RunConfig, tokenizer: str | None, 
     if rate:
         out.append(rate)
     saved = state.tokenizer.get("hash")
-    if saved and tokenizer in OWN_TOKENIZERS and saved != identity(tokenizer)["hash"]:
+    if saved and tokenizer in OWN_TOKENIZERS and saved != _hash_of(tokenizer):
         out.append(
             f"note: {name} was trained with tokenizer {state.tokenizer.get('name')}, this run's data "
             f"are of {tokenizer}: its ids mean other text"
@@ -288,3 +287,10 @@ def check_data_fingerprint(checkpoint: Checkpoint, config: RunConfig, loaders: L
             "checkpoint.resume = PATH and another name"
         )
     return [f"note: other data than when {checkpoint.path.name} was saved: {line}" for line in found]
+
+
+def _hash_of(tokenizer: str) -> str:
+    """Return the hash of one of the package's own tokenizers."""
+    from megatron_port.ext.corpora.tokenizer import identity
+
+    return str(identity(tokenizer)["hash"])

@@ -34,10 +34,11 @@ from megatron_port.run.build import build_model, check_parameter_groups, layers_
 from megatron_port.run.weights import open_initial
 from megatron_port.tools.interop.hf_config import another_family
 from megatron_port.tools.plan.activation_plan import with_activation_plan
-from megatron_port.tools.plan.arithmetic import bubble_fraction, starved_pipeline
+from megatron_port.tools.plan.arithmetic import bubble_fraction
 from megatron_port.tools.plan.case import case_of
 from megatron_port.tools.plan.guard import memory_problem, planned_memory
 from megatron_port.tools.plan.memory import held_bytes
+from megatron_port.tools.plan.starved import starved_pipeline
 
 AXES = (
     ("tp", "share each layer"), ("cp", "share the positions of a sequence"), ("dp", "replicas of a slice"),

@@ -14,7 +14,6 @@ from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.build import BuildContext, BuildOptions
 from megatron_port.core.model.decoder import GPTStage
-from megatron_port.ext.weights.adapters import freeze_all_but_adapters
 
 
 def state_records(model: ModelConfig, tuning: FineTuningConfig = NO_ADAPTERS) -> dict[str, ParameterRecord]:
@@ -27,6 +26,8 @@ def state_records(model: ModelConfig, tuning: FineTuningConfig = NO_ADAPTERS) ->
     )
     stage = GPTStage(build, start=0, stop=model.num_layers)
     if tuning.enabled:
+        from megatron_port.ext.weights.adapters import freeze_all_but_adapters
+
         freeze_all_but_adapters([stage])
     records = [record_of(p) for p in stage.parameters() if p.requires_grad]
     records += [record for record, _ in recorded_buffers(stage) if record.trainable]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_port.core.checkpoint.lineage import Committer
 from megatron_port.core.checkpoint.writer import peers_of
@@ -19,10 +20,12 @@ from megatron_port.core.errors import CheckpointError
 from megatron_port.core.train.agreement import check_lease
 from megatron_port.core.train.folders import FOLDER, run_folder
 from megatron_port.core.train.hooks import Ending, LoopHook, LoopState, Session, every
-from megatron_port.ext.storage.background import BackgroundSave, Finished
-from megatron_port.ext.storage.mirror import Mirror
 from megatron_port.run.identity import read_identity
 from megatron_port.run.state import Position, save_state, saved_records, shapes_of, state_of
+
+if TYPE_CHECKING:
+    from megatron_port.ext.storage.background import BackgroundSave, Finished
+    from megatron_port.ext.storage.mirror import Mirror
 
 _NOTICEABLE = 0.5
 """Seconds of waiting for the previous save that are worth a line."""
@@ -46,6 +49,8 @@ class Saving:
         self._background: BackgroundSave | None = None
         checkpoint = session.config.checkpoint
         if checkpoint.asynchronous:
+            from megatron_port.ext.storage.background import BackgroundSave
+
             self._background = BackgroundSave(
                 peers_of(session.cpu_group), run_folder(session.config) / FOLDER,
                 keep=checkpoint.keep, verify=checkpoint.verify_saves,
@@ -54,6 +59,8 @@ class Saving:
 
         self._mirror: Mirror | None = None
         if checkpoint.mirror:
+            from megatron_port.ext.storage.mirror import Mirror
+
             self._mirror = agreed(lambda: Mirror(
                 f"{checkpoint.mirror.rstrip('/')}/{session.config.name}", session.info.rank,
                 verify=checkpoint.verify_saves, note=session.logger.log, **_run_ids(session),

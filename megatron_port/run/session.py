@@ -29,7 +29,6 @@ from megatron_port.core.layers.providers import Providers
 from megatron_port.core.registry import OWN_UPDATES, PARTS
 from megatron_port.core.train.folders import check_output
 from megatron_port.core.train.hooks import Session
-from megatron_port.ext.deepspeed.deepspeed_installed import require_deepspeed
 from megatron_port.ext.kernels.choose import choose_providers
 from megatron_port.ext.kernels.jit_guard import install_guard
 from megatron_port.ext.kernels.kernels import kernels_status
@@ -39,6 +38,8 @@ from megatron_port.run.build import DTYPES, topology_of
 def _refuse(config: RunConfig, device: DeviceInfo) -> None:
     """Refuse combinations of engine, precision and device that cannot work, before any process meets another."""
     if config.engine == "deepspeed":
+        from megatron_port.ext.deepspeed.deepspeed_installed import require_deepspeed
+
         require_deepspeed()
     if config.precision.dtype == "fp16" and device.kind == "cpu" and config.engine == "deepspeed":
         raise EnvironmentFault(

@@ -25,9 +25,6 @@ from megatron_port.core.optim.rules import mixed_kinds, rule_of, state_kinds, st
 from megatron_port.core.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.core.train.folders import FOLDER, run_folder
 from megatron_port.core.train.hooks import Session
-from megatron_port.ext.corpora.tokenizer import identity
-from megatron_port.ext.storage.mirror import pull
-from megatron_port.run.changes import check_batch, check_rule, check_seed, ended_rampup
 from megatron_port.run.identity import own_checkpoints
 from megatron_port.run.saved_state import state_records
 
@@ -49,7 +46,8 @@ def find_checkpoints(session: Session) -> list[Path]:
             return []
         whole = _look(session.config, session.logger.log)
         if whole:
-            from megatron_port.run.loading import of_this_model  # a fresh start loads nothing
+            from megatron_port.run.changes import check_batch, check_rule, check_seed  # a fresh start loads nothing
+            from megatron_port.run.loading import of_this_model
 
             whole = of_this_model(whole, session.config, session.logger.log)
             path, manifest = whole[0]
@@ -70,6 +68,8 @@ def batch_schedule(session: Session, checkpoints: Sequence[Path]) -> BatchSchedu
     config = session.config
     begun = None
     if checkpoints and not config.batch.rampup_start:
+        from megatron_port.run.changes import ended_rampup
+
         own = agreed(lambda: ended_rampup(read_manifest(checkpoints[0]), config) if session.is_rank_zero else None)
         told = json.loads(broadcast_text(json.dumps(own)) or "null")
         begun = None if told is None else (int(told[0]), int(told[1]))
@@ -79,6 +79,8 @@ def batch_schedule(session: Session, checkpoints: Sequence[Path]) -> BatchSchedu
 def _look(config: RunConfig, note: Any) -> list[tuple[Path, Manifest]]:
     asked, automatic = Path(config.checkpoint.resume), config.checkpoint.resume == "auto"
     if is_remote(config.checkpoint.resume):
+        from megatron_port.ext.storage.mirror import pull
+
         pulled = pull(config.checkpoint.resume, run_folder(config) / "pulled", note)
         return [(pulled, read_manifest(pulled))]
     if automatic:
@@ -126,6 +128,15 @@ class Position:
     """What it learns from beside the corpora (``data.objective.Objective.identity``)."""
 
 
+def _own_identity(tokenizer: str | None) -> dict[str, Any]:
+    """Return the identity of one of the package's own tokenizers; empty: it is another, or none."""
+    if tokenizer not in OWN_TOKENIZERS:
+        return {}
+    from megatron_port.ext.corpora.tokenizer import identity
+
+    return identity(tokenizer)
+
+
 def state_of(
     engine: Engine, config: RunConfig, at: Position, records: Mapping[str, ParameterRecord] | None = None
 ) -> SavedState:
@@ -155,7 +166,7 @@ def state_of(
             **({"base": at.base} if at.base else {}), **at.objective,
         },
         rng=rng, data=data, schedule=schedule, config_hash=config_hash(config),
-        tokenizer=at.tokenizer_identity or (identity(at.tokenizer) if at.tokenizer in OWN_TOKENIZERS else {}),
+        tokenizer=at.tokenizer_identity or _own_identity(at.tokenizer),
         kinds=mixed_kinds(state_kinds(rule, (records or {}).values())),
         shapes=state_shapes(rule, (records or {}).values()),
     )

@@ -32,7 +32,6 @@ from megatron_port.core.dist.rank import ProcessInfo
 from megatron_port.core.errors import NumericsError
 from megatron_port.core.io.logging import Logger
 from megatron_port.core.train.hooks import Session
-from megatron_port.ext.health.numerics import LeftOut
 from megatron_port.ext.health.replicas import check_replicas
 from megatron_port.run.trainer import Trainer
 
@@ -135,7 +134,8 @@ def train(config: RunConfig, topology: Topology, fault: Fault | None, left_out: 
     ctx = ParallelContext.create(topology, "cpu")
     seen = Seen()
     trainer = Trainer(session_of(config, ctx))
-    trainer.state.numerics.left_out = [LeftOut(first, BATCH) for first in left_out]
+    for first in left_out:
+        trainer.state.numerics.leave_out(first, BATCH)
     if fault is not None:
         inject(trainer, fault)
     try:

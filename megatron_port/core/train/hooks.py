@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from megatron_port.core.layers.providers import Providers
     from megatron_port.core.optim.schedules import BatchSchedule
     from megatron_port.core.optim.state_watch import Damage
-    from megatron_port.ext.health.anomaly import Anomaly
-    from megatron_port.ext.health.numerics import NumericsGuard
 
 
 @dataclass(frozen=True)
@@ -77,6 +75,58 @@ class Progress:
     """Steps whose update was not applied."""
 
 
+class StepGuard(Protocol):
+    """Judge of a run's steps (``health.numerics``), with the same state on every rank."""
+
+    anomaly_steps: list[int]
+    """Steps (1 is the first) at which an anomaly was met lately."""
+    anomalies_total: int
+
+    @property
+    def steps_in_a_row(self) -> int:
+        """Return the number of anomalies at consecutive steps, the last one included."""
+
+    def position(self, first_sample: int) -> int:
+        """Return where in the data's order a step begins whose first sample is ``first_sample`` of those trained on."""
+
+    def limits(self) -> StepLimits:
+        """Return the limits of the next step."""
+
+    def judge(self, result: StepResult, limits: StepLimits) -> str:
+        """Return why a step cannot be trusted; empty: it can."""
+
+    def record(self, step: int) -> bool:
+        """Count an anomaly at ``step``; return whether there were too many."""
+
+    def accept(self, result: StepResult) -> None:
+        """Take a step without anomaly into the medians."""
+
+    def leave_out(self, first: int, count: int) -> None:
+        """Take a whole step's samples, by their position, out of the order."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for checkpoints."""
+
+    def load(self, state: Mapping[str, Any], *, medians_only: bool = False) -> None:
+        """Load a result of ``state``."""
+
+
+@dataclass(frozen=True)
+class Anomaly:
+    """Anomaly of a step, as every rank knows it."""
+
+    step: int
+    """As in metrics.jsonl: 1 is the first."""
+    reason: str
+    verdict: str
+    """transient | reproducible"""
+    first: int
+    """First sample of the step, by position in the data's order."""
+    count: int
+    summary: str
+    """One line for people."""
+
+
 @dataclass
 class LoopState:
     """One rank's run, as the loop and its hooks see it. Hooks are made before the engine is."""
@@ -85,7 +135,7 @@ class LoopState:
     config: RunConfig
     batches: BatchSchedule
     loaders: Loaders
-    numerics: NumericsGuard
+    numerics: StepGuard
     """Limits of a step, and which samples are left out."""
     committer: Committer
     """Order of the run's commits."""

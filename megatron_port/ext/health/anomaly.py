@@ -13,7 +13,6 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +27,11 @@ from megatron_port.core.engine.api import Engine, StepLimits, StepResult
 from megatron_port.core.engine.probe import NOWHERE, Probe, StepDiagnostics, trace_diagnostics
 from megatron_port.core.io.files import write_bytes
 from megatron_port.core.io.typed_json import finite_or_text
-from megatron_port.core.train.hooks import Session
+from megatron_port.core.train.hooks import Anomaly, Session
 
 TRANSIENT, REPRODUCIBLE = "transient", "reproducible"
 LISTED = 200
 """Names, losses and sample ids of one kind that a report holds at most."""
-
-
-@dataclass(frozen=True)
-class Anomaly:
-    """Anomaly of a step, as every rank knows it."""
-
-    step: int
-    """As in metrics.jsonl: 1 is the first."""
-    reason: str
-    verdict: str
-    """transient | reproducible"""
-    first: int
-    """First sample of the step, by position in the data's order."""
-    count: int
-    summary: str
-    """One line for people."""
 
 
 def same_bits(a: StepResult, b: StepResult) -> bool:

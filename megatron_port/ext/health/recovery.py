@@ -7,7 +7,6 @@ from megatron_port.core.errors import NumericsError
 from megatron_port.core.train.agreement import stop_if_damaged
 from megatron_port.core.train.folders import run_folder
 from megatron_port.core.train.hooks import LoopHook, TakenStep
-from megatron_port.ext.health.anomaly import investigate
 from megatron_port.run.provenance import record_event
 
 
@@ -41,6 +40,8 @@ class Recovery(LoopHook):
             raise self._error(taken)
 
     def _investigate(self, taken: TakenStep) -> None:
+        from megatron_port.ext.health.anomaly import investigate  # most runs meet none
+
         state = self.state
         with state.session.progress.enter(EVALUATE, "replay of a step"):
             taken.anomaly = investigate(

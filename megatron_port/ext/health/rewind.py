@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from megatron_port.core.dist.process import START
 from megatron_port.core.errors import NumericsError
-from megatron_port.core.train.hooks import LoopHook, LoopState, TakenStep
-from megatron_port.ext.health.anomaly import REPRODUCIBLE, Anomaly
+from megatron_port.core.train.hooks import Anomaly, LoopHook, LoopState, TakenStep
+from megatron_port.ext.health.anomaly import REPRODUCIBLE
 from megatron_port.run.loading import load_first_whole, take_counters
 from megatron_port.run.provenance import record_event
 from megatron_port.run.state import find_checkpoints

@@ -7,15 +7,16 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.rank import LeaseLost
 from megatron_port.ext.telemetry.console import make_console
 from megatron_port.ext.telemetry.declared import write_declared
-from megatron_port.ext.telemetry.expert_file import ExpertSink, LayerCounts
 from megatron_port.ext.telemetry.metrics import FILE_NAME, MetricsWriter, Record, encode
-from megatron_port.ext.telemetry.trackers import TensorBoardSink, tracker
+
+if TYPE_CHECKING:
+    from megatron_port.ext.telemetry.expert_file import ExpertSink
 
 _BACKLOG = 10_000
 
@@ -107,11 +108,13 @@ class Telemetry:
             name=config.name,
         ))
         if chosen.tensorboard:
-            self._add("TensorBoard", lambda: TensorBoardSink(run_dir / "tensorboard", resumed_step))
+            self._add("TensorBoard", lambda: _tensorboard(run_dir / "tensorboard", resumed_step))
         if config.model.moe.enabled:
             self._add("experts.jsonl", lambda: self._expert_sink(run_dir, config, resumed_step, guard))
         for kind, mode in (("wandb", chosen.wandb), ("mlflow", chosen.mlflow)):
             if mode != "off":
+                from megatron_port.ext.telemetry.trackers import tracker
+
                 self._sinks.append(tracker(kind, run_dir, config, mode=mode, resumed_step=resumed_step, warn=warn))
 
     def step(self, record: Record, tallies: Mapping[str, Any] | None = None) -> None:
@@ -121,7 +124,11 @@ class Telemetry:
         Raises:
             ValueError: not a record (a programming mistake).
         """
-        counts = LayerCounts.of(tallies, self._model) if tallies and self._sinks else None
+        counts = None
+        if tallies and self._sinks and self._model.moe.enabled:
+            from megatron_port.ext.telemetry.expert_file import LayerCounts
+
+            counts = LayerCounts.of(tallies, self._model)
         if self._experts is not None:
             self._experts.counts = counts
         self._report(record if counts is None else {**record, **counts.summary()})
@@ -154,6 +161,8 @@ class Telemetry:
             self._warn(f"{run_dir}: {error}; reports will not show what plugins measure")
 
     def _expert_sink(self, run_dir: Path, config: RunConfig, resumed_step: int, guard: Callable[[], None]) -> Sink:
+        from megatron_port.ext.telemetry.expert_file import ExpertSink
+
         self._experts = ExpertSink(run_dir, config, resumed_step, self._warn, guard)
         return self._experts
 
@@ -169,3 +178,9 @@ class Telemetry:
         except Exception as error:  # no sink is worth a run
             self._sinks.remove(sink)
             self._warn(f"{type(sink).__name__} is off from here on: {type(error).__name__}: {error}")
+
+
+def _tensorboard(folder: Path, resumed_step: int) -> Sink:
+    from megatron_port.ext.telemetry.trackers import TensorBoardSink
+
+    return TensorBoardSink(folder, resumed_step)

@@ -26,16 +26,6 @@ def bubble_fraction(stages: int, micro_batches: int, chunks: int = 1) -> float:
     return (stages - 1) / (micro_batches * chunks)
 
 
-def starved_pipeline(stages: int, micro_batches: int) -> str:
-    """Return why a pipeline waits most of the time, where a replica has fewer micro-batches than stages; or nothing."""
-    if stages == 1 or micro_batches >= stages:
-        return ""
-    return (
-        f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} for {stages} stages: fewer than stages, so "
-        "that most of them wait most of the time; use fewer stages or a larger batch"
-    )
-
-
 def widest_tensor_parallelism(hidden: int, *, peak: float, link: float, width: int = 2) -> float:
     """Largest t at which a link keeps up: (2·3·h/t) / bytes ≥ peak / link, so t ≤ 6·h / bytes · link / peak.
 

@@ -17,6 +17,7 @@ from megatron_port.tools.plan.links import scattered
 from megatron_port.tools.plan.offload import offloaded
 from megatron_port.tools.plan.rule_seconds import matrix_bytes
 from megatron_port.tools.plan.search import Candidate
+from megatron_port.tools.plan.starved import starved_pipeline
 from megatron_port.tools.plan.step import plan_step
 from megatron_port.tools.plan.verdict import Plan
 
@@ -36,7 +37,7 @@ def _head(plan: Plan) -> list[str]:
         f"{'fused' if case.flash else 'unfused'} attention; batch {case.global_batch} = {case.micro_batch} x "
         f"{case.micro_batches} x dp {case.dp}",
     ]
-    if starved := arithmetic.starved_pipeline(case.pp, case.micro_batches):
+    if starved := starved_pipeline(case.pp, case.micro_batches):
         lines.append(f"          {starved}")
     if plan.within_documents:
         lines.append("          attention within documents " + (
