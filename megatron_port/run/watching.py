@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from torch.distributed.distributed_c10d import Store
-
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.peer_failure import explain_peer_failure
 from megatron_port.core.dist.process import ProgressTracker
@@ -14,6 +12,7 @@ from megatron_port.core.io.logging import Logger
 from megatron_port.core.train.folders import run_folder
 from megatron_port.run.build import topology_of
 from megatron_port.tools.watch.client import watched
+from megatron_port.tools.watch.wire import Store
 
 
 def watch_ranks(

@@ -19,7 +19,7 @@ from megatron_port.core.package import package_versions
 
 WORLD = "world size"
 PACKAGES = ("torch", "deepspeed")
-SHOWN = 12
+MOST_KEYS = 12
 """Differing keys that a message lists."""
 
 
@@ -88,5 +88,5 @@ def differences(
             advice.append("give all nodes the same environment")
         else:
             advice.append("start all ranks with the same run file and the same --set")
-    more = f"; and {len(parts) - SHOWN} more" if len(parts) > SHOWN else ""
-    return f"the ranks differ: {'; '.join(parts[:SHOWN])}{more}. To fix: {', '.join(dict.fromkeys(advice))}"
+    more = f"; and {len(parts) - MOST_KEYS} more" if len(parts) > MOST_KEYS else ""
+    return f"the ranks differ: {'; '.join(parts[:MOST_KEYS])}{more}. To fix: {', '.join(dict.fromkeys(advice))}"
