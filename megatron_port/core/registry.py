@@ -207,6 +207,7 @@ STEP_PARTS = Registry("part of a step", "", {
     "gradient masks": "megatron_port.ext.weights.masks:GradientMasks",
     "averaged rule": "megatron_port.ext.weights.masks:Averaged",
     "average of weights": "megatron_port.ext.weights.masks:WeightAverage",
+    "probed step": "megatron_port.ext.health.probed_step:probed_step",
     "recorder": "megatron_port.ext.kernels.step_graphs:cuda_recorder",
     "recorded steps": "megatron_port.ext.kernels.recorded_step:RecordedSteps",
 })

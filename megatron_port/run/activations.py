@@ -12,6 +12,7 @@ from megatron_port.core.dist.agree import broadcast_text
 from megatron_port.core.dist.collectives import measured_gather
 from megatron_port.core.dist.rank import LeaseLost
 from megatron_port.core.engine.native import NativeEngine
+from megatron_port.core.engine.native_passes import PassWatch
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.model.activation_sites import RECOMPUTED, SITES, decided
 from megatron_port.core.model.layers import TransformerLayer
@@ -69,6 +70,7 @@ class ActivationPlanner(LoopHook):
             f"activations: every site is recomputed while {steps} steps are measured{f' ({why})' if why else ''}"
         )
         self._clock = self._places.clock = SiteClock(self.session.device.torch_device)
+        self._watch_passes(self._clock)
 
     def after_step(self, taken: TakenStep) -> None:
         """Measure on, and after the last measured step solve, apply and write the plan. Collective then."""
@@ -81,6 +83,7 @@ class ActivationPlanner(LoopHook):
             return
         rows = self._agreed(self._measures(self._clock))
         self._clock = self._places.clock = None
+        self._watch_passes(PassWatch())
         measures = [StageMeasures.of_row(row) for row in rows]
         case, _ = case_of(self.config, self.session.info.world_size)
         machine = Machine(cluster=self.config.cluster, hardware=self.config.hardware)
@@ -91,6 +94,11 @@ class ActivationPlanner(LoopHook):
         self._keep(self._record("measured", step, rows), step)
 
     # ------------------------------------------------------------------------------------------------------ parts
+
+    def _watch_passes(self, watch: PassWatch) -> None:
+        """Let ``watch`` look on at the engine's passes."""
+        if isinstance(self.state.engine, NativeEngine):
+            self.state.engine.pass_runner.watch = watch
 
     def _layers_of(self) -> list[TransformerLayer]:
         """Return this rank's layers, without those that predict further tokens."""

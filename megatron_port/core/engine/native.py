@@ -145,7 +145,7 @@ class NativeEngine:
     def record_steps(self, recorder: Any) -> None:
         """Record steps by a ``kernels.step_graphs.Recorder`` and replay them, from the fourth on. Before the first
         step."""
-        self.recorded = STEP_PARTS.function("recorded steps")(recorder, self.parts, self.sharded, seed=self.config.seed)
+        self.recorded = STEP_PARTS.function("recorded steps")(recorder, self.sharded, seed=self.config.seed)
         self.watch.replays()
 
     def train_step(
@@ -156,10 +156,13 @@ class NativeEngine:
         if not self.stage.training:  # walking through all modules takes as long as a layer's launches
             self.stage.train()
         self.stream.enabled = True
-        state = StepState(micro_batches, step, lr=lr, limits=limits, probe=probe)
+        state = StepState(micro_batches, step, lr=lr, limits=limits)
+        plain = self.parts if probe is None else STEP_PARTS.function("probed step")(self.parts, probe)
         replayed = probe is None and self.on_gradients is None
-        parts = self.parts.plain(self.sharded) if self.recorded is None else self.recorded.parts(replayed=replayed)
-        run_parts(parts, state)
+        if self.recorded is None:
+            run_parts(plain.plain(self.sharded), state)
+        else:
+            run_parts(self.recorded.parts(plain, replayed=replayed), state)
         self._losses = state.losses
         # The step's one host synchronisation (one more for each mask's count and torch's AdamW).
         found, auxiliary = state.read_outcome()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,7 +16,6 @@ from megatron_port.core.data.objective import Objective
 from megatron_port.core.dist.collectives import to_device_async
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.process import BACKWARD, FORWARD, ProgressTracker
-from megatron_port.core.engine.api import StepProbe
 from megatron_port.core.engine.loss_reduction import term_counts
 from megatron_port.core.layers.linear import WgradAccumulator
 from megatron_port.core.layers.linear_kernels import WeightCopies
@@ -51,19 +50,6 @@ def reserve_swap(chunks: Sequence[Any], actions: Sequence[Action]) -> None:
             parking = getattr(unit, "parking", None)
             if parking is not None and parking.swap is not None:
                 parking.swap.in_flight[unit.index] = held
-
-
-class PassClock(Protocol):
-    """Who measures a chunk's passes (``memory.site_tape.SiteClock``)."""
-
-    def timed(self, name: str) -> AbstractContextManager[None]:
-        """Time what runs in the context under a name."""
-
-
-def _clock_of(chunk: Any) -> PassClock | None:
-    """Return who measures a chunk's activations; None: nobody."""
-    parking = getattr(chunk, "parking", None)
-    return None if parking is None else parking.clock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +94,20 @@ class BackwardTarget:
         return []
 
 
+class PassWatch:
+    """Looks on at the passes of a rank's chunks; this one does not."""
+
+    def forward(self, action: Action, stage: int) -> AbstractContextManager[None]:
+        """Return the context of a chunk's forward pass; ``stage``: the virtual one that it is."""
+        return nullcontext()
+
+    def loss(self, action: Action, loss_sum: torch.Tensor) -> None:
+        """Take the sum of token losses of a micro-batch (last stage)."""
+
+    def backward(self, action: Action, stage: int, target: BackwardTarget, gradients: Payload) -> None:
+        """Take what a backward pass has left in ``target``, and the gradients of the chunk's inputs."""
+
+
 @dataclass(frozen=True)
 class Stages:
     """One rank's chunks of the model, and where their modules find the micro-batch in flight."""
@@ -124,16 +124,16 @@ class Passes:
     Args:
         stages: this rank's chunks, in order; any module that follows ``engine.module.StageModule``.
         target: where gradients go.
-        probe: looks on, in a replay.
+        watch: looks on.
         filled_by: by forward pass, the weight pass that fills its exchanges of rows (``pipeline.schedules``).
     """
 
     def __init__(
-        self, stages: Stages, work: StepWork, target: BackwardTarget, *, probe: StepProbe | None = None,
+        self, stages: Stages, work: StepWork, target: BackwardTarget, watch: PassWatch | None = None, *,
         filled_by: Mapping[Action, Action] = MappingProxyType({}),
     ) -> None:
         self.chunks, self.ctx, self.slot, self.progress = stages.chunks, stages.ctx, stages.slot, stages.progress
-        self.work, self.target, self.probe, self.filled_by = work, target, probe, filled_by
+        self.work, self.target, self.watch, self.filled_by = work, target, watch or PassWatch(), filled_by
         self.total = torch.zeros((), dtype=torch.float64, device=self.ctx.device)
         """Sum of this replica's token losses (0 except where the head is)."""
         self.losses: list[torch.Tensor] = []
@@ -169,10 +169,8 @@ class Passes:
         batch = self.work.micro_batches[number]
         self.work.announce(number, self.slot)
         self.progress.at(FORWARD, "micro-batch", number)
-        clock = _clock_of(chunk)
-        probe, virtual = self.probe, self.ctx.topology.virtual_stage(self.ctx.coords.pp, action.chunk)
-        with nullcontext() if probe is None else probe.forward(number, virtual), \
-                nullcontext() if clock is None else clock.timed(f"forward {action.chunk}"):
+        stage = self._stage_of(action)
+        with self.watch.forward(action, stage):
             if received is None:
                 if batch.tokens is None:
                     raise ValueError("the first stage got a micro-batch without tokens")
@@ -181,16 +179,19 @@ class Passes:
                 for tensor in _floating(received):
                     tensor.requires_grad_(torch.is_grad_enabled())
                 output = chunk(*received)
-        if virtual == self.ctx.topology.virtual_stages - 1:
+        if stage == self.ctx.topology.virtual_stages - 1:
             output = self._loss_sum(chunk, output, batch)
             self.losses.append(output.detach())
             self.total += self.losses[-1]
-            if probe is not None:
-                probe.loss(number, output)
+            self.watch.loss(action, output)
         outputs: Payload = (output,) if isinstance(output, torch.Tensor) else output
         if torch.is_grad_enabled():
             self._held[action.chunk, number] = (received, outputs)
         return outputs
+
+    def _stage_of(self, action: Action) -> int:
+        """The virtual stage whose pass an action is."""
+        return self.ctx.topology.virtual_stage(self.ctx.coords.pp, action.chunk)
 
     def _loss_sum(self, chunk: Any, logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         if batch.labels is None:
@@ -213,9 +214,7 @@ class Passes:
             self.target.accumulator.deferred = None
             self.target.flush()
         gradients = () if inputs is None else _gradients_of(inputs)
-        if self.probe is not None:
-            virtual = self.ctx.topology.virtual_stage(self.ctx.coords.pp, action.chunk)
-            self.probe.after_backward(action.micro_batch, [*self.target.sums(), *gradients], virtual)
+        self.watch.backward(action, self._stage_of(action), self.target, gradients)
         self.target.end_pass(action.chunk)
         return gradients or None
 
@@ -238,12 +237,13 @@ class PassRunner:
         self.sharded, self.values, self.sums = sharded, values, sums
         self.runner = Runner(StageLink(stages.ctx), stages.progress)
         self.weight_copies: WeightCopies | None = stages.chunks[0].weight_copies
+        self.watch = PassWatch()
 
     def run(
-        self, micro_batches: Sequence[MicroBatch], step: int, *, probe: StepProbe | None = None,
-        keys: Sequence[torch.Tensor] = (),
+        self, micro_batches: Sequence[MicroBatch], step: int, *, keys: Sequence[torch.Tensor] = (),
+        watch: PassWatch | None = None,
     ) -> Passes:
-        """Run all passes. ``keys``: of a recorded step."""
+        """Run all passes. ``keys``: of a recorded step; ``watch``: looks on, in place of the runner's own."""
         stages, schedule = self.stages, self._schedule(len(micro_batches))
         plan = schedule.plans[stages.ctx.coords.pp]
         passes = Passes(
@@ -252,7 +252,7 @@ class PassRunner:
                 micro_batches=micro_batches, step=step, shared=self._shared(micro_batches, recorded=bool(keys)),
                 keys=keys,
             ),
-            self.target, probe=probe, filled_by=fillers(plan),
+            self.target, watch or self.watch, filled_by=fillers(plan),
         )
         sizes, length = [len(b.sample_ids) for b in micro_batches], self.config.model.seq_length
         self.sharded.plan_gathers(stages.chunks, plan)

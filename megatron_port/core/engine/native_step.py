@@ -10,7 +10,7 @@ No part keeps the engine: a cycle of references would keep process groups alive 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +22,7 @@ from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import REPLICAS
 from megatron_port.core.dist.process import OPTIMIZER, REDUCE, ProgressTracker
 from megatron_port.core.dist.record import ParameterRecord
-from megatron_port.core.engine.api import NO_LIMITS, StepLimits, StepProbe
+from megatron_port.core.engine.api import NO_LIMITS, StepLimits
 from megatron_port.core.engine.host_update import Update
 from megatron_port.core.engine.loss_reduction import (
     device_sums,
@@ -70,8 +70,6 @@ class StepState:
     step: int
     lr: float = 0.0
     limits: StepLimits = NO_LIMITS
-    probe: StepProbe | None = None
-    """Looks on, in a replay of the step, whose update is not applied."""
     keys: Sequence[torch.Tensor] = ()
     """Memory with the dropout keys of each micro-batch's samples, in a recorded step."""
     losses: list[torch.Tensor] = field(default_factory=list)
@@ -166,14 +164,9 @@ class RunPasses:
 
     def run(self, state: StepState) -> None:
         """Run the part."""
-        probe = state.probe
-        # A replay wants to see this rank's own gradients before any sum.
-        self.sharded.begin(len(state.micro_batches), early=probe is None)
+        self.sharded.begin(len(state.micro_batches), early=True)
         self.sums.reset()
-        with nullcontext() if probe is None else probe.watch(self.stage):
-            passes = self.runner.run(state.micro_batches, state.step, probe=probe, keys=state.keys)
-        if probe is not None:
-            probe.own_gradients(self.sharded.local_gradients())
+        passes = self.runner.run(state.micro_batches, state.step, keys=state.keys)
         state.losses, state.total = passes.losses, passes.total
 
 
@@ -214,8 +207,7 @@ class SumLoss:
         self.progress.at(REDUCE, "loss of the step")
         state.sums = sums = device_sums([state.total, self.values.replica_tokens], self.ctx)
         state.auxiliary = reduced_auxiliary(self.sums.auxiliary, self.ctx)
-        replayed = state.probe is not None
-        state.veto = torch.ones((), device=sums.device) if replayed else refused_loss(sums, self.values.largest_loss)
+        state.veto = refused_loss(sums, self.values.largest_loss)
 
 
 class Norm:
@@ -315,5 +307,6 @@ class RecordedParts(Protocol):
     graphs: Any
     """The recordings."""
 
-    def parts(self, *, replayed: bool) -> list[StepPart]:
-        """Return the parts of a step, in order; ``replayed``: it may be recorded and replayed."""
+    def parts(self, plain: StepParts, *, replayed: bool) -> list[StepPart]:
+        """Return the parts of a step, in order; ``plain``: of one that is not recorded, ``replayed``: this one may be
+        recorded and replayed."""

@@ -103,17 +103,17 @@ class RecordedSteps:
 
     Args:
         recorder: of the work.
-        plain: the parts of a step that is not recorded.
         seed: of the run.
     """
 
-    def __init__(self, recorder: Recorder, plain: StepParts, sharded: ShardedParameters, *, seed: int) -> None:
+    def __init__(self, recorder: Recorder, sharded: ShardedParameters, *, seed: int) -> None:
         self.graphs = StepGraphs[StepState](recorder, sharded.ctx.device)
-        self.plain, self.sharded, self.seed = plain, sharded, seed
+        self.sharded, self.seed = sharded, seed
 
-    def parts(self, *, replayed: bool) -> list[StepPart]:
-        """Return the parts of a step, in order. ``replayed``: work is recorded and replayed."""
-        plain, sharded, graphs = self.plain, self.sharded, self.graphs
+    def parts(self, plain: StepParts, *, replayed: bool) -> list[StepPart]:
+        """Return the parts of a step, in order. ``plain``: of one that is not recorded; ``replayed``: work is recorded
+        and replayed."""
+        sharded, graphs = self.sharded, self.graphs
         ending: list[StepPart] = [DeferGather(sharded), plain.record]
         if not replayed:
             return [plain.count, Release(graphs), *plain.gradients, plain.check, plain.apply, *ending]

@@ -21,7 +21,7 @@ import statistics
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -31,16 +31,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_port.core.dist.collectives import PartitionedBytes
+from megatron_port.core.engine.native_passes import PassWatch
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.activation_sites import Decision, LayerActivations, Site
 from megatron_port.core.model.recompute import is_of_all_layers
+from megatron_port.core.pipeline.actions import Action
 from megatron_port.ext.memory.swap import SwappedLayer, SwapSpace
 
 # Seconds and bytes of sites and passes, measured while a run trains.
 #
 # On a GPU the times are those of events, which are read when a step has ended; nothing waits for the device meanwhile.
 
-class SiteClock:
+class SiteClock(PassWatch):
     """Times and sizes on one rank. ``device``: where the operations run."""
 
     def __init__(self, device: torch.device) -> None:
@@ -62,6 +64,10 @@ class SiteClock:
             started = time.perf_counter()
             yield
             self._seconds.setdefault(name, []).append(time.perf_counter() - started)
+
+    def forward(self, action: Action, stage: int) -> AbstractContextManager[None]:
+        """Time a chunk's forward pass."""
+        return self.timed(f"forward {action.chunk}")
 
     def saw(self, sizes: Mapping[str, float]) -> None:
         """Note the bytes that one layer saved of each site in one forward pass."""
