@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -25,7 +25,6 @@ from megatron_port.core.model.decoder import GPTStage, shared_layers
 from megatron_port.core.model.flops import unit_costs
 from megatron_port.core.model.shapes import parameter_shapes
 from megatron_port.core.optim.rules import check_groups, set_parameter_groups
-from megatron_port.core.optim.zero3 import without_memory
 from megatron_port.core.pipeline.partition import balanced_layers
 from megatron_port.core.registry import LOSSES
 
@@ -98,6 +97,15 @@ def check_parameter_groups(config: RunConfig) -> None:
     check_groups(config.optimizer.groups, names)
 
 
+def _building(config: RunConfig) -> AbstractContextManager[None]:
+    """Return the context in which a model is built: under ZeRO stage 3 without memory for its weights."""
+    if config.engine != "native" or config.layout.zero_stage < 3:
+        return nullcontext()
+    from megatron_port.core.optim.zero3 import without_memory  # a run whose weights are whole does without it
+
+    return without_memory()
+
+
 def build_engine(
     config: RunConfig, ctx: ParallelContext, providers: Providers, *, initialise: bool = True,
     progress: ProgressTracker | None = None,
@@ -111,8 +119,7 @@ def build_engine(
         raise ValueError(f"precision.fp8 is {config.precision.fp8!r}, and the providers were chosen for another")
     check_parameter_groups(config)
     step = StepSlot(DropoutStream(config.seed, ctx.device))
-    sharded = config.engine == "native" and config.layout.zero_stage == 3
-    with without_memory() if sharded else nullcontext():
+    with _building(config):
         chunks = build_model(config, ctx, providers, step)
     dtype, objective = DTYPES[config.precision.dtype], objective_of(config)
     engine: Engine
