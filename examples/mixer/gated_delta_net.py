@@ -64,7 +64,6 @@ class GatedDeltaNet(MixerSpec):
         import torch  # not needed by the commands that plan and check
         from torch.nn.functional import normalize, softplus
 
-        from megatron_port.core.model.linears import row_linear
         from megatron_port.core.model.recompute import recompute
 
         heads, size = self.heads // build.ctx.size("tp"), self.head_size
@@ -76,7 +75,7 @@ class GatedDeltaNet(MixerSpec):
                 self.decay = build.per_head(spec.decay, layer)
                 self.decay_bias = build.per_head(spec.decay_bias, layer)
                 self.packed = build.column(layer, spec.packed)
-                self.output = row_linear(layer, spec.output, build)
+                self.output = build.row(layer, spec.output)
 
             def mix(self, packed: torch.Tensor) -> torch.Tensor:
                 """[seq, batch, heads/tp · (3 d + 2)] → [seq, batch, heads/tp · d]"""

@@ -26,6 +26,7 @@ from megatron_port.core.dist.rank import DeviceInfo, ProcessInfo
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.io.logging import Logger
 from megatron_port.core.layers.providers import Providers
+from megatron_port.core.model.flops import trained_count
 from megatron_port.core.registry import OWN_UPDATES, PARTS
 from megatron_port.core.train.folders import check_output
 from megatron_port.core.train.hooks import Session
@@ -136,7 +137,7 @@ def open_session(
     started = time.perf_counter()
     device, fault = attempt(lambda: _choose_device(config, info))
     if writes and info.rank == 0 and fault is None:
-        _, fault = attempt(lambda: check_output(config))
+        _, fault = attempt(lambda: check_output(config, trained_count(config.model, config.fine_tuning)))
     meeting_s, collective_s = config.launch.rendezvous_timeout, config.launch.collective_timeout
     fingerprint = Fingerprint.of(info.world_size, config)
     if device is None or fault is not None:

@@ -30,9 +30,10 @@ from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.layers.providers import torch_providers
-from megatron_port.core.model.activation_sites import RECOMPUTED, Site
+from megatron_port.core.model.activation_sites import RECOMPUTED
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.flops import hardware_flops
+from megatron_port.core.model.ops import Site
 from megatron_port.run.build import build_engine
 from megatron_port.tools.plan.activation_cover import Item, Swap, cover, saved
 from megatron_port.tools.plan.activation_plan import AFTER, describe, plan_activations, with_activation_plan

@@ -14,7 +14,7 @@ import torch
 
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.errors import CheckpointError
-from megatron_port.core.model.rotary import frequencies, yarn_factor
+from megatron_port.core.model.rotary import frequencies, turning_factor
 from megatron_port.ext.families import family_named, family_names
 from megatron_port.ext.families.family import FILE, HARMLESS, known_fields
 from megatron_port.tools.interop.hf_config import model_from_hf
@@ -188,7 +188,7 @@ def test_rope_is_resolved_as_transformers_does(beside: dict[str, Any]) -> None:
             continue
         computed += 1
         assert torch.allclose(frequencies(model, "cpu"), theirs[0], rtol=1e-6, atol=0), body
-        assert yarn_factor(model) == pytest.approx(theirs[1], rel=1e-9), body
+        assert turning_factor(model) == pytest.approx(theirs[1], rel=1e-9), body
         differ = bool(scaling and parameters and scaling != parameters)
         assert differ == any("rope_scaling is read" in note for note in notes), body
     assert computed > 60

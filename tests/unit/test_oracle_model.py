@@ -19,7 +19,7 @@ from megatron_port.core.dist.record import InitSpec, initial_values
 from megatron_port.core.layers.attention import AttentionMask, masked_softmax
 from megatron_port.core.layers.fused import torch_layer_norm, torch_rms_norm
 from megatron_port.core.model.decoder_spec import model_spec
-from megatron_port.core.model.rotary import RotaryTables, frequencies, score_factor, yarn_factor
+from megatron_port.core.model.rotary import RotaryTables, frequencies, score_factor, turning_factor
 
 CPU = torch.device("cpu")
 
@@ -52,7 +52,7 @@ def same(model: ModelConfig, kind: str, **more: Any) -> None:
     found = frequencies(model, CPU)
     torch.testing.assert_close(found[: len(wanted)], wanted, rtol=2e-6, atol=0)
     assert len(found) == model.head_size // 2 and not found[len(wanted) :].any()
-    assert yarn_factor(model) == pytest.approx(factor, rel=1e-12) and score_factor(model) == 1.0
+    assert turning_factor(model) == pytest.approx(factor, rel=1e-12) and score_factor(model) == 1.0
 
 
 THETAS, SHARES = st.sampled_from([100.0, 1e4, 5e5]), st.sampled_from([0.25, 0.5, 1.0])

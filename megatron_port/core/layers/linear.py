@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from megatron_port.core.model.parameter_spec import LinearSpec
 
 __all__ = [
-    "ColumnParallelLinear", "LinearContext", "RowParallelLinear", "Rows", "WgradAccumulator", "add_product", "linear",
+    "ColumnParallelLinear", "Linear", "LinearContext", "RowParallelLinear", "Rows", "UnsplitLinear", "WgradAccumulator",
+    "add_product", "linear",
 ]
 
 
@@ -267,6 +268,16 @@ class LinearContext:
         return attach(nn.Parameter(torch.empty(record.local_shape, dtype=self.dtype, device=self.ctx.device)), record)
 
 
+class Linear(Protocol):
+    """What the modules of a layer use of a linear: of one matrix, or of factors (``weights.low_rank``)."""
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        """Its bias: [.., out/tp] where outputs are split, else [out]."""
+
+    def __call__(self, x: torch.Tensor, **options: Any) -> Any: ...
+
+
 class ColumnParallelLinear(nn.Module):
     """y = x Wᵀ + b with W's rows split: [seq(/tp), batch, in] → [seq, batch, packed * out/tp].
 
@@ -366,3 +377,28 @@ class RowParallelLinear(nn.Module):
             y = linear(x, self.weight, kernels=self.kernels)
         y = (reduce_scatter_sequence if self.sequence_parallel else reduce_from_tp)(y, self.group)
         return y if self.bias is None or self.skip_bias else y + self.bias
+
+
+class UnsplitLinear(nn.Module):
+    """A product that is not split: [seq(/tp), batch, in] → [seq(/tp), batch, out]. The caller adds its ``bias``."""
+
+    def __init__(self, layer: str, spec: LinearSpec, context: LinearContext) -> None:
+        super().__init__()
+        self.kernels = context.kernels
+        self.adapter: nn.Module | None = None
+        self.bias: nn.Parameter | None = None
+        name, over = f"{layer}.{spec.name}", SEQUENCE if context.sequence_parallel else REPLICAS
+        self.weight = context.parameter(make_record(
+            f"{name}.weight", (spec.outputs, spec.inputs), context.ctx, init=InitSpec("normal", spec.std), decay=True,
+            partial_over=over,
+        ))
+        if spec.bias:
+            self.bias = context.parameter(make_record(
+                f"{name}.bias", (spec.outputs,), context.ctx, init=InitSpec("zeros"), decay=False, partial_over=over,
+            ))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.adapter is not None:
+            out: torch.Tensor = self.adapter(x, (self.weight,), None, group=None, sequence=False, kernels=self.kernels)
+            return out
+        return linear(x, self.weight, kernels=self.kernels)

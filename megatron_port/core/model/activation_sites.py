@@ -1,4 +1,4 @@
-"""Names of what a layer saves for its backward pass, and what is decided of each. Plain Python, without torch."""
+"""What is decided of each thing that a layer saves for its backward pass. Plain Python, without torch."""
 
 from __future__ import annotations
 
@@ -8,25 +8,7 @@ from typing import Literal, get_args
 
 from megatron_port.core.config.memory import ActivationsConfig
 from megatron_port.core.errors import ConfigError
-
-Site = Literal["input", "norm1", "qkv", "core", "residual", "norm2", "hidden", "activation", "output"]
-"""Names of what a layer's operations leave behind: each its result, where a later operation saves it, and what the
-operation itself saves beside its arguments (statistics, masks, scores).
-
-======== ==================================================================== ==================
-site     operation                                                            its result is read by
-======== ==================================================================== ==================
-input    the layer before                                                     norm1
-norm1    norm of the input                                                    projection
-qkv      projection to queries, keys and values; their norms and rotation     core
-core     scores, softmax, product with the values                             output projection
-residual output projection, its sum over ranks, bias, dropout, addition       norm2
-norm2    norm of the residual stream                                          up projection
-hidden   up projection                                                        activation
-activation  GeLU or SwiGLU                                                    down projection
-output   down projection, its sum over ranks, bias, dropout, addition         the layer after
-======== ==================================================================== ==================
-"""
+from megatron_port.core.model.ops import Site
 
 SITES: tuple[Site, ...] = get_args(Site)
 """In the order of the forward pass."""

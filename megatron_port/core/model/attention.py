@@ -14,10 +14,9 @@ from megatron_port.core.layers.fused import ProbabilityDropout
 from megatron_port.core.layers.fused_attention import DropoutOf
 from megatron_port.core.layers.linear import ColumnParallelLinear, Rows
 from megatron_port.core.model.build import BuildContext
-from megatron_port.core.model.linears import column_linear, row_linear
-from megatron_port.core.model.norm import Norm, ProjectionNorm
-from megatron_port.core.model.recompute import recompute
-from megatron_port.core.model.spec import AttentionSpec, GroupedAttentionSpec, Groups
+from megatron_port.core.model.norm import Norm
+from megatron_port.core.model.spec import AttentionSpec, GroupedAttentionSpec, Groups, NormSpec
+from megatron_port.core.registry import PARTS
 
 
 def projection_rows(groups: Groups, ctx: ParallelContext) -> tuple[Rows, Rows] | None:
@@ -44,6 +43,14 @@ def rank_rows(groups: Groups, tp: int, rank: int) -> tuple[Rows, Rows]:
     return Rows((first + part * own) * d, own * d), Rows((first + heads) * d, 2 * d, copies)
 
 
+def _head_norm(layer: str, spec: NormSpec, build: BuildContext) -> Norm:
+    """Build a norm of each head's queries or keys, or of those of all heads at once."""
+    made: Norm = Norm(layer, spec, build) if spec.split is None else PARTS.function("norm of all heads")(
+        layer, spec, build
+    )
+    return made
+
+
 class SelfAttention(nn.Module):
     """Self-attention [seq(/tp), batch, hidden] → same shape, without the bias of ``output``; heads / tp on each rank.
 
@@ -57,7 +64,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         tp = build.ctx.size("tp")
         self.spec, self.providers, self.step, self.stream = spec, build.providers, build.step, build.stream
-        self.dropout, self.recompute = build.model.attention_dropout, build.recompute == "selective"
+        self.dropout, self.recompute = build.model.attention_dropout, build.recompute("selective")
         self.rotary, self.partition = build.rotary(spec.rotation), build.partition
         self.context = build.context_attention()
         self.groups = spec.groups.held(tp) // tp
@@ -68,17 +75,16 @@ class SelfAttention(nn.Module):
         self.op = f"{self.name}.probs"
         self.sinks = None if spec.sinks is None else build.per_head(spec.sinks, layer)
         self._build_projection(layer, spec, build)
-        self.output = row_linear(layer, spec.output, build)
+        self.output = build.row(layer, spec.output)
         self.split_sums_bias = True
         """Whether :meth:`split` may give the projection's bias its gradient."""
 
     def _build_projection(self, layer: str, spec: AttentionSpec, build: BuildContext) -> None:
         """Build what makes queries, keys and values."""
         assert isinstance(spec, GroupedAttentionSpec)
-        self.qkv = column_linear(layer, spec.qkv, build, rows=projection_rows(spec.groups, build.ctx))
+        self.qkv = build.column(layer, spec.qkv, rows=projection_rows(spec.groups, build.ctx))
         self.query_norm, self.key_norm = (
-            None if norm is None else (Norm if norm.split is None else ProjectionNorm)(layer, norm, build)
-            for norm in (spec.query_norm, spec.key_norm)
+            None if norm is None else _head_norm(layer, norm, build) for norm in (spec.query_norm, spec.key_norm)
         )
 
     def _positions(self, rows: int) -> Positions:
@@ -88,8 +94,8 @@ class SelfAttention(nn.Module):
 
     def _recomputed(self, attend: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
         """Return ``attend(*inputs)``, computed again in the backward pass under selective recompute."""
-        if self.recompute and self.training and torch.is_grad_enabled():
-            return recompute(attend, *inputs, step=self.step)
+        if self.recompute is not None and self.training and torch.is_grad_enabled():
+            return self.recompute(attend, *inputs, step=self.step)
         return attend(*inputs)
 
     def _attend_with_dropout(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

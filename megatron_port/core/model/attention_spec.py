@@ -15,43 +15,6 @@ window have for themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentSpec:
-    """Queries, keys and values by way of latents (multi-head latent attention, arXiv 2405.04434).
-
-    ``query_down`` and ``query_norm``: None where queries come from the input. ``kv_down`` makes the latent of keys and
-    values, and behind it the part of the keys that is rotated and that all heads share; ``kv_up`` makes each head's
-    other part of the key, and its value, from the normed latent.
-    """
-
-    query_down: LinearSpec | None
-    query_norm: NormSpec | None
-    query_up: LinearSpec
-    kv_down: LinearSpec
-    kv_norm: NormSpec
-    kv_up: LinearSpec
-    rotary_size: int
-    """Elements of a head that are rotated."""
-    value_size: int
-    """Elements of a value."""
-
-    @property
-    def linears(self) -> tuple[LinearSpec, ...]:
-        """In the order of the forward pass."""
-        return *(() if self.query_down is None else (self.query_down,)), self.query_up, self.kv_down, self.kv_up
-
-    @property
-    def norms(self) -> tuple[NormSpec, ...]:
-        """Norms of the latents."""
-        return (self.kv_norm,) if self.query_norm is None else (self.query_norm, self.kv_norm)
-
-    @property
-    def parameters(self) -> tuple[ParameterSpec, ...]:
-        """In the order of the modules."""
-        products = tuple(p for part in self.linears for p in part.parameters)
-        return (*products, *(p for norm in self.norms for p in norm.parameters))
-
-
-@dataclass(frozen=True, kw_only=True)
 class AttentionSpec(MixerSpec):
     """Causal self-attention with a softmax over scores, however queries, keys and values are made."""
 
@@ -159,34 +122,3 @@ class GroupedAttentionSpec(AttentionSpec):
     @property
     def norms_over_ranks(self) -> int:
         return sum(norm is not None and norm.split is not None for norm in (self.query_norm, self.key_norm))
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentAttentionSpec(AttentionSpec):
-    """Attention whose queries, keys and values come from latents."""
-
-    module: ClassVar[str] = "megatron_port.ext.mixers.latent_attention:LatentAttention"
-    latent: LatentSpec
-
-    @property
-    def projections(self) -> tuple[LinearSpec, ...]:
-        return self.latent.linears
-
-    @property
-    def parameters(self) -> tuple[ParameterSpec, ...]:
-        return (*self._own_parameters, *self.latent.parameters, *self.output.parameters)
-
-    @property
-    def value_size(self) -> int:
-        return self.latent.value_size
-
-    @property
-    def up_projections(self) -> tuple[LinearSpec, ...]:
-        return self.latent.query_up, self.latent.kv_up
-
-    @property
-    def latent_norms(self) -> tuple[NormSpec, ...]:
-        return self.latent.norms
-
-    def ops(self, source: str) -> tuple[Op, ...]:
-        return self._two_ops(source, "latent heads", "padded scores")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -20,16 +20,31 @@ from megatron_port.core.dist.record import SEQUENCE, InitSpec, Shard, attach, ma
 from megatron_port.core.layers.cross_entropy import TokenLoss, vocab_parallel_cross_entropy
 from megatron_port.core.layers.embedding import padded_vocab_size, vocab_parameter
 from megatron_port.core.layers.fused_attention import ContextAttention
-from megatron_port.core.layers.linear import ColumnParallelLinear, LinearContext, RowParallelLinear, Rows
+from megatron_port.core.layers.linear import (
+    ColumnParallelLinear,
+    Linear,
+    LinearContext,
+    RowParallelLinear,
+    Rows,
+    UnsplitLinear,
+)
 from megatron_port.core.layers.linear_kernels import PLAIN, LinearKernels
 from megatron_port.core.layers.providers import Providers
 from megatron_port.core.layers.step import StepSlot
-from megatron_port.core.model.activation_sites import LayerActivations
 from megatron_port.core.model.loss import StageLoss
 from megatron_port.core.model.residual import ResidualStream
 from megatron_port.core.model.rotary import RotaryTables
 from megatron_port.core.model.spec import LinearSpec, ParameterSpec, Rotation
 from megatron_port.core.registry import PARTS
+
+
+class Recompute(Protocol):
+    """Activation recompute (``memory.recompute``)."""
+
+    def __call__(
+        self, function: Callable[..., torch.Tensor], *inputs: torch.Tensor, step: StepSlot
+    ) -> torch.Tensor:
+        """Run ``function(*inputs)`` keeping only its inputs; its modules see the same micro-batch both times."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +59,8 @@ class BuildOptions:
     """Factor of log²Z in the loss of the model's own logits while training."""
     recompute: str = "none"
     """none | selective | full, for all layers."""
-    layer_activations: Mapping[int, LayerActivations] = field(default_factory=dict)
-    """Decisions by the index of the layer, where ``recompute`` is none."""
+    layer_activations: Mapping[int, Any] = field(default_factory=dict)
+    """Decisions (``memory.sites.LayerActivations``) by the index of the layer, where ``recompute`` is none."""
     position_reset: bool = False
     """Learned positions are counted from each document's start."""
     fine_tuning: FineTuningConfig = NO_ADAPTERS
@@ -76,14 +91,14 @@ class BuildContext:
         self.model, self.ctx, self.providers, self.step, self.stream = model, ctx, providers, step, step.stream
         self.dtype, self.loss, self.position_reset = dtype, options.loss, options.position_reset
         self.sequence_parallel = layout.sequence_parallel and ctx.size("tp") > 1
-        self.recompute, self.cp_method = options.recompute, layout.cp_method
+        self._recompute, self.cp_method = options.recompute, layout.cp_method
         self.layer_activations = options.layer_activations
         self.parking = self._parking()
         self.padding_multiple = layout.vocab_padding_multiple
         # Of the layers' linears; embedding, head and attention stay in the compute dtype.
-        self.kernels, narrow = _kernels(providers, options.quantisation), providers.fp8
+        kernels, narrow = _kernels(providers, options.quantisation), providers.fp8
         self.weight_copies = None if narrow is None else narrow.weight_copies()
-        self.linears = LinearContext(ctx, self.sequence_parallel, dtype, self.kernels)
+        self.linears = LinearContext(ctx, self.sequence_parallel, dtype, kernels)
         self.chunks = layout.tp_overlap_chunks if ctx.size("tp") > 1 else 1
         if partition is None:
             partition = sequence_partition(
@@ -102,6 +117,14 @@ class BuildContext:
             return None
         # Under sequence parallelism tensor-parallel ranks hold nothing alike.
         return PARTS.function("parking")(self.ctx.device, None if self.sequence_parallel else self.ctx.over("tp"))
+
+    def recompute(self, what: str) -> Recompute | None:
+        """Return what computes ``what`` again in backward passes: selective (attention's core) or full (a layer);
+        None: it keeps its activations."""
+        found: Recompute | None = None
+        if self._recompute == what:
+            found = PARTS.function("recompute")
+        return found
 
     def context_attention(self) -> ContextAttention | None:
         """Return how attention reaches the positions of other context-parallel ranks; None: there are none.
@@ -127,8 +150,11 @@ class BuildContext:
 
     def column(
         self, layer: str, spec: LinearSpec, *, rows: tuple[Rows, Rows] | None = None, skip_bias: bool = False
-    ) -> ColumnParallelLinear:
+    ) -> Linear:
         """Build the linear layer of a spec with its outputs split over the tensor-parallel ranks."""
+        if spec.rank:
+            factored: Linear = PARTS.function("factored column")(layer, spec, self, rows=rows, skip_bias=skip_bias)
+            return factored
         adapter = self.adapter(layer, spec)
         chunked = self.chunks > 1 and adapter is None
         make = partial(PARTS.function("chunked column"), self.chunks) if chunked else ColumnParallelLinear
@@ -136,13 +162,22 @@ class BuildContext:
         made.adapter = adapter
         return made
 
-    def row(self, layer: str, spec: LinearSpec) -> RowParallelLinear:
+    def row(self, layer: str, spec: LinearSpec) -> Linear:
         """Build the linear layer of a spec with inputs split over tensor-parallel ranks; the caller adds its bias."""
+        if spec.rank:
+            factored: Linear = PARTS.function("factored row")(layer, spec, self)
+            return factored
         adapter = self.adapter(layer, spec)
         chunked = self.chunks > 1 and adapter is None
         make = partial(PARTS.function("chunked row"), self.chunks) if chunked else RowParallelLinear
         made: RowParallelLinear = make(layer, spec, self.linears, skip_bias=True)
         made.adapter = adapter
+        return made
+
+    def whole(self, layer: str, spec: LinearSpec) -> Linear:
+        """Build the linear layer of a spec that every tensor-parallel rank has all of; the caller adds its bias."""
+        made = UnsplitLinear(layer, spec, self.linears)
+        made.adapter = self.adapter(layer, spec)
         return made
 
     def divided(self, spec: ParameterSpec, layer: str = "") -> nn.Parameter:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 from megatron_port.core.config.mixer import mixer_kind
 from megatron_port.core.config.schema import ModelConfig
@@ -17,8 +17,6 @@ from megatron_port.core.model.spec import (
     GroupedAttentionSpec,
     Groups,
     HeadSpec,
-    LatentAttentionSpec,
-    LatentSpec,
     LayerSpec,
     LinearSpec,
     MixerSpec,
@@ -163,7 +161,8 @@ def attention_spec(model: ModelConfig, index: int) -> AttentionSpec:
         "softcap": model.attention_softcap, "sinks": _sinks(groups) if model.attention_sinks else None,
     }
     if model.kv_lora_rank:
-        return LatentAttentionSpec(latent=_latent(model), **shared)
+        found: AttentionSpec = PARTS.function("latent attention")(model, shared)
+        return found
     qkv = LinearSpec(
         name="attention.qkv", inputs=model.hidden_size, outputs=groups.rows_held(1), parallel="column",
         bias=model.add_bias or model.qkv_bias, std=model.matrix_std, groups=groups, rank=model.qkv_rank,
@@ -182,32 +181,6 @@ def _rotation(model: ModelConfig, index: int) -> Rotation:
 def _sinks(groups: Groups) -> ParameterSpec:
     """Split by query head, whose order among tensor-parallel ranks is that of the fused projection's."""
     return ParameterSpec(name="attention.sinks", shape=(groups.heads,), init="zeros", decay=False, split=Split(0))
-
-
-def _latent(model: ModelConfig) -> LatentSpec:
-    heads, hidden, rotated = model.num_attention_heads, model.hidden_size, model.qk_rope_head_dim
-
-    def linear(name: str, inputs: int, outputs: int, parallel: Literal["column", "none"]) -> LinearSpec:
-        return LinearSpec(
-            name=f"attention.{name}", inputs=inputs, outputs=outputs, parallel=parallel, bias=False,
-            std=model.matrix_std,
-        )
-
-    def norm(name: str, size: int) -> NormSpec:
-        return NormSpec(name=f"attention.{name}", size=size, kind="rmsnorm", bias=False)
-
-    low = model.q_lora_rank
-    return LatentSpec(
-        query_down=linear("query_down", hidden, low, "none") if low else None,
-        query_norm=norm("query_norm", low) if low else None,
-        query_up=linear("query_up" if low else "query", low or hidden, heads * model.head_size, "column"),
-        kv_down=linear("kv_down", hidden, model.kv_lora_rank + rotated, "none"),
-        kv_norm=norm("kv_norm", model.kv_lora_rank),
-        kv_up=linear(
-            "kv_up", model.kv_lora_rank, heads * (model.head_size - rotated + model.value_size), "column"
-        ),
-        rotary_size=rotated, value_size=model.value_size,
-    )
 
 
 def mlp_spec(model: ModelConfig, name: str = "mlp", width: int = 0) -> MLPSpec:

@@ -12,11 +12,9 @@ from torch import nn
 from megatron_port.core.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatron_port.core.layers.embedding import VocabParallelEmbedding
 from megatron_port.core.layers.linear import linear
-from megatron_port.core.model.activation_sites import LayerActivations
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.norm import Norm
 from megatron_port.core.model.program import Program, Watch
-from megatron_port.core.model.recompute import recompute
 from megatron_port.core.model.spec import EmbeddingSpec, HeadSpec, LayerSpec, NormSpec
 
 
@@ -85,8 +83,9 @@ class TransformerLayer(nn.Module):
         self.name, self.index, self.program = name, index, Program(spec.ops)
         self.watch: Watch | None = None
         """Sees the values of passes that do not recompute."""
-        self.residual, self.step, self.recompute = build.residual, build.step, build.recompute == "full"
-        self.activations = build.layer_activations.get(index, LayerActivations())
+        self.residual, self.step, self.recompute = build.residual, build.step, build.recompute("full")
+        self.activations = build.layer_activations.get(index)
+        """Decisions for what its operations leave behind; None: all is kept."""
         self.parking = build.parking
 
         def norm(part: NormSpec | None) -> Norm | None:
@@ -128,8 +127,8 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training and torch.is_grad_enabled():
-            if self.recompute:
-                return recompute(partial(self.program.run, self), x, step=self.step)
+            if self.recompute is not None:
+                return self.recompute(partial(self.program.run, self), x, step=self.step)
             if self.activations:
                 tape = self.parking.tape(self.activations, self.step, x)
                 try:

@@ -13,7 +13,6 @@ from megatron_port.core.config.model import CLAMP, SHARPNESS
 from megatron_port.core.layers.fused import FirstOrderFunction, first_order
 from megatron_port.core.layers.providers import Providers
 from megatron_port.core.model.build import BuildContext
-from megatron_port.core.model.linears import column_linear, row_linear
 from megatron_port.core.model.spec import MLPSpec
 
 
@@ -76,8 +75,8 @@ class MLP(FeedForwardBlock):
     def __init__(self, name: str, index: int, spec: MLPSpec, build: BuildContext) -> None:
         super().__init__()
         self.activation, self.gated, self.providers = spec.activation, spec.gated, build.providers
-        self.up = column_linear(name, spec.up, build, skip_bias=not spec.gated)
-        self.down = row_linear(name, spec.down, build)
+        self.up = build.column(name, spec.up, skip_bias=not spec.gated)
+        self.down = build.row(name, spec.down)
 
     @property
     def bias(self) -> torch.nn.Parameter | None:  # type: ignore[override]

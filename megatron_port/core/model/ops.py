@@ -9,9 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from megatron_port.core.model.activation_sites import Site
+Site = Literal["input", "norm1", "qkv", "core", "residual", "norm2", "hidden", "activation", "output"]
+"""Names of what a layer's operations leave behind: each its result, where a later operation saves it, and what the
+operation itself saves beside its arguments (statistics, masks, scores).
+
+======== ==================================================================== ==================
+site     operation                                                            its result is read by
+======== ==================================================================== ==================
+input    the layer before                                                     norm1
+norm1    norm of the input                                                    projection
+qkv      projection to queries, keys and values; their norms and rotation     core
+core     scores, softmax, product with the values                             output projection
+residual output projection, its sum over ranks, bias, dropout, addition       norm2
+norm2    norm of the residual stream                                          up projection
+hidden   up projection                                                        activation
+activation  GeLU or SwiGLU                                                    down projection
+output   down projection, its sum over ranks, bias, dropout, addition         the layer after
+======== ==================================================================== ==================
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from megatron_port.core.model.activation_sites import Site
-from megatron_port.core.model.ops import INPUT, Op, last_uses
+from megatron_port.core.model.ops import INPUT, Op, Site, last_uses
 
 Values = dict[str, Any]
 """Values by name, each a tensor or a tuple of tensors."""

@@ -28,14 +28,3 @@ def recompute(function: Callable[..., torch.Tensor], *inputs: torch.Tensor, step
 
     out: torch.Tensor = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
     return out
-
-
-def is_of_all_layers(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is marked as one that all layers share (rotary tables): it is no layer's to park."""
-    return getattr(tensor, "of_all_layers", False) or getattr(tensor._base, "of_all_layers", False)
-
-
-def mark_as_of_all_layers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, marked so."""
-    tensor.of_all_layers = True  # type: ignore[attr-defined]
-    return tensor

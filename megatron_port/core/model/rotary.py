@@ -1,4 +1,4 @@
-"""Tables of rotary position embedding (Su et al., arXiv 2104.09864): whole or partial, scaled for longer contexts.
+"""Tables of rotary position embedding (Su et al., arXiv 2104.09864): whole or partial.
 
 Element i of a head pairs with i + d/2, whatever share of the head is rotated: with a share of r the first r·d/2 pairs
 turn and the others have frequency 0. (GPT-NeoX keeps the rotated elements first, i with i + r·d/2; since queries and
@@ -8,18 +8,42 @@ keys are permuted alike, their products are the same, and ``interop`` permutes t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.dist.positions import Positions
-from megatron_port.core.model.recompute import mark_as_of_all_layers
 from megatron_port.core.model.spec import Rotation
+from megatron_port.core.registry import PARTS
 
 _KEPT = 8
 """Sets of positions whose rows are kept: those of the micro-batches in flight, where each has its own."""
 Tables = tuple[torch.Tensor, torch.Tensor]
 """cos and sin, float32 [rows, head_size / 2]; float64 of a model in float64 that has a factor on its scores"""
+
+
+@dataclass(frozen=True)
+class RotaryScaling:
+    """How a model changes its frequencies for longer contexts (``model.rope_scaling``)."""
+
+    frequencies: Callable[[torch.Tensor, ModelConfig], torch.Tensor]
+    """(tokens per radian of each pair, model) → radians per token."""
+    factor: Callable[[ModelConfig], float] = lambda model: 1.0
+    """Of cos and sin of the pairs that turn."""
+
+
+def _scaling(model: ModelConfig, rotation: Rotation) -> RotaryScaling | None:
+    if model.rope_scaling == "none" or rotation != "usual":
+        return None
+    return PARTS.get(f"rotary scaling, {model.rope_scaling}", RotaryScaling)
+
+
+def turning_factor(model: ModelConfig, rotation: Rotation = "usual") -> float:
+    """Return the factor on cos and sin of the pairs that turn."""
+    scaling = _scaling(model, rotation)
+    return 1.0 if scaling is None else scaling.factor(model)
 
 
 def frequencies(model: ModelConfig, device: torch.device | str, rotation: Rotation = "usual") -> torch.Tensor:
@@ -30,66 +54,28 @@ def frequencies(model: ModelConfig, device: torch.device | str, rotation: Rotati
     size, rotated = model.head_size, model.rotary_size
     exponent = torch.arange(0, rotated, 2, dtype=torch.int64, device=device).float() / rotated
     wave = (model.window_rope_theta if rotation == "window" else model.rope_theta) ** exponent  # tokens per radian
-    inverse = 1.0 / wave
-    if rotation != "usual":
-        inverse = inverse if rotation == "window" else torch.zeros_like(inverse)
-    elif model.rope_scaling == "linear":
-        inverse = inverse / model.rope_factor
-    elif model.rope_scaling == "llama3":
-        inverse = _llama3(inverse, model)
-    elif model.rope_scaling == "yarn":
-        inverse = _yarn(wave, model)
+    scaling = _scaling(model, rotation)
+    inverse = 1.0 / wave if scaling is None else scaling.frequencies(wave, model)
+    if rotation == "none":
+        inverse = torch.zeros_like(inverse)
     return torch.cat((inverse, torch.zeros((size - rotated) // 2, device=device)))
-
-
-def _llama3(inverse: torch.Tensor, model: ModelConfig) -> torch.Tensor:
-    """Llama 3.1's rule: short waves stay, long ones are stretched by the factor, those between blend.
-
-    A wave is long where the original context holds fewer than ``rope_low_freq_factor`` turns of it.
-    """
-    low, high, original = model.rope_low_freq_factor, model.rope_high_freq_factor, model.rope_original_length
-    wave = 2 * math.pi / inverse
-    smooth = (original / wave - low) / (high - low)
-    blended = (1 - smooth) * (inverse / model.rope_factor) + smooth * inverse
-    stretched = torch.where(wave > original / low, inverse / model.rope_factor, inverse)
-    between = (wave >= original / high) & (wave <= original / low)
-    return torch.where(between, blended, stretched)
-
-
-def _yarn(wave: torch.Tensor, model: ModelConfig) -> torch.Tensor:
-    """Return YaRN's frequencies for the usual ``wave``, rounded where transformers rounds: at position 100,000 the last
-    bit of a frequency is 0.006 radians.
-
-    Pairs that turn ``rope_beta_fast`` times or more in the original context stay, those that turn
-    ``rope_beta_slow`` times or fewer are divided by the factor, with a ramp over the pairs between. Its ends are whole
-    pairs or, without ``rope_truncate``, where these turns lie."""
-    last = model.rotary_size - 1
-
-    def pair(turns: float) -> float:
-        """The pair, by a real number, that turns so often in the original context."""
-        wave = model.rope_original_length / (2 * math.pi * turns)
-        return model.rotary_size * math.log(wave) / (2 * math.log(model.rope_theta))
-
-    fast, slow = pair(model.rope_beta_fast), pair(model.rope_beta_slow)
-    if model.rope_truncate:
-        fast, slow = math.floor(fast), math.ceil(slow)
-    first, stop = max(fast, 0), min(slow, last)
-    pairs = torch.arange(len(wave), device=wave.device).float()
-    kept = 1 - ((pairs - first) / ((stop - first) or 1e-3)).clamp(0, 1)
-    return 1.0 / (model.rope_factor * wave) * (1 - kept) + 1.0 / wave * kept
-
-
-def yarn_factor(model: ModelConfig, rotation: Rotation = "usual") -> float:
-    """Return the factor on cos and sin of the pairs that turn, where YaRN scales their frequencies."""
-    if model.rope_scaling != "yarn" or rotation != "usual":
-        return 1.0
-    return model.rope_attention_factor or 1.0 + 0.1 * math.log(model.rope_factor)
 
 
 def score_factor(model: ModelConfig) -> float:
     """Return the factor on queries and keys, thus on all pairs' cos and sin: the square root of what
     ``attention_scale`` changes in their products."""
     return math.sqrt(model.attention_scale * math.sqrt(model.head_size)) if model.attention_scale else 1.0
+
+
+def is_of_all_layers(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is marked as one that all layers share (rotary tables): it is no layer's to park."""
+    return getattr(tensor, "of_all_layers", False) or getattr(tensor._base, "of_all_layers", False)
+
+
+def mark_as_of_all_layers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, marked so."""
+    tensor.of_all_layers = True  # type: ignore[attr-defined]
+    return tensor
 
 
 class RotaryTables:
@@ -128,13 +114,13 @@ class RotaryTables:
                 torch.arange(rows, device=device).float(), frequencies(self.model, device, self.rotation)
             )
             cos, sin, turning = angle.cos(), angle.sin(), self.model.rotary_size // 2
-            yarn, scale = yarn_factor(self.model, self.rotation), score_factor(self.model)
+            factor, scale = turning_factor(self.model, self.rotation), score_factor(self.model)
             if self.dtype == torch.float64 and scale != 1.0:  # rounded to float32, products would be 1e-7 off
-                cos, sin = (torch.cat((t[:, :turning] * yarn, t[:, turning:]), dim=1).double() for t in (cos, sin))
-                yarn = 1.0
-            for pairs, factor in ((slice(turning), yarn * scale), (slice(turning, None), scale)):
-                if factor != 1.0:
-                    cos[:, pairs] *= factor
-                    sin[:, pairs] *= factor
+                cos, sin = (torch.cat((t[:, :turning] * factor, t[:, turning:]), dim=1).double() for t in (cos, sin))
+                factor = 1.0
+            for pairs, by in ((slice(turning), factor * scale), (slice(turning, None), scale)):
+                if by != 1.0:
+                    cos[:, pairs] *= by
+                    sin[:, pairs] *= by
             found = self._made[device] = mark_as_of_all_layers(cos), mark_as_of_all_layers(sin)
         return found

@@ -17,20 +17,13 @@ from importlib import import_module
 from itertools import groupby
 from typing import Any, ClassVar
 
-from megatron_port.core.model.activation_sites import Site
-from megatron_port.core.model.attention_spec import (
-    AttentionSpec,
-    GroupedAttentionSpec,
-    LatentAttentionSpec,
-    LatentSpec,
-    Rotation,
-)
+from megatron_port.core.model.attention_spec import AttentionSpec, GroupedAttentionSpec, Rotation
 from megatron_port.core.model.mixer_spec import MixerSpec
-from megatron_port.core.model.ops import INPUT, Op
+from megatron_port.core.model.ops import INPUT, Op, Site
 from megatron_port.core.model.parameter_spec import Gradient, Groups, LinearSpec, NormSpec, ParameterSpec, Split
 
 __all__ = [
-    "AttentionSpec", "FeedForward", "Gradient", "GroupedAttentionSpec", "Groups", "LatentAttentionSpec", "LatentSpec",
+    "AttentionSpec", "FeedForward", "Gradient", "GroupedAttentionSpec", "Groups",
     "LayerSpec", "LinearSpec", "MLPSpec", "MixerSpec", "NormSpec", "ParameterSpec", "Rotation", "Split",
 ]
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from megatron_port.core.checkpoint.disk import free_bytes
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.errors import EnvironmentFault
-from megatron_port.core.model.flops import trained_count
 
 FOLDER = "checkpoints"
 """Name of the folder of checkpoints within a run's."""
@@ -24,15 +23,11 @@ _PROBE = 1 << 16
 """Size of the write probe; it exceeds the slack of blocks that a full file system has already allocated."""
 
 
-def checkpoint_bytes(config: RunConfig) -> int:
-    """Return the bytes of one checkpoint without headers and manifest: a master and two moments per parameter."""
-    return 3 * (8 if config.precision.dtype == "fp64" else 4) * trained_count(config.model, config.fine_tuning)
-
-
-def check_output(config: RunConfig) -> None:
+def check_output(config: RunConfig, trained: int) -> None:
     """Check the run's folder by writing and removing a file; rank 0 calls this before it meets the others.
 
-    A folder that refuses would be found hours later, by the first save.
+    A folder that refuses would be found hours later, by the first save. ``trained``: the parameters that updates
+    change. One checkpoint has a master and two moments of each, beside headers and manifest.
 
     Raises:
         EnvironmentFault: the folder cannot be made or written, or has no room for one checkpoint.
@@ -55,7 +50,7 @@ def check_output(config: RunConfig) -> None:
             f"{folder}: cannot be written ({error.strerror or error}), so nothing of this run could be saved; make "
             "room or give this user write permission there, or choose another output_dir"
         ) from error
-    needed, free = checkpoint_bytes(config), free_bytes(folder)
+    needed, free = 3 * (8 if config.precision.dtype == "fp64" else 4) * trained, free_bytes(folder)
     if free is not None and free < needed:
         raise EnvironmentFault(
             f"{folder}: {free} bytes are free, and one checkpoint of this run takes {needed}; make room, or choose "

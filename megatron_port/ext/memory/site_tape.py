@@ -33,8 +33,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_port.core.dist.collectives import PartitionedBytes
 from megatron_port.core.engine.native_passes import PassWatch
 from megatron_port.core.layers.step import StepSlot
-from megatron_port.core.model.activation_sites import Decision, LayerActivations, Site
-from megatron_port.core.model.recompute import is_of_all_layers
+from megatron_port.core.model.activation_sites import Decision, LayerActivations
+from megatron_port.core.model.ops import Site
+from megatron_port.core.model.rotary import is_of_all_layers
 from megatron_port.core.pipeline.actions import Action
 from megatron_port.ext.memory.swap import SwappedLayer, SwapSpace
 

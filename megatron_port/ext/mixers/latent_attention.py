@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from megatron_port.core.dist.collectives import enter_region
 from megatron_port.core.model.attention import SelfAttention
 from megatron_port.core.model.build import BuildContext
-from megatron_port.core.model.linears import UnsplitLinear
+from megatron_port.core.model.latent_spec import LatentAttentionSpec
 from megatron_port.core.model.norm import Norm
-from megatron_port.core.model.spec import AttentionSpec, LatentAttentionSpec
+from megatron_port.core.model.spec import AttentionSpec
 
 
 class LatentAttention(SelfAttention):
@@ -34,9 +34,9 @@ class LatentAttention(SelfAttention):
         self.rotary_size, self.value_size = latent.rotary_size, latent.value_size
         self.latent_size = latent.kv_norm.size
         self.group, self.sequence_parallel = build.ctx.over("tp"), build.sequence_parallel
-        self.query_down = None if latent.query_down is None else UnsplitLinear(layer, latent.query_down, build)
+        self.query_down = None if latent.query_down is None else build.whole(layer, latent.query_down)
         self.query_up = build.column(layer, latent.query_up)
-        self.kv_down = UnsplitLinear(layer, latent.kv_down, build)
+        self.kv_down = build.whole(layer, latent.kv_down)
         self.kv_up = build.column(layer, latent.kv_up)
         self.query_norm = None if latent.query_norm is None else Norm(layer, latent.query_norm, build)
         self.kv_norm = Norm(layer, latent.kv_norm, build)

@@ -15,7 +15,6 @@ from torch import nn
 from megatron_port.core.layers.embedding import VocabParallelEmbedding
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.layers import Head, TransformerLayer, embedding_factor
-from megatron_port.core.model.linears import UnsplitLinear
 from megatron_port.core.model.norm import Norm
 from megatron_port.core.model.spec import HeadSpec, PredictionSpec
 
@@ -36,7 +35,7 @@ class Prediction(nn.Module):
         name = spec.name
         self.embedding_norm = Norm(name, spec.embedding_norm, build)
         self.hidden_norm = Norm(name, spec.hidden_norm, build)
-        self.projection = UnsplitLinear(name, spec.projection, build)
+        self.projection = build.whole(name, spec.projection)
         self.layer = TransformerLayer(build.model.num_layers + index, spec.layer, build, name=f"{name}.layer")
         self.norm = Norm(name, spec.norm, build)
         self.word = VocabParallelEmbedding(table, ctx=build.ctx, sequence_parallel=build.sequence_parallel)

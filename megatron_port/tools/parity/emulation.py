@@ -38,7 +38,8 @@ from megatron_port.core.model.layers import Embedding, Head, TransformerLayer
 from megatron_port.core.model.linears import FactoredColumnLinear
 from megatron_port.core.model.mlp import MLP
 from megatron_port.core.model.moe import Experts, MoE
-from megatron_port.core.model.norm import Norm, ProjectionNorm
+from megatron_port.core.model.norm import Norm
+from megatron_port.core.model.projection_norm import ProjectionNorm
 from megatron_port.core.model.residual import ResidualStream
 from megatron_port.core.optim.gradients import LossScaler
 from megatron_port.tools.parity.comparison import (

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_port.core.model.activation_sites import Decision, Site, choice
+from megatron_port.core.model.activation_sites import Decision, choice
+from megatron_port.core.model.ops import Site
 from megatron_port.tools.plan.swap import HostLink
 
 MOST_LOOKED_AT = 50_000

@@ -13,8 +13,9 @@ from itertools import groupby
 
 from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.model.activation_sites import RECOMPUTED, REPLICATED, SITES, Decision, Site, choice
+from megatron_port.core.model.activation_sites import RECOMPUTED, REPLICATED, SITES, Decision, choice
 from megatron_port.core.model.decoder_spec import model_spec
+from megatron_port.core.model.ops import Site
 from megatron_port.tools.plan.activation_cover import Counts, Item, Swap, cover
 from megatron_port.tools.plan.activation_profile import StageMeasures, measured_items, measured_swap
 from megatron_port.tools.plan.activations import copied_sites, site_bytes

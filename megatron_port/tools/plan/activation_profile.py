@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_port.core.model.activation_sites import RECOMPUTED, REPLICATED, SITES, Site
+from megatron_port.core.model.activation_sites import RECOMPUTED, REPLICATED, SITES
 from megatron_port.core.model.decoder_spec import model_spec
+from megatron_port.core.model.ops import Site
 from megatron_port.tools.plan.activation_cover import Item, Swap
 from megatron_port.tools.plan.activations import copied_sites
 from megatron_port.tools.plan.case import Case

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_port.core.model.activation_sites import SITES, Site, decided
+from megatron_port.core.model.activation_sites import SITES, decided
 from megatron_port.core.model.decoder_spec import model_spec
+from megatron_port.core.model.ops import Site
 from megatron_port.core.model.spec import AttentionSpec, LayerSpec, NormSpec
 from megatron_port.tools.plan.case import Case
 from megatron_port.tools.plan.head_memory import uses_tables

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from megatron_port.core.config.schema import ModelConfig
+from megatron_port.core.model.latent_spec import LatentAttentionSpec, LatentSpec
 from megatron_port.core.model.ops import Op
-from megatron_port.core.model.spec import AttentionSpec, GroupedAttentionSpec, LatentAttentionSpec, LatentSpec
+from megatron_port.core.model.spec import AttentionSpec, GroupedAttentionSpec
 from megatron_port.tools.plan.adapters import enter, tuned_linear
 from megatron_port.tools.plan.attention_cores import Heads, context_core, fused_core, heads_of, scores_core
 from megatron_port.tools.plan.operations import Sizes, linear, normalize

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_port.core.model.activation_sites import REPLICATED, Site, choice
+from megatron_port.core.model.activation_sites import REPLICATED, choice
 from megatron_port.core.model.moe_spec import moe_of
+from megatron_port.core.model.ops import Site
 from megatron_port.core.model.spec import LayerSpec, LinearSpec, MLPSpec
 from megatron_port.tools.plan.activations import site_bytes, stream_of
 from megatron_port.tools.plan.adapters import adapter_seconds

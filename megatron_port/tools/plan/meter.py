@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from megatron_port.core.model.activation_sites import SITES, Site
-from megatron_port.core.model.ops import INPUT, Op, last_uses
+from megatron_port.core.model.activation_sites import SITES
+from megatron_port.core.model.ops import INPUT, Op, Site, last_uses
 from megatron_port.core.model.spec import LayerSpec
 from megatron_port.tools.plan import expert_memory, head_memory
 from megatron_port.tools.plan.adapters import enter, leave_by

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 
-from megatron_port.core.model.activation_sites import Site
+from megatron_port.core.model.ops import Site
 
 
 class Meter:
