@@ -8,11 +8,11 @@ before it is ever looked at.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,39 @@ from megatron_port.core.layers.attention import visible_softmax
 from megatron_port.core.layers.context import GatherKeys
 from megatron_port.core.layers.fused import product
 from megatron_port.core.layers.fused_attention import Attention
-from megatron_port.core.model.attention import SelfAttention
+from megatron_port.core.layers.providers import Providers
 from megatron_port.core.model.decoder import GPTStage
 from megatron_port.core.model.layers import Embedding
+from megatron_port.core.model.rotary import RotaryTables
+from megatron_port.core.model.spec import AttentionSpec
+
+
+@runtime_checkable
+class CachingAttention(Protocol):
+    """What generation uses of a layer's attention, and replaces in it (``model.attention.SelfAttention`` has it); a
+    mixer without these reads whole sequences for each token."""
+
+    name: str
+    spec: AttentionSpec
+    sinks: torch.Tensor | None
+    rotary: RotaryTables | None
+    providers: Providers
+    context: Any
+    core_arguments: Callable[..., tuple[torch.Tensor, ...]]
+    """From the layer's input to what ``attend_to`` takes."""
+    attend_to: Callable[..., torch.Tensor]
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the packed projection [seq, batch, groups/tp, heads of a group + 2, d]."""
+
+    def split(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries, keys and values of the packed projection, rotated under rope."""
+
+    def attend_split(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Return what ``attend_to`` does, from what ``split`` returned."""
+
+    def values(self, out: torch.Tensor) -> torch.Tensor:
+        """Return what the output projection takes, from the mixed values."""
 
 
 class KeyValueCache:
@@ -77,7 +107,7 @@ class KeyValueCache:
         return visible[:, None, None, :]
 
     def attend(
-        self, attention: SelfAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, attention: CachingAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         """Compute the attention of one token per sequence over itself and all tokens before it that it sees.
 
@@ -112,9 +142,9 @@ class CacheSlot:
         ``context``: the context-parallel ranks, which gather keys and values while prompts are read.
         """
         for module in stage.modules():
-            if isinstance(module, SelfAttention):
-                module.core_arguments = partial(self._core_arguments, module)  # type: ignore[method-assign]
-                module.attend_to = partial(self._attend_to, module)  # type: ignore[method-assign]
+            if isinstance(module, CachingAttention):
+                module.core_arguments = partial(self._core_arguments, module, module.core_arguments)
+                module.attend_to = partial(self._attend_to, module, module.attend_to)
                 stores = partial(self._store_and_attend, module.name, module.providers.attention)
                 module.providers = replace(module.providers, attention=stores)
                 if context is not None:
@@ -131,21 +161,25 @@ class CacheSlot:
         finally:
             self._now = None
 
-    def _core_arguments(self, attention: SelfAttention, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _core_arguments(
+        self, attention: CachingAttention, own: Callable[..., tuple[torch.Tensor, ...]], x: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         """Queries, keys and values of one token of each sequence under a filled cache, else of whole sequences."""
         cache = self._now
         if cache is None:
-            return SelfAttention.core_arguments(attention, x)
+            return own(x)
         y = attention.project(x)
         if cache.positions is not None:
             return _split_at(attention, y, cache.positions, cache.length)
         return attention.split(y)
 
-    def _attend_to(self, attention: SelfAttention, *arguments: torch.Tensor) -> torch.Tensor:
+    def _attend_to(
+        self, attention: CachingAttention, own: Callable[..., torch.Tensor], *arguments: torch.Tensor
+    ) -> torch.Tensor:
         """Attention of one token of each sequence under a filled cache; else over whole sequences, which fill it."""
         cache = self._now
         if cache is None:
-            return SelfAttention.attend_to(attention, *arguments)
+            return own(*arguments)
         if cache.positions is not None:
             return attention.values(cache.attend(attention, *arguments))
         return attention.attend_split(*arguments)
@@ -167,7 +201,7 @@ class CacheSlot:
 
 
 def _split_at(
-    attention: SelfAttention, y: torch.Tensor, positions: torch.Tensor, length: int
+    attention: CachingAttention, y: torch.Tensor, positions: torch.Tensor, length: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Split one token of each sequence [1, batch, ...] into q, k and v, each rotated to its own position.
 
