@@ -25,13 +25,13 @@ else:
 import plan_accuracy
 import plan_accuracy_long
 import plan_accuracy_moe
+from programs import Program
 
 from megatron_port.core.config.loader import load
 from megatron_port.core.io.files import write_text
 from megatron_port.core.model.flops import parameter_count
 from megatron_port.tools.plan import arithmetic
 from megatron_port.tools.plan.case import Case, Machine, case_of, machine_of
-from megatron_port.tools.plan.engines import Engine
 from megatron_port.tools.plan.memory import plan_memory
 from megatron_port.tools.plan.step import plan_step
 
@@ -261,7 +261,7 @@ def stages_error(mebibytes: list[int]) -> float:
     """Percent by which the plan of the stages of the 175B run is off at the most."""
     case, machine = _run("175b")
     # The measured program kept fp16 gradients and accumulated in them; ours accumulates in fp32.
-    case = replace(case, engine=Engine(name="Megatron-DeepSpeed", gradient_bytes=2, bucket_bytes=0.0))
+    case = replace(case, engine=Program(name="Megatron-DeepSpeed", gradient_bytes=2, bucket_bytes=0.0))
     planned = [stage.allocated / 2**20 for stage in plan_memory(case, machine)]
     return max(100 * abs(p / m - 1) for p, m in zip(planned, mebibytes, strict=True))
 

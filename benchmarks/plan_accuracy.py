@@ -1,7 +1,7 @@
 """Planner against published steps: `python benchmarks/plan_accuracy.py` writes benchmarks/results/plan-accuracy.md.
 
 One calibration a cluster, no fitting to points. What a source does not say is assumed here, once for the source, in
-``plan.programs`` and ``assumed``.
+``programs`` and ``assumed``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from programs import MEGATRON_2021, MEGATRON_2022, MEGATRON_DEEPSPEED, NEMO, NEMO_LLAMA, fullest
 from published_split import Line, opened, used
 
 from megatron_port.core.config.loader import load
@@ -21,8 +22,6 @@ from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.io.files import write_text
 from megatron_port.tools.plan.case import Case, Machine, machine_of
 from megatron_port.tools.plan.engines import Engine
-from megatron_port.tools.plan.programs import MEGATRON_2021, MEGATRON_2022, MEGATRON_DEEPSPEED, NEMO, NEMO_LLAMA
-from megatron_port.tools.plan.search import fullest
 from megatron_port.tools.plan.step import StepPlan, plan_step
 
 ROOT = Path(__file__).resolve().parents[1]

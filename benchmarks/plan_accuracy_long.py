@@ -10,6 +10,7 @@ import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from programs import FSDP2, FSDP2_ASYNC, LLAMA3, megatron_split
 from published_split import Line, used
 
 from megatron_port.core.config.loader import load
@@ -17,7 +18,6 @@ from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.io.files import write_text
 from megatron_port.tools.plan.case import Case, machine_of
 from megatron_port.tools.plan.engines import Engine
-from megatron_port.tools.plan.programs import FSDP2, FSDP2_ASYNC, LLAMA3, megatron_split
 from megatron_port.tools.plan.step import StepPlan, plan_step
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -134,7 +134,7 @@ a step is planned. No constant was fitted to these rows.
 **Llama 3.** The table of 430, 400 and 380 TFLOP/s names neither the interleaving, the recompute policy nor which pairs
 of attention its rate counts, so planned rates are given by both counts: with all pairs, as in this program, and with
 the causal half. By all pairs the planned seconds are 4 to 8 % too few in all three rows; by the causal half the long
-one would be 32 % too many. Planned as `plan.programs.LLAMA3`: nothing hides tensor parallelism's collectives, and
+one would be 32 % too many. Planned as `programs.LLAMA3`: nothing hides tensor parallelism's collectives, and
 attention is FlashAttention-2's; without recompute, with the fastest of one, two or four chunks on each stage, gradients
 summed once per step behind the passes, keys and values gathered before attention, and documents as long as the sequence
 (its report masks between documents, which saves work).

@@ -12,6 +12,16 @@ import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from programs import (
+    DUALPIPE,
+    MEGASCALE,
+    MEGATRON_BRIDGE,
+    MEGATRON_CORE,
+    MEGATRON_CORE_DEEP_EP,
+    MEGATRON_CORE_FSDP,
+    fullest,
+    megatron_split,
+)
 from published_split import Line, used
 
 from megatron_port.core.config.loader import load
@@ -20,16 +30,6 @@ from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.io.files import write_text
 from megatron_port.tools.plan.case import Case, Machine, machine_of
 from megatron_port.tools.plan.engines import Engine
-from megatron_port.tools.plan.programs import (
-    DUALPIPE,
-    MEGASCALE,
-    MEGATRON_BRIDGE,
-    MEGATRON_CORE,
-    MEGATRON_CORE_DEEP_EP,
-    MEGATRON_CORE_FSDP,
-    megatron_split,
-)
-from megatron_port.tools.plan.search import fullest
 from megatron_port.tools.plan.step import StepPlan, plan_step
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,15 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from published_split import Line, opened, used
-
-from megatron_port.core.config.loader import load
-from megatron_port.core.config.moe import MoEConfig, RoutesConfig
-from megatron_port.core.config.schema import ModelConfig
-from megatron_port.core.io.files import write_text
-from megatron_port.tools.plan.case import Case, Machine, machine_of
-from megatron_port.tools.plan.engines import Engine
-from megatron_port.tools.plan.programs import (
+from programs import (
     DEEPSPEED_ZERO3,
     DEEPSPEED_ZERO3_HOST,
     FSDP2,
@@ -33,9 +25,17 @@ from megatron_port.tools.plan.programs import (
     MEGATRON_CORE,
     MEGATRON_CORE_DEEP_EP,
     MEGATRON_CORE_FSDP,
+    Program,
+    fullest,
     megatron_split,
 )
-from megatron_port.tools.plan.search import fullest
+from published_split import Line, opened, used
+
+from megatron_port.core.config.loader import load
+from megatron_port.core.config.moe import MoEConfig, RoutesConfig
+from megatron_port.core.config.schema import ModelConfig
+from megatron_port.core.io.files import write_text
+from megatron_port.tools.plan.case import Case, Machine, machine_of
 from megatron_port.tools.plan.step import StepPlan, plan_step
 
 RESULT = Path(__file__).resolve().parent / "results" / "plan-accuracy-more.md"
@@ -56,7 +56,7 @@ INEXPRESSIBLE = {
 class Source:
     """How a group of sources is read."""
 
-    engine: Engine
+    engine: Program
     counts: str
     """What its TFLOP/s count: causal | full attention | hardware (recompute, full attention)."""
     folded: bool = True
@@ -145,7 +145,7 @@ def model_of(row: dict[str, str]) -> ModelConfig:
     )
 
 
-def engine_of(row: dict[str, str], source: Source) -> Engine:
+def engine_of(row: dict[str, str], source: Source) -> Program:
     """The program of a line."""
     engine = source.engine
     if row["source_group"] == "moe-folding" and "FSDP" in row["source"]:
@@ -155,9 +155,9 @@ def engine_of(row: dict[str, str], source: Source) -> Engine:
     if row["source"].endswith("Megatron-LM"):
         engine = MEGATRON_CORE
     if "MX" in row["precision"] or "block" in row["precision"]:
-        engine = replace(engine, casts="mx")
+        engine = replace(engine, scaling="mx")
     if row["model"] == "deepseek-v3" and row["source_group"] == "mcore-moe-report":
-        engine = replace(engine, moment_bytes=2)
+        engine = replace(engine, moment_width=2)
     if row["source_group"] == "deepspeed" and float(row["params_b"]) > 500:
         engine = DEEPSPEED_ZERO3_HOST  # a layer's inputs alone are 49 GB and more
     return engine
@@ -209,12 +209,12 @@ def case_of_row(row: dict[str, str]) -> Case:
     natural = row["forced_balance"] in ("no", "natural") or row["source_group"] == "megascale-moe"
     eight = any(word in row["precision"].lower() for word in ("fp8", "float8"))
     return Case(
-        model=model, engine=engine, tp=tp, pp=pp, vp=vp, dp=dp, cp=cp,
+        model=model, engine=replace(engine, modules=modules_of(row)), tp=tp, pp=pp, vp=vp, dp=dp, cp=cp,
         cp_method="heads" if heads else "gather" if engine in (FSDP2, FSDP2_ASYNC) else "ring", ep=ep, etp=etp,
         imbalance=NATURAL if natural else 1.0, sequence_parallel=tp > 1,
         zero_stage=int((row["zero_stage"] or row["zero"] or "1")[0]), schedule="1f1b",
-        recompute=recompute_of(row), modules=modules_of(row),
-        micro_batch=micro, micro_batches=math.ceil(batch / (micro * dp)), global_batch=batch,
+        recompute=recompute_of(row), micro_batch=micro, micro_batches=math.ceil(batch / (micro * dp)),
+        global_batch=batch,
         dropped=(("norm1", "norm2", "activation"),) * model.num_layers if "per op" in row["recompute"] else (),
         dtype="fp8" if eight else "fp16" if row["precision"].startswith("fp16") else "bf16",
         flash=row["source_group"] != "deepspeed",  # of July 2022, a month younger than FlashAttention
@@ -229,7 +229,7 @@ def best_unknowns(case: Case, machine: Machine, row: dict[str, str]) -> tuple[Ca
     chunks = (1,) if row["vp_interleave"] or case.pp == 1 or case.zero_stage == 3 else (1, 2, 4, 5, 7, 8, 14)
     if row["source"].startswith("torchtitan") and "Interleaved" in row["note"]:
         chunks = (2,)
-    policies: tuple[tuple[str, tuple[str, ...]], ...] = ((case.recompute, case.modules),)
+    policies: tuple[tuple[str, tuple[str, ...]], ...] = ((case.recompute, case.engine.modules),)
     # The folding paper prints no recompute; Megatron-core's of single modules (0.12) is younger than it.
     if not row["recompute"] and row["source_group"] != "moe-folding":
         more = (("none", CHEAP), ("experts", CHEAP)) if row["experts"] else ()
@@ -240,7 +240,7 @@ def best_unknowns(case: Case, machine: Machine, row: dict[str, str]) -> tuple[Ca
             continue
         for recompute, modules in policies:
             split = megatron_split(case.model, case.pp * vp)
-            one = replace(case, vp=vp, recompute=recompute, modules=modules, split=split)
+            one = replace(case, vp=vp, recompute=recompute, engine=replace(case.engine, modules=modules), split=split)
             memory = fullest(one, machine).total
             least = min(least, (memory, one), key=lambda x: x[0])
             if memory <= machine.cluster.memory_gb * 1e9:

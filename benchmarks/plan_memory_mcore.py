@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from plan_accuracy_more import machine_named
+from programs import MEGATRON_CORE, megatron_split
 from published_split import Line, opened, used
 
 from megatron_port.core.config.moe import MoEConfig
@@ -21,7 +22,6 @@ from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.io.files import write_text
 from megatron_port.tools.plan.case import Case
 from megatron_port.tools.plan.memory import StageMemory, stage_memory
-from megatron_port.tools.plan.programs import MEGATRON_CORE, megatron_split
 from megatron_port.tools.plan.rule_cost import ADAMW
 
 RESULT = Path(__file__).resolve().parent / "results" / "plan-memory-mcore.md"

@@ -65,8 +65,8 @@ def pass_traffic(case: Case, stage: int) -> Traffic:
         skipped = (layers - with_experts) * ends_at_product(case) * full * (not m.down_rank)
         exits = entries + leaving * (1 + full) - skipped
         if case.sequence_parallel:
-            again_in = int(case.engine.gathers_again)  # at the entries of a layer's regions and the head's
-            gathered = entries * (1 + full + again_in) + leaving + first + last * (1 + again_in)
+            # Once more in the backward pass at the entries of a layer's regions and the head's.
+            gathered = entries * (2 + full) + leaving + first + 2 * last
             out.add("tp", "all-gather", gathered * whole)
             out.add("tp", "reduce-scatter", (exits + first + last) * whole)
         else:

@@ -156,11 +156,11 @@ def test_the_seconds_move_the_same_bytes(sequence_parallel: bool, recompute: Any
     config = load("runs/frontier-22b", ["layout.tensor_parallel_size=4", "layout.pipeline_parallel_size=3"]).config
     config = replace(config, layout=replace(config.layout, sequence_parallel=sequence_parallel, data_parallel_size=1),
                      activations=ActivationsConfig(policy=recompute), cluster=replace(config.cluster, nodes=0))
-    engine = replace(ENGINES["native"], tensor_overlap="none", gathers_again=False)  # nothing hidden
-    case = replace(case_of(config)[0], kernels=kernels, engine=engine)
+    case = replace(case_of(config)[0], kernels=kernels, engine=ENGINES["native"])
     machine = machine_of(config)
     plain = replace(machine.hardware, package_gb=1.0, node_gb=1.0, node_efficiency=1.0, node_latency_us=0.0)
-    machine = Machine(cluster=machine.cluster, hardware=plain)
+    nothing_hidden = replace(machine.calibration, overlap_share=0.0)
+    machine = Machine(cluster=machine.cluster, hardware=plain, calibration=nothing_hidden)
     costs = chunk_costs(case, machine)
     for stage, cost in enumerate(costs):
         counted = pass_traffic(case, stage)
@@ -209,8 +209,9 @@ def test_gathering_again_doubles_the_heads_backward() -> None:
                                                  "layout.sequence_parallel=true"]).config)
     machine = machine_of(load("clusters/frontier").config)
     rates, links, group = Rates.of(machine), Links.of(machine), span(machine, 2, 1)
-    kept = head_cost(replace(case, engine=replace(case.engine, gathers_again=False)), rates, links, group)
-    assert head_cost(case, rates, links, group).backward_tensor == pytest.approx(2 * kept.backward_tensor)
+    head, sums = head_cost(case, rates, links, group), 3 * links.collective(4 * 2048 * case.micro_batch, group)
+    assert case.model.seq_length == 2048
+    assert head.backward_tensor == pytest.approx(2 * (head.forward_tensor - sums))
     assert layer_cost(case, model_spec(case.model).layers[0], rates, links, group).forward_tensor > 0
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from published import doing_also
 
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.layout import expert_cuts
@@ -161,7 +162,7 @@ def test_a_token_may_go_once_to_each_node() -> None:
     case = replace(case_of(config)[0], imbalance=1.0)
     links, moe = Links.of(bare(config, node_gb=1e6)), moe_of(model_spec(MODEL).layers[-1])
     assert moe is not None
-    once = replace(case, engine=replace(case.engine, sends_once_per_node=True))
+    once = replace(case, engine=doing_also(case.engine, sends_once_per_node=True))
     # Two experts are on one node in half of all cases: 1.5 nodes a token instead of 2 rows.
     assert exchange_seconds(once, moe, links) == pytest.approx(0.75 * exchange_seconds(case, moe, links))
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from published import Program
 
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.schema import (
@@ -67,7 +68,7 @@ def test_the_16_measured_stages_of_the_175b_run() -> None:
     config = load("runs/frontier-175b").config
     case, _ = case_of(config)
     # The measured program kept fp16 gradients and accumulated in them; ours accumulates in fp32.
-    case = replace(case, engine=Engine(name="Megatron-DeepSpeed", gradient_bytes=2, bucket_bytes=0.0))
+    case = replace(case, engine=Program(name="Megatron-DeepSpeed", gradient_bytes=2, bucket_bytes=0.0))
     stages = plan_memory(case, machine("frontier"))
     assert stages[1].elements == 2_718_480_384
     for stage, measured in zip(stages, MEASURED_175B):
@@ -94,7 +95,7 @@ def test_korthikantis_memory(
         hidden_dropout=0.1, attention_dropout=0.1,
     )
     case = Case(
-        model=model, engine=Engine(name="Megatron-LM"), tp=8, pp=pp, vp=vp, micro_batch=micro, zero_stage=0,
+        model=model, engine=Program(name="Megatron-LM"), tp=8, pp=pp, vp=vp, micro_batch=micro, zero_stage=0,
         micro_batches=batch // micro, global_batch=batch, flash=False, dtype="fp16",
         schedule="1f1b",
     )
@@ -112,7 +113,7 @@ def test_a_layers_activations_are_korthikantis_formula(sequence_parallel: bool) 
         attention_dropout=0.1,
     )
     case = Case(
-        model=model, engine=Engine(name="x"), tp=4, micro_batch=2, flash=False, sequence_parallel=sequence_parallel
+        model=model, engine=Program(name="x"), tp=4, micro_batch=2, flash=False, sequence_parallel=sequence_parallel
     )
     s, b, h, a, t = 512, 2, 1024, 16, 4
     scores = 5 * a * s / h

@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from published import doing_also, programs
 
 from megatron_port.core.config.loader import load
 from megatron_port.core.errors import ConfigError
@@ -20,9 +21,8 @@ from megatron_port.core.pipeline.simulate import simulate
 from megatron_port.tools.plan.case import Case, Machine, case_of, machine_of
 from megatron_port.tools.plan.layer import attention_seconds, layer_cost
 from megatron_port.tools.plan.links import Links, busiest_link, scattered, span, used_links
-from megatron_port.tools.plan.programs import DEEPSPEED_ZERO3, FSDP2
 from megatron_port.tools.plan.rates import Rates, efficiency
-from megatron_port.tools.plan.step import _late_gathers, _replica_seconds, plan_step
+from megatron_port.tools.plan.step import _replica_seconds, plan_step
 from megatron_port.tools.plan.timeline import timeline
 
 
@@ -210,18 +210,20 @@ def test_the_papers_observations() -> None:
 def test_zero_3_gathers_layer_by_layer_and_deepspeed_late_beside_large_parameters() -> None:
     """Each collective has its own hops; DeepSpeed fetches nothing beside 1e9 elements and gathers such layers twice."""
     far = machine("a100-ndv4")
-    small = replace(case(), engine=DEEPSPEED_ZERO3, tp=1, pp=1, dp=128, zero_stage=3, recompute="full", micro_batches=1)
+    small = replace(case(), engine=programs.DEEPSPEED_ZERO3, tp=1, pp=1, dp=128, zero_stage=3, recompute="full",
+                    micro_batches=1)
     large = replace(small, model=replace(small.model, hidden_size=32768, num_attention_heads=256))
-    assert _late_gathers(replace(small, engine=FSDP2)) == (0.0, 1)
-    assert _late_gathers(small) == (0.0, 2)  # 175B: 6e8 elements in the largest matrix, 1.8e9 in a layer
-    assert _late_gathers(large) == (1.0, 2)
+    assert programs.FSDP2.late_gathers(small) == (0.0, 1)
+    assert small.engine.late_gathers(small) == (0.0, 2)  # 175B: 6e8 elements in the largest matrix, 1.8e9 in a layer
+    assert large.engine.late_gathers(large) == (1.0, 2)
     mixed = replace(large, model=replace(large.model, hidden_size=20480, num_attention_heads=160))
-    assert _late_gathers(mixed)[0] == pytest.approx(8 / 12)  # all but the first of the MLP, which follows a small one
+    late = mixed.engine.late_gathers(mixed)[0]
+    assert late == pytest.approx(8 / 12)  # all but the first of the MLP, which follows a small one
     links = Links.of(far)
     whole, parts = (_replica_seconds(small, links, 10**9, pieces)[1] for pieces in (1, 96))
     assert parts - whole == pytest.approx(95 * links.collective(1, span(far, 128, 1), kind="half"), rel=1e-3)
     late = plan_step(large, far).split.data
-    early = plan_step(replace(large, engine=replace(DEEPSPEED_ZERO3, live_elements=1e12)), far).split.data
+    early = plan_step(replace(large, engine=replace(programs.DEEPSPEED_ZERO3, live_elements=1e12)), far).split.data
     assert late > 2 * early
 
 
@@ -231,7 +233,7 @@ def test_gradients_of_residuals_and_biases_are_passes_of_their_own() -> None:
     rates, links, layer = Rates.of(selene), Links.of(selene), model_spec(plain.model).layers[0]
 
     def bytes_of(kernels: str = "fused", **flags: Any) -> float:
-        one = replace(plain, kernels=kernels, engine=replace(plain.engine, **flags))
+        one = replace(plain, kernels=kernels, engine=doing_also(plain.engine, **flags))
         return layer_cost(one, layer, rates, links, span(selene, 1, 1)).backward * rates.memory
 
     stream = 2.0 * plain.model.seq_length * plain.micro_batch * plain.model.hidden_size

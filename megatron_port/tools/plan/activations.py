@@ -39,7 +39,7 @@ def site_bytes(case: Case, layer: LayerSpec | None = None, *, scores: bool = Tru
     tokens, stream = stream_of(case)
     mask = {"own": 0, "torch": w}.get(case.kernels, 1) * (m.hidden_dropout > 0)
     wide = 2 * case.wide - w if torchs else 0  # of an RMSNorm, in place of its input
-    inputs = (stream if case.engine.gathers_again else tokens * m.hidden_size) * w  # gathered once and kept, or again
+    inputs = stream * w
 
     def copied(norm: NormSpec) -> float:
         return stream * wide * (norm.kind == "rmsnorm")
@@ -55,21 +55,18 @@ def site_bytes(case: Case, layer: LayerSpec | None = None, *, scores: bool = Tru
         """Bytes of what the second of two factors reads, which tensor-parallel ranks hold alike or by tokens."""
         return rank * w * (tokens / t if case.sequence_parallel else tokens)
 
-    # What a linear reads without a norm is the residual stream, or its gathered copy.
-    gathered = inputs if not case.engine.gathers_again and case.sequence_parallel else 0.0
     gate = layer.dense.down.inputs if layer.dense.keeps_gate(torchs) else 0
     return {
         "input": stream * w,
         "norm1": norm(layer.norm1),
-        "qkv": tokens / t * _qkv_bytes(case, attention, wide) + (gathered if layer.norm1 is None else 0.0)
-        + between(layer.mixer.entry_rank),
+        "qkv": tokens / t * _qkv_bytes(case, attention, wide) + between(layer.mixer.entry_rank),
         "core": tokens / t * (_mixed_features(attention) * w + _core_bytes(case, attention, scores)),
         # Where the norms read the same tensor, there is no second one.
         "residual": stream * (mask + (0 if layer.parallel_residual else w)) + post(layer.post_norm1)
         + between(layer.mixer.output.rank),
         "norm2": norm(layer.norm2),
         "hidden": tokens / t * layer.dense.up.kept_features(t) * w
-        + (gathered if layer.norm2 is None and not layer.parallel_residual else 0.0) + between(layer.dense.up.rank),
+        + between(layer.dense.up.rank),
         "activation": tokens / t * (layer.dense.down.kept_features(t) + gate) * w,
         "output": stream * mask + post(layer.post_norm2) + between(layer.dense.down.rank),
     }

@@ -94,9 +94,6 @@ class Case:
     recompute: str = "none"
     """none | selective (the scores of attention) | full (whole layers) | experts (of a layer what its experts do, as
     Megatron-core's selective recompute of "moe"; in no run file)"""
-    modules: tuple[str, ...] = ()
-    """Outputs that other programs drop and make again (Megatron-core's selective recompute): layernorm, moe_act,
-    mla_up_proj."""
     dropped: tuple[tuple[str, ...], ...] = ()
     """Sites that each layer recomputes, where ``recompute`` is none; empty: no layer any."""
     micro_batch: int = 1

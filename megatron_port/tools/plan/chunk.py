@@ -87,8 +87,6 @@ def chunk_bytes(case: Case, start: int, stop: int, splits: bool) -> ChunkBytes:
     else:
         start, stop = _first_like(case.model, start, stop)
     found = _chunk_bytes(_run(alike, start, stop, first, last, splits), more)
-    if "mla_up_proj" in case.modules:
-        found = _heads_again(found, case, stop - start + more)
     if case.ep > 1 and case.imbalance > 1:
         return _uneven(found, _more_rows(alike, case.imbalance, start, stop))
     if not case.dropped:
@@ -111,16 +109,6 @@ def _first_like(model: ModelConfig, start: int, stop: int) -> tuple[int, int]:
     layers, count = [id(layer) for layer in model_spec(model).layers], stop - start
     first = next(i for i in range(start + 1) if layers[i : i + count] == layers[start:stop])
     return first, first + count
-
-
-def _heads_again(found: ChunkBytes, case: Case, layers: int) -> ChunkBytes:
-    """Return the bytes of a chunk that keeps latents instead of the heads that its attention read."""
-    features, backward = model_spec(case.model).layers[0].mixer.mixed_features, (Kind.BACKWARD, Kind.INPUT)
-    tokens = case.model.seq_length / case.cp * case.micro_batch
-    heads = 3 * tokens * features / case.tp * case.width
-    kept = max(found.kept - layers * heads, found.logits)
-    working = {kind: size + (heads if kind in backward else 0.0) for kind, size in found.working.items()}
-    return replace(found, kept=kept, working=working)
 
 
 def _uneven(found: ChunkBytes, more: float) -> ChunkBytes:
@@ -218,7 +206,7 @@ def _run(case: Case, start: int, stop: int, first: bool, last: bool, splits: boo
     held = {id(block): block.size for block in tape.deferred}
     del source
     return _Run(
-        tuple(units), stream=s.stream, output=0.0 if last or case.engine.frees_outputs else x.size, kept=kept,
+        tuple(units), stream=s.stream, output=0.0 if last else x.size, kept=kept,
         logits=(1 + case.model.mtp_layers) * s.logits if last else 0.0, held=sum(held.values()),
         widest_product=s.widest_product, first=first,
         last=last, splits=splits,

@@ -53,8 +53,7 @@ def context_bytes(case: Case, layer: LayerSpec) -> dict[str, float]:
     backward pass of a micro-batch, by kind."""
     own, again = head_bytes(case, layer), case.recompute != "none"
     if case.cp_method == "gather":
-        gathers = 1 + (again or not case.engine.keeps_keys)
-        return {"all-gather": gathers * case.cp * own.keys_values, "reduce-scatter": case.cp * own.keys_values}
+        return {"all-gather": (1 + again) * case.cp * own.keys_values, "reduce-scatter": case.cp * own.keys_values}
     if case.cp_method == "heads":
         return {"all-to-all": (2 + again) * (2 * own.queries + own.sent)}
     gradients = own.keys_values / case.width * case.wide
@@ -83,32 +82,12 @@ def forward_again(cost: Cost) -> Cost:
 
 def _gathered(case: Case, own: HeadBytes, rates: Rates, links: Links, core: tuple[float, float], again: bool) -> Cost:
     """The whole keys and values are put in the order of their positions, and so are their gradients."""
-    if case.engine.block_bytes[0]:
-        return _in_blocks(case, own, rates, links, core)
+    if (blocks := case.engine.block_attention(case, own, rates, links, core)) is not None:
+        return blocks
     whole = case.cp * own.keys_values
     each = links.collective(whole, context_group(case, links), kind="half")
-    backward = each * (1 if case.engine.keeps_keys or again else 2)
-    hidden = [0.0, 0.0]
-    if case.engine.overlaps_keys:  # all but the first half, the keys, beside attention of the part that is there
-        hidden = [min(each / 2, core[0]), min(backward / 2, core[1])]
     order = rates.stream(2 * whole, 2)
-    return Cost(
-        order, order, forward_context=each - hidden[0], backward_context=backward - hidden[1],
-    )
-
-
-def _in_blocks(case: Case, own: HeadBytes, rates: Rates, links: Links, core: tuple[float, float]) -> Cost:
-    """torch's context parallelism: keys and values of all ranks are gathered beside the attention of the own ones; then
-    come the others' blocks, whose gradients travel in fp32 from rank to rank beside the next block."""
-    group, hops = context_group(case, links), case.cp - 1
-    each = links.collective(2 * case.cp * own.queries, group, kind="half")
-    travel = links.hop(2 * own.queries / case.width * case.wide, group)
-    merged = [b * own.queries / case.width for b in case.engine.block_bytes]
-    return Cost(
-        rates.stream(hops * merged[0], 6 * hops), rates.stream(case.cp * merged[1], 8 * case.cp),
-        forward_context=max(each - core[0] / case.cp, 0.0),
-        backward_context=max(each - core[1] / case.cp, 0.0) + hops * max(travel - core[1] / case.cp, 0.0) + travel,
-    )
+    return Cost(order, order, forward_context=each, backward_context=each)
 
 
 def _by_heads(case: Case, own: HeadBytes, rates: Rates, links: Links, core: tuple[float, float], again: bool) -> Cost:

@@ -214,12 +214,10 @@ def window_elements(case: Case, stage: int) -> int:
     """Elements of the windows in which ZeRO-3 gathers weights (``optim.zero3``): two layers, the larger of
     embedding and head, and a tied table."""
     whole = case.model.moe.enabled and case.expert_shards == 1  # experts that no other rank of a shard group holds
-    if case.engine.live_elements:
-        return int(case.engine.live_elements) + max(max(unit) for unit in bucket_units(case, stage))
     units, table = unit_elements(case, stage, experts=False if whole else None)
     count = _gathered_layers(case, stage)
     layers, ends = ([sum(unit) for unit in part] for part in (units[:count], units[count:]))
-    return sum(sorted(layers)[-2:]) + max(ends, default=0) + table
+    return case.engine.window(case, stage, sum(sorted(layers)[-2:]) + max(ends, default=0) + table)
 
 
 def _ends(case: Case, stage: int) -> list[ParameterSpec]:

@@ -1,11 +1,22 @@
 """How programs store gradients and optimizer, what they send and what they hide; this program's two engines.
 
-Other systems are in ``plan.programs``.
+What programs of others do besides hangs on the methods of :class:`Engine`: ``benchmarks/programs.py`` describes some.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_port.core.model.spec import LayerSpec, MoESpec
+    from megatron_port.tools.plan.case import Case
+    from megatron_port.tools.plan.chunk import ChunkBytes
+    from megatron_port.tools.plan.context import HeadBytes
+    from megatron_port.tools.plan.cost import Cost
+    from megatron_port.tools.plan.links import Links, Span
+    from megatron_port.tools.plan.rates import Rates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,16 +40,8 @@ class Engine:
     """Sends between stages hide behind compute (interleaved schedules with asynchronous transfers)."""
     duplex_transfers: bool = True
     """A stage sends and receives at the same time; DeepSpeed's instructions do one after the other."""
-    scatter_transfers: bool = False
-    """Tensor-parallel ranks each send their share of an activation between stages (arXiv 2104.04473, section 4.1)."""
     tensor_overlap: str = "none"
     """none | backward (the gradient's all-reduce beside the weight gradient) | tiled (pieces of a product)"""
-    gathers_again: bool = True
-    """Under sequence parallelism a product's gathered input is gathered again in backward instead of kept."""
-    copies_logits: bool = True
-    """The loss keeps an fp32 copy of the logits."""
-    frees_outputs: bool = True
-    """A chunk's output is freed once it has been sent (Korthikanti et al., appendix B), not held with its graph."""
     bucket_bytes: float = 200e6
     """Buffers that gradient reduction and weight gathering hold."""
     update_copy_bytes: int = 0
@@ -50,63 +53,103 @@ class Engine:
     expert_overlap: str = "none"
     """All-to-all of tokens: none | shared (one of a layer's two beside the block that every token passes) | passes
     (beside the passes of another micro-batch: DualPipe)"""
-    keeps_keys: bool = True
-    """Under context parallelism gathered keys and values are kept for backward instead of gathered again."""
-    overlaps_keys: bool = False
-    """Their gathering runs beside attention as far as it can."""
-    block_bytes: tuple[float, float] = (0.0, 0.0)
-    """Attention of gathered keys runs in a block for each rank: bytes per element of the results, forward and backward,
-    to merge a block's results and gradients and to copy keys and values, which have as many heads as the queries and
-    are gathered beside the first block; 0: one kernel over all keys."""
-    sends_once_per_node: bool = False
-    """A token goes once to each node with experts of its own, and is copied there (DeepEP)."""
-    unfused_ops: float = 1.0
-    """Passes over memory of bias, GeLU, dropout and residual over those of fused kernels."""
-    adds_gradients: bool = True
-    """Autograd adds the gradient of a residual branch to the norm's in a pass of its own; a compiler fuses it."""
-    bias_passes: bool = False
-    """Biases of q, k and v are added, and gradients of biases and norms summed over the tokens, in passes of their own
-    instead of in the products' kernels."""
     attention: str = "flash2"
     """Whose fused attention, where the cluster's table knows it: flash2 | flash3 | cudnn."""
-    linear_calls: float = 1.0
-    """Host operations that a linear layer costs: one of torch; Transformer Engine's checks, casts and buffers more."""
-    expert_calls: float = 0.0
-    """Host operations for each expert of a rank in a grouped product, beyond one for all of them."""
     graphed: bool = False
     """A step's launches are replayed from a graph: the host starts none of them."""
-    casts: str = "delayed"
-    """Another program's fp8, by how it scales: delayed (of earlier steps) | current (of the tensor itself, read once
-    more) | mx (of blocks of 32 values)"""
-    moment_bytes: int = 0
-    """Bytes of a moment of the optimizer; 0: full width (Megatron-core's precision-aware optimizer: 2)."""
-    workspace_bytes: float = 0.0
-    """Held by matmul libraries through the framework's allocator."""
-    weighs_activation: bool = False
-    """The router's weights multiply the experts' activation, so that what experts return need not be kept for them."""
-    live_elements: float = 0.0
-    """ZeRO-3: weights that may be gathered at once beside the parameter that is used, one parameter at a time; 0: two
-    whole layers."""
-    reduces_parameters: bool = False
-    """ZeRO-2 and 3: a parameter's gradient goes into ``bucket_bytes`` at once; no sums of whole layers wait."""
-    builds_whole: bool = False
-    """ZeRO-3: a rank's model is built whole on its device, and divided over the replicas then."""
-    inputs_on_host: bool = False
-    """Under full recompute the layers' inputs wait on the host (DeepSpeed's cpu_checkpointing)."""
+
+    # What only programs of others do: each method here is one in which they do nothing else than these engines.
+
+    @property
+    def copies_logits(self) -> bool:
+        """Whether the loss keeps an fp32 copy of the logits."""
+        return False
+
+    @property
+    def weighs_activation(self) -> bool:
+        """Whether the router's weights multiply the experts' activation: what experts return is not kept for them."""
+        return False
+
+    @property
+    def cast_bytes(self) -> float:
+        """Bytes per element moved to cast an operand of experts to 8 bits."""
+        return 4.0
+
+    def drops(self, output: str) -> bool:
+        """Whether an output (layernorm, moe_act, mla_up_proj) is dropped and made again in the backward pass."""
+        return False
+
+    def again(self, case: Case, layer: LayerSpec, rates: Rates) -> float:
+        """Seconds in which a layer's dropped outputs are made again."""
+        return 0.0
+
+    def casts(
+        self, case: Case, rates: Rates, products: Sequence[tuple[float, float, float]]
+    ) -> tuple[float, float]:
+        """Seconds of a layer's 8-bit casts, forward and backward, where ``precision.fp8`` names no recipe."""
+        return 0.0, 0.0
+
+    def add_passes(
+        self, case: Case, layer: LayerSpec, forward: dict[str, float], backward: dict[str, float]
+    ) -> None:
+        """Change the bytes of a layer's passes over memory, by name."""
+
+    def calls(self, linears: float, experts: float = 0.0) -> float:
+        """Return the operations of the host for linear layers, and for a grouped product of so many experts."""
+        return linears
+
+    def block_attention(
+        self, case: Case, own: HeadBytes, rates: Rates, links: Links, core: tuple[float, float]
+    ) -> Cost | None:
+        """The exchange of gathered keys and values whose attention runs block by block; None: one kernel over all."""
+        return None
+
+    def sent_outside(self, case: Case, moe: MoESpec, group: Span, busiest: float) -> float:
+        """Return the bytes, out of ``busiest``, that leave a node in an all-to-all of rows; 0: as the group lies."""
+        return 0.0
+
+    def message(self, case: Case, links: Links, size: float) -> tuple[float, float]:
+        """Return the bytes of an activation of ``size`` that a rank sends to the next stage, and seconds on top."""
+        return size, 0.0
+
+    def buffers(self, replicas: int, elements: int, sums: float) -> float:
+        """Bytes of a rank's buffers for so many parameters; ``sums``: of those of sharded gradients."""
+        return (min(self.bucket_bytes, elements * 6.0) if replicas > 1 else 0.0) + sums
+
+    def moment_bytes(self, wide: int) -> int:
+        """Bytes of a moment of the optimizer, ``wide`` being full width."""
+        return wide
+
+    def chunk(self, case: Case, found: ChunkBytes, layers: int) -> ChunkBytes:
+        """Return the bytes of a chunk of so many layers as the program holds them."""
+        return found
+
+    def window(self, case: Case, stage: int, layers: int) -> int:
+        """Elements gathered at once under ZeRO-3; ``layers``: of two whole layers and the ends."""
+        return layers
+
+    def late_gathers(self, case: Case) -> tuple[float, int]:
+        """Share of the weights (ZeRO-3) that no earlier one is used beside their gathering, and how often a backward
+        pass gathers."""
+        return 0.0, 1
+
+    def gathers(self, layer: LayerSpec) -> int:
+        """Collectives in which a layer's weights are gathered under ZeRO-3."""
+        return 1
 
 
 ENGINES = {
     # ext/deepspeed/deepspeed_engine.py: fp32 accumulation, fp32 all-reduce, no overlap under a pipeline.
     "deepspeed": Engine(
         name="deepspeed", accumulate_traffic=12, duplex_transfers=False, tensor_overlap="backward",
-        copies_logits=False, frees_outputs=False, bucket_bytes=50e6 * 4 + 500e6 * 2, update_copy_bytes=4,
+        bucket_bytes=50e6 * 4 + 500e6 * 2, update_copy_bytes=4,
         update_extra_bytes=22,  # flattened and cast (4 + 4), unscaled and clipped (4 + 4), written back (4 + 2)
     ),
     # core/engine/native.py: the weight gradient goes straight into the fp32 sum; core/optim/sharded.py: reduced and
     # gathered in place, beside the passes; core/pipeline/runner.py: sends and receives are started ahead.
     "native": Engine(
         name="native", accumulate_traffic=8, bucket_bytes=0.0, shard_reduces=True, reduce_overlap=1.0,
-        gather_overlap=1.0, transfer_overlap=True, tensor_overlap="backward", copies_logits=False, frees_outputs=False,
+        gather_overlap=1.0, transfer_overlap=True, tensor_overlap="backward",
         expert_overlap="shared", fused_update=True,
     ),
 }

@@ -150,7 +150,7 @@ def grouped(t: Tape, s: Sizes, op: Op, x: Value, exchange: Value) -> Value:
 
     frozen = s.case.fine_tuning.enabled
 
-    again = not first and "moe_act" in s.case.modules  # the activation's result is dropped and made again
+    again = not first and s.case.engine.drops("moe_act")  # the activation's result is dropped and made again
 
     def backward(grad: Block, saved: list[Block]) -> list[Block | None]:
         if again:

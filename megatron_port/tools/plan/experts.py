@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from megatron_port.core.model.moe_spec import MoESpec
 from megatron_port.tools.plan.case import Case
 from megatron_port.tools.plan.cost import Cost
-from megatron_port.tools.plan.fp8 import foreign_bytes
 from megatron_port.tools.plan.links import Links, Span, span
 from megatron_port.tools.plan.rates import Rates
 
@@ -64,12 +63,7 @@ def exchange_seconds(case: Case, moe: MoESpec, links: Links) -> float:
     sizes, group = routed(case, moe), group_of(case, links)
     row = case.model.hidden_size * case.width
     busiest = sizes.rows / case.etp * row  # into the rank that has most, or out of it on their way back
-    outside = 0.0
-    if group.nodes > 1 and case.engine.sends_once_per_node:
-        # A token's experts are on so many nodes, of which one may be its own; what arrives is copied within the node.
-        nodes = min(group.nodes, case.model.moe.top_groups) if case.model.moe.groups > 1 else group.nodes
-        reached = nodes * (1 - (1 - 1 / nodes) ** moe.top_k)
-        outside = busiest * reached / moe.top_k * (1 - 1 / group.nodes)
+    outside = case.engine.sent_outside(case, moe, group, busiest)
     gathered = links.collective(sizes.rows * row, span(links.machine, case.etp, 1), kind="half")
     return links.all_to_all(busiest, group, outside) + gathered
 
@@ -87,7 +81,7 @@ def expert_cost(case: Case, moe: MoESpec, rates: Rates, links: Links) -> Cost:
         weights += rates.product(inner, columns, sizes.each, width=pw, batch=sizes.experts, exact=True)
     held = sizes.experts * sum(columns * inner for columns, inner in both)
     if case.dtype == "fp8":  # as the products of the other layers (plan.layer)
-        cast = 4.0 if case.fp8 != "none" else foreign_bytes(case)
+        cast = 4.0 if case.fp8 != "none" else case.engine.cast_bytes
         products += rates.stream(cast * (sizes.rows * (both[0][1] + both[1][1]) + held / case.micro_batches), 4)
         inputs += rates.stream(cast * sizes.rows * (both[0][0] + both[1][0]), 2)
     accumulate = rates.stream(held * case.engine.accumulate_traffic, 2)

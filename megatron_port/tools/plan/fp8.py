@@ -66,30 +66,6 @@ def cast_seconds(case: Case, rates: Rates, products: MatmulShapes) -> tuple[floa
     )
 
 
-def foreign_bytes(case: Case) -> float:
-    """Return the bytes per element that another program moves to cast an operand, as :func:`foreign_cast_seconds`."""
-    return {"delayed": 4.0, "current": 6.0, "mx": 4.0 + 2 / 32}[case.engine.casts]
-
-
-def foreign_cast_seconds(case: Case, rates: Rates, products: MatmulShapes) -> tuple[float, float]:
-    """Seconds of another program's casts in a layer's forward and backward (Transformer Engine's, read in its modules).
-
-    An operand is read (2 bytes) and written with its transpose (1 + 1); with ``current`` scaling it is read for its
-    largest value before; ``mx`` writes a scale for each 32 values. Under ``delayed`` scaling the inputs of the first
-    product of attention and of the feed-forward block leave their norm in 8 bits (LayerNormLinear), which saves what
-    that would have written and read. A weight is cast in the first micro-batch of a step (``is_first_microbatch``) and
-    kept.
-    """
-    each = foreign_bytes(case)
-    weights = sum(c * k for _, c, k in products) / case.micro_batches
-    normed = (0, 2) if case.engine.casts == "delayed" else ()
-    inputs = sum(r * k * (0.0 if i in normed else each) for i, (r, _, k) in enumerate(products))
-    gradients = sum(r * c for r, c, _ in products)
-    return (
-        rates.stream(inputs + each * weights, len(products)), rates.stream(each * gradients, len(products)),
-    )
-
-
 def copy_bytes(case: Case, stage: int) -> float:
     """Return the bytes of the 8-bit copies of a stage's linear weights, plain and transposed, held during a step."""
     if case.fp8 == "none":

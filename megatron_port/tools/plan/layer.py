@@ -12,8 +12,8 @@ from megatron_port.tools.plan.case import Case
 from megatron_port.tools.plan.context import context_cost, forward_again
 from megatron_port.tools.plan.context_balance import work_imbalance
 from megatron_port.tools.plan.cost import Cost
-from megatron_port.tools.plan.experts import exchange_seconds, expert_cost, routed
-from megatron_port.tools.plan.fp8 import WIDE_SUM, cast_seconds, foreign_cast_seconds
+from megatron_port.tools.plan.experts import exchange_seconds, expert_cost
+from megatron_port.tools.plan.fp8 import WIDE_SUM, cast_seconds
 from megatron_port.tools.plan.head_memory import uses_tables
 from megatron_port.tools.plan.links import Links, Span
 from megatron_port.tools.plan.rates import Rates
@@ -107,7 +107,6 @@ def _elementwise(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, flo
     dense = _dense_block(layer)
     gates, ffn = (dense.up.packed, dense.down.inputs) if dense is not None else (0, 0)
     heads = layer.mixer.packed_features(t)
-    fused = case.engine.unfused_ops
     norm, add = stream * 2 * w, stream * (3 * w + mask)  # norm: read, write; add: two reads, write, mask
     hidden = split * ffn * w * (gates + 1)
     rotate = split * heads * 2 * w  # q, k, v split and rotated or copied
@@ -115,22 +114,17 @@ def _elementwise(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, flo
     if attention and case.cp == 1 and rates.attention_here(case.pass_dtype, m.seq_length, attention.groups.head_size):
         rotate = 0.0  # measured with the core
     forward = {
-        "norm-forward": len(layer.norms) * norm, "add-forward": fused * 2 * add, "activation-forward": fused * hidden,
+        "norm-forward": len(layer.norms) * norm, "add-forward": 2 * add, "activation-forward": hidden,
         "rotate": 0.0 if _splits_by_views(case, layer) else rotate,
     }
     # norm: gradient and input read, gradient written, once more for the weights' gradient; the others read one more.
     backward = {
-        "norm-backward": len(layer.norms) * norm * 2, "add-backward": fused * 2 * stream * (2 * w + mask),
-        "activation-backward": fused * split * ffn * w * (2 * gates + 1), "rotate": rotate,
+        "norm-backward": len(layer.norms) * norm * 2, "add-backward": 2 * stream * (2 * w + mask),
+        "activation-backward": split * ffn * w * (2 * gates + 1), "rotate": rotate,
     }
-    if case.engine.adds_gradients and case.kernels != "own":  # the own norm's backward adds the branch's gradient
+    if case.kernels != "own":  # the own norm's backward adds the branch's gradient
         backward["branches"] = len(layer.norms) * stream * 3 * w
-    if case.engine.bias_passes and m.add_bias:
-        values = layer.mixer.mixed_features
-        # Heads put side by side; q, k and v's biases are counted as the rotation.
-        forward["biases"] = split * values * 2 * w
-        # Read once more: gradients of both residual branches, of the norms with their inputs, of up and of q, k, v.
-        backward["biases"] = (2 + len(layer.norms)) * stream * w + split * (ffn * gates + heads) * w
+    case.engine.add_passes(case, layer, forward, backward)
     kernels, kernels_back = 6, 9
     normalized = layer.mixer.normalized_features(t)
     if normalized:  # norms of query and key heads, and the fused projection put together again
@@ -179,7 +173,7 @@ def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
         casts_forward, casts_backward = cast_seconds(case, rates, shapes)
         products, inputs = products + casts_forward, inputs + casts_backward
     elif case.dtype == "fp8":
-        casts_forward, casts_backward = foreign_cast_seconds(case, rates, shapes)
+        casts_forward, casts_backward = case.engine.casts(case, rates, shapes)
         products, inputs = products + casts_forward, inputs + casts_backward
     if case.fine_tuning.enabled:  # frozen matrices have no gradient
         weights = accumulate = 0.0
@@ -208,7 +202,7 @@ def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
         again = core
     elif case.recompute == "experts" and moe_of(layer) is not None:
         again, exchange_again = expert.forward, expert.forward_exchange
-    again += _modules_again(case, layer, rates)
+    again += case.engine.again(case, layer, rates)
     forward_each = _tensor_collective(case, links, group, case.tensor_chunks)
     hidden_forward, hidden_backward = _hidden(case, links, regions, each, forward_each, products, weights)
     shown = regions[0] * forward_each - hidden_forward, regions[1] * each - hidden_backward
@@ -227,22 +221,6 @@ def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
     )
 
 
-def _modules_again(case: Case, layer: LayerSpec, rates: Rates) -> float:
-    """Seconds in which other programs make dropped outputs again (``Case.modules``)."""
-    seconds, w = 0.0, case.width
-    tokens, stream = stream_of(case)
-    if "layernorm" in case.modules:
-        seconds += rates.stream(len(layer.norms) * stream * 2 * w, len(layer.norms))
-    if "moe_act" in case.modules and moe_of(layer) is not None:
-        rows, up = routed(case, moe_of(layer)).rows, moe_of(layer).experts.up
-        seconds += rates.stream(rows * moe_of(layer).experts.down.inputs / case.etp * w * (up.packed + 1), 1)
-    if "mla_up_proj" in case.modules:
-        for linear in layer.mixer.up_projections:
-            outputs, inputs = linear.product(case.tp)
-            seconds += rates.product(tokens, outputs, inputs, width=1 if case.dtype == "fp8" else w)
-    return seconds
-
-
 def start_seconds(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, float]:
     """Seconds of the host to start a layer's forward and backward: its operations as the engine runs them, one by one.
 
@@ -251,7 +229,7 @@ def start_seconds(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, fl
     """
     if case.engine.graphed or not rates.host:
         return 0.0, 0.0
-    linears, core = len(layer_products(case, layer)) * case.engine.linear_calls, 1
+    linears, core = case.engine.calls(len(layer_products(case, layer))), 1
     if not case.flash:
         core += 3 + 2 * (case.model.attention_dropout > 0)
     light, light_back = (9, 12) if layer.mixer.normalized_features(case.tp) else (6, 9)
@@ -261,9 +239,9 @@ def start_seconds(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, fl
     forward = case.tensor_chunks * (linears + exchanges) + core + light
     backward = 2 * linears + core + 1 + light_back + exchanges
     if moe_of(layer) is not None:
-        grouped, each = case.engine.linear_calls, moe_of(layer).num_experts / case.ep * case.engine.expert_calls
-        forward += ROUTER_CALLS + MOVE_CALLS + 2 * (grouped + each)
-        backward += ROUTER_CALLS + MOVE_CALLS + 4 * (grouped + each)
+        grouped = case.engine.calls(1, moe_of(layer).num_experts / case.ep)
+        forward += ROUTER_CALLS + MOVE_CALLS + 2 * grouped
+        backward += ROUTER_CALLS + MOVE_CALLS + 4 * grouped
     return forward * rates.host, backward * rates.host
 
 
@@ -395,7 +373,7 @@ def _hidden(
         hidden = share * min(regions[0] * forward_each, products) * beside
         back = share * min(regions[1] * each / (2 if case.sequence_parallel else 1), weights)
         # Under sequence parallelism also the second gathering of the input, which `each` leaves out.
-        again = regions[1] * each / 2 if case.sequence_parallel and case.engine.gathers_again else 0.0
+        again = regions[1] * each / 2 if case.sequence_parallel else 0.0
         return hidden, back - (1 - share) * again
     if overlap == "tiled":
         once = each * (1 - 1 / case.tp)
@@ -421,7 +399,7 @@ def head_cost(case: Case, rates: Rates, links: Links, group: Span) -> Cost:
             else rates.stream(m.hidden_size * columns * case.engine.accumulate_traffic)
         ),
         forward_tensor=small + (each / 2 if case.sequence_parallel else 0.0),
-        backward_tensor=each / 2 if case.sequence_parallel and not case.engine.gathers_again else each,
+        backward_tensor=each,
         forward_starts=rates.host_micro_batch / 4, backward_starts=rates.host_micro_batch / 4,
     )
 

@@ -189,7 +189,9 @@ def peak_of(case: Case, stage: int, *, quick: bool = False) -> Peak:
 
     ``quick``: the stage's own list of passes alone, with messages at their usual number.
     """
-    chunks = [chunk_bytes(case, *ends) for ends in chunk_ends(case, stage)]
+    chunks = [
+        case.engine.chunk(case, chunk_bytes(case, *ends), ends[1] - ends[0]) for ends in chunk_ends(case, stage)
+    ]
     count = steady_count(case.schedule, case.pp, case.micro_batches)
     if quick and count < case.micro_batches:
         count = min(count, STEADY * case.pp)  # one schedule for all numbers of micro-batches
@@ -198,8 +200,7 @@ def peak_of(case: Case, stage: int, *, quick: bool = False) -> Peak:
     else:
         moments = (quick_occupancy if quick else occupancy)(case.schedule, case.pp, count, case.vp, stage)
     most = max(moment.micro_batches for moment in moments) / len(chunks)
-    away = case.engine.inputs_on_host and case.recompute == "full"
-    return max((_peak_at(moment, chunks, most, away) for moment in moments), key=lambda peak: peak.total)
+    return max((_peak_at(moment, chunks, most) for moment in moments), key=lambda peak: peak.total)
 
 
 def chunk_ends(case: Case, stage: int) -> list[tuple[int, int, bool]]:
@@ -214,15 +215,11 @@ def _plugin_splits(case: Case) -> bool:
     return make_schedule(case.schedule, case.pp, case.micro_batches).splits_backward
 
 
-def _peak_at(moment: Moment, chunks: list[ChunkBytes], most: float, away: bool = False) -> Peak:
+def _peak_at(moment: Moment, chunks: list[ChunkBytes], most: float) -> Peak:
     running, stream = chunks[moment.chunk], chunks[moment.chunk].stream
     held = sum(n * (c.kept - c.logits + c.output) for n, c in zip(moment.held, chunks))
-    if away:
-        held = 0.0
     held += sum(n * c.deferred for n, c in zip(moment.deferred, chunks)) + moment.inputs * stream
     working = running.working[moment.kind]
-    if away and moment.kind is Kind.FORWARD:  # each layer's input leaves when the layer is done
-        working = max(working - running.kept, running.layers)
     count = moment.micro_batches
     name = {Kind.FORWARD: "forward", Kind.WEIGHT: "weight"}.get(moment.kind, "backward")
     where = f" of chunk {moment.chunk}" if len(chunks) > 1 else ""

@@ -258,17 +258,13 @@ class Links:
         """Seconds of one activation between neighbouring stages, while all ranks of a node do the same."""
         distance = case.tp * case.dp * case.cp
         node = domain(self.machine)
-        if case.engine.scatter_transfers and case.tp > 1:
-            scattered = size / case.tp
-            again = self.collective(size, span(self.machine, case.tp, 1), kind="half")
-        else:
-            scattered, again = size, 0.0
+        size, again = case.engine.message(case, self, size)
         if distance * case.pp <= node:
-            return self._near_transfer(scattered) + again
+            return self._near_transfer(size) + again
         # Of the stages on one node only the last sends out; all of its ranks do so at the same time.
         bandwidth = self.network_share(Span(size=2, stride=max(distance, node), local=1))
         crossing = min(node, distance)
         bandwidth *= node / crossing
         single = self.machine.hardware.nics * node / self.machine.cluster.gpus_per_node
         bandwidth = min(bandwidth, self.adapters / max(1.0, single))
-        return scattered / bandwidth + self.far + again
+        return size / bandwidth + self.far + again

@@ -114,7 +114,7 @@ def held_bytes(case: Case, elements: int, trained: int, experts: int = 0) -> tup
         weights += count * case.width / (shards if case.zero_stage == 3 else 1)
         sums += learning * gradient / (shards if case.shards_sums else 1)
         kept = learning * (1 - case.offload_fraction) if case.offload != "none" else learning
-        moments = case.rule.state * (case.engine.moment_bytes or case.wide)
+        moments = case.rule.state * case.engine.moment_bytes(case.wide)
         state += (kept * (moments + separate * case.wide) + learning * case.masked) / shards
     if case.offload_weights:  # on the host; the windows stay
         weights = 0.0
@@ -146,10 +146,8 @@ def stage_memory(case: Case, machine: Machine, stage: int, *, quick: bool = Fals
         weights += w * (gathered if case.reshard == "step" else min(gathered, window_elements(case, stage)))
     if case.weight_gathers == 1 or case.shards == 1:
         weights += copy_bytes(case, stage)
-    bucket = min(e.bucket_bytes, n * 6.0) if case.dp * case.cp > 1 else 0.0
-    bucket += e.workspace_bytes
-    if case.shards_sums and case.shards > 1 and not e.reduces_parameters:
-        bucket += sum_elements(case, stage) * case.wide
+    sums = sum_elements(case, stage) * case.wide if case.shards_sums and case.shards > 1 else 0.0
+    bucket = e.buffers(case.dp * case.cp, n, sums)
     # Only while the optimizer steps: a copy of this rank's share of the gradient, torch's square roots of a moment.
     roots = case.wide if case.kernels == "torch" else 0
     update = updated_elements(case, stage) * max(e.update_copy_bytes, roots)
@@ -165,22 +163,11 @@ def stage_memory(case: Case, machine: Machine, stage: int, *, quick: bool = Fals
     of_teacher, judged = teacher_bytes(case, stage)
     weights, judged = weights + of_teacher, judged * max(1.0, peak.in_flight)
     allocated = weights + gradients + optimizer + peak.total + judged + bucket
-    if e.builds_whole and case.zero_stage == 3 and n * w > allocated:
-        return _construction(stage, n, experts, float(n * w), machine)
     return StageMemory(
         stage=stage, elements=n, experts=experts, weights=weights, gradients=gradients, optimizer=optimizer,
         activations=peak.activations, working=peak.working, logits=peak.logits + judged, buffers=peak.messages + bucket,
         fragmentation=allocated * machine.hardware.fragmentation, reserved=machine.hardware.reserved_gb * 1e9,
         in_flight=peak.in_flight, peak_at=peak.at, host=swap_host_bytes(case, stage) if case.dropped else 0.0,
-    )
-
-
-def _construction(stage: int, elements: int, experts: int, weights: float, machine: Machine) -> StageMemory:
-    """A rank that holds its whole model at the start, which is more than any step needs; at the least that."""
-    return StageMemory(
-        stage=stage, elements=elements, experts=experts, weights=weights, gradients=0.0, optimizer=0.0, activations=0.0,
-        working=0.0, logits=0.0, buffers=0.0, fragmentation=weights * machine.hardware.fragmentation,
-        reserved=machine.hardware.reserved_gb * 1e9, in_flight=0.0, peak_at="the model's construction",
     )
 
 

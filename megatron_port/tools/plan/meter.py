@@ -115,7 +115,7 @@ def _experts(t: Tape, s: Sizes, op: Op, x: Value) -> Value:
     inner = op.part.inner_ops
     if s.case.recompute != "experts":  # other programs alone
         return run(t, s, inner, x)
-    normed = "layernorm" in s.case.modules and op.reads[0].startswith("norm")  # made again, so it isn't kept either
+    normed = s.case.engine.drops("layernorm") and op.reads[0].startswith("norm")  # made again, so it isn't kept either
     return t.checkpoint(lambda tape, x: run(tape, s, inner, x), x, made_again=normed)
 
 

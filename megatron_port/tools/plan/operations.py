@@ -102,8 +102,8 @@ def matrix(
     def backward(grad: Block, saved: list[Block]) -> list[Block | None]:
         full = None
         if not frozen:
-            again = entry and "layernorm" in s.case.modules
-            full = t.block(size_in) if again or (gathers and s.case.engine.gathers_again) else saved[0]
+            again = entry and s.case.engine.drops("layernorm")
+            full = t.block(size_in) if again or gathers else saved[0]
         partial = product(t, s, size_out, weight, size_in)
         dx = t.block(size_in / s.case.tp) if gathers else partial
         if full is None:
@@ -115,16 +115,17 @@ def matrix(
         t.meter.need(bias)
         return [dx]
 
-    full = t.block(size_in) if gathers else None
+    gathered = t.block(size_in) if gathers else None
     out = product(t, s, size_in, weight, size_out)
-    kept = x.block if full is None or s.case.engine.gathers_again else full
-    return t.note(out, [x], backward, [] if frozen else [saved_input(t, s, kept, made_again=entry)])
+    saved = [] if frozen else [saved_input(t, s, x.block, made_again=entry)]
+    del gathered
+    return t.note(out, [x], backward, saved)
 
 
 def saved_input(t: Tape, s: Sizes, kept: Block, *, made_again: bool) -> Block:
     """What a product saves of its input: the input, in other programs' fp8 its 8-bit copy, or nothing where they make a
     norm's output again."""
-    if made_again and "layernorm" in s.case.modules:
+    if made_again and s.case.engine.drops("layernorm"):
         return t.block(0.0)
     return t.block(kept.size / s.case.width) if s.case.dtype == "fp8" and s.case.fp8 == "none" else kept
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, reduce
@@ -334,7 +333,7 @@ def _exposed_by_pass(
     exchanges of the pass itself.
     """
     e, m, (reduce_, gather, beyond) = case.engine, case.micro_batches, moved
-    shown, late_share, again = 1 / max(case.vp, case.chunks[stage]), *_late_gathers(case)
+    shown, late_share, again = 1 / max(case.vp, case.chunks[stage]), *case.engine.late_gathers(case)
     each = gather * gathers / (2 * m)
     free = [
         sum(c.passes[0] - c.forward_exchange - c.forward_context for c in chunks),
@@ -351,25 +350,10 @@ def _exposed_by_pass(
     return m * (forward + backward) + last + beyond
 
 
-def _late_gathers(case: Case) -> tuple[float, int]:
-    """Share of the weights that no earlier one is used beside their gathering, and how often a backward pass gathers.
-
-    DeepSpeed fetches the next parameter while fewer than ``live_elements`` are there, so none beside a larger one,
-    and releases what is not used again within as many: a larger layer is gathered for its recompute and again for its
-    gradients (``runtime/zero/partitioned_param_coordinator.py``).
-    """
-    live = case.engine.live_elements
-    if not live:
-        return 0.0, 1
-    sizes = [float(math.prod(linear.product(case.tp))) for linear in model_spec(case.model).layers[-1].linears]
-    late = sum(size for before, size in zip([sizes[-1], *sizes], sizes) if before >= live)
-    return late / sum(sizes), 2 if case.recompute == "full" and sum(sizes) > live else 1
-
-
 def _collectives(case: Case, stage: int) -> int:
-    """Collectives in which a pass gathers a stage's weights under ZeRO-3: one a layer, or one a matrix (DeepSpeed)."""
+    """Collectives in which a pass gathers a stage's weights under ZeRO-3: as a rule one a layer."""
     layers = sum(stop - start for start, stop in case.of_stage(case.layer_ranges, stage))
-    each = len(model_spec(case.model).layers[-1].linears) if case.engine.live_elements else 1
+    each = case.engine.gathers(model_spec(case.model).layers[-1])
     return max(layers * each, 1) if case.weight_gathers > 1 else 1
 
 
