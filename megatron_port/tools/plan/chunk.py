@@ -12,8 +12,7 @@ from megatron_port.core.model.moe_spec import moe_of
 from megatron_port.core.pipeline.actions import Kind
 from megatron_port.tools.plan.activations import Away, away
 from megatron_port.tools.plan.case import Case
-from megatron_port.tools.plan.ends import embedding, head
-from megatron_port.tools.plan.further import prediction
+from megatron_port.tools.plan.ends import embedding, head, prediction
 from megatron_port.tools.plan.meter import layer
 from megatron_port.tools.plan.operations import Sizes
 from megatron_port.tools.plan.rule_cost import ADAMW

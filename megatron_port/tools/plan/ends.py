@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from megatron_port.core.model.decoder_spec import model_spec
-from megatron_port.tools.plan.operations import Sizes, drop, leave, matrix, normalize
+from megatron_port.core.model.spec import PredictionSpec
+from megatron_port.tools.plan.meter import layer
+from megatron_port.tools.plan.operations import Sizes, drop, leave, linear, matrix, normalize
 from megatron_port.tools.plan.tape import Block, Tape, Value
 
 LOSS_CHUNK = 1 << 22
@@ -91,3 +93,16 @@ def logits_loss(t: Tape, s: Sizes, normed: Value) -> Value:
         t.meter.need(*([wide] * (2 if s.ratio > 1 and not case.engine.copies_logits else 1)))
     statistics = t.block(s.tokens * case.wide * 2)
     return t.note(t.block(s.tokens * case.wide), [logits], backward, [logits.block, statistics])
+
+
+def prediction(t: Tape, s: Sizes, part: PredictionSpec, hidden: Value) -> tuple[Value, Value]:
+    """A module that predicts further tokens: its hidden states and its loss; ``hidden``: of the depth before."""
+    embedded = normalize(t, s, token_rows(t, s), part.embedding_norm)[0]
+    hidden = normalize(t, s, hidden, part.hidden_norm)[0]
+    # Each takes its half of the gradient, which is a view.
+    both = t.note(t.block(embedded.size + hidden.size), [embedded, hidden], lambda grad, saved: [grad, grad])
+    del embedded, hidden
+    x = layer(t, s, part.layer, linear(t, s, both, part.projection))
+    del both
+    found = normalize(t, s, x, part.norm)[0]
+    return found, logits_loss(t, s, found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_port.core.model.activation_sites import REPLICATED, choice
 from megatron_port.core.model.moe_spec import moe_of
 from megatron_port.core.model.ops import Site
-from megatron_port.core.model.spec import LayerSpec, LinearSpec, MLPSpec
+from megatron_port.core.model.spec import LayerSpec, LinearSpec, MLPSpec, PredictionSpec
 from megatron_port.tools.plan.activations import site_bytes, stream_of
 from megatron_port.tools.plan.adapters import adapter_seconds
 from megatron_port.tools.plan.case import Case
@@ -428,3 +428,21 @@ def embedding_cost(case: Case, rates: Rates, links: Links, group: Span) -> Cost:
         forward=rates.stream(4 * size, 4), backward=rates.stream(4 * size, 3), forward_tensor=each - half,
         backward_tensor=half, forward_starts=rates.host_micro_batch / 4, backward_starts=rates.host_micro_batch / 4,
     )
+
+
+def prediction_cost(case: Case, part: PredictionSpec, rates: Rates, links: Links, group: Span) -> Cost:
+    """Seconds of a module that predicts further tokens: its rows, the projection, its layer, its logits. Norms and the
+    concatenation are passes over the residual stream that are left out."""
+    m, w = case.model, case.width
+    tokens = m.seq_length / case.cp * case.micro_batch / (case.tp if case.sequence_parallel else 1)
+    outputs, inputs = part.projection.outputs, part.projection.inputs
+    projection = Cost(
+        rates.product(tokens, outputs, inputs, width=w),
+        rates.product(tokens, inputs, outputs, width=w) + rates.product(outputs, inputs, tokens, width=w)
+        + rates.stream(outputs * inputs * case.engine.accumulate_traffic),
+    )
+    parts = (
+        embedding_cost(case, rates, links, group), layer_cost(case, part.layer, rates, links, group),
+        head_cost(case, rates, links, group),
+    )
+    return sum(parts, projection)

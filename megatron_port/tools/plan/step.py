@@ -14,8 +14,14 @@ from megatron_port.core.model.spec import LayerSpec
 from megatron_port.tools.plan.case import Case, Machine
 from megatron_port.tools.plan.cost import Cost
 from megatron_port.tools.plan.elements import expert_elements, gathered_elements, spanning_elements, trained_elements
-from megatron_port.tools.plan.further import prediction_cost
-from megatron_port.tools.plan.layer import embedding_cost, head_cost, layer_cost, partition_costs, site_costs
+from megatron_port.tools.plan.layer import (
+    embedding_cost,
+    head_cost,
+    layer_cost,
+    partition_costs,
+    prediction_cost,
+    site_costs,
+)
 from megatron_port.tools.plan.links import Links, span
 from megatron_port.tools.plan.offload import offloaded, updated_elements
 from megatron_port.tools.plan.rates import Rates
