@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.model.decoder_spec import model_spec
+from megatron_port.core.model.moe_spec import moe_of
 from megatron_port.core.model.spec import LayerSpec, MoESpec
 from megatron_port.core.pipeline.actions import Kind
 from megatron_port.tools.plan.activations import stream_of
@@ -96,9 +97,10 @@ class Program(Engine):
         tokens, stream = stream_of(case)
         if "layernorm" in self.modules:
             seconds += rates.stream(len(layer.norms) * stream * 2 * w, len(layer.norms))
-        if "moe_act" in self.modules and layer.moe is not None:
-            rows, up = routed(case, layer.moe).rows, layer.moe.experts.up
-            seconds += rates.stream(rows * layer.moe.experts.down.inputs / case.etp * w * (up.packed + 1), 1)
+        moe = moe_of(layer)
+        if "moe_act" in self.modules and moe is not None:
+            rows, up = routed(case, moe).rows, moe.experts.up
+            seconds += rates.stream(rows * moe.experts.down.inputs / case.etp * w * (up.packed + 1), 1)
         if "mla_up_proj" in self.modules:
             for linear in layer.mixer.up_projections:
                 outputs, inputs = linear.product(case.tp)
@@ -132,7 +134,8 @@ class Program(Engine):
         if not (self.bias_passes and case.model.add_bias):
             return
         tokens, stream = stream_of(case)
-        split, w, dense = tokens / case.tp, case.width, layer.dense if layer.moe is None else layer.moe.shared
+        moe = moe_of(layer)
+        split, w, dense = tokens / case.tp, case.width, layer.dense if moe is None else moe.shared
         inner = dense.down.inputs * dense.up.packed if dense is not None else 0
         # Heads put side by side; q, k and v's biases are counted as the rotation.
         forward["biases"] = split * layer.mixer.mixed_features * 2 * w
