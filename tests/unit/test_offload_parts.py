@@ -35,7 +35,8 @@ from megatron_port.core.config.schema import (
     RunConfig,
 )
 from megatron_port.core.dist import device_streams
-from megatron_port.core.dist.device_streams import COPY_IN, COPY_OUT, HOST, observed_by
+from megatron_port.core.dist.copy_streams import COPY_IN, COPY_OUT
+from megatron_port.core.dist.device_streams import HOST, observed_by
 from megatron_port.core.engine.api import StepLimits
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import ConfigError, EnvironmentFault
@@ -44,6 +45,7 @@ from megatron_port.core.optim.zero3 import GatherGroup
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.memory import disk_state
 from megatron_port.ext.memory.disk_state import StateFile
+from megatron_port.ext.memory.held import HeldParameters
 from megatron_port.ext.memory.offload import Offload, offloaded_numbers
 from megatron_port.ext.memory.swap import ALIGN, StagingRing
 from megatron_port.ext.storage import background
@@ -79,13 +81,18 @@ def rank_of(config: RunConfig) -> Iterator[tuple[NativeEngine, list[Any]]]:
             yield engine, batches(resolved, ctx)
 
 
+def held(engine: NativeEngine) -> HeldParameters:
+    assert isinstance(engine.sharded, HeldParameters)
+    return engine.sharded
+
+
 # ---------------------------------------------------------------- bytes
 
 
 @pytest.mark.parametrize(("zero", "dtype", "width"), [(1, "bf16", 2), (2, "fp32", 4), (3, "bf16", 2)])
 def test_a_step_moves_a_gradient_and_a_weight_per_parameter(zero: int, dtype: str, width: int) -> None:
     with rank_of(run(zero, dtype, optimizer="cpu")) as (engine, mine):
-        offload = engine.sharded.offload
+        offload = held(engine).offload
         assert offload is not None
         elements = sum(b.plan.numel // b.shards for b in engine.sharded.buckets)
         for buffer in offload.ring._free:
@@ -104,7 +111,7 @@ def test_a_step_moves_a_gradient_and_a_weight_per_parameter(zero: int, dtype: st
 
 def test_weights_on_the_host_are_copied_for_each_gather() -> None:
     with rank_of(run(3, optimizer="cpu", weights="cpu")) as (engine, mine):
-        gather, offload = engine.sharded.unit_gather, engine.sharded.offload
+        gather, offload = held(engine).unit_gather, held(engine).offload
         assert gather is not None and offload is not None
         engine.train_step(mine, step=0, lr=1e-3)
         sharded = engine.sharded.buckets
@@ -122,7 +129,7 @@ def test_one_rank_trains_from_weights_on_the_host() -> None:
     def trained(**offload: Any) -> tuple[list[float], list[Any]]:
         with rank_of(run(3, "fp32", layout={"data_parallel_size": 1}, **offload)) as (engine, mine):
             losses = [engine.train_step(mine, step=step, lr=1e-2).loss for step in range(3)]
-            assert (engine.sharded.unit_gather is not None) == bool(offload)
+            assert (held(engine).unit_gather is not None) == bool(offload)
             return losses, [(p.name, p.kind, p.tensor.tolist()) for p in engine.state_pieces()]
 
     plain = trained()
@@ -132,7 +139,7 @@ def test_one_rank_trains_from_weights_on_the_host() -> None:
 def test_what_lives_where_is_what_the_table_says(tmp_path: Path) -> None:
     for offload, host in ((CPU, 12), ({**NVME, "nvme_path": str(tmp_path)}, 0)):
         with rank_of(run(3, **offload)) as (engine, _):
-            sharded, offloaded = engine.sharded.buckets, engine.sharded.offload
+            sharded, offloaded = engine.sharded.buckets, held(engine).offload
             assert isinstance(offloaded, Offload)
             elements = [b.plan.numel // b.shards for b in sharded]
             kept = sum(t.nbytes for b in sharded for t in (b.masters, *b.state.values()))

@@ -1,4 +1,4 @@
-"""Streams of copies beside the computation, their events, and an observer that may look on.
+"""Events of a device's streams, and an observer that may look on at what work on them touches.
 
 Work on one stream runs in the order in which it was queued; work on two streams runs in no order unless one waits for
 an event of the other. ``HOST`` is the program itself: it waits for an event by blocking, and what is queued on any
@@ -11,7 +11,7 @@ on either device; that of the tests (tests/distributed/stream_order.py) so check
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -20,10 +20,6 @@ import torch.distributed as dist
 
 COMPUTE = "compute"
 """The stream of the model's kernels: the device's current one."""
-COPY_OUT = "copy out"
-"""Copies from the device to the host."""
-COPY_IN = "copy in"
-"""Copies from the host to the device."""
 HOST = "host"
 """The program: what it reads and writes itself in host memory."""
 
@@ -87,66 +83,12 @@ class Event:
             observer.wait(stream, mark)
 
 
-class Streams:
-    """Streams of a device without any: a CPU, on which a copy has ended when its call returns."""
-
-    def event(self) -> Event:
-        """Return a new event."""
-        return Event()
-
-    def record(self, event: Event, stream: str) -> None:
-        """Let an event mark everything that is queued on a stream so far."""
-        event.record(stream)
-
-    def wait(self, stream: str, event: Event) -> None:
-        """Let a stream, or the host, wait for what an event marks."""
-        event.wait(stream)
-
-    def on(self, stream: str) -> AbstractContextManager[Any]:
-        """Return a context in which kernels and copies are queued on a stream."""
-        return nullcontext()
-
-
-class CudaStreams(Streams):
-    """Streams of a GPU (CUDA or HIP), two of them for copies."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._copies = {name: torch.cuda.Stream(device) for name in (COPY_OUT, COPY_IN)}
-
-    def _native(self, stream: str) -> Any:
-        return self._copies.get(stream) or torch.cuda.current_stream(self.device)
-
-    def event(self) -> Event:
-        return Event(torch.cuda.Event())
-
-    def record(self, event: Event, stream: str) -> None:
-        if stream != HOST:
-            event.native.record(self._native(stream))
-        super().record(event, stream)
-
-    def wait(self, stream: str, event: Event) -> None:
-        if stream == HOST:
-            event.native.synchronize()
-        else:
-            self._native(stream).wait_event(event.native)
-        super().wait(stream, event)
-
-    def on(self, stream: str) -> AbstractContextManager[Any]:
-        return nullcontext() if stream in (HOST, COMPUTE) else torch.cuda.stream(self._copies[stream])
-
-
 def host_waits_for(stream: str) -> None:
     """State that the host has just waited for all of a stream's work."""
     if is_observed():
         event = Event()
         event.record(stream)
         event.wait(HOST)
-
-
-def streams_of(device: torch.device) -> Streams:
-    """Return the streams of a device; on a GPU two new ones for copies."""
-    return CudaStreams(device) if device.type == "cuda" else Streams()
 
 
 class _ObservedWork:

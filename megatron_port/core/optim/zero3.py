@@ -29,7 +29,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megatron_port.core.dist.compat import all_gather_single
-from megatron_port.core.dist.device_streams import COMPUTE, COPY_IN, Streams, access, in_flight, is_observed
+from megatron_port.core.dist.copy_streams import COPY_IN, Streams
+from megatron_port.core.dist.device_streams import COMPUTE, access, in_flight, is_observed
 from megatron_port.core.optim.buckets import BucketPlan
 
 
