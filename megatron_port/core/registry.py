@@ -201,6 +201,7 @@ STEP_PARTS = Registry("part of a step", "", {
     "own update on the host": "megatron_port.ext.kernels.own_updates:host_calls",
     "own sums of gradients": "megatron_port.ext.kernels.gradient_sums:SumsTogether",
     "held parameters": "megatron_port.ext.memory.held:held_parameters",
+    "norm statistics": "megatron_port.ext.rules.adaptive_clipping:AdaptiveClipping",
     "offloaded update": "megatron_port.ext.memory.offloaded_update:host_update",
     "state check": "megatron_port.core.optim.state_check:check_of",
     "state watch": "megatron_port.ext.health.state_watch:CheckedState",

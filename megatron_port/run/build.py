@@ -24,7 +24,6 @@ from megatron_port.core.model.build import BuildContext, BuildOptions
 from megatron_port.core.model.decoder import GPTStage, shared_layers
 from megatron_port.core.model.flops import unit_costs
 from megatron_port.core.model.shapes import parameter_shapes
-from megatron_port.core.optim.rules import check_groups, set_parameter_groups
 from megatron_port.core.pipeline.partition import balanced_layers
 from megatron_port.core.registry import LOSSES
 
@@ -79,7 +78,10 @@ def build_model(
         dtype=DTYPES[config.precision.dtype], options=options,
     )
     chunks = objective.build(build, layers_by_chunk(config, ctx.topology))
-    set_parameter_groups((p for chunk in chunks for p in chunk.parameters()), config)
+    if config.optimizer.groups or config.model.width_factor != 1.0:
+        from megatron_port.ext.rules.groups import set_parameter_groups  # few runs have any
+
+        set_parameter_groups((p for chunk in chunks for p in chunk.parameters()), config)
     if config.fine_tuning.enabled:
         from megatron_port.ext.weights.adapters import freeze_all_but_adapters
 
@@ -89,6 +91,10 @@ def build_model(
 
 def check_parameter_groups(config: RunConfig) -> None:
     """Raise ConfigError if a group of ``optimizer.groups`` has no parameter."""
+    if not config.optimizer.groups:
+        return
+    from megatron_port.ext.rules.groups import check_groups
+
     names = list(parameter_shapes(config.model))
     if config.fine_tuning.enabled:
         from megatron_port.ext.weights.adapter_spec import adapter_parameters

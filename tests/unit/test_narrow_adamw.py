@@ -30,7 +30,7 @@ from megatron_port.core.dist.record import InitSpec, ParameterRecord
 from megatron_port.core.engine.api import StepLimits
 from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.optim.bucket_memory import StateShard
-from megatron_port.core.optim.rules import BlockRule, UpdateSettings, state_bytes
+from megatron_port.core.optim.rules import BlockRule, UpdateSettings
 from megatron_port.ext.kernels.kernels import kernels_status
 from megatron_port.ext.kernels.kernels import load as load_kernels
 from megatron_port.ext.kernels.narrow_adamw import (
@@ -43,6 +43,7 @@ from megatron_port.ext.kernels.narrow_adamw import (
 )
 from megatron_port.ext.kernels.ops.narrow_adamw import BLOCK
 from megatron_port.run.build import build_engine
+from megatron_port.tools.plan.rule_cost import state_bytes
 
 CPU = torch.device("cpu")
 TORCHAO = json.loads(RECORD.read_text())

@@ -17,18 +17,19 @@ from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.record import InitSpec, ParameterRecord, attach, make_record
 from megatron_port.core.dist.record import record_of as record_of_parameter
 from megatron_port.core.engine.native_update import make_update
-from megatron_port.core.optim.gradients import NormStatistics, clip_factor, limited, norm_target
+from megatron_port.core.optim.gradients import clip_factor, limited, norm_target
 from megatron_port.core.optim.rules import (
     BlockRule,
     StepNumbers,
     StepValues,
     UpdateSettings,
     rule_of,
-    set_parameter_groups,
     settings_in,
 )
 from megatron_port.core.optim.sharded import ShardedParameters, ShardSettings
 from megatron_port.ext.kernels.narrow_adamw import ADAMW_8BIT, ADAMW_BF16
+from megatron_port.ext.rules.adaptive_clipping import AdaptiveClipping
+from megatron_port.ext.rules.groups import set_parameter_groups
 from megatron_port.ext.weights.masks import WeightAverage
 
 CPU = torch.device("cpu")
@@ -148,7 +149,7 @@ def test_adaptive_clipping_is_the_papers_on_host_and_device(
 
 def test_statistics_of_norms_begin_with_all_of_the_warm_up() -> None:
     """Population mean and variance of exactly clip_warmup norms; nothing is clipped before."""
-    statistics = NormStatistics(OptimizerConfig(clip_zscore=1.0, clip_warmup=4))
+    statistics = AdaptiveClipping(OptimizerConfig(clip_zscore=1.0, clip_warmup=4))
     for count, norm in enumerate((1.0, 3.0, 2.0, 6.0), 1):
         assert statistics.now[1] > FAR
         statistics.account(norm)

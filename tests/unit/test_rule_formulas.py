@@ -34,11 +34,12 @@ from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.record import InitSpec, ParameterRecord, attach
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.engine.native_update import make_update
-from megatron_port.core.optim.rules import StepNumbers, StepValues, rule_of, state_bytes
+from megatron_port.core.optim.rules import StepNumbers, StepValues, rule_of
 from megatron_port.core.optim.sharded import ShardedParameters, ShardSettings
 from megatron_port.core.optim.sums import rectangles
 from megatron_port.ext.rules.matrices import assign, shapes_of
 from megatron_port.ext.rules.muon import orthogonalized
+from megatron_port.tools.plan.rule_cost import state_bytes
 
 STEPS, LR = 6, 0.02
 SHAPES: dict[str, tuple[tuple[int, ...], bool, tuple[int, ...]]] = {

@@ -38,6 +38,7 @@ from megatron_port.core.optim.gradients import NormStatistics
 from megatron_port.core.registry import OPTIMIZERS
 from megatron_port.ext.kernels.kernels import kernels_status
 from megatron_port.ext.kernels.kernels import load as load_kernels
+from megatron_port.ext.rules.adaptive_clipping import AdaptiveClipping
 from megatron_port.ext.weights.readers import AveragedCheckpoint
 from megatron_port.run.build import build_engine
 from megatron_port.run.saved_state import state_records
@@ -235,7 +236,7 @@ def test_adaptive_clipping_is_the_papers() -> None:
     random = np.random.default_rng(4)
     norms = random.normal(2.0, 0.3, 60)
     norms[[8, 20, 33]] = (9.0, 4.0, 30.0)
-    statistics = NormStatistics(OptimizerConfig(clip_zscore=2.5, clip_decay=0.9, clip_warmup=12))
+    statistics = AdaptiveClipping(OptimizerConfig(clip_zscore=2.5, clip_decay=0.9, clip_warmup=12))
     clipped = []
     for t, g in enumerate(norms):
         mean, deviation = statistics.now
@@ -252,9 +253,9 @@ def test_adaptive_clipping_is_the_papers() -> None:
             clipped.append(mean + 2.5**2 / z * deviation if z > 2.5 else g)
         statistics.account(float(g))
     assert clipped[8] == 9.0 and clipped[33] < 6.0
-    again = NormStatistics(OptimizerConfig(clip_zscore=2.5, clip_decay=0.9, clip_warmup=12))
+    again = AdaptiveClipping(OptimizerConfig(clip_zscore=2.5, clip_decay=0.9, clip_warmup=12))
     again.load(statistics.state())
-    assert again.now == statistics.now and NormStatistics(OptimizerConfig()).state() == {}
+    assert again.now == statistics.now and NormStatistics().state() == {}
 
 
 @pytest.mark.parametrize("provider", ["torch", "own"])

@@ -89,7 +89,9 @@ class NativeEngine:
         )
         self._attach(gradients)
         self.update = make_update(optimizer_provider, self.sharded, config.optimizer, seed=config.seed)
-        self.norms, self.scaler = NormStatistics(config.optimizer), LossScaler(config.precision)
+        self.norms, self.scaler = NormStatistics(), LossScaler(config.precision)
+        if config.optimizer.clip_zscore:
+            self.norms = STEP_PARTS.function("norm statistics")(config.optimizer)
         self.average: Average | None = None
         if config.optimizer.ema_decay:
             self.average = STEP_PARTS.function("average of weights")(self.sharded, config.optimizer.ema_decay)

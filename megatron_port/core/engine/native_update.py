@@ -3,8 +3,8 @@ by the optimizer rule, round the masters into its pieces of the weights.
 
 AdamW has two providers: torch's, whose skipping and clipping the host decides, and the own multi-tensor kernel, which
 reads learning rate, loss scale, clip factor and overflow on the device, so that no step waits for it
-(``kernels.own_updates``). Other rules are updated by ``engine.rule_updates``, the host deciding. A kind of rule that is
-not the core's brings its own update (``device_update.register``).
+(``kernels.own_updates``). Rules of elements and blocks are updated by ``RuleUpdate``, the host deciding. A kind of rule
+that is not the core's brings its own update (``device_update.register``).
 """
 
 from __future__ import annotations

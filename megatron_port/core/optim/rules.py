@@ -22,14 +22,13 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from math import lcm, prod
+from math import lcm
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import torch
 
-from megatron_port.core.config.optimizer import INHERITED, ParameterGroup, parameter_class
-from megatron_port.core.config.schema import OptimizerConfig, RunConfig
-from megatron_port.core.dist.record import WEIGHT, ParameterRecord, record_of
+from megatron_port.core.config.schema import OptimizerConfig
+from megatron_port.core.dist.record import WEIGHT, ParameterRecord
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.registry import OPTIMIZERS, STEP_PARTS
 
@@ -251,12 +250,6 @@ def state_shapes(rule: OptimizerRule, records: Iterable[ParameterRecord]) -> dic
     return {name: shapes for name, shapes in found.items() if shapes}
 
 
-def state_bytes(rule: OptimizerRule, record: ParameterRecord, wide: int = 4) -> float:
-    """Return the bytes of state for each element of a parameter, by logical shapes."""
-    total = sum(prod(k.shape(record)) * (wide if k.dtype is None else k.dtype.itemsize) for k in rule.state(record))
-    return total / max(record.numel, 1)
-
-
 def mixed_kinds(kinds: Mapping[str, Sequence[str]]) -> Mapping[str, Sequence[str]]:
     """Return ``kinds`` (by name) where two names differ in theirs, else an empty mapping: what a manifest declares."""
     return kinds if len({frozenset(each) for each in kinds.values()}) > 1 else {}
@@ -274,26 +267,6 @@ class GroupSettings(NamedTuple):
     weight_decay: float
 
 
-def set_parameter_groups(parameters: Iterable[torch.Tensor], config: RunConfig) -> None:
-    """Write each parameter's learning-rate factor and weight decay into its record.
-
-    muP (Tensor Programs V, arXiv 2203.03466, Adam): matrices, whose inputs grow with the width, learn at 1/m of the
-    rate; their decay is m times as large, so that what a step takes from a weight stays that of the narrow model.
-    """
-    optimizer, width = config.optimizer, config.model.width_factor
-    if not optimizer.groups and width == 1.0:
-        return
-    for parameter in parameters:
-        record = record_of(parameter)
-        group = next((g for g in optimizer.groups if g.has(record.name)), None)
-        factor, decay = (group.lr_factor, group.weight_decay) if group is not None else (1.0, INHERITED)
-        if decay == INHERITED:
-            decay = optimizer.weight_decay if record.decay else 0.0
-        if parameter_class(record.name) == "matrix":
-            factor, decay = factor / width, decay * width
-        parameter.record = replace(record, lr_factor=factor, weight_decay=decay)  # type: ignore[attr-defined]
-
-
 def settings_in(record: ParameterRecord, weight_decay: float) -> GroupSettings:
     """Return the settings of a parameter. ``weight_decay``: of parameters that decay and are in no group."""
     if record.weight_decay is None:
@@ -307,20 +280,6 @@ def grouped(pairs: Iterable[tuple[ParameterRecord, T]], weight_decay: float) -> 
     for record, one in pairs:
         out.setdefault(settings_in(record, weight_decay), []).append(one)
     return {settings: found for settings, found in out.items() if found}
-
-
-def check_groups(groups: Sequence[ParameterGroup], names: Iterable[str]) -> None:
-    """Raise ConfigError naming the first group that has no parameter, or none that no group before it has."""
-    left = list(names)
-    known = ", ".join(left[:3])
-    for number, group in enumerate(groups, 1):
-        rest = [name for name in left if not group.has(name)]
-        if len(rest) == len(left):
-            raise ConfigError(
-                f"optimizer.groups, group {number}: no parameter matches {group.match!r} that no group before it has; "
-                f"the model has {known}, ... (megatron-port checkpoint inspect lists them)"
-            )
-        left = rest
 
 
 # The numbers in which one optimizer step differs from the next, for kernels to read on the device.

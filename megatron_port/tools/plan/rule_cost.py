@@ -15,6 +15,7 @@ from megatron_port.core.config.optimizer import OptimizerConfig
 from megatron_port.core.config.schema import ModelConfig
 
 if TYPE_CHECKING:
+    from megatron_port.core.dist.record import ParameterRecord
     from megatron_port.core.optim.rules import OptimizerRule
 
 
@@ -49,10 +50,15 @@ def rule_cost(optimizer: OptimizerConfig, model: ModelConfig) -> RuleCost:
     return _cost(rule_of(optimizer), optimizer, model)
 
 
+def state_bytes(rule: OptimizerRule, record: ParameterRecord, wide: int = 4) -> float:
+    """Return the bytes of state for each element of a parameter, by logical shapes."""
+    total = sum(prod(k.shape(record)) * (wide if k.dtype is None else k.dtype.itemsize) for k in rule.state(record))
+    return total / max(record.numel, 1)
+
+
 @lru_cache(maxsize=64)
 def _cost(rule: OptimizerRule, optimizer: OptimizerConfig, model: ModelConfig) -> RuleCost:
     from megatron_port.core.model.shapes import model_records
-    from megatron_port.core.optim.rules import state_bytes
     from megatron_port.ext.rules.matrices import MatrixRule, shapes_of
 
     records = list(model_records(model).values())
