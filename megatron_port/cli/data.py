@@ -38,8 +38,9 @@ from megatron_port.ext.corpora.fetch import fetch
 from megatron_port.ext.corpora.formats import FORMATS
 from megatron_port.ext.corpora.prepare import Progress, prepare
 from megatron_port.ext.corpora.source_files import ReadOptions
-from megatron_port.ext.corpora.tokenizer import get_tokenizer, train_bpe
+from megatron_port.ext.corpora.tokenizer import get_tokenizer
 from megatron_port.ext.corpora.tokenizer_base import Tokenizer, added_ids
+from megatron_port.ext.corpora.train_tokenizer import train_bpe
 from megatron_port.ext.corpora.verify import Report, verify
 
 # ``data list | show | rm | verify``: the corpora that are there.

@@ -22,8 +22,8 @@ from megatron_port.ext.deepspeed.prepare import prepare_deepspeed
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.attention_choice import AttentionNeeds, shape_here
 from megatron_port.ext.kernels.choose import Chooser
-from megatron_port.ext.kernels.choose_exchange import choose_exchange
-from megatron_port.ext.kernels.choose_fp8 import choose_fp8
+from megatron_port.ext.kernels.choose_exchange import choose_exchange, choose_ops
+from megatron_port.ext.kernels.choose_fp8 import choose_fp8, choose_quantiser
 from megatron_port.ext.kernels.jit_guard import (
     install_guard,
     prebuild_command,
@@ -163,10 +163,10 @@ def providers(config: RunConfig, device: DeviceInfo) -> Iterator[CheckResult]:
         "optimizer": lambda: chooser.optimizer()[1],
     }
     if model.moe.enabled:
-        picks["experts"] = lambda: chooser.experts(model.moe)[1]
+        picks["experts"] = lambda: choose_ops(chooser, model.moe)[1]
         picks["experts_exchange"] = lambda: choose_exchange(config.backend, device, dtype)[1]
     if config.precision.fp8 != "none" and visible:
-        picks["quantise"] = lambda: chooser.quantise()[1]
+        picks["quantise"] = lambda: choose_quantiser(chooser)[1]
         picks["scaled_mm"] = lambda: choose_fp8(config.backend, config.precision.fp8, device)[1]
     for op, pick in picks.items():
         try:

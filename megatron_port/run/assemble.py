@@ -60,12 +60,10 @@ def _profiler(state: LoopState) -> Iterator[LoopHook]:
 
 
 def _checks(state: LoopState) -> Iterator[LoopHook]:
-    replicas, replays = state.config.telemetry.replica_check_interval, state.config.numerics.replay_interval
-    if replicas or replays:
-        from megatron_port.ext.health.checks import ReplayCheck, ReplicaCheck
-
-        yield from [ReplicaCheck(state)] if replicas else []
-        yield from [ReplayCheck(state)] if replays else []
+    if state.config.telemetry.replica_check_interval:
+        yield _made(PARTS, "replica check", state)
+    if state.config.numerics.replay_interval:
+        yield _made(PARTS, "replay check", state)
 
 
 def _plugin(name: str, state: LoopState) -> LoopHook:

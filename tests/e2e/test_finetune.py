@@ -16,7 +16,8 @@ from megatron_port.core.config.loader import load
 from megatron_port.core.data.indexed import IndexedDataset
 from megatron_port.core.data.loader import build_loaders
 from megatron_port.ext.corpora.source_files import ReadOptions
-from megatron_port.ext.corpora.tokenizer import get_tokenizer, train_bpe
+from megatron_port.ext.corpora.tokenizer import get_tokenizer
+from megatron_port.ext.corpora.train_tokenizer import train_bpe
 from megatron_port.run.weights import Weights
 
 if TYPE_CHECKING:

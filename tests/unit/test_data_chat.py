@@ -23,7 +23,8 @@ from megatron_port.ext.corpora.chat_tokens import ChatRecipe, chat_recipe
 from megatron_port.ext.corpora.conversations import ConversationRefusal
 from megatron_port.ext.corpora.prepare import prepare
 from megatron_port.ext.corpora.source_files import ReadOptions
-from megatron_port.ext.corpora.tokenizer import get_tokenizer, train_bpe
+from megatron_port.ext.corpora.tokenizer import get_tokenizer
+from megatron_port.ext.corpora.train_tokenizer import train_bpe
 from megatron_port.ext.corpora.verify import check_tokenizers, verify
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|head|>")

@@ -24,7 +24,8 @@ from megatron_port.core.data.sample_index import build_sample_index
 from megatron_port.core.errors import DataError
 from megatron_port.ext.corpora.prepare import prepare
 from megatron_port.ext.corpora.source_files import ReadOptions
-from megatron_port.ext.corpora.tokenizer import ByteTokenizer, train_bpe
+from megatron_port.ext.corpora.tokenizer import ByteTokenizer
+from megatron_port.ext.corpora.train_tokenizer import train_bpe
 from megatron_port.run.changes import check_data_fingerprint
 
 

@@ -25,7 +25,8 @@ from megatron_port.core.errors import DataError
 from megatron_port.core.model.shapes import parameter_shapes
 from megatron_port.ext.corpora.chat_tokens import chat_recipe
 from megatron_port.ext.corpora.prepare import prepare
-from megatron_port.ext.corpora.tokenizer import get_tokenizer, identity, train_bpe
+from megatron_port.ext.corpora.tokenizer import get_tokenizer, identity
+from megatron_port.ext.corpora.train_tokenizer import train_bpe
 from megatron_port.tools.interop.export_dcp import whole
 from megatron_port.tools.interop.hf_tokenizer import write_tokenizer
 from megatron_port.tools.interop.pinned import PROBES, pinned_file, trained_with

@@ -24,11 +24,12 @@ from megatron_port.core.data.loader import StepLoader
 from megatron_port.core.dist.agree import agree, gather_names
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import REPLICAS
+from megatron_port.core.dist.process import EVALUATE
 from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.engine.api import Engine
 from megatron_port.core.engine.probe import NOWHERE, Probe
 from megatron_port.core.errors import ConfigError, NumericsError
-from megatron_port.core.train.hooks import Session
+from megatron_port.core.train.hooks import LoopHook, LoopState, Session, every
 from megatron_port.ext.health.replicas import BitsHash, check_replicas
 
 _STAGES, _PLACES = 1 << 12, 1 << 24
@@ -202,3 +203,29 @@ def _explain(ctx: ParallelContext, what: str, suspects: Sequence[int], first_sam
         f"{verdict}. Weights and samples were the same: suspect the device (`megatron-port preflight node`), leave the "
         "host out, and resume from a checkpoint that is older than the last replay that passed"
     )
+
+
+class ReplayCheck(LoopHook):
+    """Compute a micro-batch on another replica too, every ``numerics.replay_interval`` steps.
+
+    Raises:
+        ConfigError: sound devices may give other bits with these settings.
+    """
+
+    def __init__(self, state: LoopState) -> None:
+        super().__init__(state)
+        check_replay_settings(state.config, state.session)
+
+    def due(self, step: int) -> bool:
+        """Return whether an interval ends."""
+        return every(self.state.config.numerics.replay_interval, step)
+
+    def act(self) -> None:
+        """Compute a micro-batch of the last step again. Raises NumericsError on every rank where results differ."""
+        state = self.state
+        first, _ = state.batches.step_plan(state.progress.step - 1)
+        with state.session.progress.enter(EVALUATE, "replay on another replica"):
+            replay_on_neighbour(
+                state.engine, state.session, state.loaders.train, first_sample=state.numerics.position(first),
+                step=state.progress.step,
+            )

@@ -23,6 +23,7 @@ from megatron_port.core.dist.row_hashes import odd_ones
 from megatron_port.core.engine.api import Engine
 from megatron_port.core.errors import NumericsError
 from megatron_port.core.io.logging import ranks_text
+from megatron_port.core.train.hooks import LoopHook, every
 
 CHUNK_WORDS = {"cpu": 1 << 17, "cuda": 1 << 22}
 """Words hashed at a time: what fits a core's cache, and what keeps a GPU busy. Bounds the memory: 16 bytes each."""
@@ -150,3 +151,15 @@ def check_replicas(engine: Engine, ctx: ParallelContext, *, step: int) -> None:
             error = _explain(axis, group, hashes[chosen][bad], names, ctx, step)
             found = found or error
     agree(found, where=str(ctx.coords))
+
+
+class ReplicaCheck(LoopHook):
+    """Compare the copies of weights every ``telemetry.replica_check_interval`` steps."""
+
+    def due(self, step: int) -> bool:
+        """Return whether an interval ends."""
+        return every(self.state.config.telemetry.replica_check_interval, step)
+
+    def act(self) -> None:
+        """Raise NumericsError on every rank where copies differ."""
+        check_replicas(self.state.engine, self.state.ctx, step=self.state.progress.step)

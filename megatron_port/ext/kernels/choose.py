@@ -24,7 +24,7 @@ from megatron_port.core.layers import fused
 from megatron_port.core.layers.cross_entropy import torch_cross_entropy
 from megatron_port.core.layers.packed_math import packed_math_attention
 from megatron_port.core.layers.providers import ProviderRow, Providers
-from megatron_port.core.registry import OPTIMIZERS, OWN_UPDATES, PROVIDERS
+from megatron_port.core.registry import OPTIMIZERS, OWN_UPDATES, PARTS, PROVIDERS
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.attention_choice import (
     AttentionNeeds,
@@ -34,11 +34,7 @@ from megatron_port.ext.kernels.attention_choice import (
     refuse,
     shape_here,
 )
-from megatron_port.ext.kernels.choose_exchange import choose_exchange
-from megatron_port.ext.kernels.choose_fp8 import choose_fp8
-from megatron_port.ext.kernels.fp8 import Fp8, Quantiser, own_quantiser, torch_quantiser
 from megatron_port.ext.kernels.optional import optional_import
-from megatron_port.ext.kernels.own_experts import OwnExperts, own_experts, own_limit
 
 PARTIALS = {"math": "partial attention, math", "own": "partial attention, own"}
 """Part for attention over parts of the keys (``Providers.partial_attention``), by the provider of attention."""
@@ -162,18 +158,6 @@ class Chooser:
         return self.pick("cross_entropy", [
             self.own(_own_cross_entropy), Candidate("torch", "", lambda: torch_cross_entropy)
         ])
-
-    def quantise(self) -> tuple[Quantiser, ProviderRow]:
-        """Choose the casts under precision.fp8."""
-        return self.pick("quantise", [
-            self.own(lambda: own_quantiser), Candidate("torch", "", lambda: torch_quantiser)
-        ])
-
-    def experts(self, moe: MoEConfig) -> tuple[OwnExperts | None, ProviderRow]:
-        """Choose the router and the moving of rows of layers of experts; None: torch's."""
-        own = self.own(lambda: own_experts)
-        own = dataclasses.replace(own, problem=own.problem or own_limit(moe.num_experts, moe.top_k, moe.groups))
-        return self.pick("experts", [own, Candidate("torch", "", lambda: None)])
 
     def optimizer(self) -> tuple[str, ProviderRow]:
         """Return the name of the provider of the rule's update; a plugin's rule has its own."""
@@ -389,18 +373,14 @@ def choose_providers(
     rows = [attention_row, norm_row, activation_row, rotary_row, dropout_row, loss_row, optimizer_row]
     if attention_row.provider == "math":
         rows.insert(1, softmax_row)
-    experts: OwnExperts | None = None
-    row_exchange = None
+    experts = row_exchange = None
     if moe is not None and moe.enabled:
-        experts, row = chooser.experts(moe)
-        row_exchange, exchange_row = choose_exchange(config, device, dtype)
-        rows += [row, exchange_row]
-    products: Fp8 | None = None
+        experts, row_exchange, of_experts = PARTS.function("kernels of experts")(chooser, moe)
+        rows += of_experts
+    products = None
     if fp8 != "none":
-        products, row = choose_fp8(config, fp8, device)
-        quantiser, quantise_row = chooser.quantise()
-        products = dataclasses.replace(products, quantiser=quantiser)
-        rows += [quantise_row, row]
+        products, of_products = PARTS.function("products in 8 bits")(chooser, fp8)
+        rows += of_products
     return Providers(
         attention=attention, layer_norm=layer_norm, rms_norm=rms_norm, bias_gelu=bias_gelu, swiglu=swiglu,
         split_rotary=split_rotary, bias_dropout_add=bias_dropout_add, cross_entropy=cross_entropy,

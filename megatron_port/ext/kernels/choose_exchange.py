@@ -1,18 +1,24 @@
-"""Choice of what exchanges the rows of experts between ranks: torch's all-to-all, or a library that is installed."""
+"""Choice of what serves layers of experts: the router, the moving of rows, and their exchange between ranks, which is
+torch's all-to-all or a library that is installed.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from megatron_port.core.config.moe import MoEConfig
 from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.errors import EnvironmentFault
 from megatron_port.core.layers.providers import ProviderRow
 from megatron_port.core.registry import PARTS
+from megatron_port.ext.kernels.choose import Candidate, Chooser
 from megatron_port.ext.kernels.optional import optional_import
+from megatron_port.ext.kernels.own_experts import OwnExperts, own_experts, own_limit
 
 KINDS = {"deepep": "cuda", "mori": "rocm"}
 """The devices that libraries are for."""
@@ -47,3 +53,22 @@ def choose_exchange(
     modules = [module for module, _ in found]
     made = PARTS.function(f"exchange of rows, {asked}")(*modules)
     return made, ProviderRow("experts_exchange", asked, "asked for; a row for each copy of a token, as torch's")
+
+
+def choose_ops(chooser: Chooser, moe: MoEConfig) -> tuple[OwnExperts | None, ProviderRow]:
+    """Choose the router and the moving of rows of layers of experts; None: torch's. Raises EnvironmentFault."""
+    own = chooser.own(lambda: own_experts)
+    own = dataclasses.replace(own, problem=own.problem or own_limit(moe.num_experts, moe.top_k, moe.groups))
+    return chooser.pick("experts", [own, Candidate("torch", "", lambda: None)])
+
+
+def choose_experts(
+    chooser: Chooser, moe: MoEConfig
+) -> tuple[OwnExperts | None, Any, list[ProviderRow]]:
+    """Return router and moving of rows, exchange of rows (None: torch's), and both rows of the table.
+
+    Raises EnvironmentFault.
+    """
+    ops, row = choose_ops(chooser, moe)
+    exchange, exchange_row = choose_exchange(chooser.config, chooser.device, chooser.dtype)
+    return ops, exchange, [row, exchange_row]

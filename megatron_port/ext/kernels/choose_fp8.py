@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -10,14 +11,18 @@ from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.errors import EnvironmentFault
 from megatron_port.core.layers.providers import ProviderRow
+from megatron_port.ext.kernels.choose import Candidate, Chooser
 from megatron_port.ext.kernels.fp8 import (
     FNUZ,
     OCP,
     Formats,
     Fp8,
+    Quantiser,
     ScaledMM,
+    own_quantiser,
     quantise,
     reference_scaled_mm,
+    torch_quantiser,
     torch_scaled_mm,
 )
 
@@ -98,3 +103,17 @@ def choose_fp8(
     else:
         why = f"asked for; {recipe}, {names}; for tests, in fp32"
     return Fp8(recipe, formats, product), ProviderRow("scaled_mm", asked, why)
+
+
+def choose_quantiser(chooser: Chooser) -> tuple[Quantiser, ProviderRow]:
+    """Choose the casts under precision.fp8. Raises EnvironmentFault."""
+    return chooser.pick("quantise", [
+        chooser.own(lambda: own_quantiser), Candidate("torch", "", lambda: torch_quantiser)
+    ])
+
+
+def choose_products(chooser: Chooser, recipe: str) -> tuple[Fp8, list[ProviderRow]]:
+    """Return the products and casts under precision.fp8, and both rows of the table. Raises EnvironmentFault."""
+    products, row = choose_fp8(chooser.config, recipe, chooser.device)
+    quantiser, quantise_row = choose_quantiser(chooser)
+    return dataclasses.replace(products, quantiser=quantiser), [quantise_row, row]

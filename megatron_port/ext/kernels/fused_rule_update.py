@@ -8,10 +8,12 @@ from functools import singledispatchmethod
 import torch
 
 from megatron_port.core.config.schema import OptimizerConfig
-from megatron_port.core.engine.host_update import SquareNorm
+from megatron_port.core.engine.host_update import SquareNorm, Update
+from megatron_port.core.engine.native_update import UpdateRequest
 from megatron_port.core.optim.bucket_memory import StateShard
 from megatron_port.core.optim.gradients import clamp_, step_factor
 from megatron_port.core.optim.rules import AdamW, GroupSettings, OptimizerRule, StepValues, grouped
+from megatron_port.ext.kernels.kernels import load as load_kernels
 from megatron_port.ext.kernels.lion import Lion
 from megatron_port.ext.kernels.narrow_adamw import FIRST, SECOND, AdamW8bit, AdamWBf16, code_values, logical_range
 from megatron_port.ext.kernels.ops.narrow_adamw import adamw_8bit_, adamw_bf16_, lion_
@@ -146,3 +148,24 @@ class FusedRuleUpdate:
         self._step.add_(skip == 0)
         for call in self._calls:
             call(lr, factor, skip)
+
+
+def narrow_update(
+    rule: OptimizerRule, asked: UpdateRequest, pieces: Sequence[StateShard], sums: Sequence[torch.Tensor] = ()
+) -> Update | None:
+    """Return the update of ``pieces`` by the kernel of a rule that is not AdamW; None: it has none. ``sums``: their
+    flat gradients."""
+    if not isinstance(rule, (AdamWBf16, AdamW8bit, Lion)):
+        return None
+    return FusedRuleUpdate(pieces, rule, asked.config, asked.sharded.ctx.device, seed=asked.seed, sums=sums)
+
+
+def host_calls(rule: OptimizerRule, asked: UpdateRequest, step: torch.Tensor) -> FusedCalls:
+    """Return what updates pieces in host memory by own kernels for CPUs. ``step``: number of the update, int64.
+
+    Raises:
+        EnvironmentFault: the kernels are not built for this machine's CPU.
+    """
+    if asked.sharded.ctx.device.type != "cpu":  # else the provider has loaded them
+        load_kernels("cpu")
+    return FusedCalls(rule, asked.config, step, seed=asked.seed, separate=True)

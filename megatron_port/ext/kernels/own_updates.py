@@ -6,8 +6,6 @@ No step waits for the device: learning rate, loss scale, clip factor and overflo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import singledispatch
-from typing import Any
 
 import torch
 
@@ -17,11 +15,8 @@ from megatron_port.core.engine.native_update import UpdateRequest
 from megatron_port.core.optim.bucket_memory import StateShard
 from megatron_port.core.optim.gradients import clamp_, norm_target
 from megatron_port.core.optim.rules import AdamW, OptimizerRule, StepValues, grouped
+from megatron_port.core.registry import STEP_PARTS
 from megatron_port.ext.kernels.fused_adamw import FusedAdamW
-from megatron_port.ext.kernels.fused_rule_update import FusedCalls, FusedRuleUpdate
-from megatron_port.ext.kernels.kernels import load as load_kernels
-from megatron_port.ext.kernels.lion import Lion
-from megatron_port.ext.kernels.narrow_adamw import AdamW8bit, AdamWBf16
 from megatron_port.ext.kernels.ops.optimizer import square_norm
 
 
@@ -74,36 +69,11 @@ class OwnUpdate:
         return [[p.gradient for p in pieces] for pieces in self.groups]
 
 
-@singledispatch
 def own_update(
     rule: OptimizerRule, asked: UpdateRequest, pieces: Sequence[StateShard], sums: Sequence[torch.Tensor] = ()
 ) -> Update | None:
     """Return the update of ``pieces`` by own kernels; None: the rule has none. ``sums``: their flat gradients."""
-    return None
-
-
-@own_update.register
-def _adamw(
-    rule: AdamW, asked: UpdateRequest, pieces: Sequence[StateShard], sums: Sequence[torch.Tensor] = ()
-) -> Update:
-    return OwnUpdate(pieces, asked.config, asked.sharded.ctx.device, sums)
-
-
-@own_update.register(AdamWBf16)
-@own_update.register(AdamW8bit)
-@own_update.register(Lion)
-def _fused(
-    rule: Any, asked: UpdateRequest, pieces: Sequence[StateShard], sums: Sequence[torch.Tensor] = ()
-) -> Update:
-    return FusedRuleUpdate(pieces, rule, asked.config, asked.sharded.ctx.device, seed=asked.seed, sums=sums)
-
-
-def host_calls(rule: OptimizerRule, asked: UpdateRequest, step: torch.Tensor) -> FusedCalls:
-    """Return what updates pieces in host memory by own kernels for CPUs. ``step``: number of the update, int64.
-
-    Raises:
-        EnvironmentFault: the kernels are not built for this machine's CPU.
-    """
-    if asked.sharded.ctx.device.type != "cpu":  # else the provider has loaded them
-        load_kernels("cpu")
-    return FusedCalls(rule, asked.config, step, seed=asked.seed, separate=True)
+    if isinstance(rule, AdamW):
+        return OwnUpdate(pieces, asked.config, asked.sharded.ctx.device, sums)
+    made: Update | None = STEP_PARTS.function("own update of a narrow rule")(rule, asked, pieces, sums)
+    return made

@@ -302,3 +302,7 @@ def _column(values: Sequence[Any], count: int) -> Sums:
     if found.shape != (count,) or not np.isfinite(found).all():
         raise ValueError("not a number per layer")
     return found
+
+
+counts_of = LayerCounts.of
+"""What finds the counts of a step (``registry.PARTS``)."""

@@ -7,16 +7,14 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.rank import LeaseLost
+from megatron_port.core.registry import PARTS
 from megatron_port.ext.telemetry.console import make_console
 from megatron_port.ext.telemetry.declared import write_declared
 from megatron_port.ext.telemetry.metrics import FILE_NAME, MetricsWriter, Record, encode
-
-if TYPE_CHECKING:
-    from megatron_port.ext.telemetry.expert_file import ExpertSink
 
 _BACKLOG = 10_000
 
@@ -96,7 +94,8 @@ class Telemetry:
     ) -> None:
         self._warn = warn
         self._sinks: list[Sink] = []
-        self._experts: ExpertSink | None = None
+        self._experts: Any = None
+        self._counts_of: Callable[..., Any] | None = None
         self._model = config.model
         if not is_rank_zero:
             return
@@ -108,14 +107,14 @@ class Telemetry:
             name=config.name,
         ))
         if chosen.tensorboard:
-            self._add("TensorBoard", lambda: _tensorboard(run_dir / "tensorboard", resumed_step))
+            self._add("TensorBoard", lambda: PARTS.function("TensorBoard")(run_dir / "tensorboard", resumed_step))
         if config.model.moe.enabled:
+            self._counts_of = PARTS.function("counts of experts")
             self._add("experts.jsonl", lambda: self._expert_sink(run_dir, config, resumed_step, guard))
         for kind, mode in (("wandb", chosen.wandb), ("mlflow", chosen.mlflow)):
             if mode != "off":
-                from megatron_port.ext.telemetry.trackers import tracker
-
-                self._sinks.append(tracker(kind, run_dir, config, mode=mode, resumed_step=resumed_step, warn=warn))
+                make = PARTS.function("tracker")
+                self._sinks.append(make(kind, run_dir, config, mode=mode, resumed_step=resumed_step, warn=warn))
 
     def step(self, record: Record, tallies: Mapping[str, Any] | None = None) -> None:
         """Report a training step. ``record``: fields of docs/metrics.md; ``time`` is filled in, and what is known of
@@ -124,11 +123,7 @@ class Telemetry:
         Raises:
             ValueError: not a record (a programming mistake).
         """
-        counts = None
-        if tallies and self._sinks and self._model.moe.enabled:
-            from megatron_port.ext.telemetry.expert_file import LayerCounts
-
-            counts = LayerCounts.of(tallies, self._model)
+        counts = self._counts_of(tallies, self._model) if self._counts_of and tallies and self._sinks else None
         if self._experts is not None:
             self._experts.counts = counts
         self._report(record if counts is None else {**record, **counts.summary()})
@@ -161,10 +156,9 @@ class Telemetry:
             self._warn(f"{run_dir}: {error}; reports will not show what plugins measure")
 
     def _expert_sink(self, run_dir: Path, config: RunConfig, resumed_step: int, guard: Callable[[], None]) -> Sink:
-        from megatron_port.ext.telemetry.expert_file import ExpertSink
-
-        self._experts = ExpertSink(run_dir, config, resumed_step, self._warn, guard)
-        return self._experts
+        sink: Sink = PARTS.function("file of experts")(run_dir, config, resumed_step, self._warn, guard)
+        self._experts = sink
+        return sink
 
     def _add(self, name: str, make: Callable[[], Sink]) -> None:
         try:
@@ -178,9 +172,3 @@ class Telemetry:
         except Exception as error:  # no sink is worth a run
             self._sinks.remove(sink)
             self._warn(f"{type(sink).__name__} is off from here on: {type(error).__name__}: {error}")
-
-
-def _tensorboard(folder: Path, resumed_step: int) -> Sink:
-    from megatron_port.ext.telemetry.trackers import TensorBoardSink
-
-    return TensorBoardSink(folder, resumed_step)
