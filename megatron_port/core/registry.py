@@ -270,6 +270,7 @@ PARTS = Registry("part", "", {
     "rotary scaling, yarn": "megatron_port.core.model.rotary_scalings:YARN",
     "shared weights": "megatron_port.ext.weights.shared_layers:share_weights",
     "snapshot hashes": "megatron_port.core.checkpoint.snapshot_hashes:SnapshotHashes",
+    "stages of shared layers": "megatron_port.core.model.shared_stages:stages_of_shared_layers",
     "store": "megatron_port.ext.storage.store:Store",
     "time for checks of corpora": "megatron_port.core.data.checked_tokens:TimeLimit",
     "tokenizer of corpora": "megatron_port.ext.corpora.corpus_tokenizer:tokenizer_of",

@@ -4,7 +4,7 @@ contiguous run of them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -21,38 +21,20 @@ Held = dict[tuple[str, tuple[int, ...]], nn.Parameter]
 """Parameters of groups that this rank has built, by name and offset."""
 
 
-@dataclass(frozen=True)
-class SharedLayers:
-    """Which stages hold each group's weights; by the first layer of the group."""
-
-    stages: dict[int, tuple[int, ...]]
-    primary: dict[int, int]
-    """The stage whose copy is saved and counted."""
-
-    @classmethod
-    def of(cls, model: ModelConfig, topology: Topology, layers_by_chunk: Sequence[int]) -> SharedLayers:
-        """Return them for a split of the layers over the virtual stages."""
-        found: dict[int, set[int]] = {}
-        primary: dict[int, int] = {}
-        layer = 0
-        for virtual, count in enumerate(layers_by_chunk):
-            stage, _ = topology.holder(virtual)
-            for _ in range(count):
-                owner = model.owner_of(layer)
-                found.setdefault(owner, set()).add(stage)
-                primary.setdefault(owner, stage)
-                layer += 1
-        return cls({owner: tuple(sorted(stages)) for owner, stages in found.items()}, primary)
+class SharedStages(Protocol):
+    """Which stages hold the weights of each group of layers (``weights.shared_layers``)."""
 
     @property
     def spanning(self) -> tuple[tuple[int, ...], ...]:
         """Sets of stages that hold copies of the same weights, each once."""
-        return tuple(sorted({stages for stages in self.stages.values() if len(stages) > 1}))
 
 
-def shared_layers(model: ModelConfig, topology: Topology, layers_by_chunk: Sequence[int]) -> SharedLayers | None:
+def shared_layers(model: ModelConfig, topology: Topology, layers_by_chunk: Sequence[int]) -> SharedStages | None:
     """Return which stages hold each group's weights; None: every layer has its own."""
-    return SharedLayers.of(model, topology, layers_by_chunk) if model.shared_layers > 1 else None
+    found: SharedStages | None = None
+    if model.shared_layers > 1:
+        found = PARTS.function("stages of shared layers")(model, topology, layers_by_chunk)
+    return found
 
 
 class GPTStage(nn.Module):
@@ -70,7 +52,7 @@ class GPTStage(nn.Module):
 
     def __init__(
         self, build: BuildContext, *, start: int, stop: int, virtual: int | None = None,
-        table: nn.Parameter | None = None, shared: SharedLayers | None = None, held: Held | None = None,
+        table: nn.Parameter | None = None, shared: SharedStages | None = None, held: Held | None = None,
     ) -> None:
         super().__init__()
         self.parking, self.weight_copies = build.parking, build.weight_copies

@@ -36,7 +36,7 @@ from megatron_port.core.errors import CheckpointError, ConfigError
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.step import StepContext, StepSlot
 from megatron_port.core.model.build import BuildContext, BuildOptions
-from megatron_port.core.model.decoder import GPTStage, Held, SharedLayers, shared_layers
+from megatron_port.core.model.decoder import GPTStage, Held, SharedStages, shared_layers
 from megatron_port.core.model.fingerprint import fingerprint
 from megatron_port.core.registry import PARTS
 from megatron_port.ext.objectives.distillation import Objective as TokenTerms
@@ -205,7 +205,7 @@ class DistilledStage(GPTStage):
 
     def __init__(
         self, build: BuildContext, *, start: int, stop: int, virtual: int | None = None,
-        table: nn.Parameter | None = None, shared: SharedLayers | None = None, held: Held | None = None,
+        table: nn.Parameter | None = None, shared: SharedStages | None = None, held: Held | None = None,
         teacher: GPTStage,
     ) -> None:
         super().__init__(build, start=start, stop=stop, virtual=virtual, table=table, shared=shared, held=held)

@@ -23,8 +23,9 @@ from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.dist.mesh import shared_name
 from megatron_port.core.dist.record import record_of
 from megatron_port.core.layers.linear import WgradAccumulator
-from megatron_port.core.model.decoder import Held, SharedLayers
+from megatron_port.core.model.decoder import Held
 from megatron_port.core.model.layers import TransformerLayer
+from megatron_port.core.model.shared_stages import SharedLayers
 
 
 def share_weights(
