@@ -16,7 +16,7 @@ kernels (``backend/ops``: dropout, softmax, attention) compute the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 
@@ -153,27 +153,6 @@ class DropoutStream:
         row = (positions or Positions.contiguous(rows)).index(x.device).view(-1, 1, 1)
         keep = self.keep_mask(op, p, row, width=width or local, offset=width_offset, count=local, batch_dim=1)
         return x * keep.to(x.dtype) * keep_scale(p)
-
-    def repeatable(
-        self, p: float, *, op: str, positions: Positions, width: int, offset: int = 0
-    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Return the dropout of tensors [rows, batch, columns] for the samples in flight, which drops the same elements
-        whenever it is called; None: nothing is dropped.
-
-        ``offset``: where the columns start in a row of ``width``.
-        """
-        if p == 0.0 or not self.enabled:
-            return None
-        keys = self.sample_keys(p).view(1, -1, 1)
-
-        def drop(x: torch.Tensor) -> torch.Tensor:
-            row = positions.index(x.device).view(-1, 1, 1)
-            keep = keep_mask(
-                keys, op_key(op), drop_threshold(p), row, width=width, offset=offset, count=x.shape[2]
-            )
-            return x * keep.to(x.dtype) * keep_scale(p)
-
-        return drop
 
     def dropout_probabilities(
         self, probs: torch.Tensor, p: float, *, op: str, head_offset: int, positions: Positions | None = None

@@ -12,6 +12,7 @@ from torch import nn
 from megatron_port.core.config.model import CLAMP, SHARPNESS
 from megatron_port.core.layers.fused import FirstOrderFunction, first_order
 from megatron_port.core.layers.providers import Providers
+from megatron_port.core.layers.step import TallySpec
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.spec import MLPSpec
 
@@ -63,6 +64,11 @@ class FeedForwardBlock(nn.Module):
     """What the caller adds to the result."""
     exchanges = 0
     """Exchanges of rows between ranks in a forward pass."""
+
+    @staticmethod
+    def tallies(spec: Any, layers: int) -> Mapping[str, TallySpec]:
+        """Return what the block of a spec counts in a step, of a model of ``layers``."""
+        return {}
 
     def after_update(self, totals: Mapping[str, torch.Tensor], refused: torch.Tensor) -> None:
         """Change buffers by the sums of a step's tallies over all ranks, unless its update was ``refused`` (1; else

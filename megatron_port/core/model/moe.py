@@ -22,11 +22,12 @@ from megatron_port.core.layers.experts import (
     torch_experts,
 )
 from megatron_port.core.layers.linear import linear
+from megatron_port.core.layers.step import TallySpec
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.mlp import MLP, FeedForwardBlock, activate
 from megatron_port.core.model.moe_spec import MoESpec
 from megatron_port.core.model.program import Program, Watch
-from megatron_port.core.model.router import Route, Router
+from megatron_port.core.model.router import Route, Router, tally_specs
 
 EXCHANGES = 2
 """Exchanges of rows in a forward pass: to the experts and back."""
@@ -157,6 +158,11 @@ class MoE(FeedForwardBlock):
         if not self.sequence_parallel:
             out = join_shares(out, self.group)[: x.shape[0]]
         return out if beside is None else out + beside
+
+    @staticmethod
+    def tallies(spec: MoESpec, layers: int) -> Mapping[str, TallySpec]:
+        """Return what the routers count (:func:`tally_specs`)."""
+        return tally_specs(layers, spec.num_experts)
 
     def after_update(self, totals: Mapping[str, torch.Tensor], refused: torch.Tensor) -> None:
         """Change what balances the experts; see :meth:`Router.after_update`."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.model.decoder_spec import mlp_spec
@@ -26,7 +24,7 @@ class MoESpec(FeedForward):
     num_experts: int
     top_k: int
     buffers: tuple[ParameterSpec, ...] = ()
-    """Of the router: the bias that only chooses, and the loads of the last step."""
+    """Buffers of the router: the bias that only chooses, and the loads of the last step."""
     shared: MLPSpec | None = None
     shared_gate: LinearSpec | None = None
 
@@ -99,12 +97,6 @@ class MoESpec(FeedForward):
     def dense_block(self) -> MLPSpec | None:
         """The block beside the experts."""
         return self.shared
-
-    def tallies(self, layers: int) -> Mapping[str, Any]:
-        """Return what the router counts (``model.router.tally_specs``)."""
-        from megatron_port.core.model.router import tally_specs
-
-        return tally_specs(layers, self.num_experts)
 
 
 def moe_of(layer: LayerSpec) -> MoESpec | None:

@@ -78,13 +78,18 @@ class FeedForward(ABC):
 
     def tallies(self, layers: int) -> Mapping[str, Any]:
         """Return what the block counts in a step (``layers.step.TallySpec`` by name), of a model of ``layers``."""
-        return {}
+        found: Mapping[str, Any] = self._class.tallies(self, layers)
+        return found
 
     def build(self, name: str, index: int, build: Any) -> Any:
         """Return the module (torch.nn.Module) of layer ``index``. ``name``: before the names of its parameters;
         ``build``: the context (``model.build.BuildContext``)."""
+        return self._class(name, index, self, build)
+
+    @property
+    def _class(self) -> Any:
         where, _, attribute = self.module.partition(":")
-        return getattr(import_module(where), attribute)(name, index, self, build)
+        return getattr(import_module(where), attribute)
 
 
 @dataclass(frozen=True, kw_only=True)

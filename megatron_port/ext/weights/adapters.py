@@ -15,6 +15,7 @@ from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.dist.collectives import recorded_buffers
 from megatron_port.core.dist.positions import SequencePartition
 from megatron_port.core.dist.record import WEIGHT, InitSpec, StateReader, initial_values, record_of
+from megatron_port.core.layers.dropout import drop_threshold, keep_mask, keep_scale, op_key
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.spec import LinearSpec
@@ -57,13 +58,23 @@ def _drop_for(
     rows: int,
 ) -> Drop | None:
     """Return the dropout of the rows that this rank holds, or of its ``own`` of the residual stream: of their ``width``
-    features, those from ``offset`` on."""
+    features, those from ``offset`` on. It drops the same elements whenever it is called; None: nothing is dropped."""
     partition = partition.divided(step.division)
     if own:
         positions = partition.residual(partition.seq_length(rows * partition.pieces))
     else:
         positions = partition.held(partition.seq_length(rows))
-    return step.stream.repeatable(p, op=op, positions=positions, width=width, offset=offset)
+    stream = step.stream
+    if p == 0.0 or not stream.enabled:
+        return None
+    keys = stream.sample_keys(p).view(1, -1, 1)
+
+    def drop(x: torch.Tensor) -> torch.Tensor:
+        row = positions.index(x.device).view(-1, 1, 1)
+        keep = keep_mask(keys, op_key(op), drop_threshold(p), row, width=width, offset=offset, count=x.shape[2])
+        return x * keep.to(x.dtype) * keep_scale(p)
+
+    return drop
 
 
 def _part(layer: str, spec: AdapterSpec, part: Part, build: BuildContext, groups: int) -> AdapterPart:
