@@ -45,10 +45,10 @@ class PortError(Exception):
 
     exit_code = 1
     is_reporter: bool | None = None
-    """Whether this process prints it; None: rank zero does (``dist.agree``). For errors that rank 0 may
-    not be there to tell."""
+    """Whether this process prints it; None: rank 0 does (``dist.agree``). For errors that rank 0 may not live to
+    report."""
     permanent = False
-    """Another attempt of the same job would meet it again, whatever its nodes; exit codes 2, 4, 5 and 6 always do."""
+    """Whether another attempt of the same job would fail alike on any nodes; so it is for exit codes 2, 4, 5 and 6."""
 
 
 class ConfigError(PortError):
@@ -75,7 +75,7 @@ class EnvironmentFault(PortError):
 
 
 class LauncherFault(EnvironmentFault):
-    """Launcher that gives too little, or contradicts itself; starting the job again changes nothing."""
+    """The launcher gives too little, or contradicts itself; starting the job again changes nothing."""
 
     permanent = True
 

@@ -52,7 +52,8 @@ from megatron_port.core.io.logging import ranks_text
 RINGS = ("pp", REVERSE, "cp")
 """Groups whose ranks may send to one another, each to its two neighbours in a ring."""
 RELATIONS = (EMBEDDING, REVERSE)
-"""Purposes that are no set of axes, or whose ranks are another purpose's; so are those of layers that stages share."""
+"""Purposes that are not a set of axes, or that have the ranks of another purpose. Those of shared layers (``SHARED``)
+are relations too."""
 
 
 def _is_relation(name: str) -> bool:
@@ -64,7 +65,7 @@ class ParallelContext:
     """Place, device and peers of one rank.
 
     ``groups``: by the factors that their ranks differ along; None where nothing is connected (a dry run on meta
-    tensors, one process). ``relations``: the groups that are no set of axes, by the names of ``RELATIONS``.
+    tensors, one process). ``relations``: the groups that are not over a set of axes, by name.
     """
 
     topology: Topology
@@ -235,7 +236,7 @@ class ParallelContext:
     def close(self) -> None:
         """Destroy the groups, except the default one. The context cannot be used afterwards."""
         for group in dict.fromkeys([*(self.groups or {}).values(), *self.relations.values()]):
-            # If a peer died, the error that told so must not be hidden by another.
+            # If a peer died, the error that reported it must not be hidden by another.
             with suppress(dist.DistError, RuntimeError):
                 dist.destroy_process_group(group)
 

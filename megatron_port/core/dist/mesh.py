@@ -34,7 +34,7 @@ JOINED: Mapping[str, tuple[str, ...]] = {"dp": ("dp_shard", "dp_replicate")}
 BEYOND_EXPERTS: Mapping[str, tuple[str, ...]] = {
     "expert_tp": ("tp",), "expert_shard": ("dp_shard", "cp"), "expert_replicate": ("dp_replicate",),
 }
-"""Axes that are what ep leaves of others: along them ranks hold copies of the same experts."""
+"""What ep leaves of other axes: along these, ranks hold copies of the same experts."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class Communicator:
     """Communicators that every rank creates in the same order, one for each of ``groups``."""
 
     names: tuple[str, ...]
-    """The purposes that share it."""
+    """The purposes that share this communicator."""
     groups: tuple[tuple[int, ...], ...]
 
 
@@ -248,7 +248,7 @@ def purposes(
         shared: sets of stages that hold copies of the same layers.
     """
     pipeline = mesh.factors("pp")
-    # Replicas that see other samples alone need none of their own: what they tell each other is little.
+    # With cp the copies of the weights are on dp × cp, and nothing is summed over dp alone.
     left_out = [("dp",)] if mesh.factors("cp") else []
     listed = [Purpose("+".join(axes), mesh.factors(*axes)) for axes in SETS[:3] if axes not in left_out]
     if tied_ends:
@@ -321,7 +321,7 @@ class Topology:
             raise ConfigError(f"layout: a folded pipeline has 2 chunks a stage, not {self.vp}")
         if self.shard < 0 or (self.shard and self.dp % self.shard):
             raise ConfigError(f"layout: shard size {self.shard} does not divide dp {self.dp}")
-        _ = self.mesh  # refuses what makes no grid
+        _ = self.mesh  # raises for sizes that make no grid
 
     def sizes(self, times: str = "x") -> str:
         """Return ``tp 2 x pp 4 x dp 8``, with cp where it divides sequences: the product is the number of ranks."""

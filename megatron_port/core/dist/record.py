@@ -22,7 +22,7 @@ from megatron_port.core.dist.counter import key_of, normal_from_uniform, random_
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import REPLICAS, Factors, Mesh
 
-# Pieces of a run's state by canonical name: what engines yield, and what they read it from.
+# Slices of a run's state by canonical name: what engines yield, and the readers that they load it from.
 
 WEIGHT = "weight"
 """Kind of a parameter itself: its fp32 master where the weights are narrower."""
@@ -58,15 +58,16 @@ class StateReader(Protocol):
     ) -> torch.Tensor:
         """Return the slice ``offset + shape`` of a tensor, as a tensor of that shape.
 
-        ``out`` is an offer: a reader that can puts the slice there and returns ``out`` itself, which saves memory and a
-        copy; otherwise it leaves it alone and returns a tensor of its own. After an error its content is undefined.
+        ``out`` is memory that the reader may use: if it does, it puts the slice there and returns ``out`` itself, which
+        saves a copy; otherwise it leaves ``out`` alone and returns a tensor of its own. After an error the content of
+        ``out`` is undefined.
         """
 
 
 @dataclass(frozen=True)
 class InitSpec:
-    """How a parameter starts: ``normal`` or ``uniform`` (mean 0, ``std``), ``zeros``, ``ones``, or ``row norms``, which
-    are not drawn (``weights.adapters``)."""
+    """Initial values of a parameter: ``normal`` or ``uniform`` (mean 0, ``std``), ``zeros``, ``ones``, or ``row
+    norms``, which are not drawn (``weights.adapters``)."""
 
     kind: str
     std: float = 0.0
@@ -74,7 +75,7 @@ class InitSpec:
 
 @dataclass(frozen=True)
 class Shard:
-    """Dimension ``dim`` is split over the group of ``axes``: equal runs, unless the layer says where its own are."""
+    """Dimension ``dim`` is split over the group of ``axes``: in equal runs, unless the layer states its own."""
 
     dim: int
     axes: tuple[str, ...]
@@ -121,10 +122,10 @@ class ParameterRecord:
     tied_primary: bool = True
     """Whether this is the one of the tied copies that is counted in norms and saved."""
     trainable: bool = True
-    """Updates change it. Else it is frozen: it has no gradient, no master and no state, and is not saved."""
+    """Whether updates change it. A frozen parameter has no gradient, no master and no state, and is not saved."""
     row_runs: tuple[int, ...] = ()
-    """Where one matrix stands for several: their rows in turn, so many of each, over and over (queries, key and value
-    of each key/value group)."""
+    """Where one matrix packs several: how many rows of each follow one another, a pattern that repeats (queries, key
+    and value of each key/value group)."""
     kind: str = WEIGHT
     """``WEIGHT``, or ``BUFFER``: state that no gradient changes, float32 in every run (``dist.collectives``)."""
 

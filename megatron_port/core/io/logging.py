@@ -49,7 +49,7 @@ class SafeStream:
         self.trusted = stream
 
     def write(self, text: str) -> int:
-        """Write the printable form; the number of characters given."""
+        """Write the printable form; return the number of characters given."""
         safe = printable(text)
         try:
             self.trusted.write(safe)
@@ -59,7 +59,7 @@ class SafeStream:
         return len(text)
 
     def writelines(self, lines: Any) -> None:
-        """Write each."""
+        """Write every line."""
         for line in lines:
             self.write(line)
 
@@ -84,7 +84,7 @@ def encodable(stream: Any) -> None:
 
 @contextmanager
 def safe_output() -> Iterator[None]:
-    """While it is open, all that this process prints passes through :func:`printable`."""
+    """Context in which all that this process prints passes through :func:`printable`."""
     before = sys.stdout, sys.stderr
     for stream in before:
         encodable(trusted(stream))
@@ -111,17 +111,17 @@ class Logger:
     stream: TextIO = field(default_factory=lambda: sys.stdout)
 
     def log(self, message: str) -> None:
-        """One message, on rank 0 only."""
+        """Write a message, on rank 0 only."""
         if self.rank == 0:
             self._write("", message)
 
     def log_any(self, message: str) -> None:
-        """One message from whichever rank calls, marked with rank and host."""
+        """Write a message from whichever rank calls, marked with rank and host."""
         mark = f"[rank {self.rank} of {self.world_size}{' on ' + self.host if self.host else ''}] "
         self._write(mark, message)
 
     def _write(self, prefix: str, message: str) -> None:
-        # One write a message, so that lines of several processes do not interleave.
+        # One write per message, so that lines of several processes do not interleave.
         text = "".join(f"{prefix}{printable(line)}\n" for line in message.splitlines() or [""])
         stream = self.stream if isinstance(self.stream, SafeStream) else SafeStream(self.stream)
         try:
@@ -148,7 +148,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 # Diagnostics without secrets: what looks like one, and what this environment says is one.
 
 SHORTEST = 8
-"""Values of fewer characters are in too many other words."""
+"""Shorter values occur within too many other words to be hidden."""
 
 
 def redact(text: str, environ: Mapping[str, str] | None = None) -> str:
@@ -214,7 +214,7 @@ def unexpected(error: Exception, folder: Path | None = None, name: str = "") -> 
 
 
 def file_name_fault(error: Exception) -> EnvironmentFault | None:
-    """Return what to tell of a file name that this locale cannot write; None: ``error`` is something else."""
+    """Return the message for a file name that this locale cannot write; None: ``error`` is something else."""
     encoding = sys.getfilesystemencoding()
     if not isinstance(error, UnicodeEncodeError) or encoding == "utf-8" or error.encoding != encoding:
         return None

@@ -1,4 +1,4 @@
-"""The one reader of the package's own JSON: what a file holds has the types of a dataclass, or is not believed.
+"""The one reader of the package's own JSON: what a file holds has the types of a dataclass, or is rejected.
 
 A run's folder outlives its writer: other versions, full disks, editors and other users leave anything there. So a file
 is read by the dataclass that it is written from. Every value has its field's type, integers fit 64 bits, numbers are
@@ -102,7 +102,7 @@ def right_fields(cls: type, value: Any) -> dict[str, Any]:
 
 @dataclass
 class Rows(Generic[T]):
-    """Lines of a file that are rows, and those that are none."""
+    """Rows of a file, and its lines that are not rows."""
 
     name: str
     """Name of the file."""
@@ -113,7 +113,7 @@ class Rows(Generic[T]):
     """``line 3: step is null; expected an integer`` of the first ones."""
 
     def leave_out(self, number: int, reason: str) -> None:
-        """Count a line that is not believed."""
+        """Count a rejected line."""
         self.bad += 1
         if len(self.reasons) < NAMED:
             self.reasons.append(f"line {number}: {reason}")

@@ -173,7 +173,7 @@ def vocab_parallel_cross_entropy(
     """Return the loss of each token in nats. A backward pass overwrites ``logits``; otherwise they are unchanged.
 
     ``logits`` [seq, batch, padded_vocab/tp], ``labels`` int64 [seq, batch] (global ids); this rank's columns are the
-    ids [offset, offset + extent), the rest is padding. A label that is no rank's id counts as a logit of 0: its loss
+    ids [offset, offset + extent), the rest is padding. A label outside all ranks' ids counts as a logit of 0: its loss
     is to be masked. ``z_loss``: factor of log²Z, added to the loss. Returns float32 (float64 for float64 logits)
     [seq, batch].
 

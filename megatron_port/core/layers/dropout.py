@@ -87,7 +87,8 @@ class SampleKey:
 
     @cached_property
     def keys(self) -> torch.Tensor:
-        """int64 [batch]: one key per sample, on the device. Made at the first dropout: a model without pays nothing."""
+        """int64 [batch]: one key per sample, on the device. Made at the first dropout, so that a model without dropout
+        pays nothing."""
         if self.filled is not None:
             return self.filled
         keys = torch.tensor(sample_keys(self.seed, self.step, self.sample_ids), dtype=torch.int64)

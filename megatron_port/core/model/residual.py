@@ -85,7 +85,7 @@ class ResidualStream:
         key, runs = self.step.stream.op_key(op), positions.runs
         rows = [run.length for run in runs]
         split = ((x,), (residual,)) if len(runs) == 1 else (x.split(rows), residual.split(rows))
-        parts = [  # a call for each run: the kernel knows one start
+        parts = [  # one call per run: the kernel takes a single start
             fused(part, bias, rest, keys, op_key=key, p=p, seq_offset=run.start, width=self.width, width_offset=0)
             for run, part, rest in zip(runs, *split)
         ]
@@ -97,7 +97,7 @@ class ResidualStream:
         """Return (norm of the sum, sum) with the sum residual + dropout(multiplier · (x + bias))."""
         p, positions = self.dropout_now, self._mask_positions(x.shape[0])
         alone = bias is None and p == 0.0
-        if not alone and (self.fused_norm is None or len(positions.runs) > 1):  # the kernel knows one start
+        if not alone and (self.fused_norm is None or len(positions.runs) > 1):  # the kernel takes a single start
             return norm.fork(self.bias_dropout_add(x, bias, residual, op=op))
         if self.multiplier != 1.0:
             x, bias = self._scaled(x, bias)

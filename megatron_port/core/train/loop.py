@@ -62,7 +62,7 @@ class Loop:
             if hook.due(step):
                 hook.act()
             if self.state.progress.step != step:
-                return  # the run was set back: the other hooks are asked when the step has been taken again
+                return  # rewound: the other hooks are asked when the run is at this step again
 
     def _step(self) -> None:
         """Take a step, within the contexts of the hooks, and let them look at it."""
