@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_port.core.checkpoint.reader import open_checkpoint
-from megatron_port.core.config.model import ModelConfig
+from megatron_port.core.config.schema import ModelConfig
 from megatron_port.run.saved_model import checkpoint_at, model_of, nothing_at
 from megatron_port.tools.interop.hf_files import HFFolder, is_hf
 
