@@ -241,8 +241,6 @@ PARTS = Registry("part", "", {
     "folder of Hugging Face": "megatron_port.tools.interop.hf_files:HFFolder",
     "folder of PEFT": "megatron_port.tools.interop.peft:PeftFolder",
     "host memory": "megatron_port.core.dist.host_memory:host_bytes",
-    "exchange of rows, deepep": "megatron_port.ext.kernels.exchanges:DeepEP",
-    "exchange of rows, mori": "megatron_port.ext.kernels.exchanges:Mori",
     "file of experts": "megatron_port.ext.telemetry.expert_file:ExpertSink",
     "is a folder of Hugging Face": "megatron_port.tools.interop.hf_files:is_hf",
     "kernels of experts": "megatron_port.ext.kernels.choose_exchange:choose_experts",
