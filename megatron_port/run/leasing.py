@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from megatron_port.core.checkpoint.disk import disk_error
 from megatron_port.core.checkpoint.lineage import Committer
@@ -16,8 +17,9 @@ from megatron_port.core.dist.rank import Fence
 from megatron_port.core.errors import PortError
 from megatron_port.core.train.folders import FOLDER, run_folder
 from megatron_port.core.train.hooks import Session
-from megatron_port.tools.launch.direct import DirectStart, note_start
-from megatron_port.tools.launch.record import RecordFault
+
+if TYPE_CHECKING:
+    from megatron_port.tools.launch.direct import DirectStart
 
 
 @contextmanager
@@ -53,6 +55,9 @@ def leased_session(session: Session) -> Iterator[Session]:
 
 def _note_start(session: Session, lease: Lease) -> DirectStart | None:
     """Write the launch record of a run that no job script started. A disk that refuses it does not end the run."""
+    from megatron_port.tools.launch.direct import note_start  # rank 0 alone
+    from megatron_port.tools.launch.record import RecordFault
+
     try:
         direct = note_start(run_folder(session.config), session.config, session.info, lease.holder)
     except (OSError, RecordFault) as fault:

@@ -24,7 +24,6 @@ from megatron_port.core.package import package_versions
 from megatron_port.core.train.folders import run_folder
 from megatron_port.core.train.hooks import Session
 from megatron_port.run.run_files import add_event
-from megatron_port.tools.launch.snapshot import commit
 
 ENVIRONMENT = "environment.json"
 PACKAGES = ("torch", "deepspeed", "numpy", "safetensors", "tiktoken", "tokenizers", "flash-attn", "apex")
@@ -33,6 +32,8 @@ MESSAGE_CHARACTERS = 500
 
 def environment(session: Session) -> dict[str, Any]:
     """Return versions, device, ranks and providers, as JSON types; what is not known has no entry."""
+    from megatron_port.tools.launch.snapshot import commit  # rank 0 alone
+
     versions = {
         "python": platform.python_version(), "megatron_port": __version__, **package_versions(PACKAGES),
     }
