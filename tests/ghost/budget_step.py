@@ -63,7 +63,7 @@ def main() -> int:
     device = choose_device("auto")
     m = size.model
     # cuDNN cannot be loaded here; flash attention is what a GPU without it takes.
-    attention.gpu_kernels = lambda **_: [SDPBackend.FLASH_ATTENTION]  # type: ignore[assignment]
+    attention.gpu_kernels = lambda **_: [SDPBackend.FLASH_ATTENTION]  # type: ignore[attr-defined]
     # The feature test looks at a product's values, of which there are none here; a GPU has the product.
     linear_kernels.widening_addmm = lambda *_: True  # type: ignore[assignment, attr-defined]
     providers = choose_providers(

@@ -52,8 +52,10 @@ def as_on_a_gpu() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
     if os.environ.get("GHOST_COMPUTE") != "1":
         linear_kernels.widening_addmm = lambda *_: True  # type: ignore[assignment, attr-defined]
-    found = attention.gpu_kernels
-    attention.gpu_kernels = lambda **about: [k for k in found(**about) if k is not SDPBackend.CUDNN_ATTENTION]
+    found = attention.gpu_kernels  # type: ignore[attr-defined]
+    attention.gpu_kernels = (  # type: ignore[attr-defined]
+        lambda **about: [k for k in found(**about) if k is not SDPBackend.CUDNN_ATTENTION]
+    )
 
 
 def import_all() -> None:

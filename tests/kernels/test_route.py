@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_port.core.layers import expert_choice as router
 from megatron_port.core.layers.experts import ExpertOps, torch_experts
 from megatron_port.ext.kernels import kernels
-from megatron_port.ext.kernels.own_experts import own_experts, own_limit
+from megatron_port.ext.kernels.own_experts import OwnExperts, own_experts, own_limit
 
 INFINITY = float("inf")
 ULP = float(torch.finfo(torch.float32).eps)
@@ -43,12 +43,13 @@ class Rule:
         )
 
     def run(
-        self, ops: ExpertOps, logits: Tensor, bias: Tensor | None, given: Tensor | None = None
-    ) -> router.Routed:
+        self, ops: ExpertOps | OwnExperts, logits: Tensor, bias: Tensor | None, given: Tensor | None = None
+    ) -> Any:
         return ops.route(logits, bias, self.routing, given)
 
     def back(
-        self, ops: ExpertOps, scores: Tensor, experts: Tensor, dweights: Tensor | None, dscores: Tensor | None
+        self, ops: ExpertOps | OwnExperts, scores: Tensor, experts: Tensor, dweights: Tensor | None,
+        dscores: Tensor | None,
     ) -> Tensor:
         return ops.route_backward(scores, experts, dweights, dscores, self.routing)
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.core.config import dump
+from megatron_port.core.config import config_hash
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.schema import LayoutConfig, ModelConfig, RunConfig
 from megatron_port.core.dist.groups import ParallelContext
@@ -175,10 +175,11 @@ def test_new_fields_leave_the_hash_of_old_runs(monkeypatch: pytest.MonkeyPatch) 
         hashed.append(body["model"])
         return dumps(body, **options)
 
-    monkeypatch.setattr(dump.json, "dumps", spy)  # type: ignore[attr-defined]
-    assert dump.config_hash(RunConfig()) != dump.config_hash(RunConfig(model=ModelConfig(parallel_residual=True)))
-    assert set(hashed[0]) == set(dump._FIRST_MODEL) and "rope_theta" in hashed[0]
-    assert set(hashed[1]) - set(dump._FIRST_MODEL) == {"parallel_residual"}
+    monkeypatch.setattr(config_hash.json, "dumps", spy)  # type: ignore[attr-defined]
+    parallel = RunConfig(model=ModelConfig(parallel_residual=True))
+    assert config_hash.config_hash(RunConfig()) != config_hash.config_hash(parallel)
+    assert set(hashed[0]) == set(config_hash._FIRST_MODEL) and "rope_theta" in hashed[0]
+    assert set(hashed[1]) - set(config_hash._FIRST_MODEL) == {"parallel_residual"}
 
 
 def test_a_task_of_the_harness(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:

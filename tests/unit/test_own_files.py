@@ -29,7 +29,7 @@ from megatron_port.cli.main import main
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.schema import LaunchConfig, PreflightConfig
 from megatron_port.core.data.format import CorpusMeta, read_meta, tokenizer_name
-from megatron_port.core.data.indexed import _whole as cache_is_whole
+from megatron_port.core.data.index_cache import _whole as cache_is_whole
 from megatron_port.core.data.writer import Written
 from megatron_port.core.dist import lease
 from megatron_port.core.dist.launchers import Job

@@ -113,18 +113,19 @@ def test_exchange_moves_four_rows_a_token(tp: int, ep: int, inside: float, outsi
     config = run(tensor_parallel_size=tp, expert_parallel_size=ep)
     case = replace(case_of(config)[0], recompute=recompute, imbalance=1.0)
     links, layer = Links.of(bare(config)), model_spec(MODEL).layers[-1]
-    assert moe_of(layer) is not None
+    moe = moe_of(layer)
+    assert moe is not None
     tokens = MODEL.seq_length * case.micro_batch / tp
     moved = 4 * 2 * MODEL.hidden_size * 2 * tokens * (inside + outside)
-    assert 4 * exchange_seconds(case, moe_of(layer), links) * 1e9 == pytest.approx(moved)
-    assert 4 * exchange_seconds(replace(case, imbalance=1.5), moe_of(layer), links) * 1e9 == pytest.approx(1.5 * moved)
+    assert 4 * exchange_seconds(case, moe, links) * 1e9 == pytest.approx(moved)
+    assert 4 * exchange_seconds(replace(case, imbalance=1.5), moe, links) * 1e9 == pytest.approx(1.5 * moved)
     cost = layer_cost(case, layer, Rates.of(bare(config)), links, span(links.machine, tp, 1))
-    alone = expert_cost(case, moe_of(layer), Rates.of(bare(config)), links)
+    alone = expert_cost(case, moe, Rates.of(bare(config)), links)
     again = alone.forward_exchange if recompute == "full" else 0.0
     nothing = replace(case, engine=replace(case.engine, expert_overlap="none"))
     shown = layer_cost(nothing, layer, Rates.of(bare(config)), links, span(links.machine, tp, 1))
     assert shown.backward_exchange == pytest.approx(alone.backward_exchange + again)
-    once = exchange_seconds(case, moe_of(layer), links)  # of which the shared block hides what it takes itself
+    once = exchange_seconds(case, moe, links)  # of which the shared block hides what it takes itself
     assert 0 < shown.forward_exchange - cost.forward_exchange < once
     assert 0 < shown.backward_exchange - cost.backward_exchange < (2 if again else 1) * once
     assert (alone.forward_exchange + alone.backward_exchange) * 1e9 > moved  # the counts, and the host

@@ -4,7 +4,7 @@ contiguous run of them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -93,7 +93,9 @@ class GPTStage(nn.Module):
     @property
     def row_exchanges(self) -> int:
         """Exchanges of rows between ranks in a forward pass, beside which other products may be computed."""
-        return sum(layer.mlp.exchanges for layer in self.layers)
+        blocks: list[Any] = [layer.mlp for layer in self.layers]
+        found: int = sum(block.exchanges for block in blocks)
+        return found
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.parking is not None and self.parking.swap is not None:

@@ -243,7 +243,7 @@ class DistilledStage(GPTStage):
         """Return what the teacher's stage makes of what it reads."""
         context, slot = self.step.current, self.teacher.step
         if context is not None:
-            slot.current = replace(context, auxiliary=None, tallies=None, routes=None, kept={})
+            slot.current = replace(context, auxiliary=None, tallies=None, keepers={}, kept={})
         with torch.no_grad():
             out: torch.Tensor = self.teacher(x)
         return out

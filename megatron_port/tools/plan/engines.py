@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_port.core.model.spec import LayerSpec, MoESpec
+    from megatron_port.core.model.moe_spec import MoESpec
+    from megatron_port.core.model.spec import LayerSpec
     from megatron_port.tools.plan.case import Case
     from megatron_port.tools.plan.chunk import ChunkBytes
     from megatron_port.tools.plan.context import HeadBytes

@@ -152,7 +152,8 @@ def layer_products(case: Case, layer: LayerSpec) -> list[tuple[float, float, flo
     """(rows, columns, inner) of a layer's products, those of routed tokens left out."""
     tokens = stream_of(case)[0]
     own = tokens / case.tp if case.sequence_parallel else tokens
-    linears = [linear for linear in layer.linears if moe_of(layer) is None or linear is not moe_of(layer).router]
+    moe = moe_of(layer)
+    linears = [linear for linear in layer.linears if moe is None or linear is not moe.router]
     return [(own if linear.parallel == "none" else tokens, *linear.product(case.tp)) for linear in linears]
 
 
@@ -181,7 +182,8 @@ def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
         products, inputs = products + added, inputs + added_back
     core, core_back = attention_seconds(case, layer, rates)
     light, light_back = _elementwise(case, layer, rates)
-    expert = expert_cost(case, moe_of(layer), rates, links) if moe_of(layer) is not None else Cost()
+    moe = moe_of(layer)
+    expert = Cost() if moe is None else expert_cost(case, moe, rates, links)
     forward = products + core + light + expert.forward
     backward = inputs + weights + accumulate + core_back + light_back + expert.backward
     again, tensor_again, exchange_again = 0.0, 0.0, 0.0
@@ -200,7 +202,7 @@ def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
         exchange_again = expert.forward_exchange
     elif case.recompute == "selective" and not case.flash:
         again = core
-    elif case.recompute == "experts" and moe_of(layer) is not None:
+    elif case.recompute == "experts" and moe is not None:
         again, exchange_again = expert.forward, expert.forward_exchange
     again += case.engine.again(case, layer, rates)
     forward_each = _tensor_collective(case, links, group, case.tensor_chunks)
@@ -238,8 +240,9 @@ def start_seconds(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, fl
         exchanges = (2 if case.sequence_parallel else 1) * (1 + (_dense_block(layer) is not None))
     forward = case.tensor_chunks * (linears + exchanges) + core + light
     backward = 2 * linears + core + 1 + light_back + exchanges
-    if moe_of(layer) is not None:
-        grouped = case.engine.calls(1, moe_of(layer).num_experts / case.ep)
+    moe = moe_of(layer)
+    if moe is not None:
+        grouped = case.engine.calls(1, moe.num_experts / case.ep)
         forward += ROUTER_CALLS + MOVE_CALLS + 2 * grouped
         backward += ROUTER_CALLS + MOVE_CALLS + 4 * grouped
     return forward * rates.host, backward * rates.host
