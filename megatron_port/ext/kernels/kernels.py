@@ -77,7 +77,9 @@ def _binding(path: Path) -> ctypes.CDLL:
     library.megatron_port_load.argtypes = [ctypes.c_char_p, ctypes.c_int32]
     ops = importlib.import_module("megatron_port.ext.kernels.ops")
     for module in sorted(pkgutil.iter_modules(ops.__path__), key=lambda m: m.name):
-        importlib.import_module(f"{ops.__name__}.{module.name}").register()
+        found = vars(importlib.import_module(f"{ops.__name__}.{module.name}"))
+        for register in [found[name] for name in found if name.startswith("register_")]:
+            register()
     return library
 
 

@@ -1,4 +1,4 @@
 """The ops of ``kernels/`` as differentiable functions. ``kernels.load`` must have run before one is called.
 
-Each module has ``register()``, which gives torch the shapes (for torch.compile and opcheck) and gradients of its ops.
+Functions called ``register_…`` give torch the shapes (for torch.compile and opcheck) and gradients of a module's ops.
 """

@@ -73,7 +73,7 @@ _bias_gelu = differentiable("bias_gelu_forward", _save_gelu, _gelu_backward)
 _swiglu = differentiable("swiglu_forward", _save_swiglu, _swiglu_backward)
 
 
-def register() -> None:
+def register_activation() -> None:
     """Shapes and gradients of the ops, in torch's registry."""
     torch.library.register_fake("megatron_port::bias_gelu_forward", _gelu_shapes)
     torch.library.register_fake("megatron_port::bias_gelu_backward", _gelu_backward_shapes)

@@ -209,7 +209,7 @@ def _nothing(*_: object) -> None:
     return None
 
 
-def register() -> None:
+def register_attention() -> None:
     """Shapes of the ops, in torch's registry; the gradient is the functions' above."""
     torch.library.register_fake("megatron_port::attention_forward", _forward_shapes)
     torch.library.register_fake("megatron_port::attention_backward_", _nothing)

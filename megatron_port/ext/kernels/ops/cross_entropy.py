@@ -65,7 +65,7 @@ def _gradient_shapes(
     return None
 
 
-def register() -> None:
+def register_cross_entropy() -> None:
     """Shapes of the ops, in torch's registry."""
     torch.library.register_fake("megatron_port::cross_entropy_statistics", _statistics_shapes)
     torch.library.register_fake("megatron_port::cross_entropy_gradient_", _gradient_shapes)

@@ -68,7 +68,7 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
 _bias_dropout_add = differentiable("bias_dropout_add_forward", _save, _backward)
 
 
-def register() -> None:
+def register_dropout() -> None:
     """Shapes and gradients of the ops, in torch's registry."""
     torch.library.register_fake("megatron_port::bias_dropout_add_forward", _forward_shapes)
     torch.library.register_fake("megatron_port::bias_dropout_add_backward", _backward_shapes)

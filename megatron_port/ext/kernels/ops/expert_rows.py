@@ -47,7 +47,7 @@ def _backward_shapes(grad: Tensor, y: Tensor, place: Tensor, weight: Tensor) -> 
     return torch.empty_like(y), y.new_empty(place.shape, dtype=torch.float32)
 
 
-def register() -> None:
+def register_expert_rows() -> None:
     """Shapes of the ops, in torch's registry."""
     torch.library.register_fake("megatron_port::gather_rows", _gather_shape)
     torch.library.register_fake("megatron_port::sum_rows", _sum_shape)

@@ -124,7 +124,7 @@ def _nothing(*_: object) -> None:
     return None
 
 
-def register() -> None:
+def register_narrow_adamw() -> None:
     """Shapes of the ops, in torch's registry; none has a gradient."""
     for name in ("adamw_bf16_", "adamw_8bit_", "lion_"):
         torch.library.register_fake(f"megatron_port::{name}", _nothing)

@@ -111,7 +111,7 @@ def _backward(
 _norm = differentiable("norm_forward", _save, _backward)
 
 
-def register() -> None:
+def register_norm() -> None:
     """Shapes and gradients of the ops, in torch's registry."""
     torch.library.register_fake("megatron_port::norm_forward", _forward_shapes)
     torch.library.register_fake("megatron_port::norm_backward", _backward_shapes)

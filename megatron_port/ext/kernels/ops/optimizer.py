@@ -95,7 +95,7 @@ def _nothing(*_: object) -> None:
     return None
 
 
-def register() -> None:
+def register_optimizer() -> None:
     """Shapes of the ops, in torch's registry; none has a gradient."""
     torch.library.register_fake("megatron_port::square_norm", _norm_shape)
     torch.library.register_fake("megatron_port::adamw_", _nothing)

@@ -56,7 +56,7 @@ def _columns_shapes(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x.new_empty((width, height), dtype=dtype), x.new_empty((width, 1), dtype=torch.float32)
 
 
-def register() -> None:
+def register_quantise() -> None:
     """Shapes of the ops, in torch's registry."""
     torch.library.register_fake("megatron_port::fp8_tensor", _tensor_shapes)
     torch.library.register_fake("megatron_port::fp8_rows", _rows_shapes)

@@ -79,7 +79,7 @@ def _backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None, *_: Any) -> tupl
 _residual_norm = differentiable("residual_norm_forward", _save, _backward)
 
 
-def register() -> None:
+def register_residual_norm() -> None:
     """Shapes and gradients of the ops, in torch's registry."""
     torch.library.register_fake("megatron_port::residual_norm_forward", _forward_shapes)
     torch.library.register_fake("megatron_port::residual_norm_backward", _backward_shapes)

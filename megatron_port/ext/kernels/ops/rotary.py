@@ -107,7 +107,7 @@ def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
 _rotary = differentiable("rotary_forward", _save, _backward)
 
 
-def register() -> None:
+def register_rotary() -> None:
     """Shapes and gradients of the ops, in torch's registry."""
     torch.library.register_fake("megatron_port::rotary_forward", _forward_shapes)
     torch.library.register_fake("megatron_port::rotary_backward", _backward_shapes)

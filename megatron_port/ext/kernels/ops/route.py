@@ -52,7 +52,7 @@ def _backward_shape(scores: Tensor, chosen: Tensor, *_: object) -> Tensor:
     return torch.empty_like(scores)
 
 
-def register() -> None:
+def register_route() -> None:
     """Shapes of the ops, in torch's registry."""
     torch.library.register_fake("megatron_port::route", _route_shapes)
     torch.library.register_fake("megatron_port::route_backward", _backward_shape)

@@ -86,7 +86,7 @@ _softmax = differentiable("causal_softmax_forward", _save, _backward)
 _softmax_dropout = differentiable("causal_softmax_dropout_forward", _dropout_save, _dropout_backward)
 
 
-def register() -> None:
+def register_softmax() -> None:
     """Shapes and gradients of the ops, in torch's registry."""
     library = torch.library
     library.register_fake("megatron_port::causal_softmax_forward", _forward_shapes)

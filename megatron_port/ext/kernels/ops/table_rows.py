@@ -21,6 +21,6 @@ def _nothing(total: Tensor, rows: Tensor, order: Tensor, ids: Tensor) -> None:
     return None
 
 
-def register() -> None:
+def register_table_rows() -> None:
     """Shapes of the op, in torch's registry; it has no gradient."""
     torch.library.register_fake("megatron_port::add_rows_", _nothing)
