@@ -138,11 +138,13 @@ class ActivationPlanner(LoopHook):
         seconds = {site: clock.seconds(site) for site in RECOMPUTED}
         sizes = {site: clock.sizes.get(site, 0.0) for site in SITES}
         again = sum(seconds.values()) * len(self._layers)
-        passes = [sum(clock.seconds(f"{kind} {chunk}") for chunk in range(self.ctx.topology.vp))
-                  for kind in ("forward", "backward")]
+        forward, backward, weights = (
+            sum(clock.seconds(f"{kind} {chunk}") for chunk in range(self.ctx.topology.vp))
+            for kind in ("forward", "backward", "weights")
+        )
         device, group = self.session.device.torch_device, self._places.group
         return StageMeasures(
-            seconds=seconds, sizes=sizes, forward=passes[0], backward=max(passes[1] - again, 0.0),
+            seconds=seconds, sizes=sizes, forward=forward, backward=max(backward + weights - again, 0.0),
             copy=measured_copy(device, PROBE) if self.config.engine == "native" else 0.0,
             gather=0.0 if group is None else measured_gather(device, PROBE, group),
         )

@@ -104,6 +104,10 @@ class PassWatch:
     def loss(self, action: Action, loss_sum: torch.Tensor) -> None:
         """Take the sum of token losses of a micro-batch (last stage)."""
 
+    def backward_pass(self, action: Action) -> AbstractContextManager[None]:
+        """Return the context of a chunk's backward pass, or of its two parts: gradients of inputs, and of weights."""
+        return nullcontext()
+
     def backward(self, action: Action, stage: int, target: BackwardTarget, gradients: Payload) -> None:
         """Take what a backward pass has left in ``target``, and the gradients of the chunk's inputs."""
 
@@ -147,10 +151,11 @@ class Passes:
             with self._filled(action):
                 return self._forward(action, received)
         self.progress.at(BACKWARD, "micro-batch", action.micro_batch)
-        if action.kind is Kind.WEIGHT:
-            self.target.accumulator.flush(self._weights.pop((action.chunk, action.micro_batch)))
-            return None
-        return self._backward(action, received)
+        with self.watch.backward_pass(action):
+            if action.kind is Kind.WEIGHT:
+                self.target.accumulator.flush(self._weights.pop((action.chunk, action.micro_batch)))
+                return None
+            return self._backward(action, received)
 
     def _filled(self, action: Action) -> AbstractContextManager[None]:
         """Compute weight products of the pass that fills a forward pass while that exchanges rows of experts; where it

@@ -36,7 +36,7 @@ from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.activation_sites import Decision, LayerActivations
 from megatron_port.core.model.ops import Site
 from megatron_port.core.model.rotary import is_of_all_layers
-from megatron_port.core.pipeline.actions import Action
+from megatron_port.core.pipeline.actions import Action, Kind
 from megatron_port.ext.memory.swap import SwappedLayer, SwapSpace
 
 # Seconds and bytes of sites and passes, measured while a run trains.
@@ -69,6 +69,11 @@ class SiteClock(PassWatch):
     def forward(self, action: Action, stage: int) -> AbstractContextManager[None]:
         """Time a chunk's forward pass."""
         return self.timed(f"forward {action.chunk}")
+
+    def backward_pass(self, action: Action) -> AbstractContextManager[None]:
+        """Time a chunk's backward pass; where it is made in two parts, each by itself."""
+        kind = "weights" if action.kind is Kind.WEIGHT else "backward"
+        return self.timed(f"{kind} {action.chunk}")
 
     def saw(self, sizes: Mapping[str, float]) -> None:
         """Note the bytes that one layer saved of each site in one forward pass."""
