@@ -50,7 +50,7 @@ def ways_to_fit(config: RunConfig, case: Case, machine: Machine, *, count: int =
     single = list(_changes(config, case, machine))
     found = _fitting(config, single, machine)
     if not found:
-        found = _fitting(config, [_both(a, b) for a, b in combinations(single, 2) if not a.keys() & b.keys()], machine)
+        found = _fitting(config, [a | b for a, b in combinations(single, 2) if not a.keys() & b.keys()], machine)
     return sorted(found, key=lambda way: way.seconds)[:count]
 
 
@@ -85,10 +85,6 @@ def _changes(config: RunConfig, case: Case, machine: Machine) -> Iterator[Change
         halved = {"layout.data_parallel_size": dp // 2} if dp > 1 else {}
         split = {"layout.pipeline_split": ()} if name == "pipeline" and config.layout.pipeline_split else {}
         yield {f"layout.{name}_parallel_size": 2 * size, **halved, **split}
-
-
-def _both(a: Change, b: Change) -> Change:
-    return a | b
 
 
 def _fitting(config: RunConfig, changes: list[Change], machine: Machine) -> list[Way]:

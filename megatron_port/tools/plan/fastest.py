@@ -27,7 +27,6 @@ from megatron_port.core.config.schema import RunConfig
 from megatron_port.tools.plan.activation_plan import plan_activations
 from megatron_port.tools.plan.case import Case, Machine, case_of
 from megatron_port.tools.plan.chunk import chunk_bytes
-from megatron_port.tools.plan.elements import expert_elements, stage_elements, trained_elements
 from megatron_port.tools.plan.ledger import chunk_ends
 from megatron_port.tools.plan.memory import held_bytes, plan_memory, stage_memory
 from megatron_port.tools.plan.offload import host_problem
@@ -39,6 +38,7 @@ from megatron_port.tools.plan.search import (
     Candidate,
     Options,
     allowed,
+    elements_of,
     ends,
     fullest,
     is_legal,
@@ -198,7 +198,7 @@ class _Search:
     def _by_recompute(self, kind: Kind, case: Case) -> None:
         """Split by recompute; where not even the least state fits, nothing does."""
         states = states_of(kind, case, self.machine)
-        counts = self._elements(case)
+        counts = [elements_of(case, stage) for stage in {0, case.pp - 1}]
         sizes = {state: self._held(state.of(case), counts) for state in states}
         states = [state for state in states if sizes[state] <= self.limit]
         if not states:
@@ -235,7 +235,8 @@ class _Search:
         """Whether state, and the activations that every schedule holds on the first stage, leave anything: as many
         micro-batches as there are stages."""
         kept = sum(c.kept - c.logits for c in (chunk_bytes(case, *end) for end in chunk_ends(case, 0)))
-        held = self._held(case) + kept * min(case.pp, case.micro_batches)
+        counts = [elements_of(case, stage) for stage in {0, case.pp - 1}]
+        held = self._held(case, counts) + kept * min(case.pp, case.micro_batches)
         hardware = self.machine.hardware
         return held * (1 + hardware.fragmentation) + hardware.reserved_gb * 1e9 <= self.limit
 
@@ -245,16 +246,9 @@ class _Search:
             self.looked_at += 1
             self.push(plan_step(one, self.machine, quick=True).seconds, "layout", kind, one)
 
-    def _elements(self, case: Case) -> list[tuple[int, int, int]]:
-        """(held, trained, of experts) of the first and the last stage."""
-        return [
-            (stage_elements(case, s), trained_elements(case, s), expert_elements(case, s, trained=False))
-            for s in {0, case.pp - 1}
-        ]
-
-    def _held(self, case: Case, counts: list[tuple[int, int, int]] | None = None) -> float:
+    def _held(self, case: Case, counts: list[tuple[int, int, int]]) -> float:
         """Weights, gradients and optimizer state of the fuller end, in bytes."""
-        return max(sum(held_bytes(case, *count)) for count in counts or self._elements(case))
+        return max(sum(held_bytes(case, *count)) for count in counts)
 
     def _fitting(self, kind: Kind | None, case: Case) -> Candidate | None:
         """The layout, if it fits and training takes it; otherwise a plan of its activations may."""

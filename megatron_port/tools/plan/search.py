@@ -276,27 +276,22 @@ def ends(case: Case) -> list[int]:
     return sorted({0, min(1, case.pp - 1), case.pp - 1})
 
 
+def elements_of(case: Case, stage: int) -> tuple[int, int, int]:
+    """(held, trained, of experts) of a rank of a stage."""
+    return stage_elements(case, stage), trained_elements(case, stage), expert_elements(case, stage, trained=False)
+
+
 def fullest(case: Case, machine: Machine) -> StageMemory:
     """The stage that needs most."""
     return max((stage_memory(case, machine, s, quick=True) for s in ends(case)), key=lambda m: m.total)
-
-
-def _state_alone_is_more(case: Case, limit: float) -> bool:
-    """Whether weights, gradients and optimizer state are more than ``limit`` bytes; the rest costs more to count."""
-    return any(
-        sum(held_bytes(
-            case, stage_elements(case, stage), trained_elements(case, stage),
-            expert_elements(case, stage, trained=False),
-        )) > limit
-        for stage in ends(case)
-    )
 
 
 def search(base: Case, machine: Machine, options: Options, *, keep_unfit: bool = False) -> list[Candidate]:
     """All layouts that fit, fastest first (``keep_unfit``: the others too, after them, least memory first)."""
     found, limit = [], machine.cluster.memory_gb * 1e9
     for case in layouts(base, options):
-        if not keep_unfit and _state_alone_is_more(case, limit):
+        # Weights, gradients and optimizer state alone; the rest costs more to count.
+        if not keep_unfit and any(sum(held_bytes(case, *elements_of(case, stage))) > limit for stage in ends(case)):
             continue
         memory = fullest(case, machine)
         if keep_unfit or memory.total <= limit:

@@ -95,12 +95,7 @@ def chunk_costs(case: Case, machine: Machine) -> list[Cost]:
 
 
 def _model_costs(case: Case, machine: Machine) -> list[Cost]:
-    # What a layer costs does not hang on how many there are where: a search asks for few different ones.
-    alike = replace(
-        case, pp=1, vp=1, dp=1, shard=0, split=(), schedule="1f1b", zero_stage=0, global_batch=1,
-        micro_batches=1 if case.dtype != "fp8" else case.micro_batches,  # which share the weights' casts
-        dropped=(),
-    )
+    alike = _alike(case)
     layers, first, last = _unit_costs(alike, machine)
     spec = model_spec(case.model)
     if not case.dropped:
@@ -125,6 +120,15 @@ def _model_costs(case: Case, machine: Machine) -> list[Cost]:
     return [cost.with_host(is_device=machine.hardware.is_host) for cost in out]
 
 
+def _alike(case: Case) -> Case:
+    """What a layer costs does not hang on how many there are where: a search asks for few different ones."""
+    return replace(
+        case, pp=1, vp=1, dp=1, shard=0, split=(), schedule="1f1b", zero_stage=0, global_batch=1,
+        micro_batches=1 if case.dtype != "fp8" else case.micro_batches,  # which share the weights' casts
+        dropped=(),
+    )
+
+
 def _plain_chunks(
     case: Case, layers: tuple[tuple[LayerSpec, Cost], ...], first: Cost, last: Cost, *, is_host: bool
 ) -> list[Cost]:
@@ -147,9 +151,7 @@ def _plain_chunks(
 
 def unit_seconds(case: Case, machine: Machine) -> list[float]:
     """Seconds of both passes of [embedding, layer 0, …, head] for one micro-batch, for a split of the layers."""
-    whole = replace(case, pp=1, vp=1, dp=1, shard=0, split=(), schedule="1f1b", zero_stage=0, global_batch=1,
-                    micro_batches=1 if case.dtype != "fp8" else case.micro_batches, dropped=())
-    layers, first, last = _unit_costs(whole, machine)
+    layers, first, last = _unit_costs(_alike(case), machine)
     found = [_of_kind(layers, layer) for layer in model_spec(case.model).layers]
     return [sum(cost.passes) for cost in (first, *found, last)]
 

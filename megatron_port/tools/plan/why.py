@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_port.tools.plan.case import Case, Machine
-from megatron_port.tools.plan.step import plan_step
+from megatron_port.tools.plan.step import StepPlan, plan_step
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "engine {engine.name}": ("engine",),
@@ -60,6 +60,11 @@ def _legal(case: Case) -> bool:
     return even and not (case.sequence_parallel and case.tp == 1)
 
 
+def _gain(change: str, before: StepPlan, after: StepPlan) -> Gain:
+    now = after.split.parts()
+    return Gain(change, after.seconds, {cause: s - now[cause] for cause, s in before.split.parts().items()})
+
+
 def gains(case: Case, best: Case, machine: Machine) -> list[Gain]:
     """The changes from ``case`` to ``best`` in the order of what they save."""
     now, out = case, []
@@ -78,16 +83,12 @@ def gains(case: Case, best: Case, machine: Machine) -> list[Gain]:
             break
         _, name, one = min(tried, key=lambda t: t[0])
         found = plan_step(one, machine)
-        before, after = step.split.parts(), found.split.parts()
-        out.append(Gain(
-            _told(name, one), found.seconds, {cause: before[cause] - after[cause] for cause in before},
-        ))
+        out.append(_gain(_told(name, one), step, found))
         now, step = one, found
         del open_groups[name]
         open_groups = {n: f for n, f in open_groups.items() if any(getattr(now, x) != getattr(best, x) for x in f[:5])}
     if now != best:
         found = plan_step(best, machine)
-        before, after = step.split.parts(), found.split.parts()
         if abs(found.seconds - step.seconds) > 1e-6 * step.seconds:
-            out.append(Gain("the rest", found.seconds, {cause: before[cause] - after[cause] for cause in before}))
+            out.append(_gain("the rest", step, found))
     return out
