@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,13 @@ from megatron_port.core.errors import ConfigError
 OTHER_NAMES = {"list": ("ls",), "show": ("inspect",), "rm": ("remove",)}
 """Verb → what it may be called too. They mean the same in every group: what there is; one of them; remove some."""
 SOURCE_HELP = "a run (folder, run file or shipped name), a checkpoint's folder, or a Hugging Face folder"
-_VERB = {other: verb for verb, others in OTHER_NAMES.items() for other in others}
 
 
-def add_verb(actions: Any, verb: str, **more: Any) -> argparse.ArgumentParser:
-    """Add ``list``, ``show`` or ``rm`` to a group, under its other names as well."""
-    parser: argparse.ArgumentParser = actions.add_parser(verb, aliases=OTHER_NAMES[verb], **more)
+def add_action(actions: Any, name: str, act: Callable[..., int], **more: Any) -> argparse.ArgumentParser:
+    """Add an action to a group, under its other names as well; ``act(args)`` is what the command then runs."""
+    parser: argparse.ArgumentParser = actions.add_parser(name, aliases=OTHER_NAMES.get(name, ()), **more)
+    parser.set_defaults(act=act)
     return parser
-
-
-def verb_of(action: str) -> str:
-    """Return the verb that an action's name means."""
-    return _VERB.get(action, action)
 
 
 def weights_folder(name: str) -> Path:

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_port.cli.arguments import add_action
 from megatron_port.cli.main import add_overrides, add_rendezvous_options, add_run_options, load_run, on_ranks
 from megatron_port.cli.progress import ProgressBar
 from megatron_port.cli.tune import add_trial_options, trial_problems
@@ -21,8 +22,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("bench", help="measure one node for the planner; run the paper's scaling studies")
     actions = parser.add_subparsers(dest="action", metavar="action", required=True)
 
-    calibrate = actions.add_parser(
-        "calibrate", help="measure one node and write what the planner needs of it",
+    calibrate = add_action(
+        actions, "calibrate", run_calibrate, help="measure one node and write what the planner needs of it",
         description="Matmuls by shape, memory bandwidth and collectives, on all ranks of one node at once. For a "
         "cluster with a [hardware] section: a [calibration], three factors. For one without (CPUs): a [hardware]. "
         "Start it like `train`: --nproc N, torchrun, or srun on one node.",
@@ -39,8 +40,8 @@ def add_parser(subparsers: Any) -> None:
     calibrate.add_argument("--seconds", type=float, default=0.15, metavar="S", help="for each measurement (0.15)")
     add_rendezvous_options(calibrate)
 
-    studies = actions.add_parser(
-        "sweep", help="run the paper's studies and draw measured beside planned",
+    studies = add_action(
+        actions, "sweep", run_sweep, help="run the paper's studies and draw measured beside planned",
         description="Tensor parallel size, micro-batches, stages at a fixed batch and at a fixed ratio, weak and "
         "strong scaling (arXiv 2312.12705), fused attention by length: a few real steps of each layout, on this "
         "machine (--nproc) or by srun inside an allocation. Resumable.",
@@ -51,11 +52,6 @@ def add_parser(subparsers: Any) -> None:
     studies.add_argument("--study", action="append", default=[], metavar="NAME",
                          help="only this one (repeatable): tensor, micro-batches, stages, ratio, weak, strong")
     add_trial_options(studies, "point", "sweep")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the chosen action; return its exit code."""
-    return run_calibrate(args) if args.action == "calibrate" else run_sweep(args)
 
 
 def run_calibrate(args: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_port.cli.arguments import add_json, add_verb, add_yes, confirm, print_json, print_table, verb_of
+from megatron_port.cli.arguments import add_action, add_json, add_yes, confirm, print_json, print_table
 from megatron_port.cli.progress import ProgressBar
 from megatron_port.core.config.plugins import import_problems
 from megatron_port.core.config.urls import expanded, is_remote, local_path, url_fault
@@ -66,17 +66,18 @@ def _compare(a: Checkpoint, b: Checkpoint, name: str, kind: str) -> tuple[float,
     return worst, count
 
 
-def diff(one: str, other: str, *, kind: str, tolerance: float, every: bool, as_json: bool = False) -> int:
+def diff(args: argparse.Namespace) -> int:
     """Compare the newest checkpoints at two places; return 0 or 1. Raises CheckpointError."""
     from megatron_port.core.checkpoint.reader import open_checkpoint
 
-    a, b = open_checkpoint(newest_of(one)), open_checkpoint(newest_of(other))
+    kind, tolerance, every = args.kind, args.tolerance, args.all
+    a, b = open_checkpoint(newest_of(args.a)), open_checkpoint(newest_of(args.b))
     if kind != "all" and kind not in {*a.kinds(), *b.kinds()}:
         raise CheckpointError(f"neither checkpoint has {kind!r}; they have {', '.join(a.kinds())}")
     settings = list(_settings(a, b))
     kinds = sorted({*a.kinds(), *b.kinds()}) if kind == "all" else [kind]
     verdicts = _verdicts(a, b, kinds, tolerance)
-    if as_json:
+    if args.json:
         found = list(verdicts)
         differing = sum(differs for _, _, _, differs in found)
         print_json({
@@ -154,8 +155,8 @@ _PLUGIN_HELP: dict[str, Any] = {
 
 def add_actions(actions: Any) -> None:
     """Add the two actions to those of ``checkpoint``."""
-    out = actions.add_parser(
-        "export", help="write a checkpoint in another system's format",
+    out = add_action(
+        actions, "export", _export, help="write a checkpoint in another system's format",
         description="Write a checkpoint as torch.distributed.checkpoint (dcp), DeepSpeed Universal (universal) or a "
         "Hugging Face folder (hf): model.family, or the first family that computes what the model does. That is "
         "checked against transformers' logits before it appears. Adapters are written as PEFT's (peft), or merged into "
@@ -188,8 +189,8 @@ def add_actions(actions: Any) -> None:
     out.add_argument("--skip-check", action="store_true",
                      help="hf: do not compare with transformers' model; the card notes it")
     out.add_argument(*_PLUGIN, **_PLUGIN_HELP)
-    into = actions.add_parser(
-        "import", help="read another system's checkpoint into this format",
+    into = add_action(
+        actions, "import", _import, help="read another system's checkpoint into this format",
         description="Read a DCP or Universal export of ours, a Megatron-DeepSpeed checkpoint, or a Hugging Face folder "
         "(safetensors of a registered family), and commit it as OUT/step-N, from which `train` resumes "
         "(checkpoint.resume) or starts (checkpoint.initial_weights).",
@@ -210,18 +211,13 @@ def add_actions(actions: Any) -> None:
     into.add_argument(*_PLUGIN, **_PLUGIN_HELP)
 
 
-def run_conversion(args: argparse.Namespace) -> int:
-    """Run the chosen action; return its exit code.
-
-    Raises CheckpointError; ConfigError for the file of ``--model``, or a plugin that cannot be loaded.
-    """
-    problems = import_problems(args.plugin, "--plugin")
-    if problems:
+def _import_plugins(args: argparse.Namespace) -> None:
+    if problems := import_problems(args.plugin, "--plugin"):
         raise ConfigError(problems)
-    return _export(args) if args.action == "export" else _import(args)
 
 
 def _export(args: argparse.Namespace) -> int:
+    _import_plugins(args)
     from megatron_port.core.checkpoint.reader import open_checkpoint
     from megatron_port.ext.weights.readers import AveragedCheckpoint
     from megatron_port.run.saved_model import tuning_of
@@ -283,6 +279,7 @@ def _export_hf(args: argparse.Namespace, checkpoint: Checkpoint) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
+    _import_plugins(args)
     from megatron_port.tools.interop.run_import import import_checkpoint
 
     with ProgressBar("import") as bar:
@@ -318,20 +315,21 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("checkpoint", help="list, verify, compare, convert and copy checkpoints")
     actions = parser.add_subparsers(dest="action", required=True,
                                     metavar="list|show|rm|verify|diff|export|import|push|pull")
-    for verb, text in (("list", "checkpoints of a run, newest first; also those in a store (s3://bucket/folder)"),
-                       ("show", "one checkpoint: state, layout, settings and files")):
-        action = add_verb(actions, verb, help=text)
+    for verb, act, text in (("list", _list, "checkpoints of a run, newest first; also those in a store (s3://bucket/folder)"),
+                            ("show", _show, "one checkpoint: state, layout, settings and files")):
+        action = add_action(actions, verb, act, help=text)
         action.add_argument("directory", type=expanded, help=_WHERE)
         add_json(action)
-    remove = add_verb(actions, "rm", help="remove checkpoints, each as a whole")
+    remove = add_action(actions, "rm", _remove, help="remove checkpoints, each as a whole")
     remove.add_argument("directory", type=expanded, nargs="+",
                         help="checkpoints, e.g. runs/x/checkpoints/step-00000100")
     add_yes(remove)
-    action = actions.add_parser("verify", help="read and hash every block; exit 5 if one is damaged")
+    action = add_action(actions, "verify", _verify, help="read and hash every block; exit 5 if one is damaged")
     action.add_argument("directory", type=expanded, help=_WHERE)
     add_json(action)
-    action = actions.add_parser(
-        "diff", help="largest difference of each tensor, and settings that differ; exit 1 if tensors differ"
+    action = add_action(
+        actions, "diff", diff,
+        help="largest difference of each tensor, and settings that differ; exit 1 if tensors differ",
     )
     action.add_argument("a", type=expanded, help="a checkpoint, or a run or folder whose newest is taken")
     action.add_argument("b", type=expanded, help="the other")
@@ -340,29 +338,12 @@ def add_parser(subparsers: Any) -> None:
     action.add_argument("--all", action="store_true", help="also list parameters that are equal")
     add_json(action)
     add_actions(actions)
-    copy = actions.add_parser("push", help="copy a checkpoint into a store, in parts, and read it back")
+    copy = add_action(actions, "push", _push, help="copy a checkpoint into a store, in parts, and read it back")
     copy.add_argument("directory", type=expanded, help="the checkpoint")
     copy.add_argument("url", type=expanded, help="s3://bucket/folder")
-    copy = actions.add_parser("pull", help="copy a checkpoint from a store; its hashes are compared")
+    copy = add_action(actions, "pull", _pull, help="copy a checkpoint from a store; its hashes are compared")
     copy.add_argument("url", type=expanded, help="of one copy, or of what they were pushed to, whose newest is taken")
     copy.add_argument("directory", type=expanded, help="folder in which the checkpoint's folder is made")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the chosen action; return its exit code. Raises CheckpointError where there is nothing to look at."""
-    action = verb_of(args.action)
-    if action in ("export", "import"):
-        return run_conversion(args)
-    if action in ("push", "pull"):
-        return _copy(action, local_path(args.directory), args.url)
-    if action == "rm":
-        return _remove([local_path(d) for d in args.directory], yes=args.yes)
-    if action == "diff":
-        return diff(args.a, args.b, kind=args.kind, tolerance=args.tolerance, every=args.all,
-                    as_json=args.json)
-    if action == "list" and is_remote(args.directory):
-        return _list_remote(args.directory, as_json=args.json)
-    return {"list": _list, "show": _show, "verify": _verify}[action](_folder(args.directory), as_json=args.json)
 
 
 def _folder(name: str) -> Path:
@@ -373,17 +354,26 @@ def _folder(name: str) -> Path:
     return path if path.exists() and not path.is_file() else run_folder_of(name)
 
 
-def _copy(action: str, directory: Path, url: str) -> int:
-    from megatron_port.ext.storage.mirror import pull, push
+def _push(args: argparse.Namespace) -> int:
+    from megatron_port.ext.storage.mirror import push
 
-    if fault := url_fault(url, writable=True):
+    directory = local_path(args.directory)
+    if fault := url_fault(args.url, writable=True):
         raise CheckpointError(fault)
-    with ProgressBar(action) as bar:
-        if action == "push":
-            place = push(directory, url, advance=bar)
-            bar.print(f"copied {directory} to {place}, which reads back the same")
-        else:
-            bar.print(str(pull(url, directory, bar.print, advance=bar)))
+    with ProgressBar("push") as bar:
+        place = push(directory, args.url, advance=bar)
+        bar.print(f"copied {directory} to {place}, which reads back the same")
+    return EXIT_OK
+
+
+def _pull(args: argparse.Namespace) -> int:
+    from megatron_port.ext.storage.mirror import pull
+
+    directory = local_path(args.directory)
+    if fault := url_fault(args.url, writable=True):
+        raise CheckpointError(fault)
+    with ProgressBar("pull") as bar:
+        bar.print(str(pull(args.url, directory, bar.print, advance=bar)))
     return EXIT_OK
 
 
@@ -401,9 +391,12 @@ def directories(directory: Path) -> list[Path]:
     raise CheckpointError(f"{directory}: no checkpoint here or in {directory / SUBFOLDER} (step-NNNNNNNN)")
 
 
-def _list(directory: Path, *, as_json: bool) -> int:
+def _list(args: argparse.Namespace) -> int:
     from megatron_port.core.checkpoint.reader import open_checkpoint
 
+    if is_remote(args.directory):
+        return _list_remote(args.directory, as_json=args.json)
+    directory = _folder(args.directory)
     whole: list[tuple[Path, Manifest]] = []
     broken: list[tuple[Path, CheckpointError]] = []
     for path in directories(directory):
@@ -413,7 +406,7 @@ def _list(directory: Path, *, as_json: bool) -> int:
             broken.append((path, error))
     whole.sort(key=lambda w: w[1].order, reverse=True)
     code = EXIT_CHECKPOINT if broken and not whole else EXIT_OK
-    if as_json:
+    if args.json:
         print_json([*({**_summary(path, m), "state": "whole"} for path, m in whole),
                     *({"name": path.name, "path": path, "state": "broken", "fault": str(e)} for path, e in broken)])
         return code
@@ -459,9 +452,10 @@ def _list_remote(url: str, *, as_json: bool) -> int:
     return EXIT_OK
 
 
-def _show(directory: Path, *, as_json: bool) -> int:
+def _show(args: argparse.Namespace) -> int:
     from megatron_port.core.checkpoint.reader import find_latest, open_checkpoint
 
+    directory = _folder(args.directory)
     found = directories(directory)
     path = found[0] if found == [directory] else find_latest(found[0].parent)
     if path is None:
@@ -474,7 +468,7 @@ def _show(directory: Path, *, as_json: bool) -> int:
         "config_hash": state.config_hash,
         "file_bytes": {name: entry.size for name, entry in checkpoint.manifest.files.items()},
     }
-    if as_json:
+    if args.json:
         print_json({**body, "config": state.config})
         return EXIT_OK
     for key, value in body.items():
@@ -489,16 +483,17 @@ def _show(directory: Path, *, as_json: bool) -> int:
     return EXIT_OK
 
 
-def _remove(paths: list[Path], *, yes: bool) -> int:
+def _remove(args: argparse.Namespace) -> int:
     """Remove checkpoints: renamed first, so that a reader never finds a part of one."""
     from megatron_port.core.checkpoint.format import step_of
     from megatron_port.core.dist.lease import refuse_if_held
 
+    paths = [local_path(d) for d in args.directory]
     for path in paths:
         if not path.is_dir() or path.is_symlink() or step_of(path.resolve().name) is None:
             raise CheckpointError(f"{path}: no checkpoint; give its own folder, e.g. runs/x/checkpoints/step-00000100")
         refuse_if_held(path.resolve().parent.parent)
-    if not confirm(f"remove {', '.join(map(str, paths))}", yes=yes):
+    if not confirm(f"remove {', '.join(map(str, paths))}", yes=args.yes):
         return EXIT_OK
     for path in paths:
         gone = path.with_name(f".{path.name}.removed.tmp")
@@ -536,19 +531,19 @@ def _layout(manifest: Manifest) -> str:
     return " ".join([*parts, *(str(x) for x in (config.get("engine"), dtype) if x)]) or "-"
 
 
-def _verify(directory: Path, *, as_json: bool) -> int:
+def _verify(args: argparse.Namespace) -> int:
     results = []
     with ProgressBar("verify") as bar:
-        for path in directories(directory):
+        for path in directories(_folder(args.directory)):
             faults, what = _faults_of(path, bar)
             results.append({"name": path.name, "path": path, "faults": faults, "checked": what})
-            if as_json:
+            if args.json:
                 continue
             for fault in faults:
                 bar.print(f"{path.name}: DAMAGED: {fault}")
             if not faults:
                 bar.print(f"{path.name}: whole: {what}, every hash matches")
-    if as_json:
+    if args.json:
         print_json(results)
     return EXIT_CHECKPOINT if any(one["faults"] for one in results) else EXIT_OK
 

@@ -12,7 +12,7 @@ import typing
 from itertools import pairwise
 from typing import Any
 
-from megatron_port.cli.arguments import add_json, add_verb, print_json, verb_of
+from megatron_port.cli.arguments import add_action, add_json, print_json
 from megatron_port.cli.main import add_run_options, load_run
 from megatron_port.core.config.checks import check, topology_sizes
 from megatron_port.core.config.choices import CHOICES, plain_type
@@ -29,61 +29,73 @@ def add_parser(subparsers: Any) -> None:
     """Add ``config list | show | check | fields``."""
     parser = subparsers.add_parser("config", help="show, check and explain configurations")
     actions = parser.add_subparsers(dest="action", required=True, metavar="list|show|check|fields")
-    listed = add_verb(actions, "list", help="names of the shipped runs, models and clusters")
+    listed = add_action(actions, "list", list_names, help="names of the shipped runs, models and clusters")
     listed.add_argument("kind", nargs="?", default="", help="only those of one kind: runs, models, clusters, …")
     add_json(listed)
-    show = add_verb(actions, "show", help="print the whole configuration as TOML, defaults included")
-    add_json(show)
-    add_run_options(show, optional=True)
-    note = show.add_mutually_exclusive_group()
+    shown = add_action(actions, "show", show, help="print the whole configuration as TOML, defaults included")
+    add_json(shown)
+    add_run_options(shown, optional=True)
+    note = shown.add_mutually_exclusive_group()
     note.add_argument("--origin", action="store_true", help="print the origin of each value beside it")
     note.add_argument("--help-fields", action="store_true", help="print the meaning of each value beside it")
-    test = actions.add_parser("check", help="check a run for a number of ranks, without starting it")
+    test = add_action(actions, "check", check_run, help="check a run for a number of ranks, without starting it")
     add_run_options(test)
     test.add_argument(
         "--world-size", type=int, metavar="N",
         help="ranks; without it cluster.nodes x gpus_per_node, or what the layout multiplies to",
     )
     add_json(test)
-    fields = actions.add_parser("fields", help="print every setting with its type, default and meaning (Markdown)")
+    fields = add_action(actions, "fields", print_fields,
+                        help="print every setting with its type, default and meaning (Markdown)")
     add_json(fields)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the chosen action; return 0. Raises ConfigError."""
-    action = verb_of(args.action)
-    if action == "list":
-        names = [name for name in shipped_names() if name.startswith(f"{args.kind}/" if args.kind else "")]
-        if not names:
-            kinds = sorted({name.partition("/")[0] for name in shipped_names()})
-            raise ConfigError(f"no kind {args.kind!r}; use {', '.join(kinds)}")
-        if args.json:
-            print_json(names)
-        else:
-            print("\n".join(names))
-    elif action == "show" and args.json:
-        loaded = load_run(args)
+def list_names(args: argparse.Namespace) -> int:
+    """Print the names of what is shipped."""
+    names = [name for name in shipped_names() if name.startswith(f"{args.kind}/" if args.kind else "")]
+    if not names:
+        kinds = sorted({name.partition("/")[0] for name in shipped_names()})
+        raise ConfigError(f"no kind {args.kind!r}; use {', '.join(kinds)}")
+    if args.json:
+        print_json(names)
+    else:
+        print("\n".join(names))
+    return 0
+
+
+def show(args: argparse.Namespace) -> int:
+    """Print a whole configuration."""
+    loaded = load_run(args)
+    if args.json:
         print_json({"config": as_dict(loaded.config), "origins": loaded.origins, "files": loaded.files,
                     "config_hash": config_hash(loaded.config)})
-    elif action == "show":
-        loaded = load_run(args)
-        notes = loaded.origins if args.origin else field_texts() if args.help_fields else None
-        print(to_toml(loaded.config, notes), end="")
-    elif action == "check":
-        loaded = load_run(args)
-        check(loaded.config, world_size=args.world_size)
-        if args.json:
-            tp, pp, dp = topology_sizes(loaded.config, args.world_size)
-            print_json({"name": loaded.config.name, "legal": True, "tp": tp, "pp": pp, "dp": dp,
-                        "ranks": model_ranks(loaded.config.layout) * dp, "config_hash": config_hash(loaded.config)})
-        else:
-            print(summary(loaded.config, args.world_size))
-    elif args.json:
-        defaults = dict(leaves(RunConfig()))
-        print_json([{"name": name, "type": kind, "default": defaults[name], "meaning": " ".join(text.split()),
-                     "choices": list(CHOICES.get(name, ()))} for name, (kind, text) in _described(RunConfig).items()])
+        return 0
+    notes = loaded.origins if args.origin else field_texts() if args.help_fields else None
+    print(to_toml(loaded.config, notes), end="")
+    return 0
+
+
+def check_run(args: argparse.Namespace) -> int:
+    """Check a run for a number of ranks."""
+    loaded = load_run(args)
+    check(loaded.config, world_size=args.world_size)
+    if args.json:
+        tp, pp, dp = topology_sizes(loaded.config, args.world_size)
+        print_json({"name": loaded.config.name, "legal": True, "tp": tp, "pp": pp, "dp": dp,
+                    "ranks": model_ranks(loaded.config.layout) * dp, "config_hash": config_hash(loaded.config)})
     else:
+        print(summary(loaded.config, args.world_size))
+    return 0
+
+
+def print_fields(args: argparse.Namespace) -> int:
+    """Print every setting."""
+    if not args.json:
         print(reference(), end="")
+        return 0
+    defaults = dict(leaves(RunConfig()))
+    print_json([{"name": name, "type": kind, "default": defaults[name], "meaning": " ".join(text.split()),
+                 "choices": list(CHOICES.get(name, ()))} for name, (kind, text) in _described(RunConfig).items()])
     return 0
 
 

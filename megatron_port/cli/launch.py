@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_port.cli.arguments import add_json, add_verb, print_json, print_table
+from megatron_port.cli.arguments import add_action, add_json, print_json, print_table
 from megatron_port.cli.main import Parser, add_run_options, load_run
 from megatron_port.core.config.urls import expanded, local_path
 from megatron_port.core.errors import ConfigError, EnvironmentFault
@@ -131,8 +131,8 @@ RUN_HELP = "a run's folder, its run file, or the name of a shipped one"
 
 def add_control_actions(actions: Any) -> None:
     """Declare the actions."""
-    show = actions.add_parser(
-        "status", help="queue and progress of runs, one row each",
+    show = add_action(
+        actions, "status", print_status, help="queue and progress of runs, one row each",
         description="State of its job or process, step, loss, tokens/s, time left, next save, attempts, node-hours "
         "spent and predicted.",
     )
@@ -140,35 +140,32 @@ def add_control_actions(actions: Any) -> None:
                       help="of a run, or of several (default: runs)")
     show.add_argument("--live", action="store_true", help="only runs with a job that waits or runs")
     add_json(show)
-    show.set_defaults(act=print_status)
-    every = add_verb(actions, "list", help="submissions and attempts of a run, oldest first, and how each ended")
+    every = add_action(actions, "list", print_list,
+                       help="submissions and attempts of a run, oldest first, and how each ended")
     every.add_argument("run", type=expanded, metavar="RUN", help=RUN_HELP)
     add_json(every)
-    every.set_defaults(act=print_list)
-    logs = actions.add_parser(
-        "logs", help="print a run's logs, job after job",
+    logs = add_action(
+        actions, "logs", print_logs, help="print a run's logs, job after job",
         description="Print the last lines of a run's logs; with -f all that is added, by this job and those after it, "
         "until no job of the run is left.",
     )
     logs.add_argument("run", type=expanded, metavar="RUN", help=RUN_HELP)
     logs.add_argument("-f", "--follow", action="store_true", help="wait for more, over requeues and chained jobs")
     logs.add_argument("-n", "--lines", type=int, default=20, metavar="N", help="lines of the past (default 20; 0: all)")
-    logs.set_defaults(act=print_logs)
-    cancel = actions.add_parser(
-        "cancel", help="cancel runs for good",
+    cancel = add_action(
+        actions, "cancel", cancel_runs, help="cancel runs for good",
         description="Cancel every job of the runs, those in the queue and those that follow too. A running one saves "
         "first if KillWait leaves it the time; so does a run that was started without a scheduler, by hand or by "
         "torchrun. A new `launch submit` continues from what was saved.",
     )
     cancel.add_argument("runs", type=expanded, nargs="+", metavar="RUN", help=RUN_HELP)
-    cancel.set_defaults(act=cancel_runs)
     add_sweep(actions)
 
 
 def add_sweep(actions: Any) -> None:
     """Declare ``sweep``."""
-    vary = actions.add_parser(
-        "sweep", help="queue a job array with a run for each combination of values",
+    vary = add_action(
+        actions, "sweep", queue_sweep, help="queue a job array with a run for each combination of values",
         description="Each task has its own folder, NAME-000 and so on, and its own launch record.",
     )
     add_run_options(vary)
@@ -177,7 +174,6 @@ def add_sweep(actions: Any) -> None:
                       help="values to try (repeatable)")
     vary.add_argument("--at-once", type=int, default=0, metavar="N", help="tasks that may run at a time (default: all)")
     vary.add_argument("--dry-run", action="store_true", help="print the tasks and the forecast, and queue nothing")
-    vary.set_defaults(act=queue_sweep)
 
 
 def _queue() -> tuple[dict[str, QueueEntry], str]:
@@ -234,19 +230,20 @@ def print_logs(args: argparse.Namespace) -> int:
     """Print or follow a run's logs."""
     from megatron_port.core.config.run_names import run_folder_of
     from megatron_port.core.dist.launchers import ask_queue
-    from megatron_port.tools.launch import control, direct, record
+    from megatron_port.tools.launch import direct, record
+    from megatron_port.tools.launch.control import existing, follow, last_lines, live_jobs, log_files
 
     folder = run_folder_of(args.run).absolute()
     if args.lines < 0:
         raise ConfigError(f"-n {args.lines}: a number of lines, or 0 for all")
-    files = control.existing(control.log_files(folder))
+    files = existing(log_files(folder))
 
     def alive() -> bool:
         return direct.running(folder) is not None or bool(
-            not direct.only(folder) and control.live_jobs(folder, ask_queue()))
+            not direct.only(folder) and live_jobs(folder, ask_queue()))
 
     if args.follow and (files or (record.newest(folder) is not None and alive())):
-        for text in control.follow(folder, count=args.lines, alive=alive, wait=time.sleep):
+        for text in follow(folder, count=args.lines, alive=alive, wait=time.sleep):
             print(text, end="", flush=True)
         return 0
     if not files:
@@ -255,17 +252,17 @@ def print_logs(args: argparse.Namespace) -> int:
             f"… > FILE 2>&1` would keep one). `megatron-port launch status {folder}` shows its state"
         )
     for path in files if not args.lines else files[-1:]:
-        print(f"==> {path} <==\n{control.last_lines(path, args.lines)[0]}", end="")
+        print(f"==> {path} <==\n{last_lines(path, args.lines)[0]}", end="")
     return 0
 
 
 def cancel_runs(args: argparse.Namespace) -> int:
     """Cancel each run."""
     from megatron_port.core.config.run_names import run_folder_of
-    from megatron_port.tools.launch import control
+    from megatron_port.tools.launch.control import cancel
 
     for name in args.runs:
-        for line in control.cancel(run_folder_of(name).absolute()):
+        for line in cancel(run_folder_of(name).absolute()):
             print(line)
     return 0
 
@@ -329,16 +326,14 @@ def add_parser(subparsers: Any) -> None:
                                 help="print nodes, node-hours, predicted end and the script, and queue nothing")
         action.set_defaults(act=render if name == "show" else queue)
     add_control_actions(actions)
-    sites = actions.add_parser("sites", help="bring the scripts in launch/ up to date with configs/")
+    sites = add_action(actions, "sites", update, help="bring the scripts in launch/ up to date with configs/")
     sites.add_argument("--check", action="store_true", help="only say which are not")
-    sites.set_defaults(act=update)
-    image = actions.add_parser(
-        "image", help="pack this environment for the nodes' own disks (STAGE, launch.stage)",
+    image = add_action(
+        actions, "image", pack, help="pack this environment for the nodes' own disks (STAGE, launch.stage)",
         description="Write interpreter, standard library and packages into one archive that runs from any folder. A "
         "job with STAGE=FILE copies it to each node, with the code and configuration of its launch record.",
     )
     image.add_argument("-o", "--output", type=expanded, required=True, metavar="FILE.tar", help="where to write it")
-    image.set_defaults(act=pack)
     add_attempt_actions(actions)
 
 
@@ -412,13 +407,13 @@ def queue(args: argparse.Namespace) -> int:
 
 def update(args: argparse.Namespace) -> int:
     """Rewrite or check the generated scripts."""
-    from megatron_port.tools.launch import shipped
+    from megatron_port.tools.launch.shipped import stale_scripts, write_shipped
 
     if args.check:
-        stale = shipped.stale_scripts()
+        stale = stale_scripts()
         if stale:
             raise ConfigError(f"these differ from configs/: {', '.join(stale)}; run megatron-port launch sites")
         return 0
-    for name in shipped.write_shipped():
+    for name in write_shipped():
         print(name)
     return 0

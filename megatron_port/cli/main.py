@@ -1,6 +1,7 @@
 """The ``megatron-port`` command: find the command's module, import only that, and turn errors into exit codes.
 
-A command is ``cli/<name>.py`` with ``add_parser(subparsers)`` and ``run(args) -> int``.
+A command is ``cli/<name>.py`` with ``add_parser(subparsers)``, and ``run(args) -> int`` where its actions do not name
+what to run (``arguments.add_action``).
 """
 
 from __future__ import annotations
@@ -226,7 +227,8 @@ def _dispatch(arguments: list[str]) -> int:
         raise ConfigError(_unknown(name))
     module = importlib.import_module(f"megatron_port.cli.{name}")
     module.add_parser(parser.add_subparsers(dest="command", metavar="command"))
-    return int(module.run(parser.parse_args(arguments)) or 0)
+    args = parser.parse_args(arguments)
+    return int((module.run if hasattr(module, "run") else args.act)(args) or 0)
 
 
 def _unknown(name: str) -> str:

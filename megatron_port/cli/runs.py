@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_port.cli.arguments import add_json, add_verb, add_yes, confirm, print_json, print_table, verb_of
+from megatron_port.cli.arguments import add_action, add_json, add_yes, confirm, print_json, print_table
 from megatron_port.core.config.urls import expanded, local_path
 from megatron_port.core.errors import EXIT_OK, ConfigError, EnvironmentFault
 
@@ -25,22 +25,17 @@ def add_parser(subparsers: Any) -> None:
     """Declare the command and its actions."""
     parser = subparsers.add_parser("runs", help="list, show and remove runs")
     actions = parser.add_subparsers(dest="action", required=True, metavar="list|show|rm")
-    listed = add_verb(actions, "list", help="the runs of a folder, and what became of each")
+    listed = add_action(actions, "list", _list, help="the runs of a folder, and what became of each")
     listed.add_argument("directory", nargs="?", type=local_path, default=Path("runs"), help="default: runs")
     add_json(listed)
-    shown = add_verb(actions, "show", help="one run: its state, its numbers and its files")
+    shown = add_action(actions, "show", _show, help="one run: its state, its numbers and its files")
     shown.add_argument("run", type=expanded, metavar="RUN",
                        help="its folder, its run file, or the name of a shipped one")
     add_json(shown)
-    removed = add_verb(actions, "rm", help="remove runs with their checkpoints")
+    removed = add_action(actions, "rm", _remove, help="remove runs with their checkpoints")
     removed.add_argument("run", type=expanded, nargs="+", metavar="RUN",
                          help="their folders, run files, or names of shipped ones")
     add_yes(removed)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the chosen action; return 0. Raises ConfigError, EnvironmentFault."""
-    return {"list": _list, "show": _show, "rm": _remove}[verb_of(args.action)](args)
 
 
 def _is_run(folder: Path) -> bool:

@@ -36,7 +36,7 @@ def call(*argv: object) -> int:
     parser = argparse.ArgumentParser()
     command.add_parser(parser.add_subparsers())
     args = parser.parse_args(["checkpoint", *map(str, argv)])
-    return command.run(args)
+    return int(args.act(args))
 
 
 def test_ls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -239,7 +239,7 @@ def failing(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(args: object) -> int:
         raise error
 
-    monkeypatch.setattr("megatron_port.cli.config.run", run)
+    monkeypatch.setattr("megatron_port.cli.config.print_fields", run)
 
 
 def test_errors_become_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,7 +135,7 @@ def test_commands(tmp_path, capsys, sources):
 
     def command(*words):
         args = parser.parse_args(["data", *map(str, words)])
-        assert cli.run(args) == 0
+        assert args.act(args) == 0
         return capsys.readouterr().out
 
     assert "sha256" in command("fetch", tmp_path / "d")

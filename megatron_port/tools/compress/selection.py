@@ -20,7 +20,18 @@ from megatron_port.core.config.schema import ModelConfig, RunConfig
 from megatron_port.core.errors import CheckpointError, ConfigError
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.flops import model_flops, parameter_count
-from megatron_port.tools.compress import axes
+from megatron_port.tools.compress.axes import (
+    EXPERTS,
+    FFN,
+    HEADS,
+    HIDDEN,
+    KEYS,
+    LATENT_KEYS,
+    PROJECTION,
+    QUERIES,
+    VALUES,
+    Axis,
+)
 from megatron_port.tools.compress.convert import plain_model
 from megatron_port.tools.interop.hf_config import family_for
 from megatron_port.tools.plan.verdict import make_plan
@@ -210,7 +221,7 @@ class Selection:
     layers: tuple[int, ...]
     indices: Mapping[tuple[str, int], np.ndarray]
 
-    def of(self, axis: axes.Axis, layer: int | None) -> np.ndarray | None:
+    def of(self, axis: Axis, layer: int | None) -> np.ndarray | None:
         """Return the indices kept along a dimension of a parameter of ``layer``; None: all of them."""
         if axis is None:
             return None
@@ -253,14 +264,14 @@ def select(model: ModelConfig, sizes: Sizes, scores: Scores, drop: Sequence[int]
     smaller = pruned_model(model, sizes, kept)
     found: dict[tuple[str, int], np.ndarray] = {}
     if sizes.hidden:
-        found[axes.HIDDEN, -1] = largest(scores["hidden"], sizes.hidden)
+        found[HIDDEN, -1] = largest(scores["hidden"], sizes.hidden)
     for layer in kept:
         if sizes.heads or sizes.groups:
             found |= {(axis, layer): rows for axis, rows in _heads(model, sizes, scores["heads"][layer]).items()}
         if sizes.ffn and not model.moe.has_experts(layer):
-            found[axes.FFN, layer] = largest(scores["ffn"][layer], sizes.ffn)
+            found[FFN, layer] = largest(scores["ffn"][layer], sizes.ffn)
         if sizes.experts and model.moe.has_experts(layer):
-            found[axes.EXPERTS, layer] = _experts(model, sizes.experts, scores["experts"][layer])
+            found[EXPERTS, layer] = _experts(model, sizes.experts, scores["experts"][layer])
     return Selection(model, smaller, kept, found)
 
 
@@ -298,9 +309,9 @@ def _heads(model: ModelConfig, sizes: Sizes, scores: np.ndarray) -> dict[str, np
         for g in kept_groups
     ]
     return {
-        axes.HEADS: query, axes.VALUES: _spread(query, model.value_size), axes.QUERIES: _spread(query, d),
-        axes.KEYS: _spread(kept_groups, d), axes.PROJECTION: np.concatenate(rows),
-        axes.LATENT_KEYS: _spread(query, d - model.qk_rope_head_dim + model.value_size),
+        HEADS: query, VALUES: _spread(query, model.value_size), QUERIES: _spread(query, d),
+        KEYS: _spread(kept_groups, d), PROJECTION: np.concatenate(rows),
+        LATENT_KEYS: _spread(query, d - model.qk_rope_head_dim + model.value_size),
     }
 
 
