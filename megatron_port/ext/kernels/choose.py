@@ -22,7 +22,6 @@ from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.layers import fused
 from megatron_port.core.layers.cross_entropy import torch_cross_entropy
-from megatron_port.core.layers.packed_math import packed_math_attention
 from megatron_port.core.layers.providers import ProviderRow, Providers
 from megatron_port.core.registry import OPTIMIZERS, OWN_UPDATES, PARTS, PROVIDERS
 from megatron_port.ext.kernels import kernels
@@ -295,6 +294,8 @@ def _packed_attention(
 ) -> fused.PackedAttention | None:
     """The attention of packed projections of a provider; None: it has none. On a CPU math is the reference."""
     if provider == "math" and device.is_gpu:
+        from megatron_port.core.layers.packed_math import packed_math_attention
+
         return packed_math_attention(softmax, split)
     if provider != "own":
         return None
