@@ -28,12 +28,12 @@ from torch.nn.attention import SDPBackend
 from benchmarks.device_clock import time_calls
 from megatron_port.core.dist.positions import Positions
 from megatron_port.core.io.files import write_text
+from megatron_port.core.layers.attention import Attention, math_attention
 from megatron_port.core.layers.dropout import DropoutStream
-from megatron_port.core.layers.fused_attention import Attention, math_attention
-from megatron_port.core.layers.torch_attention import flash_attention, sdpa_attention
 from megatron_port.ext.kernels.attention_choice import PROVIDERS, arch_of, parse
+from megatron_port.ext.kernels.kernels import optional_import
 from megatron_port.ext.kernels.ops import attention as own
-from megatron_port.ext.kernels.optional import optional_import
+from megatron_port.ext.kernels.torch_attention import flash_attention, sdpa_attention
 
 TABLE = Path(__file__).resolve().parents[1] / "configs" / "kernels" / "attention.json"
 SHAPES = ((1024, 16, 12, 64), (2048, 8, 25, 64), (2048, 8, 32, 128), (4096, 4, 32, 128), (8192, 2, 32, 128),

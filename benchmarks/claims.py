@@ -29,7 +29,7 @@ from programs import Program
 
 from megatron_port.core.config.loader import load
 from megatron_port.core.io.files import write_text
-from megatron_port.core.model.flops import parameter_count
+from megatron_port.ext.telemetry.flops import parameter_count
 from megatron_port.tools.plan import arithmetic
 from megatron_port.tools.plan.case import Case, Machine, case_of, machine_of
 from megatron_port.tools.plan.memory import plan_memory

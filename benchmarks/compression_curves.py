@@ -74,9 +74,8 @@ def trained(args: argparse.Namespace, name: str, steps: int, more: dict[str, Any
 
 def picture(rows: list[dict[str, Any]]) -> str:
     """Return a drawing of the held-out losses over the tokens, as a file."""
-    from megatron_port.core.io.numbers import quantity
-    from megatron_port.tools.charts.lines import Axis, Series, line_chart
-    from megatron_port.tools.charts.page import standalone
+    from megatron_port.ext.telemetry.numbers import quantity
+    from megatron_port.tools.charts.page import Axis, Series, line_chart, standalone
 
     # The beginnings from scratch, above 3.5, would leave the ends no room.
     series = [

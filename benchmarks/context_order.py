@@ -18,7 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_port.core.data.balance import (
+from megatron_port.core.data.dataset import document_starts
+from megatron_port.core.data.indexed import IndexedDataset
+from megatron_port.ext.context.balance import (
     attention_work,
     balanced_chunks,
     block_size,
@@ -27,8 +29,6 @@ from megatron_port.core.data.balance import (
     runs_of,
     zigzag_chunks,
 )
-from megatron_port.core.data.indexed import IndexedDataset
-from megatron_port.core.data.sample import document_starts
 
 CASES = ((8192, 2), (8192, 4), (8192, 8), (32768, 4), (32768, 8), (131072, 8), (131072, 16))
 """(tokens, ranks)"""

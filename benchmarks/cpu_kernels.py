@@ -19,14 +19,13 @@ import torch.nn.functional as F
 
 from megatron_port.core.dist.positions import Positions
 from megatron_port.core.layers import fused
+from megatron_port.core.layers.attention import math_attention_with
 from megatron_port.core.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatron_port.core.layers.dropout import DropoutStream
-from megatron_port.core.layers.fused_attention import math_attention_with
-from megatron_port.core.layers.torch_attention import sdpa_attention
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.ops import activation, attention, norm, optimizer
-from megatron_port.ext.kernels.ops.cross_entropy import own_cross_entropy
-from megatron_port.ext.kernels.ops.softmax import causal_softmax
+from megatron_port.ext.kernels.ops.softmax import causal_softmax, own_cross_entropy
+from megatron_port.ext.kernels.torch_attention import sdpa_attention
 
 Step = Callable[[], None]
 

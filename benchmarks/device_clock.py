@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_port.tools.bench.clock import queued_seconds
+from megatron_port.tools.bench.measure import queued_seconds
 
 CALLS = 24
 """Queued between two events. With the kernels of one call they stay below what a stream queues (about 1,000)."""

@@ -39,11 +39,11 @@ from megatron_port.core.config.schema import (
     RunConfig,
 )
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.device import choose_device
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.io.files import write_text
 from megatron_port.ext.kernels.choose import choose_providers
 from megatron_port.run.build import DTYPES, build_engine, topology_of
+from megatron_port.run.device import choose_device
 
 
 def run_config(engine: str, dtype: str, device: str = "cpu") -> RunConfig:

@@ -31,10 +31,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_port.core.layers.expert_choice import Routing
-from megatron_port.core.layers.experts import ExpertOps, torch_experts
+from megatron_port.ext.experts.experts import ExpertOps, torch_experts
+from megatron_port.ext.experts.torch_ops import Routing
 from megatron_port.ext.kernels import kernels
-from megatron_port.ext.kernels.own_experts import own_experts
+from megatron_port.ext.kernels.choose_experts import own_experts
 
 Step = Callable[[], object]
 Clock = Callable[[], float]

@@ -34,17 +34,23 @@ from megatron_port.core.io.files import write_text
 from megatron_port.core.layers import fused
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.fp8 import FNUZ, OCP, own_quantiser, torch_quantiser
+from megatron_port.ext.kernels.kernels import optional_import
 from megatron_port.ext.kernels.ops import (
     activation,
-    cross_entropy,
-    dropout,
     norm,
     optimizer,
-    residual_norm,
     rotary,
     softmax,
 )
-from megatron_port.ext.kernels.optional import optional_import
+from megatron_port.ext.kernels.ops import (
+    norm as dropout,
+)
+from megatron_port.ext.kernels.ops import (
+    norm as residual_norm,
+)
+from megatron_port.ext.kernels.ops import (
+    softmax as cross_entropy,
+)
 
 
 @dataclass

@@ -32,10 +32,10 @@ from benchmarks.compare.results import hardware, write
 from benchmarks.compare.sizes import Size, sizes
 from megatron_port.core.config.schema import BackendConfig, RunConfig
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.device import choose_device
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.ext.kernels.choose import choose_providers
 from megatron_port.run.build import DTYPES, build_engine, topology_of
+from megatron_port.run.device import choose_device
 
 LAYOUTS: tuple[tuple[int, int, int], ...] = ((1, 1, 1), (1, 1, 2), (2, 1, 1), (1, 2, 1), (2, 2, 2))
 """(tp, pp, dp); with tp sequence parallelism, with dp ZeRO-1, as `make quickstart` has them."""

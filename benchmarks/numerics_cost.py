@@ -19,7 +19,6 @@ import torch
 from megatron_port.core.config.checks import resolve
 from megatron_port.core.config.schema import BatchConfig, LayoutConfig, ModelConfig, PrecisionConfig, RunConfig
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.device import choose_device
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.engine.api import StepResult
 from megatron_port.core.engine.loss_reduction import refused_loss
@@ -27,6 +26,7 @@ from megatron_port.ext.health.numerics import NumericsGuard
 from megatron_port.ext.health.replicas import BitsHash
 from megatron_port.ext.kernels.choose import choose_providers
 from megatron_port.run.build import DTYPES, build_engine
+from megatron_port.run.device import choose_device
 
 
 def seconds(run: Callable[[], object], device: torch.device, repeat: int) -> float:

@@ -36,11 +36,10 @@ from megatron_port.core.io.files import write_text
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.linear import WgradAccumulator
 from megatron_port.core.layers.step import StepSlot
-from megatron_port.core.pipeline.actions import Action, Span
 from megatron_port.core.pipeline.runner import Boundary, Runner, StageLink
-from megatron_port.core.pipeline.schedules import make_schedule
-from megatron_port.core.pipeline.simulate import bubble_fraction, simulate, unit_cost
+from megatron_port.core.pipeline.schedules import Action, Span, make_schedule
 from megatron_port.tools.charts.page import Bar, colour, drawing, gantt, legend, standalone, text
+from megatron_port.tools.plan.simulate import bubble_fraction, simulate, unit_cost
 
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 StageSpans = Sequence[Sequence[Span]]

@@ -25,7 +25,7 @@ from programs import (
 from published_split import Line, used
 
 from megatron_port.core.config.loader import load
-from megatron_port.core.config.moe import MoEConfig, RoutesConfig
+from megatron_port.core.config.model import MoEConfig, RoutesConfig
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.io.files import write_text
 from megatron_port.tools.plan.case import Case, Machine, machine_of

@@ -17,12 +17,12 @@ from plan_accuracy_more import machine_named
 from programs import MEGATRON_CORE, megatron_split
 from published_split import Line, opened, used
 
-from megatron_port.core.config.moe import MoEConfig
+from megatron_port.core.config.model import MoEConfig
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.io.files import write_text
 from megatron_port.tools.plan.case import Case
+from megatron_port.tools.plan.engines import ADAMW
 from megatron_port.tools.plan.memory import StageMemory, stage_memory
-from megatron_port.tools.plan.rule_cost import ADAMW
 
 RESULT = Path(__file__).resolve().parent / "results" / "plan-memory-mcore.md"
 FILE = "mcore-memory.csv"

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from megatron_port.core.config.loader import load
 from megatron_port.core.io.files import write_text
-from megatron_port.tools.charts.lines import Axis, Series, line_chart
-from megatron_port.tools.charts.page import drawing, standalone, text
+from megatron_port.tools.charts.page import Axis, Series, drawing, line_chart, standalone, text
 from megatron_port.tools.plan.case import case_of, machine_of
-from megatron_port.tools.plan.studies import Study, planned, studies
+from megatron_port.tools.plan.compare import Study, planned, studies
 
 RESULT = Path(__file__).resolve().parents[1] / "docs" / "images" / "observations.svg"
 RUNS = {"22B": "runs/frontier-22b", "175B": "runs/frontier-175b", "1T": "runs/frontier-1t"}

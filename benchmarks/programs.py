@@ -12,20 +12,16 @@ from dataclasses import dataclass, replace
 
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.model.decoder_spec import model_spec
-from megatron_port.core.model.moe_spec import moe_of
 from megatron_port.core.model.spec import LayerSpec, MoESpec
-from megatron_port.core.pipeline.actions import Kind
-from megatron_port.tools.plan.activations import stream_of
+from megatron_port.core.pipeline.schedules import Kind
+from megatron_port.ext.experts.spec import moe_of
 from megatron_port.tools.plan.case import Case, Machine, balanced_split
-from megatron_port.tools.plan.chunk import ChunkBytes
-from megatron_port.tools.plan.context import HeadBytes, context_group
-from megatron_port.tools.plan.cost import Cost
+from megatron_port.tools.plan.chunk import ChunkBytes, stream_of
 from megatron_port.tools.plan.elements import bucket_units
 from megatron_port.tools.plan.engines import Engine
-from megatron_port.tools.plan.experts import routed
-from megatron_port.tools.plan.links import Links, Span, span
+from megatron_port.tools.plan.exchanges import HeadBytes, context_group, routed
 from megatron_port.tools.plan.memory import StageMemory, stage_memory
-from megatron_port.tools.plan.rates import Rates
+from megatron_port.tools.plan.rates import Cost, Links, Rates, Span, span
 from megatron_port.tools.plan.search import ends
 
 

@@ -9,8 +9,7 @@ import argparse
 from pathlib import Path
 
 from megatron_port.core.io.files import write_text
-from megatron_port.tools.charts.lines import Axis, Series, line_chart
-from megatron_port.tools.charts.page import standalone
+from megatron_port.tools.charts.page import Axis, Series, line_chart, standalone
 from megatron_port.tools.report.picture import read_curves, smoothed
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -23,8 +23,8 @@ from pathlib import Path
 RANK_0 = """
 import json, resource, sys, time
 from megatron_port.core.dist import start as master_store, start as rendezvous
-from megatron_port.core.dist.discovery import ProcessInfo
-from megatron_port.core.dist.fingerprint import Fingerprint
+from megatron_port.run.discovery import ProcessInfo
+from megatron_port.run.rendezvous import Fingerprint
 ranks, port = int(sys.argv[1]), int(sys.argv[2])
 info = ProcessInfo(0, ranks, 0, 8, 0, ranks // 8, "127.0.0.1", port, "slurm", "node0", secret=sys.argv[3])
 def cpu():
@@ -42,10 +42,10 @@ rendezvous.leave(info, store, 60.0)
 
 def play(first: int, last: int, ranks: int, port: int, secret: str) -> None:
     """Be ranks ``first`` to ``last - 1``."""
-    from megatron_port.core.dist import start as master_store
-    from megatron_port.core.dist import start as rendezvous
-    from megatron_port.core.dist.fingerprint import Fingerprint
     from megatron_port.core.dist.rank import ProcessInfo
+    from megatron_port.run import rendezvous
+    from megatron_port.run import rendezvous as master_store
+    from megatron_port.run.rendezvous import Fingerprint
 
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

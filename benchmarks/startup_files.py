@@ -44,7 +44,7 @@ def prepare(folder: Path, image: Path) -> None:
     """Make a launch record's code and configuration, and unpack the image as a node does."""
     from megatron_port.core.config.dump import to_toml
     from megatron_port.core.config.loader import load
-    from megatron_port.tools.launch import snapshot
+    from megatron_port.run import sources as snapshot
 
     record, staged, results = folder / "record", folder / "node" / "staged", folder / "results"
     for made in (record, staged, results, folder / "work"):

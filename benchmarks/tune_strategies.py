@@ -26,8 +26,7 @@ from megatron_port.core.config.loader import load
 from megatron_port.tools.plan.case import Machine
 from megatron_port.tools.plan.search import Candidate
 from megatron_port.tools.plan.step import plan_step
-from megatron_port.tools.tune.results import OK, Trial, key_of
-from megatron_port.tools.tune.strategies import Space, make_space, make_strategy, parameters
+from megatron_port.tools.tune.strategies import OK, Space, Trial, key_of, make_space, make_strategy, parameters
 
 OUT = Path(__file__).resolve().parent / "results" / "tune-strategies.json"
 PROBLEMS = {

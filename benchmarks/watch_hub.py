@@ -22,7 +22,7 @@ from pathlib import Path
 
 from megatron_port.core.config.schema import WatchConfig
 from megatron_port.core.dist.process import FORWARD, STEP
-from megatron_port.tools.watch import wire
+from megatron_port.run.watch import wire
 
 
 def start(folder: str, ranks: int) -> tuple[subprocess.Popen[bytes], int]:
@@ -31,7 +31,7 @@ def start(folder: str, ranks: int) -> tuple[subprocess.Popen[bytes], int]:
     setup = {"secret": "s", "folder": folder, "host": "other", "world": ranks, "address": "127.0.0.1",
              "answer": answer, "config": asdict(WatchConfig())}
     hub = subprocess.Popen(
-        [sys.executable, "-m", "megatron_port.tools.watch.hub"], stdin=subprocess.PIPE, pass_fds=(answer,)
+        [sys.executable, "-m", "megatron_port.run.watch.hub"], stdin=subprocess.PIPE, pass_fds=(answer,)
     )
     assert hub.stdin is not None
     hub.stdin.write(json.dumps(setup).encode() + b"\n")

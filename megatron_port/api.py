@@ -59,8 +59,8 @@ def open_session(
         ConfigError: the configuration is wrong.
         EnvironmentFault: launcher, network, device, output folder, or a number of ranks that the layout cannot use.
     """
-    from megatron_port.core.dist.discovery import discover
     from megatron_port.run import session
+    from megatron_port.run.discovery import discover
 
     return session.open_session(config, info or discover(), quiet=quiet, writes=writes)
 
@@ -133,7 +133,7 @@ def check_memory(config: RunConfig, world_size: int | None) -> str:
 
 def _warnings(config: RunConfig, world_size: int) -> list[str]:
     """Return what a run should be warned of before it starts. Raises ConfigError as :func:`check_memory` does."""
-    from megatron_port.tools.plan.starved import starved_stages
+    from megatron_port.run.elastic import starved_stages
 
     found = [check_memory(config, world_size), starved_stages(config, world_size)]
     if config.model.family != "auto":
@@ -155,16 +155,16 @@ def run_training(config: RunConfig, info: ProcessInfo | None = None) -> Training
     from megatron_port.core.dist.process import block_signals
 
     block_signals()
-    from megatron_port.core.dist.discovery import discover
-    from megatron_port.core.dist.launchers import attempt_name
     from megatron_port.core.errors import PeerLost
     from megatron_port.core.train.folders import run_folder
+    from megatron_port.run.discovery import discover
+    from megatron_port.run.launchers import attempt_name
     from megatron_port.run.leasing import leased_session
     from megatron_port.run.provenance import record_failure_event
     from megatron_port.run.run_files import record_failure
     from megatron_port.run.session import open_session
     from megatron_port.run.trainer import Trainer
-    from megatron_port.run.watching import watch_ranks
+    from megatron_port.run.watch.client import watch_ranks
 
     info = info or discover()
     try:

@@ -15,11 +15,11 @@ from types import ModuleType
 
 PACKAGE = "megatron_port."
 MOVED = {
-    "backend.choose": "ext.kernels.choose", "backend.device": "core.dist.device", "backend.fused": "core.layers.fused",
+    "backend.choose": "ext.kernels.choose", "backend.device": "run.device", "backend.fused": "core.layers.fused",
     "config.schema": "core.config.schema", "errors": "core.errors", "model.families.family": "ext.families.family",
     "model.families.fields": "ext.families.family", "optim.rules": "core.optim.rules",
     "parallel.collectives": "core.dist.collectives", "parallel.record": "core.dist.record",
-    "pipeline.actions": "core.pipeline.actions", "registry": "core.registry",
+    "pipeline.actions": "core.pipeline.schedules", "registry": "core.registry",
 }
 """Former → present name, without the package."""
 FOLDERS = {name.rpartition(".")[0] for name in MOVED} | {"model"} - {""}

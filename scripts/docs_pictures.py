@@ -19,13 +19,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_port.tools.charts.lines import Axis, Series, line_chart  # noqa: E402
-from megatron_port.tools.charts.page import (  # noqa: E402
+from megatron_port.tools.charts.page import (  # noqa: E402  # noqa: E402
     COLOURS,
+    Axis,
+    Series,
     colour,
     drawing,
     legend,
     line,
+    line_chart,
     rectangle,
     standalone,
     text,

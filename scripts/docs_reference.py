@@ -135,7 +135,7 @@ def config_page() -> str:
 
 def metrics_page() -> str:
     """docs/metrics.md, written by hand but for the table of the metrics."""
-    from megatron_port.core.io.step_metrics import OWN
+    from megatron_port.ext.telemetry.step_metrics import OWN
 
     rows = [f"| `{m.name}` | {m.type.__name__} | {m.help} |\n" for m in OWN]
     head, rest = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").split(METRICS_HEAD)

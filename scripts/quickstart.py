@@ -45,7 +45,7 @@ def command(*arguments: str, capture: bool = False) -> str:
 
 def prepare_corpus() -> float:
     """Fetch and tokenize once; the corpus's unigram entropy in nats per token."""
-    from megatron_port.core.data.corpus_facts import unigram_entropy
+    from megatron_port.ext.corpora.corpus_facts import unigram_entropy
 
     prefix = DATA / "quickstart"
     if not prefix.with_name("quickstart.idx").exists():
@@ -69,8 +69,8 @@ def chosen() -> Choice:
     Raises:
         EnvironmentFault: a GPU was asked for, and torch cannot use one; the message says why.
     """
-    from megatron_port.core.dist.device import choose_device, installed_accelerators
     from megatron_port.core.errors import EnvironmentFault
+    from megatron_port.run.device import choose_device, installed_accelerators
 
     device = os.environ.get("DEVICE", "") or "cpu"
     names = "SMALL", "SHARE_GPU", "SHARD", "MOE", "LONG"
@@ -113,7 +113,7 @@ def main(folder: Path = ROOT, extra: Sequence[str] = ()) -> int:
 def conclude(choice: Choice, changes: list[str], entropy: float, *, training: float, started: float) -> int:
     """Sample, picture and table of a run that was trained; the exit code."""
     from megatron_port.core.config.loader import load
-    from megatron_port.core.model.flops import counted
+    from megatron_port.ext.telemetry.flops import counted
     from megatron_port.ext.telemetry.metrics import read_metrics
     from megatron_port.tools.report.picture import draw_loss
 

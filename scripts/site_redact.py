@@ -14,10 +14,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_port.core.dist.launchers import expand_hosts
 from megatron_port.core.errors import EnvironmentFault
 from megatron_port.core.io.logging import redact as without_secrets
 from megatron_port.core.io.logging import redacted as values_without_secrets
+from megatron_port.run.launchers import expand_hosts
 
 ROOT = Path(__file__).resolve().parent.parent
 ADDRESS = re.compile(

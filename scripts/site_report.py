@@ -134,7 +134,7 @@ def parts(folder: Path, gpus: int, device: str, *, short: bool, cluster: str, no
 
 def job_seconds_left() -> float | None:
     """Of the SLURM job around this process; None: there is none, or it has no end."""
-    from megatron_port.core.dist.launchers import clock_seconds, current_job, run_tool
+    from megatron_port.run.launchers import clock_seconds, current_job, run_tool
 
     job = current_job()
     if job is None:

@@ -30,10 +30,10 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "megatron_port.cli.main", "megatron_port.cli.train",
-           "megatron_port.cli.checkpoint", "megatron_port.core.dist.local", "megatron_port.run.loading",
-           "megatron_port.run.trainer", "megatron_port.tools.plan.guard", "megatron_port.tools.plan.advice",
-           "megatron_port.run.leasing", "megatron_port.run.watching", "megatron_port.tools.watch.hub_process",
-           "megatron_port.tools.watch.wire")
+           "megatron_port.cli.checkpoint", "megatron_port.run.local_ranks", "megatron_port.run.loading",
+           "megatron_port.run.trainer", "megatron_port.tools.plan.guard", "megatron_port.tools.plan.fastest",
+           "megatron_port.run.leasing", "megatron_port.run.watch.client", "megatron_port.run.watch.hub_process",
+           "megatron_port.run.watch.wire")
 
 
 @dataclass(frozen=True)

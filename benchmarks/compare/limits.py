@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from benchmarks.compare.sizes import Size
 from megatron_port.core.model.decoder_spec import model_spec
-from megatron_port.core.model.flops import parameter_count
+from megatron_port.ext.telemetry.flops import parameter_count
 
 GROUPS: dict[str, str] = {
     "attention": r"attention|flash|fmha|sdpa|causal_softmax|_softmax",

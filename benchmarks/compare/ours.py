@@ -12,23 +12,23 @@ from benchmarks.compare.peer import About, Unable
 from benchmarks.compare.sizes import OPTIMIZER, Size
 from benchmarks.compare.weights import Weights
 from megatron_port.core.config.conflicts import contradictions
-from megatron_port.core.config.kernels_settings import FP8
 from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.device import choose_device
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.record import record_of
 from megatron_port.core.errors import PortError
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.linear import WgradAccumulator
 from megatron_port.core.layers.providers import Providers
-from megatron_port.core.layers.quantised import QuantizedWeightCache
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.layers import TransformerLayer
 from megatron_port.ext.kernels.choose import choose_providers
+from megatron_port.ext.kernels.quantised import QuantizedWeightCache
+from megatron_port.ext.kernels.settings import FP8
 from megatron_port.run.build import DTYPES, build_engine
+from megatron_port.run.device import choose_device
 
 
 class Training:

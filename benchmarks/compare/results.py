@@ -19,7 +19,7 @@ from benchmarks.compare.peer import PEERS, REFERENCE
 from benchmarks.compare.run import LAYER_TOLERANCE, TOLERANCE, PeerResult, Plan, ours
 from benchmarks.compare.sizes import Size
 from megatron_port.core.io.files import write_text
-from megatron_port.core.model.flops import parameter_count
+from megatron_port.ext.telemetry.flops import parameter_count
 
 PEAKS = {"H100": 989.4, "H200": 989.4, "GH200": 989.4, "A100": 312.0, "A800": 312.0, "MI250X": 191.5, "MI300X": 1307.4}
 """TFLOP/s of dense bf16 on the datasheets, by what torch calls the device (MI250X: of one GCD)."""

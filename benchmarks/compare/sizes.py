@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.schema import ModelConfig, OptimizerConfig, RunConfig
 from megatron_port.core.model.decoder_spec import model_spec
-from megatron_port.core.model.flops import model_flops, parameter_count
+from megatron_port.ext.telemetry.flops import model_flops, parameter_count
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, clip_grad=1.0, decay="constant")
 """Of every peer. Decay on matrices and embeddings only; gradients clipped to a global norm of 1."""

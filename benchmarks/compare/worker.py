@@ -26,7 +26,7 @@ import torch
 from benchmarks.compare.peer import LayerStep, Step, Unable, build
 from benchmarks.compare.sizes import Size, sizes
 from benchmarks.compare.weights import batch, probes
-from megatron_port.tools.bench.clock import seconds_of
+from megatron_port.tools.bench.measure import seconds_of
 
 BATCHES = 4
 """Different ones that a window takes in turn."""

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_port.core.dist.record import WEIGHT
-from megatron_port.core.io.metric import Metric
-from megatron_port.core.io.step_metrics import declare
 from megatron_port.core.registry import LOOP_HOOKS
 from megatron_port.core.train.hooks import LoopHook, TakenStep
+from megatron_port.ext.telemetry.step_metrics import Metric, declare
 
 declare(Metric(
     "weight_norm", float, label="weight norm", form="{:.4f}", tag="optimizer/weight_norm", chart="Weight norm",

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megatron_port.core.config.mixer import MixerKind
+from megatron_port.core.config.model import MixerKind
 from megatron_port.core.config.schema import ModelConfig
+from megatron_port.core.layers.spec import LinearSpec, ParameterSpec, Split
 from megatron_port.core.model.decoder_spec import residual_std
-from megatron_port.core.model.mixer_spec import MixerSpec
 from megatron_port.core.model.ops import Op
-from megatron_port.core.model.parameter_spec import LinearSpec, ParameterSpec, Split
+from megatron_port.core.model.spec import MixerSpec
 from megatron_port.core.registry import MIXERS
 
 
@@ -64,7 +64,7 @@ class GatedDeltaNet(MixerSpec):
         import torch  # not needed by the commands that plan and check
         from torch.nn.functional import normalize, softplus
 
-        from megatron_port.core.model.recompute import recompute
+        from megatron_port.ext.memory.recompute import recompute
 
         heads, size = self.heads // build.ctx.size("tp"), self.head_size
 

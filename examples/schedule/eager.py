@@ -7,7 +7,7 @@ A schedule says only what a stage computes and in which order: sends and receive
 lists before they run: every pass once, in an order that can be, and no messages that wait for one another.
 """
 
-from megatron_port.core.pipeline.actions import Action, Kind
+from megatron_port.core.pipeline.schedules import Action, Kind
 from megatron_port.core.registry import SCHEDULES
 
 

@@ -6,11 +6,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_port.cli.arguments import add_action
+from megatron_port.cli.arguments import ProgressBar, add_action
 from megatron_port.cli.main import add_overrides, add_rendezvous_options, add_run_options, load_run, on_ranks
-from megatron_port.cli.progress import ProgressBar
 from megatron_port.cli.tune import add_trial_options, trial_problems
-from megatron_port.core.config.urls import expanded, local_path
+from megatron_port.core.config.ranges import expanded, local_path
 from megatron_port.core.errors import EXIT_OK, ConfigError
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
 def run_sweep(args: argparse.Namespace) -> int:
     """Run the studies; return the exit code. Raises ConfigError, EnvironmentFault."""
     from megatron_port.tools.bench.sweep import NAMES, sweep
-    from megatron_port.tools.tune.trial import choose_launcher
+    from megatron_port.tools.tune.tuner import choose_launcher
 
     out = [f"--study {name} is unknown; use {', '.join(NAMES)}" for name in args.study if name not in NAMES]
     out += trial_problems(args)

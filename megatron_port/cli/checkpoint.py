@@ -13,13 +13,12 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_port.cli.arguments import add_action, add_json, add_yes, confirm, print_json, print_table
-from megatron_port.cli.progress import ProgressBar
-from megatron_port.core.config.plugins import import_problems
-from megatron_port.core.config.urls import expanded, is_remote, local_path, url_fault
+from megatron_port.cli.arguments import ProgressBar, add_action, add_json, add_yes, confirm, print_json, print_table
+from megatron_port.core.config.choices import import_problems
+from megatron_port.core.config.ranges import expanded, is_remote, local_path, url_fault
 from megatron_port.core.errors import EXIT_CHECKPOINT, EXIT_OK, CheckpointError, ConfigError
 from megatron_port.core.io.logging import one_line
-from megatron_port.core.io.numbers import quantity
+from megatron_port.ext.telemetry.numbers import quantity
 
 if TYPE_CHECKING:
     from megatron_port.core.checkpoint.format import Manifest
@@ -43,8 +42,8 @@ def newest_of(name: str) -> Path:
     Raises:
         ConfigError: nothing of that name.
     """
+    from megatron_port.cli.run_names import run_folder_of
     from megatron_port.core.checkpoint.reader import find_latest
-    from megatron_port.core.config.run_names import run_folder_of
 
     path = local_path(name)
     folder = path if path.is_dir() else run_folder_of(name)
@@ -222,7 +221,7 @@ def _export(args: argparse.Namespace) -> int:
     from megatron_port.ext.weights.readers import AveragedCheckpoint
     from megatron_port.run.saved_model import tuning_of
     from megatron_port.tools.compress.convert import plain
-    from megatron_port.tools.interop.export_dcp import export_dcp
+    from megatron_port.tools.interop.dcp import export_dcp
     from megatron_port.tools.interop.merged import MergedCheckpoint
     from megatron_port.tools.interop.universal import export_universal
 
@@ -348,7 +347,7 @@ def add_parser(subparsers: Any) -> None:
 
 def _folder(name: str) -> Path:
     """Return the folder that holds the checkpoints of what was named."""
-    from megatron_port.core.config.run_names import run_folder_of
+    from megatron_port.cli.run_names import run_folder_of
 
     path = local_path(name)
     return path if path.exists() and not path.is_file() else run_folder_of(name)
@@ -486,7 +485,7 @@ def _show(args: argparse.Namespace) -> int:
 def _remove(args: argparse.Namespace) -> int:
     """Remove checkpoints: renamed first, so that a reader never finds a part of one."""
     from megatron_port.core.checkpoint.format import step_of
-    from megatron_port.core.dist.lease import refuse_if_held
+    from megatron_port.run.lease import refuse_if_held
 
     paths = [local_path(d) for d in args.directory]
     for path in paths:

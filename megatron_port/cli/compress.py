@@ -7,12 +7,11 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from megatron_port.cli.arguments import SOURCE_HELP, add_json, print_json, print_table, weights_folder
+from megatron_port.cli.arguments import SOURCE_HELP, ProgressBar, add_json, print_json, print_table, weights_folder
 from megatron_port.cli.main import add_overrides, add_rendezvous_options, on_ranks
-from megatron_port.cli.progress import ProgressBar
-from megatron_port.core.config.urls import expanded, local_path
+from megatron_port.core.config.ranges import expanded, local_path
 from megatron_port.core.errors import EXIT_OK, ConfigError
-from megatron_port.core.io.work import silent
+from megatron_port.core.io.files import silent
 
 if TYPE_CHECKING:
     from megatron_port.core.config.schema import RunConfig
@@ -99,12 +98,12 @@ def measure(args: argparse.Namespace, info: ProcessInfo) -> int:
     """Measure on one rank; return the exit code."""
     from megatron_port.core.data.indexed import IndexedDataset
     from megatron_port.core.data.loader import RankView
-    from megatron_port.core.model.fingerprint import fingerprint
+    from megatron_port.core.model.shapes import fingerprint
     from megatron_port.run.build import build_engine
     from megatron_port.run.session import open_session
     from megatron_port.run.weights import inference_config, open_weights
     from megatron_port.tools.compress.importance import Importance, measure_importance, write_importance
-    from megatron_port.tools.inference.perplexity import StreamWindows
+    from megatron_port.tools.inference.model import StreamWindows
 
     weights = open_weights(weights_folder(args.source))
     overrides = [f"data.train={json.dumps([args.data])}", "data.synthetic=false", *args.overrides]
@@ -207,7 +206,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from megatron_port.core.config.run_names import run_folder_of
+    from megatron_port.cli.run_names import run_folder_of
     from megatron_port.core.io.files import write_output
     from megatron_port.tools.compress.curve import as_rows, curve_page, point_of
 

@@ -16,13 +16,13 @@ from megatron_port.cli.arguments import add_action, add_json, print_json
 from megatron_port.cli.main import add_run_options, load_run
 from megatron_port.core.config.checks import check, topology_sizes
 from megatron_port.core.config.choices import CHOICES, plain_type
-from megatron_port.core.config.config_hash import config_hash
 from megatron_port.core.config.dump import as_dict, leaves, to_toml, toml_value
 from megatron_port.core.config.layout import model_ranks, sizes_text
 from megatron_port.core.config.loader import shipped_names
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.errors import ConfigError
-from megatron_port.core.model.flops import counted, document_of, model_flops
+from megatron_port.ext.telemetry.flops import counted, document_of, model_flops
+from megatron_port.run.config_hash import config_hash
 
 
 def add_parser(subparsers: Any) -> None:

@@ -11,37 +11,35 @@ from typing import Any
 
 import numpy as np
 
-from megatron_port.cli.arguments import add_action, add_json, add_yes, confirm, print_json, print_table
+from megatron_port.cli.arguments import ProgressBar, add_action, add_json, add_yes, confirm, print_json, print_table
 from megatron_port.cli.main import add_run_options, load_run
-from megatron_port.cli.progress import ProgressBar
 from megatron_port.core.config.checks import check
-from megatron_port.core.config.urls import expanded, expanded_tokenizer, local_path
-from megatron_port.core.data.corpus_facts import as_toml, blend, unigram_entropy
-from megatron_port.core.data.format import (
+from megatron_port.core.config.ranges import expanded, expanded_tokenizer, local_path
+from megatron_port.core.data.indexed import (
+    IndexedDataset,
     bin_path,
     chat_path,
     idx_path,
     mask_path,
     meta_path,
+    open_all,
     reference_path,
     tokenizer_name,
 )
-from megatron_port.core.data.indexed import IndexedDataset, open_all
-from megatron_port.core.data.packing import build_indices
 from megatron_port.core.errors import EXIT_OK, ConfigError, DataError
 from megatron_port.core.io.files import write_bytes
-from megatron_port.core.io.numbers import quantity
 from megatron_port.core.optim.schedules import BatchSchedule
 from megatron_port.ext.corpora.chat_tokens import ChatRecipe, chat_recipe
 from megatron_port.ext.corpora.conversations import ChatFields
+from megatron_port.ext.corpora.corpus_facts import as_toml, blend, unigram_entropy
 from megatron_port.ext.corpora.fetch import fetch
-from megatron_port.ext.corpora.formats import FORMATS
+from megatron_port.ext.corpora.packing import build_indices
 from megatron_port.ext.corpora.prepare import Progress, prepare
-from megatron_port.ext.corpora.source_files import ReadOptions
-from megatron_port.ext.corpora.tokenizer import get_tokenizer
-from megatron_port.ext.corpora.tokenizer_base import Tokenizer, added_ids
+from megatron_port.ext.corpora.source_files import FORMATS, ReadOptions
+from megatron_port.ext.corpora.tokenizer import Tokenizer, added_ids, get_tokenizer
 from megatron_port.ext.corpora.train_tokenizer import train_bpe
 from megatron_port.ext.corpora.verify import Report, verify
+from megatron_port.ext.telemetry.numbers import quantity
 
 # ``data list | show | rm | verify``: the corpora that are there.
 
@@ -264,7 +262,7 @@ def _chat(args: argparse.Namespace, tokenizer: Tokenizer) -> ChatRecipe | None:
 def index(args: argparse.Namespace) -> int:
     """Make a run's sample index."""
     from megatron_port.core.data.loader import index_folder
-    from megatron_port.core.data.sample_index import build_sample_index
+    from megatron_port.ext.corpora.megatron_order import build_sample_index
 
     config = load_run(args).config
     check(config)

@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_port.cli.arguments import ProgressBar
 from megatron_port.cli.main import add_rendezvous_options, add_run_options, load_run, on_ranks
-from megatron_port.cli.progress import ProgressBar
-from megatron_port.core.config.urls import local_path
+from megatron_port.core.config.ranges import local_path
 from megatron_port.core.errors import EXIT_OK, ConfigError, DataError
-from megatron_port.core.io.work import silent
+from megatron_port.core.io.files import silent
 
 if TYPE_CHECKING:
     from megatron_port.core.dist.rank import ProcessInfo
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 def verify(folder: Path) -> int:
     """Read all records. Raises DataError: some are damaged or missing."""
-    from megatron_port.ext.objectives.teacher_file import StoredLogits
+    from megatron_port.ext.objectives.distillation import StoredLogits
 
     stored = StoredLogits(folder)
     bad = [block for block in range(stored.header.blocks) if stored.damaged(block)]

@@ -10,26 +10,25 @@ import torch
 
 from megatron_port.cli import doctor_machine as machine
 from megatron_port.cli.doctor_machine import CheckResult
-from megatron_port.core.config.kernels_settings import MaskNeeds
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.compat import widening_addmm
-from megatron_port.core.dist.device import Accelerators, choose_device, installed_accelerators
+from megatron_port.core.dist.collectives import widening_addmm
 from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.errors import PortError
-from megatron_port.core.io.variables import variables
+from megatron_port.core.io.typed_json import variables
 from megatron_port.core.layers.providers import ProviderRow
 from megatron_port.ext.deepspeed.prepare import prepare_deepspeed
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.attention_choice import AttentionNeeds, shape_here
-from megatron_port.ext.kernels.choose import Chooser
-from megatron_port.ext.kernels.choose_exchange import choose_exchange, choose_ops
-from megatron_port.ext.kernels.choose_fp8 import choose_fp8, choose_quantiser
+from megatron_port.ext.kernels.choose import Chooser, choose_fp8, choose_quantiser
+from megatron_port.ext.kernels.choose_experts import choose_exchange, choose_ops
 from megatron_port.ext.kernels.jit_guard import (
     install_guard,
     prebuild_command,
     prebuilt_deepspeed_ops,
 )
-from megatron_port.ext.kernels.optional import optional_import
+from megatron_port.ext.kernels.kernels import optional_import
+from megatron_port.ext.kernels.settings import MaskNeeds
+from megatron_port.run.device import Accelerators, choose_device, installed_accelerators
 
 EXTENSIONS = {
     "flash-attn": {"flash_attn_2_cuda": "fwd"},

@@ -172,7 +172,7 @@ def tools() -> Iterator[CheckResult]:
 
 def launcher() -> Iterator[CheckResult]:
     """Check what a run started here would take for its rank and master."""
-    from megatron_port.core.dist.discovery import discover
+    from megatron_port.run.discovery import discover
 
     try:
         info = discover()

@@ -9,19 +9,18 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_port.cli.arguments import SOURCE_HELP, print_json, weights_folder
+from megatron_port.cli.arguments import SOURCE_HELP, ProgressBar, print_json, weights_folder
 from megatron_port.cli.main import add_overrides, add_rendezvous_options, on_ranks
-from megatron_port.cli.progress import ProgressBar
-from megatron_port.core.config.urls import expanded
+from megatron_port.core.config.ranges import expanded
 from megatron_port.core.errors import ConfigError, DataError
-from megatron_port.core.io.work import Advance, silent
+from megatron_port.core.io.files import Advance, silent
 
 if TYPE_CHECKING:
     from megatron_port.core.config.schema import RunConfig
     from megatron_port.core.dist.rank import ProcessInfo
     from megatron_port.core.train.hooks import Session
     from megatron_port.run.weights import Weights
-    from megatron_port.tools.inference.perplexity import Samples
+    from megatron_port.tools.inference.model import Samples
 
 
 STDOUT = "-"
@@ -68,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
             f"--micro-batch-size {args.micro_batch_size}, --stride {args.stride}, --max-tokens {args.max_tokens}: the "
             "first must be at least 1, the others at least 0"
         )
-    preload = ["torch", "megatron_port.tools.inference.perplexity"]
+    preload = ["torch", "megatron_port.tools.inference.model"]
     if any(o.replace(" ", "") == "engine=deepspeed" for o in args.overrides):
         preload.append("megatron_port.ext.deepspeed.deepspeed_preload")
     return on_ranks(args, lambda info: evaluate(args, info), *preload)
@@ -91,7 +90,7 @@ def evaluate(args: argparse.Namespace, info: ProcessInfo) -> int:
 
         config = reference_config(config, args.reference, args.overrides)
     if args.tasks:
-        from megatron_port.tools.inference.lm_eval_adapter import require_harness
+        from megatron_port.tools.inference.scoring import require_harness
 
         require_harness()
     with open_session(config, info, quiet=True) as session:
@@ -103,7 +102,7 @@ def evaluate(args: argparse.Namespace, info: ProcessInfo) -> int:
         elif session.is_rank_zero:
             session.logger.log(line)
             if args.json:
-                from megatron_port.core.checkpoint.disk import write_text
+                from megatron_port.core.checkpoint.shard import write_text
 
                 write_text(Path(args.json), json.dumps(result, indent=1, default=str) + "\n")
     return 0
@@ -112,7 +111,7 @@ def evaluate(args: argparse.Namespace, info: ProcessInfo) -> int:
 def _reference(
     args: argparse.Namespace, session: Session, weights: Weights, advance: Advance
 ) -> tuple[dict[str, Any], str]:
-    from megatron_port.core.data.format import reference_path
+    from megatron_port.core.data.indexed import reference_path
     from megatron_port.tools.inference.model import compute_reference
 
     header = compute_reference(args.reference, session, weights, advance)
@@ -126,7 +125,7 @@ def _perplexity(
 ) -> tuple[dict[str, Any], str]:
     from megatron_port.core.data.loader import RankView
     from megatron_port.run.build import build_engine
-    from megatron_port.tools.inference.perplexity import perplexity
+    from megatron_port.tools.inference.model import perplexity
 
     config = session.config
     samples, size = _corpus(args, config) if args.data else _text(args, weights, config)
@@ -155,12 +154,12 @@ def _corpus(args: argparse.Namespace, config: RunConfig) -> tuple[Samples, int]:
     """Return (all of a corpus as the run's evaluation reads its own, 0)."""
     import numpy as np
 
-    from megatron_port.core.data.index_cache import IndexCache
     from megatron_port.core.data.indexed import IndexedDataset
     from megatron_port.core.data.loader import index_folder, within_documents
     from megatron_port.core.data.objective import Objective
-    from megatron_port.core.data.packing import PackedDataset
-    from megatron_port.tools.inference.perplexity import StreamWindows
+    from megatron_port.ext.corpora.index_cache import IndexCache
+    from megatron_port.ext.corpora.packing import PackedDataset
+    from megatron_port.tools.inference.model import StreamWindows
 
     corpus, data, model = IndexedDataset(args.data), config.data, config.model
     Objective().check_corpora([corpus])
@@ -191,8 +190,8 @@ def _text(args: argparse.Namespace, weights: Weights, config: RunConfig) -> tupl
     """Return (a text, one document, its bytes or 0 if it is cut)."""
     import numpy as np
 
-    from megatron_port.ext.corpora.tokenizer_base import encode_whole
-    from megatron_port.tools.inference.perplexity import StreamWindows
+    from megatron_port.ext.corpora.tokenizer import encode_whole
+    from megatron_port.tools.inference.model import StreamWindows
 
     try:
         data = Path(args.text).read_bytes()
@@ -212,8 +211,8 @@ def _text(args: argparse.Namespace, weights: Weights, config: RunConfig) -> tupl
 def _tasks(
     args: argparse.Namespace, session: Session, weights: Weights, advance: Advance
 ) -> tuple[dict[str, Any], str]:
-    from megatron_port.tools.inference.lm_eval_adapter import run_tasks
     from megatron_port.tools.inference.model import InferenceModel
+    from megatron_port.tools.inference.scoring import run_tasks
 
     tokenizer = weights.tokenizer(session.config.data.tokenizer)
     found, table = run_tasks(

@@ -9,12 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_port.cli.arguments import SOURCE_HELP, weights_folder
+from megatron_port.cli.arguments import SOURCE_HELP, ProgressBar, weights_folder
 from megatron_port.cli.main import add_overrides, add_rendezvous_options, on_ranks
-from megatron_port.cli.progress import ProgressBar
-from megatron_port.core.config.urls import expanded
+from megatron_port.core.config.ranges import expanded
 from megatron_port.core.errors import ConfigError
-from megatron_port.core.io.work import silent
+from megatron_port.core.io.files import silent
 
 if TYPE_CHECKING:
     from megatron_port.core.dist.rank import ProcessInfo
@@ -76,7 +75,7 @@ def generate(args: argparse.Namespace, prompts: list[str], sampling: Sampling, i
     """Generate on one rank; return the exit code."""
     from dataclasses import replace
 
-    from megatron_port.ext.corpora.tokenizer_base import encode_whole
+    from megatron_port.ext.corpora.tokenizer import encode_whole
     from megatron_port.run.session import open_session
     from megatron_port.run.weights import inference_config, open_weights
     from megatron_port.tools.inference.generation import Generator

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.arguments import add_action, add_json, print_json, print_table
 from megatron_port.cli.main import Parser, add_run_options, load_run
-from megatron_port.core.config.urls import expanded, local_path
+from megatron_port.core.config.ranges import expanded, local_path
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 
 if TYPE_CHECKING:
     from megatron_port.core.config.schema import RunConfig
-    from megatron_port.core.dist.launchers import Job, QueueEntry
+    from megatron_port.run.launchers import Job, QueueEntry
     from megatron_port.tools.launch.script import Order
 
 
@@ -51,7 +51,7 @@ def add_attempt_actions(actions: Any) -> None:
 
 
 def _job() -> Job:
-    from megatron_port.core.dist.launchers import current_job
+    from megatron_port.run.launchers import current_job
 
     job = current_job()
     if job is None:
@@ -66,10 +66,10 @@ def _folder(config: RunConfig) -> Path:
 def run_before(args: argparse.Namespace) -> int:
     """Print the run's folder and that of the launch record on stdout; the rest is printed on stderr."""
     from megatron_port.core.config.checks import check
-    from megatron_port.core.dist.launchers import nodes_down
-    from megatron_port.core.dist.lease import refuse_array_in_one_folder, refuse_if_held
+    from megatron_port.run import launch_record as records
+    from megatron_port.run.launchers import nodes_down
+    from megatron_port.run.lease import refuse_array_in_one_folder, refuse_if_held
     from megatron_port.tools.launch import attempts
-    from megatron_port.tools.launch import record as records
     from megatron_port.tools.launch.attempts import notify
     from megatron_port.tools.launch.opening import open_record
 
@@ -92,9 +92,9 @@ def run_before(args: argparse.Namespace) -> int:
 
 def run_after(args: argparse.Namespace) -> int:
     """Act on the end of an attempt; return the job's exit code."""
-    from megatron_port.core.dist.launchers import ask_record, fate_of, nodes_down
+    from megatron_port.run import launch_record as records
+    from megatron_port.run.launchers import ask_record, fate_of, nodes_down
     from megatron_port.tools.launch import attempts
-    from megatron_port.tools.launch import record as records
     from megatron_port.tools.launch.attempts import notify
     from megatron_port.tools.launch.submit import continue_job
 
@@ -178,7 +178,7 @@ def add_sweep(actions: Any) -> None:
 
 def _queue() -> tuple[dict[str, QueueEntry], str]:
     """The queue and, where SLURM does not answer, why not: what the folders say is still worth a table."""
-    from megatron_port.core.dist.launchers import ask_queue
+    from megatron_port.run.launchers import ask_queue
 
     try:
         return ask_queue(), ""
@@ -208,9 +208,10 @@ def print_status(args: argparse.Namespace) -> int:
 
 def print_list(args: argparse.Namespace) -> int:
     """Print submissions and attempts."""
-    from megatron_port.core.config.run_names import run_folder_of
-    from megatron_port.run.attempts import history_rows
-    from megatron_port.tools.launch import record, status
+    from megatron_port.cli.run_names import run_folder_of
+    from megatron_port.run import launch_record as record
+    from megatron_port.run.run_files import history_rows
+    from megatron_port.tools.launch import status
 
     folder = run_folder_of(args.run)
     read = history_rows(folder)
@@ -228,10 +229,11 @@ def print_list(args: argparse.Namespace) -> int:
 
 def print_logs(args: argparse.Namespace) -> int:
     """Print or follow a run's logs."""
-    from megatron_port.core.config.run_names import run_folder_of
-    from megatron_port.core.dist.launchers import ask_queue
-    from megatron_port.tools.launch import direct, record
-    from megatron_port.tools.launch.control import existing, follow, last_lines, live_jobs, log_files
+    from megatron_port.cli.run_names import run_folder_of
+    from megatron_port.run import direct_start as direct
+    from megatron_port.run import launch_record as record
+    from megatron_port.run.launchers import ask_queue
+    from megatron_port.tools.launch.status import existing, follow, last_lines, live_jobs, log_files
 
     folder = run_folder_of(args.run).absolute()
     if args.lines < 0:
@@ -258,8 +260,8 @@ def print_logs(args: argparse.Namespace) -> int:
 
 def cancel_runs(args: argparse.Namespace) -> int:
     """Cancel each run."""
-    from megatron_port.core.config.run_names import run_folder_of
-    from megatron_port.tools.launch.control import cancel
+    from megatron_port.cli.run_names import run_folder_of
+    from megatron_port.tools.launch.status import cancel
 
     for name in args.runs:
         for line in cancel(run_folder_of(name).absolute()):
@@ -339,7 +341,7 @@ def add_parser(subparsers: Any) -> None:
 
 def pack(args: argparse.Namespace) -> int:
     """Write an image of this environment."""
-    from megatron_port.core.config.urls import local_path
+    from megatron_port.core.config.ranges import local_path
     from megatron_port.tools.launch.script import make_image
 
     made = make_image(local_path(args.output))
@@ -372,7 +374,7 @@ def render(args: argparse.Namespace) -> int:
     config, order = _order(args)
     text = submit.checked_script(config, order)
     if args.scheduler != "slurm":
-        from megatron_port.tools.launch.emit import emit
+        from megatron_port.tools.launch.script import emit
 
         text = emit(args.scheduler, config, order, submit.interpreter_of(config), args.gpu)
     if args.output:
@@ -384,7 +386,7 @@ def render(args: argparse.Namespace) -> int:
 
 def queue(args: argparse.Namespace) -> int:
     """Hand the script to sbatch."""
-    from megatron_port.tools.launch import record as records
+    from megatron_port.run import launch_record as records
     from megatron_port.tools.launch import submit
     from megatron_port.tools.launch import submit as forecast
 
@@ -407,7 +409,7 @@ def queue(args: argparse.Namespace) -> int:
 
 def update(args: argparse.Namespace) -> int:
     """Rewrite or check the generated scripts."""
-    from megatron_port.tools.launch.shipped import stale_scripts, write_shipped
+    from megatron_port.tools.launch.submit import stale_scripts, write_shipped
 
     if args.check:
         stale = stale_scripts()

@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_port import __version__
-from megatron_port.core.config.urls import expanded
-from megatron_port.core.dist.launchers import is_rank_zero
+from megatron_port.core.config.ranges import expanded
 from megatron_port.core.errors import ConfigError, PortError
 from megatron_port.core.io.files import tighten
 from megatron_port.core.io.logging import safe_output
-from megatron_port.core.io.variables import completing
+from megatron_port.core.io.typed_json import completing
+from megatron_port.run.launchers import is_rank_zero
 
 if TYPE_CHECKING:
     from megatron_port.core.config.loader import Loaded
@@ -111,10 +111,10 @@ def on_ranks(args: argparse.Namespace, rank_main: Callable[[ProcessInfo], int], 
     ``preload``: modules that the ranks need, imported once before they are forked.
     """
     if args.nproc:
-        from megatron_port.core.dist.local import run_local
+        from megatron_port.run.local_ranks import run_local
 
         return run_local(args.nproc, rank_main, preload=preload, port=args.master_port)
-    from megatron_port.core.dist.discovery import discover
+    from megatron_port.run.discovery import discover
 
     return rank_main(discover(master_addr=args.master_addr, master_port=args.master_port))
 
@@ -126,7 +126,7 @@ def load_run(args: argparse.Namespace) -> Loaded:
     """
     from megatron_port.core.config.dump import leaves, toml_value
     from megatron_port.core.config.loader import OF_FOLDER, load
-    from megatron_port.core.io.variables import handed_files
+    from megatron_port.core.io.typed_json import handed_files
 
     loaded = load(args.run_file, args.overrides, texts=handed_files())
     own = [f"{n}={toml_value(v)}" for n, v in leaves(loaded.config) if loaded.origins[n].startswith(OF_FOLDER)]
@@ -232,8 +232,8 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _unknown(name: str) -> str:
-    from megatron_port.core.config import unsupported
     from megatron_port.core.config.loader import did_you_mean
+    from megatron_port.ext.advice import elsewhere as unsupported
 
     refused = unsupported.not_supported(name, of="command")
     if refused:

@@ -13,14 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_port.cli.arguments import add_json, print_json
+from megatron_port.cli.arguments import ProgressBar, add_json, print_json
 from megatron_port.cli.main import add_run_options, exit_code_of, load_run
-from megatron_port.cli.progress import ProgressBar
 from megatron_port.core.config.layout import model_ranks
-from megatron_port.core.config.layout_name import parse_layout
-from megatron_port.core.config.urls import local_path
-from megatron_port.core.dist.launchers import is_rank_zero
+from megatron_port.core.config.ranges import local_path
 from megatron_port.core.errors import EXIT_NUMERICS, EXIT_OK, ConfigError, EnvironmentFault
+from megatron_port.run.launchers import is_rank_zero
+from megatron_port.tools.parity.layout_name import parse_layout
 
 if TYPE_CHECKING:
     from megatron_port.core.config.schema import LayoutConfig, RunConfig
@@ -92,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 def compare_layouts(args: argparse.Namespace) -> int:
     """Record and compare every layout; return 0 or 6."""
     config = load_run(args).config
-    from megatron_port.core.dist.discovery import discover
+    from megatron_port.run.discovery import discover
 
     info = discover(master_addr=args.master_addr, master_port=args.master_port)
     if info.world_size > 1:
@@ -118,7 +117,7 @@ def _apart(
     message: str, config: RunConfig, record: Callable[[], int], say: Callable[[str], None] | None = None
 ) -> None:
     """Record in a process of its own: DeepSpeed keeps module globals, so each layout has one."""
-    from megatron_port.core.dist.local import run_apart
+    from megatron_port.run.local_ranks import run_apart
 
     modules = ["torch", "torch._dynamo", "megatron_port.tools.parity.recording"]
     if config.engine == "deepspeed":
@@ -149,9 +148,9 @@ def _stand_in(config: RunConfig, layout: str) -> str:
 
 def _record_single(config: RunConfig, names: Sequence[str], out: Path, *, steps: int) -> int:
     """Record the named runs of one process, engine native, in folders of their names under ``out``."""
-    from megatron_port.core.config.offload import OffloadConfig
+    from megatron_port.core.config.features import OffloadConfig
     from megatron_port.core.config.schema import ActivationsConfig
-    from megatron_port.core.dist.discovery import discover
+    from megatron_port.run.discovery import discover
     from megatron_port.tools.parity.emulation import ORDERS, RoundingNoise
     from megatron_port.tools.parity.recording import Order, record_orders
 
@@ -186,8 +185,8 @@ def _record_local(config: RunConfig, out: Path, *, steps: int) -> int:
     """Record a layout on ranks that are started here."""
     import torch
 
-    from megatron_port.core.dist.discovery import discover
-    from megatron_port.core.dist.local import run_local
+    from megatron_port.run.discovery import discover
+    from megatron_port.run.local_ranks import run_local
 
     world = world_of(config.layout)
     if world == 1:

@@ -13,14 +13,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.main import add_run_options, load_run
-from megatron_port.core.config.urls import local_path
+from megatron_port.core.config.ranges import local_path
 from megatron_port.core.errors import EXIT_CONFIG, EXIT_OK, ConfigError
 from megatron_port.core.io.files import write_output
 
 if TYPE_CHECKING:
     from megatron_port.core.config.loader import Loaded
     from megatron_port.core.config.schema import RunConfig
-    from megatron_port.tools.plan.verdict import Plan
+    from megatron_port.tools.plan.text import Plan
 
 
 # ``plan --campaign`` and ``plan --buy``: what a whole run takes, and what a budget trains.
@@ -72,7 +72,7 @@ def _prices(given: list[str]) -> dict[str, float]:
 
 def campaign_text(args: argparse.Namespace, config: RunConfig, plan: Plan) -> list[str]:
     """The lines of a campaign and of what a budget buys, as far as they are asked for."""
-    from megatron_port.tools.plan.campaign_text import campaign_lines, offer_lines, offers
+    from megatron_port.tools.plan.campaign import campaign_lines, offer_lines, offers
 
     prices, out = _prices(args.price), []
     given = {
@@ -112,11 +112,10 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; return 0 if the run fits, 2 if not. Raises ConfigError for what cannot be planned."""
-    from megatron_port.core.data.document_length import with_document_length
-    from megatron_port.tools.plan.assumed import with_assumed_hardware
+    from megatron_port.ext.corpora.corpus_facts import with_document_length
+    from megatron_port.tools.plan.guard import with_assumed_hardware
     from megatron_port.tools.plan.page import report_page
-    from megatron_port.tools.plan.text import as_json, explain, render
-    from megatron_port.tools.plan.verdict import make_plan
+    from megatron_port.tools.plan.text import as_json, explain, make_plan, render
 
     if args.nodes is not None:
         if args.nodes < 1:

@@ -13,9 +13,9 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.main import add_rendezvous_options, add_run_options, load_run, on_ranks
-from megatron_port.core.config.urls import local_path
-from megatron_port.core.dist.launchers import attempt_name, expand_hosts
+from megatron_port.core.config.ranges import local_path
 from megatron_port.core.errors import EXIT_ENVIRONMENT, EXIT_OK, ConfigError
+from megatron_port.run.launchers import attempt_name, expand_hosts
 from megatron_port.tools.preflight import node_file as files
 from megatron_port.tools.preflight import verdict as preflight_report
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.arguments import add_json, print_json
-from megatron_port.core.config.urls import expanded, local_path
+from megatron_port.core.config.ranges import expanded, local_path
 from megatron_port.core.errors import EXIT_OK, EnvironmentFault, PortError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the report; 0. ConfigError: a folder is not a run's."""
-    from megatron_port.core.config.run_names import run_folder_of
+    from megatron_port.cli.run_names import run_folder_of
     from megatron_port.core.io.files import write_bytes
     from megatron_port.tools.report.run_data import read_run
     from megatron_port.tools.report.run_report import render

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.arguments import add_action, add_json, add_yes, confirm, print_json, print_table
-from megatron_port.core.config.urls import expanded, local_path
+from megatron_port.core.config.ranges import expanded, local_path
 from megatron_port.core.errors import EXIT_OK, ConfigError, EnvironmentFault
 
 if TYPE_CHECKING:
-    from megatron_port.ext.telemetry.run_state import RunState
+    from megatron_port.run.run_state import RunState
 
 _MARKS = ("metrics.jsonl", "run.json", "config.toml")
 """Files of which a run's folder has one at least."""
@@ -45,7 +45,7 @@ def _is_run(folder: Path) -> bool:
 def _list(args: argparse.Namespace) -> int:
     if not args.directory.is_dir():
         raise ConfigError(f"{args.directory}: no such folder; give the one with your runs")
-    from megatron_port.ext.telemetry.run_state import run_state
+    from megatron_port.run.run_state import run_state
 
     states = [run_state(f) for f in sorted(args.directory.iterdir()) if f.is_dir() and _is_run(f)]
     for state in states:
@@ -70,8 +70,8 @@ def _numbers(state: RunState) -> tuple[str, ...]:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from megatron_port.core.config.run_names import run_folder_of
-    from megatron_port.ext.telemetry.run_state import run_state
+    from megatron_port.cli.run_names import run_folder_of
+    from megatron_port.run.run_state import run_state
 
     folder = run_folder_of(args.run)
     state = run_state(folder)
@@ -87,8 +87,8 @@ def _show(args: argparse.Namespace) -> int:
 
 def _remove(args: argparse.Namespace) -> int:
     """Remove runs: each folder is renamed first, so that nothing reads a part of it."""
-    from megatron_port.core.config.run_names import run_folder_of
-    from megatron_port.core.dist.lease import refuse_if_held
+    from megatron_port.cli.run_names import run_folder_of
+    from megatron_port.run.lease import refuse_if_held
 
     folders = [run_folder_of(name) for name in args.run]
     for folder in folders:

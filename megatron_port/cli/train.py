@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.ignore_memory:
         config = replace(config, launch=replace(config.launch, memory_check="warn"))
     if args.dry_run:
-        from megatron_port.run.dry_run import dry_run
+        from megatron_port.tools.plan.dry_run import dry_run
 
         print(dry_run(config, args.nproc, all_stages=args.dry_run == "all"))
         return 0
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         from megatron_port.api import check_memory
 
         check_memory(config, args.nproc)
-        from megatron_port.core.dist.local import run_local
+        from megatron_port.run.local_ranks import run_local
 
         return run_local(args.nproc, lambda info: train(config, info), preload=_modules(config), port=args.master_port)
     return train(config, _discover(config, args))
@@ -72,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _discover(config: RunConfig, args: argparse.Namespace) -> ProcessInfo:
     """Return this rank's process info. Launcher faults are recorded for the job script too: it must not try again."""
-    from megatron_port.core.dist.discovery import discover
-    from megatron_port.core.dist.launchers import attempt_name, step_rank
+    from megatron_port.run.discovery import discover
+    from megatron_port.run.launchers import attempt_name, step_rank
     from megatron_port.run.run_files import record_failure
 
     try:
@@ -100,8 +100,8 @@ def _modules(config: RunConfig) -> list[str]:
 def train(config: RunConfig, info: ProcessInfo) -> int:
     """Train on one rank; return its exit code."""
     from megatron_port.api import run_training
-    from megatron_port.core.dist.launchers import attempt_name
     from megatron_port.core.io.logging import unexpected
+    from megatron_port.run.launchers import attempt_name
     from megatron_port.run.run_files import FAILURES
 
     try:

@@ -13,10 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_port.cli.arguments import add_json, print_json
+from megatron_port.cli.arguments import ProgressBar, add_json, print_json
 from megatron_port.cli.main import add_run_options, load_run
-from megatron_port.cli.progress import ProgressBar
-from megatron_port.core.config.urls import local_path
+from megatron_port.core.config.ranges import local_path
 from megatron_port.core.errors import EXIT_OK, ConfigError
 
 MOST = 10_000
@@ -103,10 +102,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace, loaded: Any, space: Any) -> int:
-    from megatron_port.tools.tune.results import Results
-    from megatron_port.tools.tune.strategies import make_strategy
-    from megatron_port.tools.tune.trial import choose_launcher, run_trial
-    from megatron_port.tools.tune.tuner import hold_folder, render, tune
+    from megatron_port.tools.tune.strategies import Results, make_strategy
+    from megatron_port.tools.tune.tuner import choose_launcher, hold_folder, render, run_trial, tune
 
     config = space.config
     launcher = choose_launcher(args.nproc)

@@ -8,7 +8,7 @@ import socket
 from typing import Any
 
 from megatron_port.cli.arguments import add_json, print_json
-from megatron_port.core.config.urls import expanded
+from megatron_port.core.config.ranges import expanded
 from megatron_port.core.errors import EXIT_OK, ConfigError
 
 
@@ -28,7 +28,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until interrupted. Raises ConfigError, EnvironmentFault."""
-    from megatron_port.core.config.run_names import run_folder_of
+    from megatron_port.cli.run_names import run_folder_of
     from megatron_port.tools.live.server import LiveServer
 
     if not 0 <= args.port < 1 << 16:

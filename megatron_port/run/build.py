@@ -7,25 +7,26 @@ from dataclasses import replace
 
 import torch
 
-from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.config.features import NO_ADAPTERS, FineTuningConfig
+from megatron_port.core.config.schema import LayoutConfig, ModelConfig, RunConfig
 from megatron_port.core.data.objective import objective_of
 from megatron_port.core.dist.collectives import recorded_buffers
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.process import ProgressTracker
-from megatron_port.core.dist.record import StateReader, initial_reader, record_of
+from megatron_port.core.dist.record import ParameterRecord, StateReader, initial_reader, record_of
 from megatron_port.core.engine.api import Engine
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.layers.dropout import DropoutStream
-from megatron_port.core.layers.providers import Providers
+from megatron_port.core.layers.providers import Providers, torch_providers
 from megatron_port.core.layers.step import StepSlot
-from megatron_port.core.model.activation_sites import decided, layer_choices
 from megatron_port.core.model.build import BuildContext, BuildOptions
 from megatron_port.core.model.decoder import GPTStage, shared_layers
-from megatron_port.core.model.flops import unit_costs
 from megatron_port.core.model.shapes import parameter_shapes
 from megatron_port.core.pipeline.partition import balanced_layers
 from megatron_port.core.registry import LOSSES
+from megatron_port.ext.memory.sites import decided, layer_choices
+from megatron_port.ext.telemetry.flops import unit_costs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -107,7 +108,7 @@ def _building(config: RunConfig) -> AbstractContextManager[None]:
     """Return the context in which a model is built: under ZeRO stage 3 without memory for its weights."""
     if config.engine != "native" or config.layout.zero_stage < 3:
         return nullcontext()
-    from megatron_port.core.optim.zero3 import without_memory  # a run whose weights are whole does without it
+    from megatron_port.ext.memory.zero3 import without_memory  # a run whose weights are whole does without it
 
     return without_memory()
 
@@ -158,3 +159,23 @@ def build_engine(
             read = SparseWeights(config.sparsity, parameter_shapes(config.model), read)
         engine.load_weights(read)
     return engine
+
+
+# Records of a model's parameters and buffers, which checkpoints hold.
+
+def state_records(model: ModelConfig, tuning: FineTuningConfig = NO_ADAPTERS) -> dict[str, ParameterRecord]:
+    """Return the records of what a checkpoint of the unsplit model holds, by canonical name, parameters before buffers:
+    all of it, or the adapters of ``tuning``. Built on meta tensors."""
+    build = BuildContext(
+        model=model, layout=LayoutConfig(vocab_padding_multiple=1), ctx=ParallelContext.single("meta"),
+        providers=torch_providers(), step=StepSlot(DropoutStream(0, torch.device("meta"))), dtype=torch.float32,
+        options=BuildOptions(fine_tuning=tuning),
+    )
+    stage = GPTStage(build, start=0, stop=model.num_layers)
+    if tuning.enabled:
+        from megatron_port.ext.weights.adapters import freeze_all_but_adapters
+
+        freeze_all_but_adapters([stage])
+    records = [record_of(p) for p in stage.parameters() if p.requires_grad]
+    records += [record for record, _ in recorded_buffers(stage) if record.trainable]
+    return {record.name: record for record in records}

@@ -8,16 +8,15 @@ from typing import Any
 
 from megatron_port.core.checkpoint.format import Manifest, SavedState
 from megatron_port.core.checkpoint.reader import Checkpoint
-from megatron_port.core.config.config_hash import config_hash
 from megatron_port.core.config.dump import as_dict, leaves
-from megatron_port.core.config.same_model import with_sizes
 from megatron_port.core.config.schema import BatchConfig, ModelConfig, MoEConfig, OptimizerConfig, RunConfig
-from megatron_port.core.data.fingerprint import changes
-from megatron_port.core.data.format import OWN_TOKENIZERS
+from megatron_port.core.data.indexed import OWN_TOKENIZERS, changes
 from megatron_port.core.data.loader import Loaders
 from megatron_port.core.dist.record import BUFFER, WEIGHT
 from megatron_port.core.errors import ConfigError, DataError
 from megatron_port.core.optim.schedules import BatchSchedule, learning_rate
+from megatron_port.run.config_hash import config_hash
+from megatron_port.run.same_model import with_sizes
 
 JUMP = 1.5
 """A learning rate that changes at the resume by more than this factor, up or down, is announced as a jump."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_port.core.data.format import BOS_OMITTED, bos_ids, meta_path, read_meta
+from megatron_port.core.data.indexed import BOS_OMITTED, bos_ids, meta_path, read_meta
 from megatron_port.core.errors import DataError
-from megatron_port.ext.corpora.tokenizer_base import added_ids
-from megatron_port.tools.interop.pinned import Trained, tokenizer_in
+from megatron_port.ext.corpora.pinned import Trained, tokenizer_in
+from megatron_port.ext.corpora.tokenizer import added_ids
 
 
 def check_document_starts(prefixes: Sequence[str], folder: Path | None, trained: Trained | None) -> None:

@@ -8,18 +8,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megatron_port.core.checkpoint.disk import disk_error
-from megatron_port.core.checkpoint.lineage import Committer
-from megatron_port.core.checkpoint.writer import remove_leftovers
+from megatron_port.core.checkpoint.shard import disk_error
+from megatron_port.core.checkpoint.writer import Committer, remove_leftovers
 from megatron_port.core.dist.agree import agreed, broadcast_text
-from megatron_port.core.dist.lease import Lease, acquire, refuse_array_in_one_folder
 from megatron_port.core.dist.rank import Fence
 from megatron_port.core.errors import PortError
 from megatron_port.core.train.folders import FOLDER, run_folder
 from megatron_port.core.train.hooks import Session
+from megatron_port.run.lease import Lease, acquire, refuse_array_in_one_folder
 
 if TYPE_CHECKING:
-    from megatron_port.tools.launch.direct import DirectStart
+    from megatron_port.run.direct_start import DirectStart
 
 
 @contextmanager
@@ -55,8 +54,8 @@ def leased_session(session: Session) -> Iterator[Session]:
 
 def _note_start(session: Session, lease: Lease) -> DirectStart | None:
     """Write the launch record of a run that no job script started. A disk that refuses it does not end the run."""
-    from megatron_port.tools.launch.direct import note_start  # rank 0 alone
-    from megatron_port.tools.launch.record import RecordFault
+    from megatron_port.run.direct_start import note_start  # rank 0 alone
+    from megatron_port.run.launch_record import RecordFault
 
     try:
         direct = note_start(run_folder(session.config), session.config, session.info, lease.holder)

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from megatron_port.core.checkpoint.format import Manifest
 from megatron_port.core.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron_port.core.config.dump import as_dict
-from megatron_port.core.config.same_model import model_differences, tuning_differences
+from megatron_port.core.config.features import NO_SPARSITY
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.config.sparsity import NO_SPARSITY
 from megatron_port.core.data.objective import objective_of
 from megatron_port.core.dist.agree import agree, agreed
 from megatron_port.core.dist.record import BUFFER, WEIGHT, ParameterRecord
@@ -25,9 +24,10 @@ from megatron_port.core.model.shapes import parameter_shapes
 from megatron_port.core.optim.rules import OptimizerRule, rule_of, state_kinds
 from megatron_port.core.train.hooks import LoopState, Session
 from megatron_port.ext.weights.adapter_spec import adapter_parameters
+from megatron_port.run.build import state_records
 from megatron_port.run.changes import changes_since, check_batch, check_data_fingerprint, starts_fresh
+from megatron_port.run.same_model import model_differences, tuning_differences
 from megatron_port.run.saved_model import model_of, tuning_of
-from megatron_port.run.saved_state import state_records
 from megatron_port.run.weights import base_identity, carry_companions, load_initial, resumed_reader
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_port.core.checkpoint.reader import find_latest
-from megatron_port.core.config.fine_tuning import FineTuningConfig
+from megatron_port.core.config.features import FineTuningConfig
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.errors import CheckpointError
 

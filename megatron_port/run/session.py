@@ -11,29 +11,29 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from megatron_port.core.config.checks import problems, resolve
-from megatron_port.core.config.elastic import elastic_layout
-from megatron_port.core.config.kernels_settings import MaskNeeds
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.objective import objective_of
-from megatron_port.core.dist import start as process_group
 from megatron_port.core.dist.agree import agreed, attempt
-from megatron_port.core.dist.device import choose_device, describe_device
-from megatron_port.core.dist.fingerprint import Fingerprint
 from megatron_port.core.dist.groups import ParallelContext
-from megatron_port.core.dist.peer_failure import explain_peer_failure
 from megatron_port.core.dist.process import COMMUNICATOR, START, ProgressTracker
 from megatron_port.core.dist.rank import DeviceInfo, ProcessInfo
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.io.logging import Logger
 from megatron_port.core.layers.providers import Providers
-from megatron_port.core.model.flops import trained_count
 from megatron_port.core.registry import OWN_UPDATES, PARTS
 from megatron_port.core.train.folders import check_output
 from megatron_port.core.train.hooks import Session
 from megatron_port.ext.kernels.choose import choose_providers
 from megatron_port.ext.kernels.jit_guard import install_guard
 from megatron_port.ext.kernels.kernels import kernels_status
+from megatron_port.ext.kernels.settings import MaskNeeds
+from megatron_port.ext.telemetry.flops import trained_count
+from megatron_port.run import rendezvous as process_group
 from megatron_port.run.build import DTYPES, topology_of
+from megatron_port.run.device import choose_device, describe_device
+from megatron_port.run.elastic import elastic_layout
+from megatron_port.run.peer_failure import explain_peer_failure
+from megatron_port.run.rendezvous import Fingerprint
 
 
 def _refuse(config: RunConfig, device: DeviceInfo) -> None:
@@ -102,7 +102,7 @@ def _check_world(config: RunConfig, info: ProcessInfo) -> None:
 
 
 SessionHook = Callable[[RunConfig, ProcessInfo, ProgressTracker, Store], AbstractContextManager[None]]
-"""Context that is entered after rendezvous (``run.watching``), given what is known by then."""
+"""Context that is entered after rendezvous (``run.watch.client``), given what is known by then."""
 
 
 @contextmanager

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_port.core.checkpoint.format import Manifest, SavedState, read_manifest, step_of
-from megatron_port.core.checkpoint.lineage import Committer
 from megatron_port.core.checkpoint.reader import checkpoints_in
-from megatron_port.core.checkpoint.writer import peers_of, save_checkpoint
-from megatron_port.core.config.config_hash import config_hash
+from megatron_port.core.checkpoint.writer import Committer, peers_of, save_checkpoint
 from megatron_port.core.config.dump import as_dict
+from megatron_port.core.config.ranges import is_remote
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.config.urls import is_remote
-from megatron_port.core.data.format import OWN_TOKENIZERS
+from megatron_port.core.data.indexed import OWN_TOKENIZERS
 from megatron_port.core.dist.agree import agreed, broadcast_text
 from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.engine.api import Engine
@@ -25,8 +23,9 @@ from megatron_port.core.optim.rules import mixed_kinds, rule_of, state_kinds, st
 from megatron_port.core.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.core.train.folders import FOLDER, run_folder
 from megatron_port.core.train.hooks import Session
-from megatron_port.run.identity import own_checkpoints
-from megatron_port.run.saved_state import state_records
+from megatron_port.run.build import state_records
+from megatron_port.run.config_hash import config_hash
+from megatron_port.run.provenance import own_checkpoints
 
 
 def find_checkpoints(session: Session) -> list[Path]:

@@ -11,38 +11,19 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from megatron_port.core.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron_port.core.config.distillation import NO_TEACHER
-from megatron_port.core.config.fine_tuning import NO_ADAPTERS
+from megatron_port.core.config.features import NO_ADAPTERS, NO_SPARSITY, NO_TEACHER
 from megatron_port.core.config.loader import load
-from megatron_port.core.config.same_model import model_differences, upcycling_differences
 from megatron_port.core.config.schema import ModelConfig, RunConfig
-from megatron_port.core.config.sparsity import NO_SPARSITY
 from megatron_port.core.data.objective import objective_of
 from megatron_port.core.dist.agree import agreed
 from megatron_port.core.dist.record import StateReader
 from megatron_port.core.engine.api import Engine
 from megatron_port.core.errors import CheckpointError, DataError
-from megatron_port.core.model.fingerprint import fingerprint
-from megatron_port.core.model.moe_spec import LAST_STEP
-from megatron_port.core.model.shapes import parameter_shapes
-from megatron_port.core.model.upcycled import UpcycledWeights
+from megatron_port.core.model.shapes import fingerprint, parameter_shapes
 from megatron_port.core.registry import PARTS
 from megatron_port.core.train.folders import FOLDER, run_folder
-from megatron_port.ext.corpora.tokenizer import get_tokenizer, piece_named, settings_beside
-from megatron_port.ext.corpora.tokenizer import load as load_tokenizer
-from megatron_port.ext.corpora.tokenizer_base import Tokenizer
-from megatron_port.ext.weights.adapter_spec import adapter_parameters
-from megatron_port.ext.weights.adapters import InitialAdapters, MergedWeights, over_base
-from megatron_port.ext.weights.readers import (
-    AveragedCheckpoint,
-    SparseWeights,
-    check_base,
-)
-from megatron_port.run.document_starts import check_document_starts
-from megatron_port.run.saved_model import checkpoint_at, model_of, nothing_at, tuning_of
-from megatron_port.tools.interop.companions import KEPT, copy_companions
-from megatron_port.tools.interop.hf_tokenizer import kept_files
-from megatron_port.tools.interop.pinned import (
+from megatron_port.ext.corpora.hf_tokenizer import KEPT, copy_companions, kept_files
+from megatron_port.ext.corpora.pinned import (
     FILES,
     PinnedChat,
     Trained,
@@ -53,6 +34,20 @@ from megatron_port.tools.interop.pinned import (
     tokenizer_in,
     trained_with,
 )
+from megatron_port.ext.corpora.tokenizer import Tokenizer, get_tokenizer, piece_named, settings_beside
+from megatron_port.ext.corpora.tokenizer import load as load_tokenizer
+from megatron_port.ext.experts.spec import LAST_STEP
+from megatron_port.ext.experts.upcycled import UpcycledWeights
+from megatron_port.ext.weights.adapter_spec import adapter_parameters
+from megatron_port.ext.weights.adapters import InitialAdapters, MergedWeights, over_base
+from megatron_port.ext.weights.readers import (
+    AveragedCheckpoint,
+    SparseWeights,
+    check_base,
+)
+from megatron_port.run.document_starts import check_document_starts
+from megatron_port.run.same_model import model_differences, upcycling_differences
+from megatron_port.run.saved_model import checkpoint_at, model_of, nothing_at, tuning_of
 
 if TYPE_CHECKING:
     from megatron_port.core.train.hooks import Session

@@ -24,7 +24,7 @@ from stream_order import OrderChecker
 from megatron_port.core.config.schema import ActivationsConfig, RunConfig
 from megatron_port.core.dist.device_streams import observed_by
 from megatron_port.core.dist.mesh import Topology
-from megatron_port.core.model.activation_sites import RECOMPUTED, REPLICATED, SITES, choice
+from megatron_port.ext.memory.sites import RECOMPUTED, REPLICATED, SITES, choice
 
 STEPS = 3
 LAYERS = 4

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from corpora import loaded_batches
 
-from megatron_port.core.config.kernels_settings import MaskNeeds
-from megatron_port.core.config.offload import OffloadConfig
+from megatron_port.core.config.features import OffloadConfig
 from megatron_port.core.config.schema import (
     ActivationsConfig,
     BackendConfig,
@@ -27,13 +26,14 @@ from megatron_port.core.config.schema import (
 )
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.data.loader import RankView
-from megatron_port.core.dist.device import choose_device
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.layers.providers import Providers
 from megatron_port.core.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.ext.kernels.choose import choose_providers
+from megatron_port.ext.kernels.settings import MaskNeeds
 from megatron_port.run.build import DTYPES, build_engine, with_shared_layers
+from megatron_port.run.device import choose_device
 from megatron_port.tools.parity import emulation as half_precision
 from megatron_port.tools.parity.comparison import Deviation, Run
 from megatron_port.tools.parity.emulation import (

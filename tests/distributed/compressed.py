@@ -24,12 +24,11 @@ from fuzz import record, record_parser
 
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.conflicts import contradictions
-from megatron_port.core.config.distillation import DistillationConfig
-from megatron_port.core.config.offload import OffloadConfig
+from megatron_port.core.config.features import DistillationConfig, OffloadConfig
 from megatron_port.core.config.schema import MoEConfig, QuantisationConfig, RunConfig, SparsityConfig
-from megatron_port.core.config.weights_settings import FEW_BITS as CONFLICTS
-from megatron_port.core.config.weights_settings import GROUP, inputs
 from megatron_port.core.dist.mesh import Topology
+from megatron_port.ext.weights.settings import FEW_BITS as CONFLICTS
+from megatron_port.ext.weights.settings import GROUP, inputs
 
 GPT: dict[str, Any] = {"hidden_dropout": 0.1}
 LLAMA: dict[str, Any] = {

@@ -28,8 +28,8 @@ from pool import RankPool
 
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.data.dataset import Sample, document_starts
 from megatron_port.core.data.loader import build_loaders
-from megatron_port.core.data.sample import Sample, document_starts
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.positions import sequence_partition

@@ -16,12 +16,12 @@ import numpy as np
 
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.data.format import CorpusMeta, idx_path
+from megatron_port.core.data.indexed import CorpusMeta, idx_path
 from megatron_port.core.data.loader import build_loaders
-from megatron_port.core.data.writer import IndexedWriter
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.positions import sequence_partition
 from megatron_port.core.optim.schedules import BatchSchedule
+from megatron_port.ext.corpora.writer import IndexedWriter
 from megatron_port.tools.parity.emulation import Reordering
 from megatron_port.tools.parity.recording import regroup
 

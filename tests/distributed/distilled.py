@@ -25,8 +25,8 @@ from drawing import Draw
 from fuzz import record, record_parser
 
 from megatron_port.core.checkpoint.writer import save_checkpoint
-from megatron_port.core.config.distillation import DistillationConfig
 from megatron_port.core.config.dump import as_dict
+from megatron_port.core.config.features import DistillationConfig
 from megatron_port.core.config.schema import ModelConfig, MoEConfig, RunConfig
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology

@@ -16,12 +16,11 @@ from drawing_data import fed, scheduled
 from drawing_options import optioned
 from drawing_rules import ruled
 
-from megatron_port.core.config.fine_tuning import FineTuningConfig
-from megatron_port.core.config.offload import OffloadConfig
+from megatron_port.core.config.features import FineTuningConfig, OffloadConfig
 from megatron_port.core.config.schema import ActivationsConfig, BatchConfig, LayoutConfig, RunConfig
-from megatron_port.core.config.weights_settings import targets_of
 from megatron_port.core.dist.mesh import Topology
-from megatron_port.core.model.activation_sites import RECOMPUTED, REPLICATED, SITES, choice
+from megatron_port.ext.memory.sites import RECOMPUTED, REPLICATED, SITES, choice
+from megatron_port.ext.weights.settings import targets_of
 
 STEPS = 3
 OPS = ("norm", "activation", "rotary", "dropout", "softmax", "cross_entropy")

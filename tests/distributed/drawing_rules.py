@@ -6,8 +6,7 @@ import dataclasses
 import random
 
 from megatron_port.core.config.conflicts import contradictions
-from megatron_port.core.config.kernels_settings import NARROW_STATE, STATE_BLOCK
-from megatron_port.core.config.rule_options import (
+from megatron_port.core.config.optimizer import (
     AdafactorOptions,
     AdagradOptions,
     CAMEOptions,
@@ -16,6 +15,7 @@ from megatron_port.core.config.rule_options import (
     SGDOptions,
 )
 from megatron_port.core.config.schema import RunConfig
+from megatron_port.ext.kernels.settings import NARROW_STATE, STATE_BLOCK
 
 RATES = {"sgd": 30.0, "adagrad": 1.0, "lion": 0.1, "adafactor": 1.0, "came": 0.3, "sm3": 1.0, "lamb": 1.0, "muon": 1.0}
 """Learning rate of each rule, as a multiple of the tests' own: large, so that a wrong update shows."""

@@ -28,8 +28,8 @@ from undecided import Choice, Follower, undecided
 from megatron_port.core.config.schema import MoEConfig, RunConfig
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
-from megatron_port.core.model.router import Route, Router
 from megatron_port.core.optim.schedules import learning_rate
+from megatron_port.ext.experts.router import Route, Router
 from megatron_port.run.build import build_engine
 from megatron_port.tools.parity.comparison import FP32, FP64, Deviation, Run, compare
 from megatron_port.tools.parity.emulation import ORDERS, apply_reduction_order

@@ -21,8 +21,8 @@ from fuzz import record, record_parser
 
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.schema import MoEConfig
-from megatron_port.core.config.weights_settings import factored_shapes
 from megatron_port.core.dist.mesh import Topology
+from megatron_port.ext.weights.settings import factored_shapes
 
 LLAMA: dict[str, Any] = {
     "position_embedding": "rope", "normalization": "rmsnorm", "activation": "swiglu", "add_bias": False,

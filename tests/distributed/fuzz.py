@@ -21,10 +21,10 @@ from cases import Order, run_cases, single_run, within_rounding
 from drawing import STEPS, Draw, draw
 from pool import RankPool
 
-from megatron_port.core.config.kernels_settings import MaskNeeds
 from megatron_port.core.config.schema import ActivationsConfig, LayoutConfig, RunConfig
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.optim.schedules import learning_rate
+from megatron_port.ext.kernels.settings import MaskNeeds
 from megatron_port.tools.parity.comparison import FP32, FP64, Deviation, Run, compare
 from megatron_port.tools.parity.run_record import RankTrace
 

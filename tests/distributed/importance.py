@@ -16,7 +16,7 @@ from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.record import StateReader
 from megatron_port.run.build import build_engine
 from megatron_port.tools.compress.importance import measure_importance
-from megatron_port.tools.inference.perplexity import StreamWindows
+from megatron_port.tools.inference.model import StreamWindows
 
 SAMPLES = 5
 """No multiple of what two replicas take at a time: the rest is filled up and must not count."""

@@ -25,9 +25,8 @@ from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.attention import SelfAttention
 from megatron_port.core.model.build import BuildContext, BuildOptions
 from megatron_port.core.model.decoder_spec import attention_spec, model_spec
-from megatron_port.core.model.layers import Embedding, Head, TransformerLayer
+from megatron_port.core.model.layers import Embedding, Head, Norm, TransformerLayer
 from megatron_port.core.model.mlp import MLP
-from megatron_port.core.model.norm import Norm
 from megatron_port.core.model.spec import LinearSpec
 from megatron_port.ext.deepspeed.reduction import reduce_partial_gradients
 from megatron_port.tools.parity.run_record import assemble

@@ -20,12 +20,12 @@ from cases import LR, make_batches, make_config, providers_of
 from pool import RankPool
 
 from megatron_port.core.config.conflicts import contradictions
-from megatron_port.core.config.memory_settings import OFFLOAD
-from megatron_port.core.config.offload import OffloadConfig
+from megatron_port.core.config.features import OffloadConfig
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.engine.native import NativeEngine
+from megatron_port.ext.memory.settings import OFFLOAD
 from megatron_port.run.build import build_engine
 
 STEPS = 20

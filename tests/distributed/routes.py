@@ -31,15 +31,15 @@ import torch
 from cases import LR, Order, _alone, _in_fp32, make_batches, providers_of
 from pool import RankPool
 
-from megatron_port.core.config.moe import RoutesConfig
+from megatron_port.core.config.model import RoutesConfig
 from megatron_port.core.config.schema import ModelConfig, RunConfig
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.rank import Fence
 from megatron_port.core.engine.native import NativeEngine
-from megatron_port.core.layers.expert_choice import Routed
-from megatron_port.core.model.router import Route, Router
+from megatron_port.ext.experts.router import Route, Router
+from megatron_port.ext.experts.torch_ops import Routed
 from megatron_port.ext.telemetry.routes import RunRoutes
 from megatron_port.run.build import build_engine
 from megatron_port.tools.parity import emulation as half_precision

@@ -15,7 +15,7 @@ from drawing import Draw
 from fuzz import run_resumable
 from test_rules import EXPERTS, LAYOUTS, LLAMA, RULES, TIED, config_of
 
-from megatron_port.core.config.fine_tuning import FineTuningConfig
+from megatron_port.core.config.features import FineTuningConfig
 from megatron_port.core.dist.mesh import Topology
 
 MORE: dict[str, tuple[dict[str, Any], Topology, dict[str, Any]]] = {

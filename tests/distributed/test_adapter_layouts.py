@@ -12,8 +12,7 @@ from cases import make_config, run_cases, single_run
 from fuzz import plain
 from pool import RankPool
 
-from megatron_port.core.config.fine_tuning import FineTuningConfig
-from megatron_port.core.config.offload import OffloadConfig
+from megatron_port.core.config.features import FineTuningConfig, OffloadConfig
 from megatron_port.core.config.schema import MoEConfig, RunConfig
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.tools.parity.comparison import FP64, Run, compare

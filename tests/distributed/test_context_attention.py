@@ -15,20 +15,19 @@ import torch.distributed as dist
 from pool import RankPool
 from twin.streams import dropout_factors
 
-from megatron_port.core.dist.division import ChunkDivision, divide
 from megatron_port.core.dist.positions import Positions, SequencePartition
-from megatron_port.core.layers.attention import AttentionMask
-from megatron_port.core.layers.context import ExchangeHeads, GatherKeys, RingKeys
+from megatron_port.core.layers.attention import Attention, AttentionMask, ContextAttention, DropoutOf, math_attention
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.fused import ProbabilityDropout
-from megatron_port.core.layers.fused_attention import Attention, ContextAttention, DropoutOf, math_attention
-from megatron_port.core.layers.packed_documents import pack_documents
 from megatron_port.core.layers.step import earliest_start
-from megatron_port.core.layers.torch_attention import sdpa_attention
 from megatron_port.core.registry import PARTS
+from megatron_port.ext.context.attention import ExchangeHeads, GatherKeys, RingKeys
+from megatron_port.ext.context.division import ChunkDivision, divide
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.choose import PARTIALS
 from megatron_port.ext.kernels.ops import attention as own
+from megatron_port.ext.kernels.packed_documents import pack_documents
+from megatron_port.ext.kernels.torch_attention import sdpa_attention
 
 SEED, STEP, OP = 3, 5, "layers.0.attention.probs"
 METHODS = ("gather", "heads", "ring")

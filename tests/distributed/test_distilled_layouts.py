@@ -11,10 +11,10 @@ from distilled import DistilledDraw, distilled, draw
 from fuzz import failures, run_draws
 from pool import RankPool
 
-from megatron_port.core.config.fine_tuning import FineTuningConfig
+from megatron_port.core.config.features import FineTuningConfig
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.ext.objectives.distillation import Objective, vocab_parallel_distillation
-from megatron_port.ext.objectives.vocab_top import vocab_parallel_top
+from megatron_port.ext.objectives.distilled import vocab_parallel_top
 
 
 def adapted(draw: DistilledDraw) -> DistilledDraw:

@@ -20,8 +20,8 @@ from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.record import StatePiece
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import NumericsError
-from megatron_port.core.layers.experts import Dispatched, plan_exchange, send_home
 from megatron_port.core.pipeline.schedules import make_schedule
+from megatron_port.ext.experts.experts import Dispatched, plan_exchange, send_home
 from megatron_port.ext.health.replicas import check_replicas
 from megatron_port.run.build import build_engine
 from megatron_port.tools.parity.comparison import FP64, Run, compare

@@ -22,7 +22,7 @@ import json, os, sys, tempfile
 import torch, torch.distributed as dist
 from megatron_port.core.errors import PortError
 from megatron_port.core.dist import start as process_group
-from megatron_port.core.dist.discovery import discover
+from megatron_port.run.discovery import discover
 
 def rank(env, out):
     for name in list(os.environ):
@@ -120,7 +120,7 @@ def test_two_processes_that_cannot_meet_exit_3(results: dict[str, list[tuple[int
 ONE = """
 import torch, torch.distributed as dist
 from megatron_port.core.dist import start as process_group
-from megatron_port.core.dist.discovery import discover
+from megatron_port.run.discovery import discover
 
 info = discover()
 group = process_group.start(info, backend="gloo", timeout_s=60.0, group_timeout_s=60.0)

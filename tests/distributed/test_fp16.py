@@ -13,11 +13,11 @@ import pytest
 from cases import LR, make_batches, make_config, single_run, within_rounding
 from pool import RankPool
 
-from megatron_port.core.config.fine_tuning import FineTuningConfig
+from megatron_port.core.config.features import FineTuningConfig
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
-from megatron_port.core.layers import linear_kernels
+from megatron_port.core.layers import linear as linear_kernels
 from megatron_port.core.layers.providers import torch_providers
 from megatron_port.run.build import build_engine
 from megatron_port.tools.parity.comparison import Run

@@ -23,7 +23,6 @@ from megatron_port.core.config.checks import resolve
 from megatron_port.core.config.dump import as_dict
 from megatron_port.core.config.schema import ModelConfig, RunConfig
 from megatron_port.core.data.loader import RankView
-from megatron_port.core.dist.device import choose_device
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.rank import ProcessInfo
@@ -34,10 +33,10 @@ from megatron_port.core.optim.rules import mixed_kinds
 from megatron_port.core.train.hooks import Session
 from megatron_port.ext.families import family_names
 from megatron_port.run.build import build_engine
+from megatron_port.run.device import choose_device
 from megatron_port.run.weights import load_initial
 from megatron_port.tools.inference.generation import Continuation, Generator, Sampling
-from megatron_port.tools.inference.model import InferenceModel
-from megatron_port.tools.inference.perplexity import StreamWindows, perplexity
+from megatron_port.tools.inference.model import InferenceModel, StreamWindows, perplexity
 from megatron_port.tools.inference.scoring import Score, score
 from megatron_port.tools.interop.export_hf import export_hf
 from megatron_port.tools.interop.hf_files import HFFolder

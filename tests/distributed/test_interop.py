@@ -20,9 +20,8 @@ from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.errors import CheckpointError
 from megatron_port.run.build import build_engine
-from megatron_port.tools.interop.names import megatron_names
 from megatron_port.tools.interop.run_import import import_checkpoint
-from megatron_port.tools.interop.universal import export_universal
+from megatron_port.tools.interop.universal import export_universal, megatron_names
 
 STEPS, MORE = 2, 3
 WAIT_S = 400.0

@@ -19,7 +19,7 @@ from hf_models import relative
 from pool import RankPool
 from torch.overrides import TorchFunctionMode
 
-from megatron_port.core.config.moe import MoEConfig
+from megatron_port.core.config.model import MoEConfig
 from megatron_port.core.config.schema import BatchConfig, LayoutConfig, ModelConfig, PrecisionConfig, RunConfig
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.dist.counter import key_of
@@ -33,10 +33,10 @@ from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepShared, StepSlot, Tallies
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder_spec import model_spec
-from megatron_port.core.model.moe_spec import moe_of
-from megatron_port.core.model.router import Router, tally_specs
 from megatron_port.core.model.shapes import parameter_shapes
 from megatron_port.core.optim.gradients import LossScaler
+from megatron_port.ext.experts.router import Router, tally_specs
+from megatron_port.ext.experts.spec import moe_of
 from megatron_port.run.build import build_engine
 
 BASE: dict[str, Any] = {

@@ -15,15 +15,14 @@ from cases import Batches, Reordering, make_batches, make_config, providers_of, 
 from fuzz import plain
 from pool import RankPool
 
-from megatron_port.core.config.fine_tuning import FineTuningConfig
+from megatron_port.core.config.features import FineTuningConfig
 from megatron_port.core.config.schema import LayoutConfig, RunConfig, TrainingConfig
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.data.format import CorpusMeta
-from megatron_port.core.data.indexed import IndexedDataset
-from megatron_port.core.data.writer import IndexedWriter
+from megatron_port.core.data.indexed import CorpusMeta, IndexedDataset
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.engine.native import NativeEngine
+from megatron_port.ext.corpora.writer import IndexedWriter
 from megatron_port.run.build import build_engine
 from megatron_port.tools.inference.model import WholeDocuments, log_probabilities
 from megatron_port.tools.parity.comparison import FP64, Run, compare

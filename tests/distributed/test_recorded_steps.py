@@ -9,7 +9,7 @@ from offload_matrix import State, Steps, advance, case, engine_of, state_of
 from pool import RankPool
 from step_tape import TapeRecorder
 
-from megatron_port.core.config.fine_tuning import FineTuningConfig
+from megatron_port.core.config.features import FineTuningConfig
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.mesh import Topology
 

@@ -21,14 +21,13 @@ import torch.distributed as dist
 from commands import Commands
 from pool import RankFailed, RankPool
 
-from megatron_port.core.dist.fingerprint import Fingerprint
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import REVERSE, Topology
-from megatron_port.core.dist.peer_failure import CONSEQUENCE, explain_peer_failure
 from megatron_port.core.dist.rank import ProcessInfo
-from megatron_port.core.dist.start import StartedGroup, meet, start, stop
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.pipeline.runner import Boundary, StageLink
+from megatron_port.run.peer_failure import CONSEQUENCE, explain_peer_failure
+from megatron_port.run.rendezvous import Fingerprint, StartedGroup, meet, start, stop
 
 VICTIM = 2
 

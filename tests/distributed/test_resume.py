@@ -26,8 +26,7 @@ from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.model.shapes import buffer_shapes, parameter_shapes
 from megatron_port.core.optim.rules import ADAMW, mixed_kinds, state_kinds
 from megatron_port.core.optim.schedules import BatchSchedule, learning_rate
-from megatron_port.run.build import build_engine
-from megatron_port.run.saved_state import state_records
+from megatron_port.run.build import build_engine, state_records
 
 STEPS = 10
 SAVES = (1, 3, 4, 7, 9)

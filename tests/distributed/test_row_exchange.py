@@ -14,7 +14,7 @@ from megatron_port.core.config.schema import MoEConfig, RunConfig
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.engine.native import NativeEngine
-from megatron_port.ext.kernels.exchanges import DeepEP, Mori
+from megatron_port.ext.experts.exchanges import DeepEP, Mori
 from megatron_port.run.build import build_engine
 
 MAKERS = {

@@ -15,7 +15,7 @@ from cases import make_config, run_case, run_cases, single_run
 from drawing_rules import RATES
 from pool import RankPool
 
-from megatron_port.core.config.rule_options import AdafactorOptions, AdagradOptions
+from megatron_port.core.config.optimizer import AdafactorOptions, AdagradOptions
 from megatron_port.core.config.schema import MoEConfig, OptimizerConfig, RunConfig
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
@@ -28,7 +28,7 @@ from megatron_port.core.optim.rules import StepNumbers, StepValues, rule_of
 from megatron_port.core.optim.sharded import ShardedParameters, ShardSettings
 from megatron_port.tools.parity.comparison import FP64, Run, compare
 from megatron_port.tools.plan.case import case_of
-from megatron_port.tools.plan.rule_seconds import matrix_bytes
+from megatron_port.tools.plan.step import matrix_bytes
 
 STEPS = 3
 SHAPES = {

@@ -15,8 +15,8 @@ from megatron_port.core.dist.agree import agree, broadcast_text
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.rank import ProcessInfo
-from megatron_port.core.dist.start import start, stop
 from megatron_port.core.errors import CheckpointError, EnvironmentFault, PortError
+from megatron_port.run.rendezvous import start, stop
 
 
 def _free_port() -> int:
@@ -179,7 +179,7 @@ def test_ranks_on_one_gpu_stop_unless_that_was_asked_for(ranks: RankPool) -> Non
 
 
 def _devices(port: int, identities: list[str]) -> str:
-    from megatron_port.core.dist.start import _shared_device, connect, leave
+    from megatron_port.run.rendezvous import _shared_device, connect, leave
 
     info = _info(port, len(identities), dist.get_rank())
     store = connect(info, 20.0)

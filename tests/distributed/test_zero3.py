@@ -20,7 +20,7 @@ from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.record import record_of
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.step import StepSlot
-from megatron_port.core.optim.zero3 import UnitGather
+from megatron_port.ext.memory.zero3 import UnitGather
 from megatron_port.run.build import build_engine, build_model
 from megatron_port.tools.parity.run_record import RankTrace, Slice
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from megatron_port.core.layers.expert_choice import Routed
 from megatron_port.core.layers.step import StepContext
-from megatron_port.core.model.router import ROUTES, Router
+from megatron_port.ext.experts.router import ROUTES, Router
+from megatron_port.ext.experts.torch_ops import Routed
 from megatron_port.tools.parity.comparison import SPREAD_FACTOR, Deviation
 
 Token = tuple[int, int, int, int]

@@ -21,7 +21,7 @@ PROGRAM = """
 import sys
 from resource import RUSAGE_CHILDREN, getrusage
 from megatron_port.cli.main import main
-from megatron_port.core.io.memory import peak_resident_bytes
+from megatron_port.ext.telemetry.peak_memory import peak_resident_bytes
 code = main(sys.argv[1:])
 print("PEAK", max(peak_resident_bytes() >> 10, getrusage(RUSAGE_CHILDREN).ru_maxrss))
 sys.exit(code)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron_port.ext.telemetry.metrics import MetricsWriter
+from megatron_port.run.watch.report import NOW, snapshot
 from megatron_port.tools.live.server import LiveServer
-from megatron_port.tools.watch.watch_report import NOW, snapshot
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 

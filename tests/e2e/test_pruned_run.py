@@ -11,7 +11,7 @@ import pytest
 import torch
 from commands import Commands
 
-from megatron_port.core.data.writer import IndexedWriter
+from megatron_port.ext.corpora.writer import IndexedWriter
 from megatron_port.run.weights import open_weights
 from megatron_port.tools.interop.hf_check import our_logits
 

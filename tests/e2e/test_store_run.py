@@ -17,8 +17,8 @@ import pytest
 pytest.importorskip("moto.server")
 s3fs = pytest.importorskip("s3fs")
 
-from megatron_port.core.data.format import CorpusMeta  # noqa: E402
-from megatron_port.core.data.writer import IndexedWriter  # noqa: E402
+from megatron_port.core.data.indexed import CorpusMeta  # noqa: E402
+from megatron_port.ext.corpora.writer import IndexedWriter  # noqa: E402
 
 if TYPE_CHECKING:
     from commands import Commands

@@ -24,10 +24,9 @@ import torch
 import xxhash
 
 from megatron_port.core.checkpoint.format import SavedState, shard_name
-from megatron_port.core.checkpoint.lineage import Committer
 from megatron_port.core.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron_port.core.checkpoint.shard import Digest, bytes_of, plan_shard
-from megatron_port.core.checkpoint.writer import commit, prepare, write_part
+from megatron_port.core.checkpoint.writer import Committer, commit, prepare, write_part
 from megatron_port.core.config.dump import as_dict
 from megatron_port.core.config.schema import BackendConfig, CheckpointConfig, LayoutConfig, ModelConfig, RunConfig
 from megatron_port.core.dist.groups import ParallelContext

@@ -20,7 +20,7 @@ def hubs():
         try:
             ours = os.getsid(int(path.name)) == os.getsid(0)
             words = (path / "cmdline").read_bytes().split(bytes(1))
-            if ours and b"megatron_port.tools.watch.hub" in words: found.append(int(path.name))
+            if ours and b"megatron_port.run.watch.hub" in words: found.append(int(path.name))
         except OSError: pass
     return found
 def end_hub(how, here):

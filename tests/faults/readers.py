@@ -84,8 +84,8 @@ class Corpus:
         self.shard = (self.checkpoint / self.shard_name).read_bytes()
 
     def _index(self) -> None:
-        from megatron_port.core.data.format import CorpusMeta
-        from megatron_port.core.data.writer import IndexedWriter
+        from megatron_port.core.data.indexed import CorpusMeta
+        from megatron_port.ext.corpora.writer import IndexedWriter
 
         self.prefix = self.folder / "corpus"
         with IndexedWriter(self.prefix, vocab_size=300) as writer:

@@ -37,8 +37,7 @@ from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.engine.api import Engine
 from megatron_port.core.model.shapes import parameter_shapes
 from megatron_port.core.optim.rules import ADAMW, mixed_kinds, state_kinds
-from megatron_port.run.build import build_engine
-from megatron_port.run.saved_state import state_records
+from megatron_port.run.build import build_engine, state_records
 from megatron_port.tools.parity.comparison import FP32, FP64, SPREAD_FACTOR, Deviation, Run, Tolerance, compare, spread
 from megatron_port.tools.parity.emulation import apply_reduction_order
 

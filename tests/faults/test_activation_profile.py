@@ -16,12 +16,12 @@ from megatron_port.core.config.schema import ActivationsConfig, RunConfig
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.errors import ConfigError
-from megatron_port.core.model.activation_sites import RECOMPUTED
-from megatron_port.run.activations import ActivationPlanner
+from megatron_port.ext.memory.sites import RECOMPUTED
 from megatron_port.run.trainer import Trainer
 from megatron_port.tools.plan.activation_file import NAME, parsed
 from megatron_port.tools.plan.case import Machine, case_of
 from megatron_port.tools.plan.memory import stage_memory
+from megatron_port.tools.plan.planner_hook import ActivationPlanner
 
 TWO_STAGES = Topology(1, 2, 1)
 

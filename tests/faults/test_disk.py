@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-from megatron_port.core.io.step_metrics import step_metrics
 from megatron_port.ext.telemetry.metrics import decode
+from megatron_port.ext.telemetry.step_metrics import step_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534
@@ -183,7 +183,7 @@ def _without_rights(folder: str) -> dict[str, Any]:
     from test_checkpoint_background import Stub, at
 
     from megatron_port.core.checkpoint.reader import open_checkpoint
-    from megatron_port.run.saving import Saving
+    from megatron_port.run.hooks import Saving
 
     with tempfile.TemporaryDirectory() as warm:  # import all that is imported late, while we may still read it
         stub = Stub(Path(warm))

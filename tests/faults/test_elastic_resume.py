@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 from pool import RankPool
 from test_numerics import config_of, train
 
-from megatron_port.core.config.elastic import elastic_layout
 from megatron_port.core.config.layout import topology_sizes
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.errors import EXIT_CONFIG, EXIT_ENVIRONMENT, EXIT_REQUEUE
+from megatron_port.run.elastic import elastic_layout
 
 ROOT = Path(__file__).resolve().parents[2]
 AFTER = 5

@@ -25,7 +25,6 @@ from pool import RankFailed, RankPool
 
 from megatron_port.core.config.checks import resolve
 from megatron_port.core.config.schema import CheckpointConfig, NumericsConfig, RunConfig
-from megatron_port.core.dist.device import choose_device
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.rank import ProcessInfo
@@ -33,6 +32,7 @@ from megatron_port.core.errors import NumericsError
 from megatron_port.core.io.logging import Logger
 from megatron_port.core.train.hooks import Session
 from megatron_port.ext.health.replicas import check_replicas
+from megatron_port.run.device import choose_device
 from megatron_port.run.trainer import Trainer
 
 STEPS, BATCH = 6, 8

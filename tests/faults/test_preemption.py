@@ -20,8 +20,8 @@ from commands import Command, Commands
 from small_runs import Layout, Run, resumed_at, trajectory
 
 from megatron_port.core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE
-from megatron_port.run.attempts import read_history
-from megatron_port.tools.launch import record as records
+from megatron_port.run import launch_record as records
+from megatron_port.run.run_files import read_history
 
 LAYOUT = Layout(tp=2)
 STEPS = 10

@@ -14,9 +14,9 @@ from commands import Command, Commands
 from small_runs import Layout, Run, resumed_at, trajectory
 
 from megatron_port.core.checkpoint.reader import checkpoints_in
-from megatron_port.core.dist.lease import Holder, lease_file, newest_epoch, read_holder
 from megatron_port.core.errors import EXIT_CHECKPOINT, EXIT_CONFIG
-from megatron_port.run.identity import read_identity
+from megatron_port.run.lease import Holder, lease_file, newest_epoch, read_holder
+from megatron_port.run.provenance import read_identity
 from megatron_port.tools.report.run_data import read_run
 
 SETS = ("checkpoint.save_interval=4", "checkpoint.keep=2")

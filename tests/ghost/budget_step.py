@@ -28,12 +28,12 @@ from benchmarks.compare.sizes import sizes
 from benchmarks.compare.worker import settled
 from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.device import choose_device
 from megatron_port.core.dist.groups import ParallelContext
-from megatron_port.core.layers import linear_kernels
+from megatron_port.core.layers import linear as linear_kernels
 from megatron_port.ext.kernels import attention_choice as attention
 from megatron_port.ext.kernels.choose import choose_providers
 from megatron_port.run.build import DTYPES, build_engine
+from megatron_port.run.device import choose_device
 
 STEPS, RECORDED_STEPS = 3, 6
 

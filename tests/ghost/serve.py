@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend
 
 import megatron_port
 from megatron_port.core.engine.native import NativeEngine
-from megatron_port.core.layers import linear_kernels
+from megatron_port.core.layers import linear as linear_kernels
 from megatron_port.ext.kernels import attention_choice as attention
 
 

@@ -14,7 +14,6 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from megatron_port.core.config.kernels_settings import CAUSAL, MaskNeeds
 from megatron_port.core.config.schema import (
     BackendConfig,
     BatchConfig,
@@ -24,19 +23,19 @@ from megatron_port.core.config.schema import (
     RunConfig,
 )
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.device import choose_device
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.positions import Positions, Run
 from megatron_port.core.dist.record import InitSpec, initial_values
 from megatron_port.core.layers.attention import AttentionMask
-from megatron_port.core.layers.context import mask_of_rows
 from megatron_port.core.layers.dropout import DropoutStream
-from megatron_port.core.layers.packed_documents import pack_documents
 from megatron_port.core.layers.providers import torch_providers
-from megatron_port.ext.kernels.choose import choose_providers
-from megatron_port.ext.kernels.choose_fp8 import choose_fp8, device_formats
+from megatron_port.ext.context.attention import mask_of_rows
+from megatron_port.ext.kernels.choose import choose_fp8, choose_providers, device_formats
 from megatron_port.ext.kernels.fp8 import Fp8, quantise
+from megatron_port.ext.kernels.packed_documents import pack_documents
+from megatron_port.ext.kernels.settings import CAUSAL, MaskNeeds
 from megatron_port.run.build import build_engine
+from megatron_port.run.device import choose_device
 
 Recipe = Literal["none", "tensorwise", "rowwise"]
 

@@ -16,10 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from twin.streams import dropout_factors
 
 from megatron_port.core.dist.positions import Positions
-from megatron_port.core.layers.attention import AttentionMask
+from megatron_port.core.layers.attention import AttentionMask, math_attention
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.fused import ProbabilityDropout
-from megatron_port.core.layers.fused_attention import math_attention
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.ops.attention import attention, packed_attention
 

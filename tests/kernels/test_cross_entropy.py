@@ -15,8 +15,8 @@ from megatron_port.core.layers.cross_entropy import (
     torch_cross_entropy,
     vocab_parallel_cross_entropy,
 )
-from megatron_port.ext.kernels.ops import cross_entropy
-from megatron_port.ext.kernels.ops.cross_entropy import own_cross_entropy
+from megatron_port.ext.kernels.ops import softmax as cross_entropy
+from megatron_port.ext.kernels.ops.softmax import own_cross_entropy
 
 # Wider than a block reads at once, in packs and one by one.
 SHAPES = random_shapes(4, 20, wide=(18000, 4104, 2303))

@@ -17,10 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from twin.streams import dropout_factors
 
 from megatron_port.core.dist.positions import Positions, Run
-from megatron_port.core.layers.attention import AttentionMask, key_ends
+from megatron_port.core.layers.attention import AttentionMask, key_ends, math_attention
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.fused import ProbabilityDropout
-from megatron_port.core.layers.fused_attention import math_attention
 from megatron_port.ext.kernels.ops.attention import attention, packed_attention
 
 HALVES = (torch.bfloat16, torch.float16)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_port.core.dist.positions import Positions
 from megatron_port.core.layers.dropout import DropoutStream, drop_threshold, keep_mask, op_key
-from megatron_port.ext.kernels.ops.dropout import bias_dropout_add
+from megatron_port.ext.kernels.ops.norm import bias_dropout_add
 
 # 4104 columns: more than one strip of columns in half precision, 2051: not in vectors.
 SHAPES = random_shapes(3, 20, wide=(4104, 2051))

@@ -13,9 +13,9 @@ import torch
 from reference import DTYPES
 from torch import Tensor
 
-from megatron_port.core.layers.experts import ExpertOps, torch_experts
+from megatron_port.ext.experts.experts import ExpertOps, torch_experts
 from megatron_port.ext.kernels import kernels
-from megatron_port.ext.kernels.own_experts import own_experts
+from megatron_port.ext.kernels.choose_experts import own_experts
 
 NAN = float("nan")
 # (tokens, k, columns, share of copies dropped): one row and column, whole vectors and none, more than a lane or a chunk

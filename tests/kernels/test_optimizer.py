@@ -13,8 +13,8 @@ from reference import DTYPES, assert_accurate
 
 from megatron_port.core.optim.gradients import clip_factor
 from megatron_port.ext.kernels import kernels
-from megatron_port.ext.kernels.fused_adamw import AdamWGroup, FusedAdamW
 from megatron_port.ext.kernels.ops import optimizer
+from megatron_port.ext.kernels.own_updates import AdamWGroup, FusedAdamW
 
 Tensors = list[torch.Tensor]
 HYPER = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 0.02, "weight_decay": 0.1}

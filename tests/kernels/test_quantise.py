@@ -13,10 +13,10 @@ from test_fp8 import config, steps
 from torch import Tensor
 
 from megatron_port.core.config.schema import BackendConfig
-from megatron_port.core.layers.quantised import Quantised
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.fp8 import FNUZ, OCP, own_quantiser, torch_quantiser
 from megatron_port.ext.kernels.ops import quantise
+from megatron_port.ext.kernels.quantised import Quantised
 
 FORMATS = [OCP.precise, OCP.wide, FNUZ.precise, FNUZ.wide]
 INPUTS = [torch.bfloat16, torch.float32]

@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_port.core.dist.positions import Positions
 from megatron_port.core.layers.dropout import DropoutStream, op_key
 from megatron_port.ext.kernels.ops import norm
-from megatron_port.ext.kernels.ops.dropout import bias_dropout_add
-from megatron_port.ext.kernels.ops.residual_norm import bias_dropout_add_norm
+from megatron_port.ext.kernels.ops.norm import bias_dropout_add, bias_dropout_add_norm
 
 EPS = 1e-5
 # In half precision 4104 columns are two pieces a thread backward, 9000 more than the backward kernel takes (the ops one

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_port.core.layers import expert_choice as router
-from megatron_port.core.layers.experts import ExpertOps, torch_experts
+from megatron_port.ext.experts import torch_ops as router
+from megatron_port.ext.experts.experts import ExpertOps, torch_experts
 from megatron_port.ext.kernels import kernels
-from megatron_port.ext.kernels.own_experts import OwnExperts, own_experts, own_limit
+from megatron_port.ext.kernels.choose_experts import OwnExperts, own_experts, own_limit
 
 INFINITY = float("inf")
 ULP = float(torch.finfo(torch.float32).eps)

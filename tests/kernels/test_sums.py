@@ -15,14 +15,27 @@ import torch.nn.functional as F
 from reference import DTYPES, assert_accurate, compare
 from torch import Tensor
 
-from megatron_port.core.io.variables import CPU_LEVEL
+from megatron_port.core.io.typed_json import CPU_LEVEL
+from megatron_port.core.layers.attention import math_attention
 from megatron_port.core.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatron_port.core.layers.fused import torch_bias_gelu, torch_causal_softmax
-from megatron_port.core.layers.fused_attention import math_attention
 from megatron_port.ext.kernels import kernels
-from megatron_port.ext.kernels.ops import activation, attention, dropout, expert_rows, norm, optimizer, table_rows
-from megatron_port.ext.kernels.ops.cross_entropy import own_cross_entropy
-from megatron_port.ext.kernels.ops.softmax import causal_softmax
+from megatron_port.ext.kernels.ops import (
+    activation,
+    attention,
+    norm,
+    optimizer,
+)
+from megatron_port.ext.kernels.ops import (
+    experts as expert_rows,
+)
+from megatron_port.ext.kernels.ops import (
+    norm as dropout,
+)
+from megatron_port.ext.kernels.ops import (
+    optimizer as table_rows,
+)
+from megatron_port.ext.kernels.ops.softmax import causal_softmax, own_cross_entropy
 
 LENGTHS = (1, 2, 17, 129, 1000, 4099, 30_000, 100_000)
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ import torch
 from reference import DTYPES
 from torch import Tensor
 
-from megatron_port.core.layers.table_rows import torch_add_rows
-from megatron_port.ext.kernels.ops.table_rows import add_rows_
+from megatron_port.core.layers.linear import torch_add_rows
+from megatron_port.ext.kernels.ops.optimizer import add_rows_
 
 # (rows, columns, table rows): one of each, whole vectors and none, more columns than a block takes at once, runs that
 # cross none, one and many multiples of 32, tokens of one kind alone.

@@ -8,13 +8,13 @@ import pytest
 from jobs import ROOT, losses, settings, steps, train_here
 from test_launch import SHORT, Runs, runs  # noqa: F401 - runs is a fixture
 
-from megatron_port.core.dist.lease import newest_epoch, read_holder
+from megatron_port.run.lease import newest_epoch, read_holder
 
 pytestmark = pytest.mark.slurm
 
 STATES = """
 import sys
-from megatron_port.core.dist.launchers import job_state, one_task_at_a_time
+from megatron_port.run.launchers import job_state, one_task_at_a_time
 job = sys.argv[1]
 print(job_state(job), job_state(job, job + ".0"), repr(job_state(job, job + ".7")), repr(job_state("999999")))
 """

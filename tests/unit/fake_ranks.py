@@ -19,9 +19,9 @@ from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.positions import sequence_partition
 from megatron_port.core.engine.api import Engine
-from megatron_port.core.layers.context import RingStep
 from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.pipeline.runner import Arrival
+from megatron_port.ext.context.attention import RingStep
 from megatron_port.run.build import build_engine, topology_of
 
 

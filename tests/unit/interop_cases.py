@@ -15,7 +15,7 @@ from megatron_port.core.config.schema import LayoutConfig, ModelConfig, MoEConfi
 from megatron_port.core.dist.record import BUFFER
 from megatron_port.core.model.shapes import buffer_shapes, parameter_shapes
 from megatron_port.core.optim.rules import mixed_kinds
-from megatron_port.tools.interop.export_dcp import whole
+from megatron_port.tools.interop.dcp import whole
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 GPT2 = ModelConfig(num_layers=3, hidden_size=32, num_attention_heads=4, vocab_size=53, seq_length=16)

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 
 from megatron_port.core.dist.mesh import REPLICAS, SHARDED, WORLD, Topology, purposes
 from megatron_port.core.model.decoder_spec import model_spec
-from megatron_port.core.model.moe_spec import MoESpec, moe_of
+from megatron_port.ext.experts.spec import MoESpec, moe_of
 from megatron_port.tools.plan.case import Case
-from megatron_port.tools.plan.context import context_bytes
 from megatron_port.tools.plan.elements import (
     bucket_elements,
     expert_elements,
@@ -22,7 +21,7 @@ from megatron_port.tools.plan.elements import (
     stage_kinds,
     trained_elements,
 )
-from megatron_port.tools.plan.experts import routed
+from megatron_port.tools.plan.exchanges import context_bytes, routed
 from megatron_port.tools.plan.layer import ends_at_product
 
 Key = tuple[str, str]

@@ -21,8 +21,8 @@ from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.layers import fused as cpu_upcast
 from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.optim import sharded
-from megatron_port.core.optim import zero3 as unit_gather
 from megatron_port.core.pipeline.runner import Departure
+from megatron_port.ext.memory import zero3 as unit_gather
 from megatron_port.run.build import build_engine, topology_of
 
 

@@ -30,20 +30,26 @@ from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.layers.providers import torch_providers
-from megatron_port.core.model.activation_sites import RECOMPUTED
 from megatron_port.core.model.decoder_spec import model_spec
-from megatron_port.core.model.flops import hardware_flops
 from megatron_port.core.model.ops import Site
+from megatron_port.ext.memory.sites import RECOMPUTED
+from megatron_port.ext.telemetry.flops import hardware_flops
 from megatron_port.run.build import build_engine
-from megatron_port.tools.plan.activation_cover import Item, Swap, cover, saved
-from megatron_port.tools.plan.activation_plan import AFTER, describe, plan_activations, with_activation_plan
+from megatron_port.tools.plan.activation_plan import (
+    AFTER,
+    Item,
+    Swap,
+    cover,
+    describe,
+    plan_activations,
+    saved,
+    with_activation_plan,
+)
 from megatron_port.tools.plan.case import Case, Machine, case_of, machine_of
 from megatron_port.tools.plan.layer import layer_cost, site_costs
-from megatron_port.tools.plan.links import Links, span
-from megatron_port.tools.plan.memory import plan_memory, stage_memory
-from megatron_port.tools.plan.rates import Rates
+from megatron_port.tools.plan.memory import HostLink, plan_memory, stage_memory
+from megatron_port.tools.plan.rates import Links, Rates, span
 from megatron_port.tools.plan.step import chunk_costs, plan_step
-from megatron_port.tools.plan.swap import HostLink
 
 
 def by_trying(items: tuple[Item, ...], layers: int, held: float, lacking: float) -> float | None:

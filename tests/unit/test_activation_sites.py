@@ -13,19 +13,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_port.core.config.schema import BackendConfig, LayoutConfig, ModelConfig
-from megatron_port.core.dist.device import choose_device
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.step import StepSlot
-from megatron_port.core.model.activation_sites import RECOMPUTED, REPLICATED, SITES, Decision, LayerActivations, decided
 from megatron_port.core.model.build import BuildContext, BuildOptions
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.layers import TransformerLayer
 from megatron_port.core.model.ops import Site
 from megatron_port.ext.kernels.choose import choose_providers
 from megatron_port.ext.memory.site_tape import SiteTape
-from megatron_port.tools.plan.activations import site_bytes
+from megatron_port.ext.memory.sites import RECOMPUTED, REPLICATED, SITES, Decision, LayerActivations, decided
+from megatron_port.run.device import choose_device
 from megatron_port.tools.plan.case import Case
+from megatron_port.tools.plan.chunk import site_bytes
 from megatron_port.tools.plan.engines import Engine
 
 LLAMA: dict[str, Any] = {

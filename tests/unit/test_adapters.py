@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from megatron_port.core.config.checks import problems
-from megatron_port.core.config.fine_tuning import FineTuningConfig
-from megatron_port.core.config.moe import MoEConfig
+from megatron_port.core.config.features import FineTuningConfig
+from megatron_port.core.config.model import MoEConfig
 from megatron_port.core.config.schema import LayoutConfig, ModelConfig, RunConfig
-from megatron_port.core.config.weights_settings import targets_of
 from megatron_port.core.dist.collectives import recorded_buffers
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
@@ -28,7 +27,8 @@ from megatron_port.core.model.build import BuildContext, BuildOptions
 from megatron_port.core.model.decoder import GPTStage
 from megatron_port.ext.weights.adapter_spec import adapter_parameters
 from megatron_port.ext.weights.adapters import InitialAdapters, MergedWeights, freeze_all_but_adapters
-from megatron_port.run.saved_state import state_records
+from megatron_port.ext.weights.settings import targets_of
+from megatron_port.run.build import state_records
 
 LLAMA = ModelConfig(
     num_layers=2, hidden_size=48, num_attention_heads=4, num_query_groups=2, head_dim=24, vocab_size=53, seq_length=16,

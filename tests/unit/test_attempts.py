@@ -12,18 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_port.core.config.schema import LaunchConfig
-from megatron_port.core.dist.launchers import Fate, Job, attempt_name, clock_seconds, current_job, fate_of, job_record
 from megatron_port.core.errors import DataError, EnvironmentFault, LauncherFault
 from megatron_port.ext.telemetry.metrics import MetricsWriter
-from megatron_port.run.attempts import HISTORY, Attempt, read_history, steps_done
+from megatron_port.run import launch_record as records
+from megatron_port.run.launchers import Fate, Job, attempt_name, clock_seconds, current_job, fate_of, job_record
 from megatron_port.run.run_files import (
+    HISTORY,
+    Attempt,
     AttemptOutcome,
     read_failure,
+    read_history,
     read_outcome,
     record_failure,
+    steps_done,
     write_outcome,
 )
-from megatron_port.tools.launch import record as records
 from megatron_port.tools.launch import submit as continuation
 from megatron_port.tools.launch.attempts import after, before, first_srun_failure, fruitless, refused_by_srun
 from megatron_port.tools.launch.submit import asked_fields, chain_command, continue_job
@@ -404,7 +407,7 @@ class Slurm:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *records: str) -> None:
         self.records, self.calls = list(records), []
         monkeypatch.setattr(continuation, "run_tool", self.run)
-        monkeypatch.setattr("megatron_port.core.dist.launchers.run_tool", self.run)
+        monkeypatch.setattr("megatron_port.run.launchers.run_tool", self.run)
 
     def run(self, command, **_: object) -> tuple[int, str]:
         self.calls.append(list(command))

@@ -11,13 +11,11 @@ import torch
 from twin.streams import dropout_factors
 
 from megatron_port.core.config.schema import BackendConfig, LayoutConfig, ModelConfig
-from megatron_port.core.dist.device import choose_device
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.positions import Positions
-from megatron_port.core.layers.attention import AttentionMask
+from megatron_port.core.layers.attention import Attention, AttentionMask, math_attention, math_attention_with
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.fused import ProbabilityDropout
-from megatron_port.core.layers.fused_attention import Attention, math_attention, math_attention_with
 from megatron_port.core.layers.providers import Providers, torch_providers
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.attention import SelfAttention
@@ -27,6 +25,7 @@ from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.choose import choose_providers
 from megatron_port.ext.kernels.ops import attention as own
 from megatron_port.ext.kernels.ops.softmax import causal_softmax
+from megatron_port.run.device import choose_device
 
 CPU = torch.device("cpu")
 SEED, STEP, SAMPLES, P = 5, 9, (3, 1 << 33), 0.4

@@ -14,15 +14,14 @@ import pytest
 import torch
 
 from megatron_port.core.dist.positions import Positions, Run
-from megatron_port.core.layers.attention import AttentionMask, key_ends
-from megatron_port.core.layers.context import mask_of_rows
+from megatron_port.core.layers.attention import Attention, AttentionMask, key_ends, math_attention
 from megatron_port.core.layers.fused import torch_causal_softmax, torch_split_rotary
-from megatron_port.core.layers.fused_attention import Attention, math_attention
-from megatron_port.core.layers.packed_documents import pack_documents
-from megatron_port.core.layers.packed_math import packed_math_attention
-from megatron_port.core.layers.torch_attention import flash_attention, sdpa_attention
+from megatron_port.ext.context.attention import mask_of_rows
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.ops import attention as own
+from megatron_port.ext.kernels.packed_documents import pack_documents
+from megatron_port.ext.kernels.packed_math import packed_math_attention
+from megatron_port.ext.kernels.torch_attention import flash_attention, sdpa_attention
 
 SEQ, BATCH, HEADS, GROUPS, SIZE = 13, 2, 4, 2, 6
 STARTS = torch.tensor([[0, 0, 0, 3, 4, 4, 4, 4, 4, 9, 9, 9, 12], [0, 1, 1, 1, 1, 1, 1, 1, 8, 8, 8, 8, 8]],

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from benchmarks import attention_providers
-from megatron_port.core.config.kernels_settings import CAUSAL, MaskNeeds
 from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.layers.fused import torch_causal_softmax
 from megatron_port.ext.kernels import attention_choice as choice
 from megatron_port.ext.kernels.attention_choice import AttentionShape, lookup, parse, shipped_table
+from megatron_port.ext.kernels.settings import CAUSAL, MaskNeeds
 
 GPU = DeviceInfo("cuda", torch.device("cuda", 0), "nccl", "H", 0, "test")
 SHAPE = AttentionShape("sm_90", "bf16", 128, 4096)

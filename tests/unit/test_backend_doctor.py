@@ -18,8 +18,8 @@ from megatron_port.cli import doctor, doctor_backend, doctor_machine
 from megatron_port.cli.doctor_machine import CheckResult, render, strictly
 from megatron_port.cli.main import main
 from megatron_port.core.config.schema import BackendConfig, PrecisionConfig, RunConfig
-from megatron_port.core.dist.device import Accelerators
 from megatron_port.core.dist.rank import DeviceInfo
+from megatron_port.run.device import Accelerators
 
 NATIVE, DEEPSPEED = RunConfig(engine="native"), RunConfig(engine="deepspeed")
 

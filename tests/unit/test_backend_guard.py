@@ -330,7 +330,7 @@ if not prebuilt_deepspeed_ops()["cpu_lion"]:
 
 def test_the_optimizer_follows_what_is_prebuilt(prepared: ForkServer) -> None:
     prepared.run("""
-from megatron_port.core.dist.device import choose_device
+from megatron_port.run.device import choose_device
 from megatron_port.ext.kernels.choose import choose_providers
 from megatron_port.core.config.schema import BackendConfig
 cpu = choose_device("cpu")

@@ -15,20 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_port.core.config.kernels_settings import CAUSAL, MaskNeeds
-from megatron_port.core.config.moe import MoEConfig
+from megatron_port.core.config.model import MoEConfig
 from megatron_port.core.config.schema import BackendConfig
-from megatron_port.core.dist.device import Accelerators, choose_device, describe_device, identity_of
 from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.errors import EnvironmentFault
+from megatron_port.core.layers.attention import math_attention
 from megatron_port.core.layers.fused import ProbabilityDropout, torch_layer_norm, torch_rms_norm, torch_split_rotary
-from megatron_port.core.layers.fused_attention import math_attention
 from megatron_port.core.layers.providers import torch_providers
-from megatron_port.core.layers.torch_attention import flash_attention, fold_batch, gpu_kernels, sdpa_attention
 from megatron_port.ext.kernels import attention_choice as choose_attention
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.choose import choose_providers
-from megatron_port.ext.kernels.own_experts import own_experts
+from megatron_port.ext.kernels.choose_experts import own_experts
+from megatron_port.ext.kernels.settings import CAUSAL, MaskNeeds
+from megatron_port.ext.kernels.torch_attention import flash_attention, fold_batch, gpu_kernels, sdpa_attention
+from megatron_port.run.device import Accelerators, choose_device, describe_device, identity_of
 
 CPU = DeviceInfo("cpu", torch.device("cpu"), "gloo", "cpu", 0, "test")
 GPU = DeviceInfo("cuda", torch.device("cuda", 0), "nccl", "H", 0, "test")

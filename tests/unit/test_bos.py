@@ -18,18 +18,15 @@ from test_hf_tokenizer import checkpoint_of
 from megatron_port.cli.main import main
 from megatron_port.core.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron_port.core.config.schema import ModelConfig, RunConfig
-from megatron_port.core.data.fingerprint import data_fingerprint
-from megatron_port.core.data.format import meta_path, read_meta
-from megatron_port.core.data.indexed import IndexedDataset
+from megatron_port.core.data.indexed import IndexedDataset, data_fingerprint, meta_path, read_meta
 from megatron_port.core.errors import DataError
 from megatron_port.ext.corpora.corpus_tokenizer import tokenizer_of
-from megatron_port.ext.corpora.tokenizer import get_tokenizer
-from megatron_port.ext.corpora.tokenizer_base import encode_whole
+from megatron_port.ext.corpora.hf_tokenizer import write_tokenizer
+from megatron_port.ext.corpora.tokenizer import encode_whole, get_tokenizer
 from megatron_port.run.document_starts import check_document_starts
 from megatron_port.run.weights import open_weights
 from megatron_port.tools.inference.generation import text_after
-from megatron_port.tools.inference.lm_eval_adapter import Questions
-from megatron_port.tools.interop.hf_tokenizer import write_tokenizer
+from megatron_port.tools.inference.scoring import Questions
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")

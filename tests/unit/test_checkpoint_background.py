@@ -15,7 +15,7 @@ import pytest
 import torch
 from test_checkpoint_roundtrip import ThreadPeers, over_threads, state, whole
 
-from megatron_port.core.checkpoint import disk
+from megatron_port.core.checkpoint import shard as disk
 from megatron_port.core.checkpoint.reader import find_latest, open_checkpoint
 from megatron_port.core.checkpoint.shard import bytes_of, plan_shard
 from megatron_port.core.checkpoint.writer import Peers, save_checkpoint, write_part
@@ -26,7 +26,7 @@ from megatron_port.core.model.shapes import parameter_shapes
 from megatron_port.core.train.folders import FOLDER, run_folder
 from megatron_port.ext.storage import background
 from megatron_port.ext.storage.background import BackgroundSave, Finished, HostBuffer
-from megatron_port.run.saving import Saving
+from megatron_port.run.hooks import Saving
 from megatron_port.run.state import Position
 
 
@@ -295,7 +295,7 @@ def test_a_save_in_flight_is_waited_for_before_the_next(tmp_path: Path, monkeypa
         real(*args, **kwargs)
 
     monkeypatch.setattr(background, "write_part", slow)
-    monkeypatch.setattr("megatron_port.run.saving._NOTICEABLE", 0.1)
+    monkeypatch.setattr("megatron_port.run.hooks._NOTICEABLE", 0.1)
     saving = Saving(stub, stub.session)  # type: ignore[arg-type]
     saving.save(at(5))
     saving.poll()

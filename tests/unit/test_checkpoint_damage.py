@@ -15,12 +15,12 @@ import xxhash
 
 from megatron_port.core.checkpoint import reader
 from megatron_port.core.checkpoint.format import SavedState
-from megatron_port.core.checkpoint.ranged import parse_header
 from megatron_port.core.checkpoint.reader import find_latest, open_checkpoint
 from megatron_port.core.checkpoint.shard import Digest
 from megatron_port.core.checkpoint.writer import save_checkpoint
 from megatron_port.core.dist.record import StatePiece
 from megatron_port.core.errors import CheckpointError, DamagedCheckpoint
+from megatron_port.ext.storage.ranged import parse_header
 
 SHARD = "rank-00000.safetensors"
 

@@ -15,9 +15,8 @@ from test_checkpoint_roundtrip import state, whole
 from megatron_port.cli.main import main
 from megatron_port.core.checkpoint import writer
 from megatron_port.core.checkpoint.format import Lineage, Parent, encode_manifest, read_manifest
-from megatron_port.core.checkpoint.lineage import Committer
 from megatron_port.core.checkpoint.reader import checkpoints_in, find_latest, open_checkpoint
-from megatron_port.core.checkpoint.writer import Peers, save_checkpoint
+from megatron_port.core.checkpoint.writer import Committer, Peers, save_checkpoint
 from megatron_port.core.dist.rank import Fence, LeaseLost
 from megatron_port.core.errors import CheckpointError, DamagedCheckpoint
 from megatron_port.ext.storage.background import BackgroundSave

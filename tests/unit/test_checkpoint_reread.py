@@ -18,14 +18,14 @@ import pytest
 import torch
 import xxhash
 
-from megatron_port.core.checkpoint import ranged
 from megatron_port.core.checkpoint.format import SavedState
-from megatron_port.core.checkpoint.ranged import GrainHashes
 from megatron_port.core.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron_port.core.checkpoint.shard import Digest
 from megatron_port.core.checkpoint.writer import save_checkpoint
 from megatron_port.core.dist.record import StatePiece
 from megatron_port.core.errors import DamagedCheckpoint
+from megatron_port.ext.storage import ranged
+from megatron_port.ext.storage.ranged import GrainHashes
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 GRAIN = 96

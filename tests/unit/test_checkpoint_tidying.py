@@ -12,9 +12,8 @@ import pytest
 import torch
 from test_checkpoint_roundtrip import ThreadPeers, over_threads, state, whole
 
-from megatron_port.core.checkpoint.lineage import Committer
 from megatron_port.core.checkpoint.reader import find_latest, open_checkpoint
-from megatron_port.core.checkpoint.writer import save_checkpoint
+from megatron_port.core.checkpoint.writer import Committer, save_checkpoint
 from megatron_port.ext.storage.background import BackgroundSave
 
 OTHERS = "of-another-member"

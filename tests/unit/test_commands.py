@@ -17,19 +17,18 @@ import torch
 from test_checkpoint_cli import save
 from test_report import make
 
-from megatron_port.cli.arguments import confirm
+from megatron_port.cli.arguments import ProgressBar, confirm
 from megatron_port.cli.main import COMMANDS, main
-from megatron_port.cli.progress import ProgressBar
+from megatron_port.cli.run_names import run_folder_of
 from megatron_port.core.config.loader import load
-from megatron_port.core.config.run_names import run_folder_of
-from megatron_port.core.config.unsupported import COMMANDS as ELSEWHERE
-from megatron_port.core.config.unsupported import KEYS, VALUES
-from megatron_port.core.config.urls import local_path
+from megatron_port.core.config.ranges import local_path
 from megatron_port.core.errors import ConfigError, DataError
-from megatron_port.core.io.work import Tally
+from megatron_port.core.io.files import Tally
+from megatron_port.ext.advice.elsewhere import COMMANDS as ELSEWHERE
+from megatron_port.ext.advice.elsewhere import KEYS, VALUES
 from megatron_port.ext.corpora import fetch
-from megatron_port.ext.telemetry.run_state import ENDED, FAILED, NEW, run_state
 from megatron_port.run.run_files import FINISHED, SAVED
+from megatron_port.run.run_state import ENDED, FAILED, NEW, run_state
 
 RUN = 'extends = "models/gpt-tiny"\nname = "mine"\noutput_dir = "{out}"\n[training]\nsteps = 7\n'
 

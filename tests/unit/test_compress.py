@@ -16,10 +16,9 @@ from interop_cases import EXPERTS, GPT2, LLAMA, read_all, saved
 from megatron_port.cli.main import main
 from megatron_port.core.checkpoint.reader import open_checkpoint
 from megatron_port.core.config.checks import problems
-from megatron_port.core.config.fine_tuning import FineTuningConfig
+from megatron_port.core.config.features import FineTuningConfig
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.schema import LayoutConfig, ModelConfig, MoEConfig, RunConfig
-from megatron_port.core.config.weights_settings import factored_shapes
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.record import InitSpec, initial_values, record_of
 from megatron_port.core.engine.module import read_local
@@ -30,18 +29,17 @@ from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder import GPTStage
 from megatron_port.core.model.decoder_spec import model_spec
-from megatron_port.core.model.fingerprint import fingerprint
-from megatron_port.core.model.flops import parameter_count
+from megatron_port.core.model.shapes import fingerprint
+from megatron_port.ext.telemetry.flops import parameter_count
+from megatron_port.ext.weights.settings import factored_shapes
 from megatron_port.run.weights import open_weights
-from megatron_port.tools.compress.axes import HEADS
-from megatron_port.tools.compress.convert import MultipliedWeights, convert, plain, plain_model
+from megatron_port.tools.compress.convert import HEADS, MultipliedWeights, convert, plain, plain_model
 from megatron_port.tools.compress.importance import Importance, read_importance, write_importance
-from megatron_port.tools.compress.pruned_reader import PrunedWeights
-from megatron_port.tools.compress.request import Request
+from megatron_port.tools.compress.request import PrunedWeights, Request
 from megatron_port.tools.compress.selection import Sizes, largest, pruned_model, select
 from megatron_port.tools.interop.export_hf import export_hf
 from megatron_port.tools.interop.hf_check import our_logits
-from megatron_port.tools.plan.verdict import make_plan
+from megatron_port.tools.plan.text import make_plan
 
 transformers = pytest.importorskip("transformers")
 

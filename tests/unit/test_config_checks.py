@@ -15,9 +15,9 @@ from megatron_port.core.config.checks import check, problems, resolve, topology_
 from megatron_port.core.config.choices import CHOICES
 from megatron_port.core.config.layout import divisors, legal_tensor_sizes, nearest, with_values
 from megatron_port.core.config.loader import load, shipped_names
-from megatron_port.core.config.neighbour import legal_neighbour
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.errors import ConfigError
+from megatron_port.ext.advice.nearest_layout import legal_neighbour
 
 BASE = with_values(
     RunConfig(), {"data.synthetic": True, "model.hidden_size": 48, "model.seq_length": 16, "precision.dtype": "fp32"}

@@ -19,8 +19,8 @@ from megatron_port.core.config.dump import leaves, to_toml
 from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.launchers import is_rank_zero
 from megatron_port.core.errors import EXIT_CONFIG, DataError
+from megatron_port.run.launchers import is_rank_zero
 
 WORLDS = {"runs/quickstart": 8, "runs/frontier-22b": 16, "runs/frontier-1t": 3072, "runs/gpt2-124m-1gpu": 1}
 LEAVES = dict(leaves(RunConfig()))

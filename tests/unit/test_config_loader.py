@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_port.cli.config import field_help
-from megatron_port.core.config.config_hash import config_hash
 from megatron_port.core.config.dump import as_dict, to_toml
 from megatron_port.core.config.loader import load, shipped_names
 from megatron_port.core.config.schema import (
@@ -25,6 +24,7 @@ from megatron_port.core.config.schema import (
     RunConfig,
 )
 from megatron_port.core.errors import ConfigError
+from megatron_port.run.config_hash import config_hash
 
 
 def write(folder: Path, name: str, text: str) -> Path:

@@ -74,7 +74,7 @@ def python(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     (folder / "depth_plugin.py").write_text(PLUGIN)
     head = f"import sys; sys.path[:0] = [{str(folder)!r}, {str(ROOT)!r}]\n" + textwrap.dedent("""
         from megatron_port.core.config.checks import problems
-        from megatron_port.core.config.config_hash import config_hash
+        from megatron_port.run.config_hash import config_hash
         from megatron_port.core.config.dump import to_toml
         from megatron_port.core.config.loader import load
         from megatron_port.core.config.schema import RunConfig

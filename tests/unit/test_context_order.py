@@ -8,7 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.core.data.balance import (
+from megatron_port.core.data.dataset import document_starts
+from megatron_port.core.layers.attention import AttentionMask
+from megatron_port.ext.context.balance import (
     GOOD,
     attention_work,
     balanced_chunks,
@@ -18,8 +20,6 @@ from megatron_port.core.data.balance import (
     runs_of,
     zigzag_chunks,
 )
-from megatron_port.core.data.sample import document_starts
-from megatron_port.core.layers.attention import AttentionMask
 
 
 def drawn_starts(draw: np.random.Generator, seq: int, batch: int) -> np.ndarray:

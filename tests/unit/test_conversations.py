@@ -11,8 +11,7 @@ import pytest
 
 from megatron_port.cli.main import main
 from megatron_port.core.data.indexed import IndexedDataset
-from megatron_port.ext.corpora.conversations import ChatFields, ConversationRefusal, messages_of
-from megatron_port.ext.corpora.preferences import preference_of
+from megatron_port.ext.corpora.conversations import ChatFields, ConversationRefusal, messages_of, preference_of
 
 Q, A = ONE = [{"role": "user", "content": "q?"}, {"role": "assistant", "content": "a."}]
 GPT = [{"from": "human", "value": "q?"}, {"from": "gpt", "value": "a."}]

@@ -13,10 +13,10 @@ import pytest
 from megatron_port.cli.main import main
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.loader import load
-from megatron_port.core.data.format import chat_path, mask_path
-from megatron_port.core.data.indexed import IndexedDataset
+from megatron_port.core.data.indexed import IndexedDataset, chat_path, mask_path
 from megatron_port.core.errors import DataError
-from megatron_port.ext.corpora import chat_tokens, sources, template_process
+from megatron_port.ext.corpora import chat_template as template_process
+from megatron_port.ext.corpora import chat_tokens, sources
 from megatron_port.ext.corpora import prepare as preparing
 from megatron_port.ext.corpora.chat_template import BUILT_IN, ChatTemplate, find_template
 from megatron_port.ext.corpora.chat_tokens import ChatRecipe, chat_recipe

@@ -16,8 +16,8 @@ from megatron_port.core.data.dataset import (
     split_positions,
 )
 from megatron_port.core.data.indexed import IndexedDataset
-from megatron_port.core.data.writer import IndexedWriter
 from megatron_port.core.errors import DataError
+from megatron_port.ext.corpora.writer import IndexedWriter
 
 
 def corpus(path, lengths, vocab=60000):

@@ -14,19 +14,17 @@ from hypothesis import strategies as st
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig, TrainingConfig
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.data.dataset import BlendedDataset, GPTDataset, SyntheticDataset
-from megatron_port.core.data.document_length import document_length, with_document_length
-from megatron_port.core.data.format import CorpusMeta
-from megatron_port.core.data.index_cache import IndexCache
-from megatron_port.core.data.indexed import IndexedDataset
+from megatron_port.core.data.dataset import BlendedDataset, GPTDataset, Sample, SyntheticDataset, document_starts
+from megatron_port.core.data.indexed import CorpusMeta, IndexedDataset
 from megatron_port.core.data.loader import build_loaders
-from megatron_port.core.data.megatron_order import MegatronGPTDataset
-from megatron_port.core.data.sample import Sample, document_starts
-from megatron_port.core.data.writer import IndexedWriter
-from megatron_port.core.dist.division import divide
 from megatron_port.core.dist.positions import SequencePartition
 from megatron_port.core.errors import DataError
+from megatron_port.ext.context.division import divide
+from megatron_port.ext.corpora.corpus_facts import document_length, with_document_length
+from megatron_port.ext.corpora.index_cache import IndexCache
+from megatron_port.ext.corpora.megatron_order import MegatronGPTDataset
 from megatron_port.ext.corpora.plugin_source import CheckedDataset
+from megatron_port.ext.corpora.writer import IndexedWriter
 
 LENGTHS = st.lists(st.sampled_from((0, 1, 1, 2, 3, 7, 8, 9, 30)), min_size=1, max_size=25)
 

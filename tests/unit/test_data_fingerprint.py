@@ -14,14 +14,12 @@ import pytest
 
 from megatron_port.cli.main import main
 from megatron_port.core.config.loader import load
-from megatron_port.core.data.corpus_facts import as_toml, blend
-from megatron_port.core.data.fingerprint import changes, data_fingerprint
-from megatron_port.core.data.format import meta_path
-from megatron_port.core.data.index_cache import IndexCache, cached_arrays
-from megatron_port.core.data.indexed import IndexedDataset
+from megatron_port.core.data.indexed import IndexedDataset, changes, data_fingerprint, meta_path
 from megatron_port.core.data.loader import build_loaders
-from megatron_port.core.data.sample_index import build_sample_index
 from megatron_port.core.errors import DataError
+from megatron_port.ext.corpora.corpus_facts import as_toml, blend
+from megatron_port.ext.corpora.index_cache import IndexCache, cached_arrays
+from megatron_port.ext.corpora.megatron_order import build_sample_index
 from megatron_port.ext.corpora.prepare import prepare
 from megatron_port.ext.corpora.source_files import ReadOptions
 from megatron_port.ext.corpora.tokenizer import ByteTokenizer

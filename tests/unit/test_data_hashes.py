@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from megatron_port.core.config.schema import DataConfig, RunConfig
-from megatron_port.core.data import checked_tokens, hashes
-from megatron_port.core.data.checked_tokens import CheckedTokens, TimeLimit
 from megatron_port.core.data.dataset import GPTDataset
-from megatron_port.core.data.format import CorpusMeta
-from megatron_port.core.data.indexed import IndexedDataset, open_all
+from megatron_port.core.data.indexed import CorpusMeta, IndexedDataset, open_all
 from megatron_port.core.data.loader import open_corpora
-from megatron_port.core.data.writer import IndexedWriter
 from megatron_port.core.errors import DataError
+from megatron_port.ext.corpora import checked_tokens
+from megatron_port.ext.corpora import checked_tokens as hashes
+from megatron_port.ext.corpora.checked_tokens import CheckedTokens, TimeLimit
+from megatron_port.ext.corpora.writer import IndexedWriter
 
 TOKENS = 40_000
 

@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.core.data.corpus_facts import unigram_entropy
-from megatron_port.core.data.format import CorpusMeta, bin_path, idx_path, meta_path
-from megatron_port.core.data.indexed import IndexedDataset
-from megatron_port.core.data.writer import IndexedWriter
+from megatron_port.core.data.indexed import CorpusMeta, IndexedDataset, bin_path, idx_path, meta_path
 from megatron_port.core.errors import DataError
+from megatron_port.ext.corpora.corpus_facts import unigram_entropy
 from megatron_port.ext.corpora.verify import verify
+from megatron_port.ext.corpora.writer import IndexedWriter
 
 META = CorpusMeta(tokenizer="byte", vocab_size=257, eod_id=256)
 

@@ -10,15 +10,14 @@ import torch
 
 from megatron_port.core.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig, TrainingConfig
 from megatron_port.core.data.dataset import GPTDataset, SyntheticDataset
-from megatron_port.core.data.format import CorpusMeta
-from megatron_port.core.data.index_cache import IndexCache
-from megatron_port.core.data.indexed import IndexedDataset
+from megatron_port.core.data.indexed import CorpusMeta, IndexedDataset
 from megatron_port.core.data.loader import RankView, ReplicaShare, StepLoader, build_loaders
-from megatron_port.core.data.packing import PackedDataset
-from megatron_port.core.data.writer import IndexedWriter
-from megatron_port.core.dist.division import divide
 from megatron_port.core.dist.positions import SequencePartition
 from megatron_port.core.errors import DataError
+from megatron_port.ext.context.division import divide
+from megatron_port.ext.corpora.index_cache import IndexCache
+from megatron_port.ext.corpora.packing import PackedDataset
+from megatron_port.ext.corpora.writer import IndexedWriter
 
 
 def corpus(path, documents=40, length=25, vocab=257, tokenizer="byte", eod=256, seed=0, meta=True):
@@ -259,7 +258,7 @@ def test_refusals_carry_numbers(tmp_path, order):
 
 def test_the_training_blend_uses_the_training_weights(tmp_path):
     """The order is built at the first sample; by then the other splits, with other shares, have been set up."""
-    from megatron_port.core.data import megatron_order as mo
+    from megatron_port.ext.corpora import megatron_order as mo
 
     # Documents of very different lengths: the corpora's shares differ from split to split.
     long_first = [200] * 30 + [12] * 10

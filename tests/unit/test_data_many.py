@@ -11,8 +11,8 @@ import pytest
 
 from megatron_port.core.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig
 from megatron_port.core.data.loader import corpus_datasets, open_corpora
-from megatron_port.core.data.writer import IndexedWriter
 from megatron_port.core.errors import DataError
+from megatron_port.ext.corpora.writer import IndexedWriter
 
 CORPORA = 300
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_port.core.data import megatron_order as mo
-from megatron_port.core.data.index_cache import IndexCache
 from megatron_port.core.data.indexed import IndexedDataset
-from megatron_port.core.data.megatron_order import MegatronGPTDataset
-from megatron_port.core.data.writer import IndexedWriter
+from megatron_port.ext.corpora import megatron_order as mo
+from megatron_port.ext.corpora.index_cache import IndexCache
+from megatron_port.ext.corpora.megatron_order import MegatronGPTDataset
 from megatron_port.ext.corpora.verify import verify
+from megatron_port.ext.corpora.writer import IndexedWriter
 
 
 @pytest.fixture(scope="module")

@@ -13,14 +13,13 @@ from test_data_documents import corpus
 
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.schema import BatchConfig, DataConfig, ModelConfig, RunConfig, TrainingConfig
-from megatron_port.core.data.format import CorpusMeta
-from megatron_port.core.data.index_cache import IndexCache
-from megatron_port.core.data.indexed import IndexedDataset
+from megatron_port.core.data.indexed import CorpusMeta, IndexedDataset
 from megatron_port.core.data.loader import build_loaders
-from megatron_port.core.data.packing import PADDING, PackedDataset, build_indices, cut, document_splits, first_fit
-from megatron_port.core.data.sample_index import build_sample_index
-from megatron_port.core.data.writer import IndexedWriter
 from megatron_port.core.errors import DataError
+from megatron_port.ext.corpora.index_cache import IndexCache
+from megatron_port.ext.corpora.megatron_order import build_sample_index
+from megatron_port.ext.corpora.packing import PADDING, PackedDataset, build_indices, cut, document_splits, first_fit
+from megatron_port.ext.corpora.writer import IndexedWriter
 
 LENGTHS = st.lists(st.sampled_from((0, 1, 1, 2, 3, 5, 8, 9, 10, 23, 40)), min_size=1, max_size=40)
 

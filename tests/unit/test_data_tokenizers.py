@@ -9,12 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_port.core.data.format import meta_path, read_meta, tokenizer_name
-from megatron_port.core.data.indexed import IndexedDataset
+from megatron_port.core.data.indexed import IndexedDataset, meta_path, read_meta, tokenizer_name
 from megatron_port.core.errors import DataError
 from megatron_port.ext.corpora.prepare import prepare
-from megatron_port.ext.corpora.tokenizer import get_tokenizer, gpt2_directory, identity, identity_of
-from megatron_port.ext.corpora.tokenizer_base import encode_array
+from megatron_port.ext.corpora.tokenizer import encode_array, get_tokenizer, gpt2_directory, identity, identity_of
 from megatron_port.ext.corpora.train_tokenizer import train_bpe
 
 TEXT = "The <|endoftext|> of the </s> thing, the théâtre and 日本語 🎭.\n\n  the the the\n"

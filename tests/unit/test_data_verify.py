@@ -10,12 +10,12 @@ import struct
 import numpy as np
 import pytest
 
-from megatron_port.core.data import hashes as block_hashes
-from megatron_port.core.data.format import CorpusMeta, bin_path, idx_path, meta_path
-from megatron_port.core.data.hashes import BlockHashes
-from megatron_port.core.data.writer import IndexedWriter
+from megatron_port.core.data.indexed import CorpusMeta, bin_path, idx_path, meta_path
 from megatron_port.core.errors import DataError
+from megatron_port.ext.corpora import checked_tokens as block_hashes
+from megatron_port.ext.corpora.checked_tokens import BlockHashes
 from megatron_port.ext.corpora.verify import verify
+from megatron_port.ext.corpora.writer import IndexedWriter
 
 LENGTHS = [3, 0, 40, 7, 100, 12]
 N = len(LENGTHS)

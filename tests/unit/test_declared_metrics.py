@@ -13,12 +13,17 @@ import pytest
 from megatron_port import load_config, run_training
 from megatron_port.core.data.objective import Objective
 from megatron_port.core.errors import ConfigError
-from megatron_port.core.io.metric import Chart, Metric
-from megatron_port.core.io.step_metrics import CHARTS, METRICS, OWN, declare, step_metrics
 from megatron_port.core.registry import OBJECTIVES
 from megatron_port.ext.telemetry.console import cells
-from megatron_port.ext.telemetry.declared import FILE_NAME, known_metrics, write_declared
-from megatron_port.ext.telemetry.metrics import MetricsWriter, encode, read_metrics
+from megatron_port.ext.telemetry.metrics import (
+    DECLARED_FILE,
+    MetricsWriter,
+    encode,
+    known_metrics,
+    read_metrics,
+    write_declared,
+)
+from megatron_port.ext.telemetry.step_metrics import CHARTS, METRICS, OWN, Chart, Metric, declare, step_metrics
 from megatron_port.ext.telemetry.trackers import finite
 from megatron_port.tools.live.server import FollowedRun, sections
 from megatron_port.tools.report.run_data import read_run
@@ -74,10 +79,10 @@ def test_readers_know_them_from_the_folder(tmp_path: Path, monkeypatch: pytest.M
     follower = FollowedRun(folder)
     follower.poll()
     assert "A norm" in sections(follower)["charts"]
-    (folder / FILE_NAME).unlink()  # then they are fields of another version
+    (folder / DECLARED_FILE).unlink()  # then they are fields of another version
     assert next(iter(read_metrics(folder / "metrics.jsonl"))) == {"step": 1, "loss": 3.0, "time": 1e9}
     write_declared(folder, lambda: None)
-    assert not (folder / FILE_NAME).exists()  # nothing is declared
+    assert not (folder / DECLARED_FILE).exists()  # nothing is declared
 
 
 def test_an_attempt_without_the_plugin_keeps_what_was_declared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,9 +91,9 @@ def test_an_attempt_without_the_plugin_keeps_what_was_declared(tmp_path: Path, m
     monkeypatch.setattr(METRICS, "_added", {"a_count": COUNT})
     write_declared(tmp_path, lambda: None)
     monkeypatch.setattr(METRICS, "_added", {})
-    before = (tmp_path / FILE_NAME).read_bytes()
+    before = (tmp_path / DECLARED_FILE).read_bytes()
     write_declared(tmp_path, lambda: pytest.fail("nothing is written"))
-    assert (tmp_path / FILE_NAME).read_bytes() == before
+    assert (tmp_path / DECLARED_FILE).read_bytes() == before
     assert list(known_metrics(tmp_path))[-2:] == ["a_norm", "a_count"]
 
 
@@ -100,7 +105,7 @@ GOOD = {"name": "good", "type": "float"}
     json.dumps({"metrics": [{"type": "float"}]}), "[" * 5000, json.dumps({"metrics": [GOOD], "more": "x" * (1 << 20)}),
 ])
 def test_a_damaged_file_declares_nothing(tmp_path: Path, content: str) -> None:
-    (tmp_path / FILE_NAME).write_text(content)
+    (tmp_path / DECLARED_FILE).write_text(content)
     assert list(known_metrics(tmp_path)) == [metric.name for metric in OWN]
 
 
@@ -111,7 +116,7 @@ def test_a_hostile_file_changes_no_own_metric_and_formats_nothing_large(tmp_path
         {**GOOD, "name": "<script>"},
         {**GOOD, "name": "fine", "label": script(1), "chart": script(2), "summary": "last"},
     ]
-    (tmp_path / FILE_NAME).write_text(json.dumps({"metrics": bad}))
+    (tmp_path / DECLARED_FILE).write_text(json.dumps({"metrics": bad}))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "fine": 2.0, "good": 1.0}\n')
     found = known_metrics(tmp_path)
     assert found["loss"] in OWN and list(found)[len(OWN):] == ["fine"]

@@ -15,7 +15,7 @@ from hf_models import gpt2
 from transformers import AutoModelForCausalLM
 
 from megatron_port.core.config.checks import problems, resolve
-from megatron_port.core.config.distillation import DistillationConfig
+from megatron_port.core.config.features import DistillationConfig
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.schema import (
     BackendConfig,
@@ -33,14 +33,12 @@ from megatron_port.core.errors import CheckpointError, ConfigError
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepSlot
-from megatron_port.ext.objectives.distillation import Objective, vocab_parallel_distillation
-from megatron_port.ext.objectives.distilled import open_teacher
-from megatron_port.ext.objectives.stored_teacher import Stored
-from megatron_port.ext.objectives.vocab_top import vocab_parallel_top
+from megatron_port.ext.objectives.distillation import Objective, Stored, vocab_parallel_distillation
+from megatron_port.ext.objectives.distilled import open_teacher, vocab_parallel_top
 from megatron_port.run.build import build_engine, build_model, topology_of
-from megatron_port.run.dry_run import build_every_rank
 from megatron_port.tools.interop.hf_files import HFFolder
 from megatron_port.tools.plan.case import case_of, machine_of
+from megatron_port.tools.plan.dry_run import build_every_rank
 from megatron_port.tools.plan.memory import teacher_bytes
 from megatron_port.tools.plan.step import chunk_costs
 

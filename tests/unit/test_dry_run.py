@@ -20,7 +20,7 @@ def dry_run(*arguments: str) -> tuple[str, float, int]:
     measured = (
         "import sys\n"
         "from megatron_port.cli.main import main\n"
-        "from megatron_port.core.io.memory import peak_resident_bytes\n"
+        "from megatron_port.ext.telemetry.peak_memory import peak_resident_bytes\n"
         "code = main(['train', *sys.argv[1:]])\n"
         "print(peak_resident_bytes())\n"  # without what the worker that starts it has
         "sys.exit(code)"

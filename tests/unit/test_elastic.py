@@ -10,7 +10,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_port.core.config.checks import problems
-from megatron_port.core.config.elastic import elastic_layout
 from megatron_port.core.config.layout import divisors, layout_problems, legal_tensor_sizes, topology_sizes, with_values
 from megatron_port.core.config.schema import (
     BatchConfig,
@@ -22,6 +21,7 @@ from megatron_port.core.config.schema import (
     RunConfig,
 )
 from megatron_port.core.errors import ConfigError
+from megatron_port.run.elastic import elastic_layout
 
 
 def run(

@@ -12,14 +12,14 @@ import torch
 from megatron_port.core.config.conflicts import contradictions
 from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.loader import load
-from megatron_port.core.config.moe_checks import CONFLICTS
 from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.errors import EnvironmentFault
-from megatron_port.core.layers.experts import Manifest
-from megatron_port.ext.kernels.choose_exchange import choose_exchange
-from megatron_port.ext.kernels.compile_entry_points import ENTRY_POINTS
-from megatron_port.ext.kernels.exchanges import DeepEP, arrangement
+from megatron_port.ext.experts.checks import CONFLICTS
+from megatron_port.ext.experts.exchanges import DeepEP, arrangement
+from megatron_port.ext.experts.experts import Manifest
+from megatron_port.ext.kernels.choose_experts import choose_exchange
+from megatron_port.ext.kernels.jit_guard import ENTRY_POINTS
 
 
 def device(kind: str) -> DeviceInfo:

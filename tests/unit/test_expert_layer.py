@@ -16,21 +16,21 @@ import torch.nn.functional as F
 from cases import make_batches, make_config, providers_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_port.core.config.moe import MoEConfig
+from megatron_port.core.config.model import MoEConfig
 from megatron_port.core.config.schema import LayoutConfig, ModelConfig
 from megatron_port.core.dist.collectives import recorded_buffers
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.layers.dropout import DropoutStream
-from megatron_port.core.layers.experts import grouped_linear
 from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepContext, StepShared, StepSlot, Tallies
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder_spec import model_spec
-from megatron_port.core.model.flops import active_count, model_flops
-from megatron_port.core.model.moe import MoE
-from megatron_port.core.model.moe_spec import moe_of
-from megatron_port.core.model.router import tally_specs
+from megatron_port.ext.experts.experts import grouped_linear
+from megatron_port.ext.experts.moe import MoE
+from megatron_port.ext.experts.router import tally_specs
+from megatron_port.ext.experts.spec import moe_of
+from megatron_port.ext.telemetry.flops import active_count, model_flops
 from megatron_port.run.build import build_engine
 
 SEQ, BATCH, HIDDEN, EXPERTS = 8, 3, 16, 6

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_port.core.config.moe import MoEConfig, RoutesConfig
+from megatron_port.core.config.model import MoEConfig, RoutesConfig
 from megatron_port.core.config.schema import ModelConfig, RunConfig, TrainingConfig
 from megatron_port.core.dist.rank import LeaseLost
 from megatron_port.ext.telemetry.expert_file import (

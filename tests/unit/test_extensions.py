@@ -14,21 +14,20 @@ from fake_ranks import fake_rank
 
 from megatron_port import build_engine, build_loaders, load_config, open_session
 from megatron_port.core.config.checks import problems
-from megatron_port.core.config.config_hash import config_hash
 from megatron_port.core.config.schema import BackendConfig, RunConfig
 from megatron_port.core.data.loader import build_loaders as loaders_of
-from megatron_port.core.dist.device import choose_device
 from megatron_port.core.errors import ConfigError, DataError, EnvironmentFault
 from megatron_port.core.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatron_port.core.layers.fused import torch_swiglu
-from megatron_port.core.pipeline.actions import Action, Kind
-from megatron_port.core.pipeline.checks import check, peak_in_flight
-from megatron_port.core.pipeline.schedules import make_schedule
+from megatron_port.core.pipeline.schedules import Action, Kind, make_schedule
 from megatron_port.core.registry import LOSSES, PROVIDERS, SCHEDULES, SOURCES
 from megatron_port.ext.kernels.choose import Candidate, choose_providers
+from megatron_port.ext.pipeline.checks import check, peak_in_flight
+from megatron_port.run.config_hash import config_hash
+from megatron_port.run.device import choose_device
 from megatron_port.tools.plan.case import case_of
 from megatron_port.tools.plan.ledger import peak_of
-from megatron_port.tools.plan.timeline import timeline
+from megatron_port.tools.plan.step import timeline
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

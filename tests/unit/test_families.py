@@ -24,24 +24,24 @@ from test_model_spec import differing, stage_records
 from megatron_port.cli.main import main
 from megatron_port.core.checkpoint.reader import open_checkpoint
 from megatron_port.core.config.choices import CHOICES
-from megatron_port.core.config.config_hash import config_hash
 from megatron_port.core.config.loader import load
-from megatron_port.core.config.moe import MoEConfig
-from megatron_port.core.config.same_model import model_differences
+from megatron_port.core.config.model import MoEConfig
 from megatron_port.core.config.schema import ModelConfig, RunConfig
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.errors import CheckpointError, ConfigError
 from megatron_port.core.model.decoder_spec import model_spec
-from megatron_port.core.model.flops import parameter_count
 from megatron_port.core.model.shapes import model_records
 from megatron_port.core.registry import FAMILIES
 from megatron_port.ext.families import family_named, family_names
+from megatron_port.ext.telemetry.flops import parameter_count
+from megatron_port.run.config_hash import config_hash
+from megatron_port.run.same_model import model_differences
 from megatron_port.tools.interop.export_hf import export_hf, exported_model
 from megatron_port.tools.interop.hf_config import another_family, family_for, hf_config, model_from_hf
 from megatron_port.tools.interop.hf_files import HFFolder
 from megatron_port.tools.interop.hf_names import hf_mapping, hf_tensors
-from megatron_port.tools.interop.names import megatron_names
 from megatron_port.tools.interop.run_import import import_checkpoint
+from megatron_port.tools.interop.universal import megatron_names
 from megatron_port.tools.plan.case import Case
 from megatron_port.tools.plan.elements import stage_elements
 from megatron_port.tools.plan.engines import ENGINES

@@ -26,8 +26,8 @@ from megatron_port.core.config.schema import (
 )
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.dist.groups import ParallelContext
-from megatron_port.core.layers.few_bits import on_grid
 from megatron_port.core.layers.providers import torch_providers
+from megatron_port.ext.weights.few_bits import on_grid
 from megatron_port.run.build import build_engine
 from megatron_port.tools.interop.hf_files import HFFolder
 

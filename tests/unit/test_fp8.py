@@ -24,17 +24,13 @@ from megatron_port.core.config.schema import (
     RunConfig,
 )
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.device import choose_device
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import ConfigError, EnvironmentFault
-from megatron_port.core.layers.linear import WgradAccumulator, linear
-from megatron_port.core.layers.linear_kernels import PLAIN
+from megatron_port.core.layers.linear import PLAIN, WgradAccumulator, linear
 from megatron_port.core.layers.providers import torch_providers
-from megatron_port.core.layers.quantised import Quantised, QuantizedWeightCache
-from megatron_port.ext.kernels.choose import choose_providers
-from megatron_port.ext.kernels.choose_fp8 import choose_fp8, device_formats, torch_problem
+from megatron_port.ext.kernels.choose import choose_fp8, choose_providers, device_formats, torch_problem
 from megatron_port.ext.kernels.fp8 import (
     FNUZ,
     OCP,
@@ -47,9 +43,11 @@ from megatron_port.ext.kernels.fp8 import (
     torch_quantiser,
     torch_scaled_mm,
 )
+from megatron_port.ext.kernels.quantised import Quantised, QuantizedWeightCache
 from megatron_port.run.build import build_engine
+from megatron_port.run.device import choose_device
 from megatron_port.tools.plan.case import case_of, machine_of
-from megatron_port.tools.plan.fp8 import copy_bytes
+from megatron_port.tools.plan.layer import copy_bytes
 from megatron_port.tools.plan.memory import plan_memory
 from megatron_port.tools.plan.step import plan_step
 
@@ -351,7 +349,7 @@ def test_devices_without_8_bit_products() -> None:
 def test_the_reference_is_taken_when_asked_for_only(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen, row = choose_fp8(BackendConfig(scaled_mm="reference"), recipe, CPU)
     assert chosen.product is reference_scaled_mm and row.provider == "reference" and "for tests" in row.why
-    monkeypatch.setattr("megatron_port.ext.kernels.choose_fp8.torch_scaled_mm", _absent)
+    monkeypatch.setattr("megatron_port.ext.kernels.choose.torch_scaled_mm", _absent)
     for asked in ("auto", "torch"):
         with pytest.raises(EnvironmentFault, match=r'has no .* products on cpu: not here; .*scaled_mm = "reference"'):
             choose_fp8(BackendConfig(scaled_mm=asked), recipe, CPU)

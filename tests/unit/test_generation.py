@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.core.config import config_hash
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.schema import LayoutConfig, ModelConfig, RunConfig
 from megatron_port.core.dist.groups import ParallelContext
@@ -26,11 +25,10 @@ from megatron_port.core.model.attention import SelfAttention
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder import GPTStage
 from megatron_port.ext.corpora.tokenizer import ByteTokenizer
+from megatron_port.run import config_hash
 from megatron_port.tools.inference.generation import Sampling, draw, filter_logits
-from megatron_port.tools.inference.kv_cache import CacheSlot, KeyValueCache
-from megatron_port.tools.inference.lm_eval_adapter import Questions
-from megatron_port.tools.inference.perplexity import StreamWindows
-from megatron_port.tools.inference.scoring import score
+from megatron_port.tools.inference.model import CacheSlot, KeyValueCache, StreamWindows
+from megatron_port.tools.inference.scoring import Questions, score
 
 LOGITS = torch.tensor([[0.0, 2.0, 1.0, -1.0], [3.0, 3.0, 0.0, 0.5]])
 
@@ -189,7 +187,7 @@ def test_a_task_of_the_harness(tmp_path: Path, capsys: pytest.CaptureFixture[str
     import hf_models as hf
 
     from megatron_port.cli.main import main
-    from megatron_port.tools.interop import hf_tokenizer
+    from megatron_port.ext.corpora import hf_tokenizer
 
     for name in ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"):
         monkeypatch.setenv(name, "1")

@@ -19,19 +19,19 @@ from safetensors.torch import load_file, save_file
 
 from megatron_port.cli.main import main
 from megatron_port.core.checkpoint.reader import open_checkpoint
-from megatron_port.core.config.same_model import model_differences
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.errors import CheckpointError, DamagedCheckpoint
-from megatron_port.core.model.flops import parameter_count
 from megatron_port.ext.corpora.tokenizer import HFTokenizer
+from megatron_port.ext.telemetry.flops import parameter_count
+from megatron_port.run.same_model import model_differences
 from megatron_port.run.weights import open_weights
 from megatron_port.tools.interop import export_hf as export_module
+from megatron_port.tools.interop.dcp import Shape, Stage
 from megatron_port.tools.interop.export_hf import export_hf, tensor_slabs
 from megatron_port.tools.interop.hf_config import family_for, hf_config, model_from_hf
 from megatron_port.tools.interop.hf_files import HFFolder
 from megatron_port.tools.interop.hf_names import hf_mapping, hf_tensors
 from megatron_port.tools.interop.run_import import import_checkpoint, read_hf
-from megatron_port.tools.interop.staged import Shape, Stage
 
 transformers = pytest.importorskip("transformers")
 
@@ -253,8 +253,8 @@ def test_names_without_prefix_and_old_buffers(folders: dict[str, Path], tmp_path
 @pytest.mark.parametrize("name", ["byte", "gpt2"])
 def test_our_tokenizers_in_their_form(name: str, tmp_path: Path) -> None:
     from megatron_port.core.errors import DataError
+    from megatron_port.ext.corpora.hf_tokenizer import write_tokenizer
     from megatron_port.ext.corpora.tokenizer import get_tokenizer
-    from megatron_port.tools.interop.hf_tokenizer import write_tokenizer
 
     try:
         ours = get_tokenizer(name)

@@ -18,18 +18,16 @@ from megatron_port.core.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron_port.core.checkpoint.writer import save_checkpoint
 from megatron_port.core.config.dump import as_dict
 from megatron_port.core.config.schema import LayoutConfig, ModelConfig, RunConfig
-from megatron_port.core.data.fingerprint import data_fingerprint
-from megatron_port.core.data.format import read_meta, tokenizer_name
-from megatron_port.core.data.indexed import IndexedDataset
+from megatron_port.core.data.indexed import IndexedDataset, data_fingerprint, read_meta, tokenizer_name
 from megatron_port.core.errors import DataError
 from megatron_port.core.model.shapes import parameter_shapes
 from megatron_port.ext.corpora.chat_tokens import chat_recipe
+from megatron_port.ext.corpora.hf_tokenizer import write_tokenizer
+from megatron_port.ext.corpora.pinned import PROBES, pinned_file, trained_with
 from megatron_port.ext.corpora.prepare import prepare
 from megatron_port.ext.corpora.tokenizer import get_tokenizer, identity
 from megatron_port.ext.corpora.train_tokenizer import train_bpe
-from megatron_port.tools.interop.export_dcp import whole
-from megatron_port.tools.interop.hf_tokenizer import write_tokenizer
-from megatron_port.tools.interop.pinned import PROBES, pinned_file, trained_with
+from megatron_port.tools.interop.dcp import whole
 
 pytest.importorskip("tokenizers")
 MODEL = replace(GPT2, vocab_size=300)
@@ -184,7 +182,7 @@ def other_split(body: dict[str, Any]) -> None:
 def test_our_own_tokenizers_in_a_folder_are_compared(
     name: str, change: Callable[[dict[str, Any]], None] | None, tmp_path: Path
 ) -> None:
-    from megatron_port.tools.interop import hf_tokenizer
+    from megatron_port.ext.corpora import hf_tokenizer
 
     try:
         known = identity(name)

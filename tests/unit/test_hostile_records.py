@@ -12,10 +12,10 @@ import pytest
 from megatron_port.core.errors import CheckpointError, DataError
 from megatron_port.ext.corpora import columns as table_limit
 from megatron_port.ext.corpora.chat_template import find_template, settings_of
+from megatron_port.ext.corpora.hf_tokenizer import copy_companions
 from megatron_port.ext.corpora.prepare import prepare
 from megatron_port.ext.corpora.tokenizer import get_tokenizer
-from megatron_port.run.identity import read_identity
-from megatron_port.tools.interop.companions import copy_companions
+from megatron_port.run.provenance import read_identity
 
 
 @pytest.mark.parametrize("kind", ["parquet", "dictionary", "arrow"])

@@ -19,8 +19,8 @@ from megatron_port.core.checkpoint.reader import open_checkpoint
 from megatron_port.core.checkpoint.slices import slabs
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.errors import CheckpointError
-from megatron_port.tools.interop.export_dcp import _Planner, building, dcp_key, export_dcp
-from megatron_port.tools.interop.inert import Inert, read_inert
+from megatron_port.tools.interop.dcp import _Planner, building, dcp_key, export_dcp
+from megatron_port.tools.interop.hf_check import Inert, read_inert
 from megatron_port.tools.interop.run_import import find_format, import_checkpoint
 
 READER = """

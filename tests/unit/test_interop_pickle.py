@@ -16,11 +16,11 @@ import torch
 
 from megatron_port.core.checkpoint.reader import open_checkpoint
 from megatron_port.core.errors import CheckpointError
-from megatron_port.tools.interop.inert import read_inert
+from megatron_port.tools.interop.hf_check import read_inert
 from megatron_port.tools.interop.megatron import find_files, model_from_args, name_layers, name_without_pipeline
-from megatron_port.tools.interop.names import megatron_names
 from megatron_port.tools.interop.run_import import import_checkpoint
 from megatron_port.tools.interop.sandbox import forbid_network_and_programs
+from megatron_port.tools.interop.universal import megatron_names
 from megatron_port.tools.interop.unpickle import Stubbed, check_size, check_torch_file, read_pickles
 
 ARGS: dict[str, Any] = {

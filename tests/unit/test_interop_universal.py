@@ -13,9 +13,8 @@ from interop_cases import EXPERTS, GPT2, LLAMA, random_state, same, saved
 from megatron_port.core.checkpoint.reader import open_checkpoint
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.errors import CheckpointError
-from megatron_port.tools.interop.names import megatron_names
 from megatron_port.tools.interop.run_import import find_format, import_checkpoint
-from megatron_port.tools.interop.universal import export_universal
+from megatron_port.tools.interop.universal import export_universal, megatron_names
 
 
 class Pretender:

@@ -8,11 +8,11 @@ from functools import partial
 
 import torch
 
-from megatron_port.core.dist.division import divide
 from megatron_port.core.dist.positions import Positions, Run, SequencePartition
 from megatron_port.core.layers.attention import AttentionMask
-from megatron_port.core.layers.context import key_blocks, key_ranges
 from megatron_port.core.layers.step import earliest_start
+from megatron_port.ext.context.attention import key_blocks, key_ranges
+from megatron_port.ext.context.division import divide
 
 
 def drawn(r: random.Random, seq: int) -> Positions:

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_port.core.config.checks import problems
-from megatron_port.core.config.launch_checks import PLACEHOLDERS, launch_problems, wall_seconds, wall_text
 from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.errors import ConfigError
 from megatron_port.tools.launch import script as quote
-from megatron_port.tools.launch.shipped import RUNS
+from megatron_port.tools.launch.launch_checks import PLACEHOLDERS, launch_problems, wall_seconds, wall_text
+from megatron_port.tools.launch.submit import RUNS
 
 BASE = with_values(RunConfig(), {
     "data.synthetic": True, "cluster.name": "frontier", "cluster.nodes": 64, "cluster.queue_nodes": (91, 183, 9472),

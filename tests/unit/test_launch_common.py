@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_port.tools.launch.shipped import launch_folder
+from megatron_port.tools.launch.submit import launch_folder
 
 TOOLS = ("awk", "bash", "cat", "cut", "date", "df", "getent", "grep", "head", "hostname", "id", "mkdir", "mktemp", "mv",
          "od", "paste", "rm", "sed", "sleep", "sort", "stat", "tail", "tar", "tee", "timeout", "tr")

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from test_launch_common import Job
 
-from megatron_port.core.config.launch_checks import launch_problems
 from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.schema import RunConfig
+from megatron_port.tools.launch.launch_checks import launch_problems
 from megatron_port.tools.launch.script import site_block
-from megatron_port.tools.launch.shipped import launch_folder
+from megatron_port.tools.launch.submit import launch_folder
 
 SRUN = """\
 echo "srun $*" >> "$RUN_FOLDER/calls"

@@ -18,14 +18,15 @@ from test_lease import no_job  # noqa: F401 - a fixture for every test here
 from megatron_port.api import load_config
 from megatron_port.cli.main import main
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist import processes
-from megatron_port.core.dist.lease import FOLDER, Holder, lease_file, this_process
 from megatron_port.core.dist.rank import LeaseLost, ProcessInfo
 from megatron_port.core.errors import ConfigError, DataError
-from megatron_port.run.attempts import read_history
-from megatron_port.run.run_files import AttemptOutcome, write_outcome
-from megatron_port.tools.launch import control, direct, status, submit
-from megatron_port.tools.launch import record as records
+from megatron_port.run import direct_start as direct
+from megatron_port.run import launch_record as records
+from megatron_port.run import processes
+from megatron_port.run.lease import FOLDER, Holder, lease_file, this_process
+from megatron_port.run.run_files import AttemptOutcome, read_history, write_outcome
+from megatron_port.tools.launch import status, submit
+from megatron_port.tools.launch import status as control
 from megatron_port.tools.launch.script import Order
 
 INFO = ProcessInfo(0, 8, 0, 4, 0, 2, "n1", 1, "torchrun", "n1")
@@ -151,7 +152,7 @@ def test_a_process_of_another_host_reads_the_mark(run: Path) -> None:
 
 def test_output_in_a_file_is_the_log(run: Path, tmp_path: Path) -> None:
     log = tmp_path / "out.log"
-    code = "from megatron_port.tools.launch.direct import stdout_file; print(stdout_file())"
+    code = "from megatron_port.run.direct_start import stdout_file; print(stdout_file())"
     with log.open("w") as stream:
         subprocess.run([sys.executable, "-c", code], stdout=stream, check=True)
     assert log.read_text().strip() == str(log)

@@ -19,15 +19,14 @@ from megatron_port.cli.main import main
 from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.loader import Loaded, load
 from megatron_port.core.errors import ConfigError
-from megatron_port.tools.launch.emit import KINDS, emit
 from megatron_port.tools.launch.opening import with_record
-from megatron_port.tools.launch.script import Order, render
+from megatron_port.tools.launch.script import KINDS, Order, emit, render
 from megatron_port.tools.launch.sweep import SweepTask, script_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DISCOVER = """\
 import json
-from megatron_port.core.dist.discovery import discover
+from megatron_port.run.discovery import discover
 i = discover(resolve=lambda name: ["10.0.0.1"])
 print(json.dumps([i.rank, i.world_size, i.local_rank, i.num_nodes, i.master_addr, i.master_port, i.launcher]))
 """

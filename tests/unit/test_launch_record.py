@@ -13,13 +13,13 @@ from test_launch_submit import here, tool  # noqa: F401 - here is a fixture
 
 from megatron_port.cli.main import main
 from megatron_port.core.config.loader import load
-from megatron_port.core.dist.launchers import Job
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.package import FOLDER
-from megatron_port.tools.launch import record as records
-from megatron_port.tools.launch import snapshot
+from megatron_port.run import launch_record as records
+from megatron_port.run import sources as snapshot
+from megatron_port.run.launch_record import QueuedJob, RecordFault
+from megatron_port.run.launchers import Job
 from megatron_port.tools.launch.opening import open_record, with_record
-from megatron_port.tools.launch.record import QueuedJob, RecordFault
 from megatron_port.tools.launch.submit import new_folder, order_of
 
 SBATCH = 'echo "$@" >> sbatched; echo 123\n'

@@ -11,8 +11,8 @@ import pytest
 
 from megatron_port.cli.main import main
 from megatron_port.core.config.loader import load
-from megatron_port.tools.launch import shipped
-from megatron_port.tools.launch.shipped import RUNS, launch_folder, shipped_scripts
+from megatron_port.tools.launch import submit as shipped
+from megatron_port.tools.launch.submit import RUNS, launch_folder, shipped_scripts
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = shipped_scripts()

@@ -15,14 +15,15 @@ from test_launch_submit import here  # noqa: F401 - a fixture that queue needs
 
 from megatron_port.cli.main import main
 from megatron_port.core.config.schema import LaunchConfig
-from megatron_port.core.dist.launchers import Job, QueueEntry
 from megatron_port.core.errors import ConfigError
+from megatron_port.run import launch_record as records
+from megatron_port.run.launch_record import Planned, QueuedJob, Record
+from megatron_port.run.launchers import Job, QueueEntry
 from megatron_port.run.run_files import AttemptOutcome, write_outcome
 from megatron_port.tools.launch import attempts as notify
-from megatron_port.tools.launch import control, status, sweep
-from megatron_port.tools.launch import record as records
+from megatron_port.tools.launch import status, sweep
+from megatron_port.tools.launch import status as control
 from megatron_port.tools.launch.attempts import after, before
-from megatron_port.tools.launch.record import Planned, QueuedJob, Record
 
 NOW = 1e9
 RUNNING = {"7": QueueEntry("7", "RUNNING", nodes="2")}

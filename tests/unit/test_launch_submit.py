@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_port.cli.main import main
-from megatron_port.tools.launch.shipped import launch_folder
+from megatron_port.tools.launch.submit import launch_folder
 
 RUN = """\
 extends = ["models/gpt-tiny", "clusters/slurm"]

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megatron_port.core.config.schema import BackendConfig, LayoutConfig, ModelConfig
-from megatron_port.core.dist.device import choose_device
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.providers import Providers, torch_providers
@@ -18,6 +17,7 @@ from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.layers import TransformerLayer
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.choose import choose_providers
+from megatron_port.run.device import choose_device
 
 SEQ, BATCH, HIDDEN = 12, 3, 24
 MODELS: dict[str, dict[str, Any]] = {

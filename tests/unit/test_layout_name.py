@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_port.core.config.layout_name import AXES, parse_layout
 from megatron_port.core.config.schema import LayoutConfig
 from megatron_port.core.errors import ConfigError
+from megatron_port.tools.parity.layout_name import AXES, parse_layout
 
 BASE = LayoutConfig()
 

@@ -18,8 +18,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_port.core.dist import lease as leases
-from megatron_port.core.dist.lease import (
+from megatron_port.core.dist.rank import LeaseLost
+from megatron_port.core.errors import EXIT_CONFIG, ConfigError, EnvironmentFault
+from megatron_port.ext.telemetry.metrics import MetricsWriter, read_metrics
+from megatron_port.ext.telemetry.sinks import MetricsSink
+from megatron_port.run import lease as leases
+from megatron_port.run.lease import (
     FOLDER,
     FolderInUse,
     Holder,
@@ -33,10 +37,6 @@ from megatron_port.core.dist.lease import (
     refuse_if_held,
     this_process,
 )
-from megatron_port.core.dist.rank import LeaseLost
-from megatron_port.core.errors import EXIT_CONFIG, ConfigError, EnvironmentFault
-from megatron_port.ext.telemetry.metrics import MetricsWriter, read_metrics
-from megatron_port.ext.telemetry.sinks import MetricsSink
 
 QUICK = 0.6
 """Seconds of silence after which these tests call a holder dead."""

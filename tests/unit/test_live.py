@@ -18,6 +18,8 @@ from megatron_port.cli.main import main
 from megatron_port.core.dist.process import PHASES
 from megatron_port.core.errors import EnvironmentFault
 from megatron_port.ext.telemetry.metrics import MetricsWriter
+from megatron_port.run.watch.report import MOST_RANKS, NOW, NowFile, snapshot
+from megatron_port.run.watch.rules import Beat, Rank, RankIdentity
 from megatron_port.tools.live.server import (
     HEADERS,
     FollowedRun,
@@ -29,8 +31,6 @@ from megatron_port.tools.live.server import (
     sections,
 )
 from megatron_port.tools.report.run_data import read_run
-from megatron_port.tools.watch.rules import Beat, Rank, RankIdentity
-from megatron_port.tools.watch.watch_report import MOST_RANKS, NOW, NowFile, snapshot
 
 
 def ranks(world: int, *, silent: int = -1) -> dict[int, Rank]:

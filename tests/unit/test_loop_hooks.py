@@ -99,7 +99,7 @@ def test_a_plain_run_has_few_hooks_and_loads_no_module_of_others() -> None:
         "ours = [m.split('.')[1] for m in sys.modules if m.startswith('megatron_port.')]\n"
         "print(len(ours), sorted({'interop', 'inference', 'compress', 'tune', 'bench', 'preflight'} & set(ours)),"
         " [m for m in sys.modules if m in ('megatron_port.tools.plan.memory', 'megatron_port.ext.telemetry.routes',"
-        " 'megatron_port.run.activations', 'megatron_port.ext.health.profile', 'megatron_port.run.loading')])"
+        " 'megatron_port.tools.plan.planner_hook', 'megatron_port.ext.health.profile', 'megatron_port.run.loading')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr

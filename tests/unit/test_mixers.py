@@ -16,29 +16,28 @@ import torch
 
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.loader import load
-from megatron_port.core.config.mixer import MixerKind
+from megatron_port.core.config.model import MixerKind
 from megatron_port.core.config.schema import BackendConfig, DataConfig, LayoutConfig, ModelConfig, RunConfig
-from megatron_port.core.dist.device import choose_device
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.errors import CheckpointError, ConfigError
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.step import StepSlot
-from megatron_port.core.model.activation_sites import SITES, LayerActivations
 from megatron_port.core.model.attention import SelfAttention
 from megatron_port.core.model.build import BuildContext, BuildOptions
 from megatron_port.core.model.decoder_spec import attention_spec, model_spec
-from megatron_port.core.model.flops import causal_flops, model_flops, parameter_count
 from megatron_port.core.model.layers import TransformerLayer
 from megatron_port.core.model.ops import Op
 from megatron_port.core.model.spec import GroupedAttentionSpec
 from megatron_port.core.registry import MIXERS
 from megatron_port.ext.kernels.choose import choose_providers
+from megatron_port.ext.memory.sites import SITES, LayerActivations
+from megatron_port.ext.telemetry.flops import causal_flops, model_flops, parameter_count
+from megatron_port.run.device import choose_device
 from megatron_port.tools.inference.generation import Generator, Sampling
 from megatron_port.tools.interop.hf_config import family_for
 from megatron_port.tools.parity.emulation import RoundingEmulation
-from megatron_port.tools.plan.activations import site_bytes
 from megatron_port.tools.plan.case import Case, case_of, machine_of
-from megatron_port.tools.plan.chunk import layer_bytes
+from megatron_port.tools.plan.chunk import layer_bytes, site_bytes
 from megatron_port.tools.plan.engines import Engine
 from megatron_port.tools.plan.memory import stage_memory
 from megatron_port.tools.plan.step import plan_step

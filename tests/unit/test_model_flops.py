@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.core.model.flops import hardware_flops, model_flops, parameter_count
+from megatron_port.ext.telemetry.flops import hardware_flops, model_flops, parameter_count
 
 EXACT = {
     "gpt2-124m": 124_439_808,

@@ -24,7 +24,6 @@ from megatron_port.core.config.schema import (
     RunConfig,
 )
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.device import choose_device
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.positions import Positions
 from megatron_port.core.engine.native import NativeEngine
@@ -34,6 +33,7 @@ from megatron_port.core.model.shapes import model_records
 from megatron_port.core.optim.rules import StepNumbers, StepValues
 from megatron_port.ext.kernels.choose import choose_providers
 from megatron_port.run.build import DTYPES, build_engine
+from megatron_port.run.device import choose_device
 
 DType = Literal["fp32", "fp64"]
 Own = Literal["on", "off"]

@@ -22,9 +22,9 @@ from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder import GPTStage
 from megatron_port.core.model.decoder_spec import model_spec
-from megatron_port.core.model.flops import parameter_count, unit_costs
 from megatron_port.core.model.shapes import model_records, parameter_shapes
 from megatron_port.core.model.spec import GroupedAttentionSpec, LayerSpec, ParameterSpec
+from megatron_port.ext.telemetry.flops import parameter_count, unit_costs
 
 SMALL = ModelConfig(num_layers=2, hidden_size=48, num_attention_heads=4, vocab_size=53, seq_length=16)
 LLAMA = replace(
@@ -180,6 +180,6 @@ def test_a_layer_reads_all_that_its_operations_write(name: str) -> None:
 
 def test_specs_need_no_torch() -> None:
     """The planner, the tuner and the configuration's commands read them on a login node."""
-    modules = "megatron_port.core.model.flops, megatron_port.core.model.decoder_spec"
+    modules = "megatron_port.ext.telemetry.flops, megatron_port.core.model.decoder_spec"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -18,14 +18,14 @@ from logit_bounds import stage_of
 from megatron_port.core.checkpoint.reader import open_checkpoint
 from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.loader import load
-from megatron_port.core.config.moe import MoEConfig
+from megatron_port.core.config.model import MoEConfig
 from megatron_port.core.config.schema import ModelConfig, RunConfig
 from megatron_port.core.dist.record import BUFFER, InitSpec, initial_values
 from megatron_port.core.errors import CheckpointError
 from megatron_port.core.layers.providers import torch_providers
-from megatron_port.core.model.flops import parameter_count
 from megatron_port.core.model.mlp import activate
 from megatron_port.core.model.shapes import buffer_shapes
+from megatron_port.ext.telemetry.flops import parameter_count
 from megatron_port.run.weights import open_initial
 from megatron_port.tools.interop.export_hf import export_hf
 from megatron_port.tools.interop.hf_config import model_from_hf

@@ -33,7 +33,7 @@ from megatron_port.core.errors import ConfigError
 from megatron_port.core.layers.embedding import VocabParallelEmbedding
 from megatron_port.core.layers.linear import WgradAccumulator
 from megatron_port.core.layers.providers import torch_providers
-from megatron_port.core.model.flops import model_flops, parameter_count
+from megatron_port.ext.telemetry.flops import model_flops, parameter_count
 from megatron_port.run.build import build_engine
 
 SEQ, VOCAB, WEIGHT = 8, 31, 0.7

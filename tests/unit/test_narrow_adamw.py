@@ -29,11 +29,12 @@ from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.record import InitSpec, ParameterRecord
 from megatron_port.core.engine.api import StepLimits
 from megatron_port.core.layers.providers import torch_providers
-from megatron_port.core.optim.bucket_memory import StateShard
+from megatron_port.core.optim.buckets import StateShard
 from megatron_port.core.optim.rules import BlockRule, UpdateSettings
 from megatron_port.ext.kernels.kernels import kernels_status
 from megatron_port.ext.kernels.kernels import load as load_kernels
-from megatron_port.ext.kernels.narrow_adamw import (
+from megatron_port.ext.kernels.ops.optimizer import BLOCK
+from megatron_port.ext.kernels.own_updates import (
     ADAMW_8BIT,
     ADAMW_BF16,
     code_values,
@@ -41,9 +42,8 @@ from megatron_port.ext.kernels.narrow_adamw import (
     quantise_,
     round_stochastically,
 )
-from megatron_port.ext.kernels.ops.narrow_adamw import BLOCK
 from megatron_port.run.build import build_engine
-from megatron_port.tools.plan.rule_cost import state_bytes
+from megatron_port.tools.plan.engines import state_bytes
 
 CPU = torch.device("cpu")
 TORCHAO = json.loads(RECORD.read_text())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_port.core.engine.native_gradients import GradientSink
+from megatron_port.core.engine.native_passes import GradientSink
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.gradient_sums import SumsTogether
 

@@ -22,10 +22,10 @@ from megatron_port.core.config.schema import (
     RunConfig,
 )
 from megatron_port.core.engine.api import NO_LIMITS, StepLimits, StepResult
-from megatron_port.core.engine.probe import Probe, StepDiagnostics, trace_diagnostics
 from megatron_port.core.optim.gradients import LossScaler
 from megatron_port.ext.health.anomaly import _culprit, chosen_micro_batch, same_bits
 from megatron_port.ext.health.numerics import LeftOut, NumericsGuard, position
+from megatron_port.ext.health.probe import Probe, StepDiagnostics, trace_diagnostics
 
 
 def guard(*, dtype: Literal["bf16", "fp16"] = "bf16", clip: float = 1.0, **numerics: Any) -> NumericsGuard:

@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from megatron_port.core.config.checks import problems
-from megatron_port.core.config.distillation import DistillationConfig
+from megatron_port.core.config.features import DistillationConfig
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.data.loader import RankView
 from megatron_port.core.data.objective import Objective, WholeSamples, objective_of
-from megatron_port.core.dist.division import ChunkDivision
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.positions import SequencePartition
 from megatron_port.core.engine.loss_reduction import global_count
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.registry import OBJECTIVES
+from megatron_port.ext.context.division import ChunkDivision
 from megatron_port.ext.objectives.distilled import DistillationObjective
 from megatron_port.ext.objectives.dpo import PairObjective
 from megatron_port.ext.objectives.multi_token import MultiTokenObjective

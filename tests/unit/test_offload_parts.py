@@ -22,7 +22,7 @@ from test_checkpoint_roundtrip import state
 from megatron_port.core.checkpoint.writer import Peers
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.dump import to_toml
-from megatron_port.core.config.offload import OffloadConfig
+from megatron_port.core.config.features import OffloadConfig
 from megatron_port.core.config.schema import (
     BackendConfig,
     BatchConfig,
@@ -35,19 +35,18 @@ from megatron_port.core.config.schema import (
     RunConfig,
 )
 from megatron_port.core.dist import device_streams
-from megatron_port.core.dist.copy_streams import COPY_IN, COPY_OUT
 from megatron_port.core.dist.device_streams import HOST, observed_by
 from megatron_port.core.engine.api import StepLimits
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.layers.providers import torch_providers
-from megatron_port.core.optim.zero3 import GatherGroup
 from megatron_port.ext.kernels import kernels
-from megatron_port.ext.memory import disk_state
-from megatron_port.ext.memory.disk_state import StateFile
+from megatron_port.ext.memory import offload as disk_state
 from megatron_port.ext.memory.held import HeldParameters
-from megatron_port.ext.memory.offload import Offload, offloaded_numbers
+from megatron_port.ext.memory.offload import Offload, StateFile, offloaded_numbers
+from megatron_port.ext.memory.streams import COPY_IN, COPY_OUT
 from megatron_port.ext.memory.swap import ALIGN, StagingRing
+from megatron_port.ext.memory.zero3 import GatherGroup
 from megatron_port.ext.storage import background
 from megatron_port.ext.storage.background import BackgroundSave
 from megatron_port.run import session

@@ -16,7 +16,7 @@ from contexts import slice_record
 from megatron_port.core.checkpoint.format import kinds_fault, read_manifest
 from megatron_port.core.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron_port.core.checkpoint.writer import save_checkpoint
-from megatron_port.core.config.rule_options import AdagradOptions, SGDOptions
+from megatron_port.core.config.optimizer import AdagradOptions, SGDOptions
 from megatron_port.core.config.schema import (
     BatchConfig,
     CheckpointConfig,
@@ -35,18 +35,14 @@ from megatron_port.core.errors import CheckpointError, ConfigError, DamagedCheck
 from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.model import layers
 from megatron_port.core.model.build import BuildContext
-from megatron_port.core.optim.bucket_memory import StateShard, state_layouts
-from megatron_port.core.optim.buckets import plan_buckets
+from megatron_port.core.optim.buckets import StateShard, plan_buckets, state_layouts
 from megatron_port.core.optim.rules import ALIGN, BlockRule, ElementwiseRule, StateKind, UpdateSettings, rule_of
 from megatron_port.core.registry import OPTIMIZERS
-from megatron_port.run.build import build_engine
+from megatron_port.run.build import build_engine, state_records
 from megatron_port.run.changes import check_rule, starts_fresh
 from megatron_port.run.loading import check_resumable
-from megatron_port.run.saved_state import state_records
 from megatron_port.run.state import Position, shapes_of, state_of
-from megatron_port.tools.interop.export_dcp import commit_import, export_dcp
-from megatron_port.tools.interop.import_dcp import read_dcp
-from megatron_port.tools.interop.staged import Stage
+from megatron_port.tools.interop.dcp import Stage, commit_import, export_dcp, read_dcp
 from megatron_port.tools.interop.universal import export_universal
 
 MODEL = ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=19, seq_length=8)

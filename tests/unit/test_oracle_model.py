@@ -11,7 +11,7 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from megatron_port.core.config.moe import MoEConfig
+from megatron_port.core.config.model import MoEConfig
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.dist.counter import key_of
 from megatron_port.core.dist.positions import Positions

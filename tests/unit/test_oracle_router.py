@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.core.config.moe import MoEConfig
+from megatron_port.core.config.model import MoEConfig
 from megatron_port.core.config.schema import (
     BackendConfig,
     BatchConfig,
@@ -32,8 +32,8 @@ from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepShared, StepSlot, Tallies
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder_spec import model_spec
-from megatron_port.core.model.moe_spec import moe_of
-from megatron_port.core.model.router import Router, tally_specs
+from megatron_port.ext.experts.router import Router, tally_specs
+from megatron_port.ext.experts.spec import moe_of
 from megatron_port.run.build import build_engine
 
 HIDDEN, FACTOR = 16, 0.25

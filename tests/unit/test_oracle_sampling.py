@@ -13,7 +13,7 @@ import torch
 
 from megatron_port.core.layers.cross_entropy import torch_cross_entropy
 from megatron_port.tools.inference.generation import Generator, Sampling, draw, filter_logits
-from megatron_port.tools.inference.perplexity import Perplexity, windows
+from megatron_port.tools.inference.model import Perplexity, windows
 from megatron_port.tools.inference.scoring import _token_scores
 
 

@@ -28,29 +28,30 @@ from megatron_port.cli.arguments import print_json
 from megatron_port.cli.main import main
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.schema import LaunchConfig, PreflightConfig
-from megatron_port.core.data.format import CorpusMeta, read_meta, tokenizer_name
-from megatron_port.core.data.index_cache import _whole as cache_is_whole
-from megatron_port.core.data.writer import Written
-from megatron_port.core.dist import lease
-from megatron_port.core.dist.launchers import Job
-from megatron_port.core.dist.lease import Holder, judge, this_process
+from megatron_port.core.data.indexed import CorpusMeta, read_meta, tokenizer_name
 from megatron_port.core.errors import PortError
 from megatron_port.core.io.typed_json import Natural, WrongContent, typed
 from megatron_port.ext.corpora import fetch, prepare
+from megatron_port.ext.corpora.index_cache import _whole as cache_is_whole
+from megatron_port.ext.corpora.writer import Written
 from megatron_port.ext.kernels import attention_choice as attention_table
 from megatron_port.ext.kernels import kernels
-from megatron_port.ext.objectives import reference_losses as reference
-from megatron_port.ext.telemetry import run_state
+from megatron_port.ext.objectives import pairs as reference
 from megatron_port.ext.telemetry.expert_file import read_rows as read_expert_rows
 from megatron_port.ext.telemetry.metrics import read_metrics
 from megatron_port.ext.telemetry.route_file import RouteFolder
-from megatron_port.run import attempts as history
-from megatron_port.run.attempts import Attempt
-from megatron_port.run.identity import Identity, read_identity
-from megatron_port.run.run_files import AttemptOutcome, Failure
-from megatron_port.tools.launch import attempts, control, direct, snapshot, status
-from megatron_port.tools.launch import record as records
-from megatron_port.tools.launch.record import Planned, QueuedJob, Record
+from megatron_port.run import direct_start as direct
+from megatron_port.run import launch_record as records
+from megatron_port.run import lease, run_state
+from megatron_port.run import run_files as history
+from megatron_port.run import sources as snapshot
+from megatron_port.run.launch_record import Planned, QueuedJob, Record
+from megatron_port.run.launchers import Job
+from megatron_port.run.lease import Holder, judge, this_process
+from megatron_port.run.provenance import Identity, read_identity
+from megatron_port.run.run_files import Attempt, AttemptOutcome, Failure
+from megatron_port.tools.launch import attempts, status
+from megatron_port.tools.launch import status as control
 from megatron_port.tools.launch.submit import chain_command
 from megatron_port.tools.live.server import FollowedRun, document
 from megatron_port.tools.plan import activation_file, compare
@@ -59,7 +60,7 @@ from megatron_port.tools.preflight.verdict import render as render_preflight
 from megatron_port.tools.report import run_report
 from megatron_port.tools.report.run_data import read_run
 from megatron_port.tools.tune import tuner as tune_lease
-from megatron_port.tools.tune.results import Results, Trial, run_key
+from megatron_port.tools.tune.strategies import Results, Trial, run_key
 
 CONFIG = load("runs/quickstart").config
 JOB = Job("12", 1, "12", "n[1-2]")

@@ -9,12 +9,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_port.core.dist.positions import Positions
+from megatron_port.core.layers.attention import math_attention
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.fused import ProbabilityDropout, torch_causal_softmax, torch_split_rotary
-from megatron_port.core.layers.fused_attention import math_attention
-from megatron_port.core.layers.packed_math import packed_math_attention
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.ops.softmax import causal_softmax
+from megatron_port.ext.kernels.packed_math import packed_math_attention
 
 
 def dropout_of(p: float, batch: int, seq: int) -> ProbabilityDropout | None:

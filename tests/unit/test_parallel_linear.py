@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_port.core.dist.compat import widening_addmm
+from megatron_port.core.dist.collectives import widening_addmm
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.layers.linear import (
     ColumnParallelLinear,

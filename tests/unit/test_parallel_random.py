@@ -13,7 +13,7 @@ from megatron_port.core.dist.counter import random_bits
 from megatron_port.core.dist.positions import Positions
 from megatron_port.core.layers.dropout import DropoutStream, drop_threshold, keep_mask, keep_scale, op_key
 from megatron_port.core.layers.step import StepSlot
-from megatron_port.core.model.recompute import recompute
+from megatron_port.ext.memory.recompute import recompute
 
 CPU = torch.device("cpu")
 SEQ, WIDTH, HEADS = 12, 10, 4

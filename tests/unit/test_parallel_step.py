@@ -8,7 +8,7 @@ import torch
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.step import AuxiliarySums, StepShared, StepSlot
-from megatron_port.core.model.recompute import recompute
+from megatron_port.ext.memory.recompute import recompute
 
 CPU = torch.device("cpu")
 

@@ -12,9 +12,8 @@ import pytest
 from megatron_port.cli.main import COMMANDS, main
 from megatron_port.core.config.choices import leaf_types
 from megatron_port.core.config.loader import load
-from megatron_port.core.config.ranges import path_mark
+from megatron_port.core.config.ranges import expanded, expanded_tokenizer, local_path, path_mark
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.config.urls import expanded, expanded_tokenizer, local_path
 from megatron_port.core.errors import ConfigError
 
 

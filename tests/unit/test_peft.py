@@ -17,7 +17,7 @@ from megatron_port.core.checkpoint.format import SavedState
 from megatron_port.core.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron_port.core.checkpoint.writer import save_checkpoint
 from megatron_port.core.config.dump import as_dict
-from megatron_port.core.config.fine_tuning import FineTuningConfig
+from megatron_port.core.config.features import FineTuningConfig
 from megatron_port.core.config.schema import CheckpointConfig, LayoutConfig, ModelConfig, RunConfig
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.dist.groups import ParallelContext
@@ -25,13 +25,13 @@ from megatron_port.core.dist.record import StateReader
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import CheckpointError
 from megatron_port.core.layers.providers import torch_providers
-from megatron_port.core.model.fingerprint import fingerprint
+from megatron_port.core.model.shapes import fingerprint
 from megatron_port.ext.families import family_names
 from megatron_port.ext.weights.adapter_spec import MAGNITUDE, adapter_parameters
 from megatron_port.ext.weights.adapters import InitialAdapters, MergedWeights, over_base
 from megatron_port.run.build import build_engine
 from megatron_port.run.weights import open_weights
-from megatron_port.tools.interop.export_dcp import whole
+from megatron_port.tools.interop.dcp import whole
 from megatron_port.tools.interop.export_hf import tensor_slabs
 from megatron_port.tools.interop.hf_check import deviation, our_logits
 from megatron_port.tools.interop.hf_files import HFFolder

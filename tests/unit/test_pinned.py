@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_port.core.dist.host_memory import host_bytes
+from megatron_port.ext.memory.host_memory import host_bytes
 
 
 def test_exactly_what_is_asked_for_is_locked_until_the_last_view_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

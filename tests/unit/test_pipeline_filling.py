@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 
 from megatron_port.core.config.loader import load
 from megatron_port.core.layers.linear import WgradAccumulator
-from megatron_port.core.pipeline.actions import Action, Kind, Schedule
-from megatron_port.core.pipeline.checks import check, check_passes, peak_in_flight
-from megatron_port.core.pipeline.schedules import fillers, make_schedule
-from megatron_port.core.pipeline.simulate import simulate
-from megatron_port.core.pipeline.zero_bubble import filled
+from megatron_port.core.pipeline.schedules import Action, Kind, Schedule, fillers, make_schedule
+from megatron_port.ext.pipeline.checks import check, check_passes, peak_in_flight
+from megatron_port.ext.pipeline.zero_bubble import filled
 from megatron_port.tools.plan.case import case_of
-from megatron_port.tools.plan.pictures import _beside
-from megatron_port.tools.plan.timeline import Exchanges, replay, timeline
+from megatron_port.tools.plan.page import _beside
+from megatron_port.tools.plan.simulate import simulate
+from megatron_port.tools.plan.step import Exchanges, replay, timeline
 
 F, W = Kind.FORWARD, Kind.WEIGHT
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.errors import ConfigError
-from megatron_port.core.model.flops import unit_costs
 from megatron_port.core.pipeline.partition import balanced_layers, search_split
+from megatron_port.ext.telemetry.flops import unit_costs
 
 COSTS = st.integers(0, 20).map(float)
 

@@ -10,10 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_port.core.dist.mesh import Topology
-from megatron_port.core.pipeline.actions import Action, Kind, Schedule
-from megatron_port.core.pipeline.checks import check, check_messages, check_passes, held_bound, peak_in_flight
-from megatron_port.core.pipeline.schedules import forward_only, gpipe, interleaved, make_schedule, one_f_one_b
-from megatron_port.core.pipeline.simulate import bubble_fraction, simulate, unit_cost
+from megatron_port.core.pipeline.schedules import (
+    Action,
+    Kind,
+    Schedule,
+    forward_only,
+    gpipe,
+    interleaved,
+    make_schedule,
+    one_f_one_b,
+)
+from megatron_port.ext.pipeline.checks import check, check_messages, check_passes, held_bound, peak_in_flight
+from megatron_port.tools.plan.simulate import bubble_fraction, simulate, unit_cost
 
 F = Kind.FORWARD
 KINDS = [("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("1f1b", 3), ("zb-h1", 1), ("zb-v", 2)]

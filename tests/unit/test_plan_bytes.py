@@ -10,7 +10,7 @@ from fake_ranks import Traffic, batches, fake_rank
 from planned_traffic import NORM, SUMS, pass_traffic, step_traffic
 
 from megatron_port.core.config.loader import load
-from megatron_port.core.config.moe import MoEConfig
+from megatron_port.core.config.model import MoEConfig
 from megatron_port.core.config.schema import (
     ActivationsConfig,
     BatchConfig,
@@ -23,15 +23,13 @@ from megatron_port.core.config.schema import (
 )
 from megatron_port.core.dist.mesh import Mesh
 from megatron_port.core.model.decoder_spec import model_spec
-from megatron_port.core.optim.bucket_memory import Bucket
+from megatron_port.core.optim.buckets import Bucket
 from megatron_port.core.optim.rules import ALIGN
 from megatron_port.tools.plan.case import Machine, case_of, machine_of
-from megatron_port.tools.plan.cost import Cost
 from megatron_port.tools.plan.elements import bucket_elements, stage_elements
 from megatron_port.tools.plan.engines import ENGINES
 from megatron_port.tools.plan.layer import head_cost, layer_cost
-from megatron_port.tools.plan.links import Links, span
-from megatron_port.tools.plan.rates import Rates
+from megatron_port.tools.plan.rates import Cost, Links, Rates, span
 from megatron_port.tools.plan.step import chunk_costs, data_seconds
 
 GPT = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 100, "seq_length": 16}

@@ -14,28 +14,29 @@ from megatron_port.core.config.checks import problems
 from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.schema import CalibrationConfig, HardwareConfig
-from megatron_port.core.dist.device import choose_device
 from megatron_port.core.layers.providers import torch_providers
-from megatron_port.tools.bench import clock
+from megatron_port.run.device import choose_device
+from megatron_port.tools.bench import measure as clock
 from megatron_port.tools.bench.calibration import (
+    Measured,
+    ProductTime,
     calibrated,
     described,
     held_out_band,
     held_out_passes,
+    host_entries,
     kernel_entries,
+    measure,
     planned_product,
     ring_fit,
+    shapes_of,
     table,
     to_toml,
 )
-from megatron_port.tools.bench.exchanges import CollectiveTime, overlap_share
-from megatron_port.tools.bench.passes import pass_entries
-from megatron_port.tools.bench.probe import Measured, ProductTime, host_entries, measure, shapes_of
+from megatron_port.tools.bench.measure import CollectiveTime, overlap_share, pass_entries
 from megatron_port.tools.bench.sweep import NAMES, _legal, _settings, _studies
-from megatron_port.tools.plan.case import Machine, machine_of
-from megatron_port.tools.plan.kernel_table import to_csv
-from megatron_port.tools.plan.links import Links, span
-from megatron_port.tools.plan.rates import Rates
+from megatron_port.tools.plan.case import Machine, machine_of, to_csv
+from megatron_port.tools.plan.rates import Links, Rates, span
 from megatron_port.tools.tune.strategies import make_space
 
 
@@ -191,10 +192,10 @@ def test_a_table_of_measurements_is_planned_with(tmp_path: Path) -> None:
 
 
 def test_the_programs_own_passes_and_its_host_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_port.tools.bench.passes.SIZES", {"cpu": (1 << 12, 1 << 16)})
-    monkeypatch.setattr("megatron_port.tools.bench.passes.COLD", {"cpu": 1 << 18})
-    monkeypatch.setattr("megatron_port.tools.bench.probe.WIDE", 64)
-    monkeypatch.setattr("megatron_port.tools.bench.probe.WIDEST", 128)
+    monkeypatch.setattr("megatron_port.tools.bench.measure.SIZES", {"cpu": (1 << 12, 1 << 16)})
+    monkeypatch.setattr("megatron_port.tools.bench.measure.COLD", {"cpu": 1 << 18})
+    monkeypatch.setattr("megatron_port.tools.bench.calibration.WIDE", 64)
+    monkeypatch.setattr("megatron_port.tools.bench.calibration.WIDEST", 128)
     config = load("models/gpt-tiny", ["backend.device=cpu"]).config
     device = choose_device("cpu", local_rank=0, local_world_size=1)
     entries = pass_entries(config.model, torch_providers(), "fp32", device.torch_device, 1, 0.0)

@@ -17,9 +17,9 @@ from megatron_port.tools.plan.campaign import (
     campaign,
     goodput,
     longest_job,
+    offers,
     straggler,
 )
-from megatron_port.tools.plan.campaign_text import offers
 
 
 def test_the_best_interval_is_best() -> None:

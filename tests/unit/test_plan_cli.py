@@ -21,13 +21,12 @@ from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.loader import load, shipped_names
 from megatron_port.core.config.machine import CalibrationConfig, HardwareConfig
 from megatron_port.core.errors import ConfigError
-from megatron_port.core.model.flops import model_flops
+from megatron_port.ext.telemetry.flops import model_flops
 from megatron_port.tools.plan import arithmetic
-from megatron_port.tools.plan.assumed import with_assumed_hardware
 from megatron_port.tools.plan.case import case_of, machine_of, machine_problems
-from megatron_port.tools.plan.fastest import fastest, kinds_of, states_of
+from megatron_port.tools.plan.fastest import fastest, kinds_of, refined, states_of
+from megatron_port.tools.plan.guard import with_assumed_hardware
 from megatron_port.tools.plan.memory import plan_memory
-from megatron_port.tools.plan.refine import refined
 from megatron_port.tools.plan.search import (
     Candidate,
     flags_of,
@@ -39,7 +38,7 @@ from megatron_port.tools.plan.search import (
     settings_of,
 )
 from megatron_port.tools.plan.step import plan_step
-from megatron_port.tools.plan.verdict import make_plan
+from megatron_port.tools.plan.text import make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -318,6 +317,6 @@ def test_every_described_cluster_can_be_planned_for(name: str) -> None:
 
 
 def test_planning_needs_no_torch() -> None:
-    modules = "megatron_port.tools.plan.verdict, megatron_port.tools.plan.text"
+    modules = "megatron_port.tools.plan.text, megatron_port.tools.plan.text"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -12,7 +12,7 @@ from megatron_port.core.config.dump import to_toml
 from megatron_port.core.config.loader import load
 from megatron_port.core.errors import ConfigError, DataError
 from megatron_port.tools.plan.compare import as_json, compare_run, render
-from megatron_port.tools.plan.verdict import make_plan
+from megatron_port.tools.plan.text import make_plan
 
 
 def folder(path: Path, times: list[float], *, run: str = "runs/frontier-175b", **more: object) -> Path:

@@ -13,20 +13,17 @@ from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.model.decoder_spec import model_spec
-from megatron_port.core.model.flops import attention_counted, causal_flops, model_flops
-from megatron_port.tools.plan import context_balance
+from megatron_port.ext.telemetry.flops import attention_counted, causal_flops, model_flops
+from megatron_port.tools.plan import exchanges as context_balance
 from megatron_port.tools.plan.case import Machine, case_of, machine_of
 from megatron_port.tools.plan.chunk import layer_bytes
-from megatron_port.tools.plan.context import context_bytes, context_cost, head_bytes
-from megatron_port.tools.plan.context_balance import work_imbalance
+from megatron_port.tools.plan.exchanges import context_bytes, context_cost, head_bytes, work_imbalance
 from megatron_port.tools.plan.guard import memory_problem
-from megatron_port.tools.plan.links import Links
 from megatron_port.tools.plan.memory import plan_memory
-from megatron_port.tools.plan.rates import Rates
+from megatron_port.tools.plan.rates import Links, Rates
 from megatron_port.tools.plan.search import options_of, search, settings_of
 from megatron_port.tools.plan.step import plan_step
-from megatron_port.tools.plan.text import explain, render
-from megatron_port.tools.plan.verdict import make_plan
+from megatron_port.tools.plan.text import explain, make_plan, render
 
 
 def run(**values: object) -> RunConfig:

@@ -12,7 +12,7 @@ from published import doing_also
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.layout import expert_cuts
 from megatron_port.core.config.loader import load
-from megatron_port.core.config.moe import MoEConfig, RoutesConfig
+from megatron_port.core.config.model import MoEConfig, RoutesConfig
 from megatron_port.core.config.schema import (
     BatchConfig,
     DataConfig,
@@ -23,21 +23,19 @@ from megatron_port.core.config.schema import (
 )
 from megatron_port.core.dist.mesh import Mesh
 from megatron_port.core.model.decoder_spec import model_spec
-from megatron_port.core.model.flops import parameter_count
-from megatron_port.core.model.moe_spec import moe_of
+from megatron_port.ext.experts.spec import moe_of
+from megatron_port.ext.telemetry.flops import parameter_count
 from megatron_port.tools.plan.case import Case, Machine, case_of, machine_of
 from megatron_port.tools.plan.elements import bucket_elements, expert_elements, stage_elements
 from megatron_port.tools.plan.engines import ENGINES
-from megatron_port.tools.plan.experts import exchange_seconds, expert_cost
+from megatron_port.tools.plan.exchanges import exchange_seconds, expert_cost
 from megatron_port.tools.plan.guard import memory_problem
 from megatron_port.tools.plan.layer import layer_cost
-from megatron_port.tools.plan.links import Links, span
 from megatron_port.tools.plan.memory import held_bytes, plan_memory
-from megatron_port.tools.plan.rates import Rates
+from megatron_port.tools.plan.rates import Links, Rates, span
 from megatron_port.tools.plan.search import options_of, search, settings_of
 from megatron_port.tools.plan.step import chunk_costs, plan_step
-from megatron_port.tools.plan.text import explain, render
-from megatron_port.tools.plan.verdict import make_plan
+from megatron_port.tools.plan.text import explain, make_plan, render
 
 MODEL = ModelConfig(
     num_layers=4, hidden_size=512, num_attention_heads=8, vocab_size=1024, seq_length=256, activation="swiglu",

@@ -13,19 +13,18 @@ import pytest
 from megatron_port.api import run_training
 from megatron_port.cli.main import main
 from megatron_port.core.config.checks import problems
+from megatron_port.core.config.features import OffloadConfig
 from megatron_port.core.config.loader import load
-from megatron_port.core.config.offload import OffloadConfig
 from megatron_port.core.config.schema import OptimizerConfig, RunConfig
 from megatron_port.core.dist.rank import ProcessInfo
-from megatron_port.tools.plan.advice import ways_to_fit
+from megatron_port.run.elastic import starved_stages
 from megatron_port.tools.plan.case import case_of, machine_of
 from megatron_port.tools.plan.elements import stage_elements
+from megatron_port.tools.plan.engines import rule_cost
+from megatron_port.tools.plan.fastest import ways_to_fit
 from megatron_port.tools.plan.guard import memory_problem, planned_memory
-from megatron_port.tools.plan.memory import stage_memory
-from megatron_port.tools.plan.offload import offloaded
-from megatron_port.tools.plan.rule_cost import rule_cost
-from megatron_port.tools.plan.starved import starved_stages
-from megatron_port.tools.plan.verdict import make_plan
+from megatron_port.tools.plan.memory import offloaded, stage_memory
+from megatron_port.tools.plan.text import make_plan
 
 TOO_FEW = "layout.pipeline_parallel_size=4"
 ONE_DEVICE = ["cluster.nodes=1", "cluster.gpus_per_node=1", "layout.pipeline_parallel_size=1"]
@@ -102,7 +101,7 @@ def small(tmp_path: Path) -> Path:
 def test_train_stops_with_2_before_any_process_meets(
     small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_port.core.dist.local.run_local", lambda *a, **k: pytest.fail("ranks were started"))
+    monkeypatch.setattr("megatron_port.run.local_ranks.run_local", lambda *a, **k: pytest.fail("ranks were started"))
     out = f"output_dir={tmp_path / 'runs'}"
     for arguments in (["--nproc", "2"], ["--dry-run"]):
         assert main(["train", str(small), "--set", out, *arguments]) == 2

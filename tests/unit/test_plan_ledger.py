@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from memory_matrix import BOUND, compared
 
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.core.pipeline.checks import peak_in_flight
 from megatron_port.core.pipeline.schedules import make_schedule
+from megatron_port.ext.pipeline.checks import peak_in_flight
 from megatron_port.tools.plan import chunk
 from megatron_port.tools.plan.case import Case
 from megatron_port.tools.plan.chunk import chunk_bytes
 from megatron_port.tools.plan.engines import Engine
 from megatron_port.tools.plan.ledger import Moment, occupancy, peak_of, quick_occupancy, steady_count
-from megatron_port.tools.plan.tape import Block, Meter, Tape, Value
+from megatron_port.tools.plan.operations import Block, Meter, Tape, Value
 
 RECORD = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "memory-ledger.jsonl"
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("1f1b", 3), ("zb-h1", 1), ("zb-v", 2)]

@@ -25,8 +25,8 @@ from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.run.build import build_model
-from megatron_port.tools.plan.activations import layer_activation_bytes
 from megatron_port.tools.plan.case import Case, Machine, balanced_split, case_of, machine_of
+from megatron_port.tools.plan.chunk import layer_activation_bytes
 from megatron_port.tools.plan.elements import stage_elements
 from megatron_port.tools.plan.engines import Engine
 from megatron_port.tools.plan.layer import attention_seconds

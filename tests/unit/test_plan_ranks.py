@@ -10,9 +10,9 @@ import torch
 from fake_ranks import fake_rank
 from rank_memory import held_bytes, measure, padding
 
-from megatron_port.core.config.fine_tuning import FineTuningConfig
+from megatron_port.core.config.features import FineTuningConfig
 from megatron_port.core.config.layout import with_values
-from megatron_port.core.config.moe import MoEConfig
+from megatron_port.core.config.model import MoEConfig
 from megatron_port.core.config.schema import (
     ActivationsConfig,
     BackendConfig,
@@ -25,13 +25,13 @@ from megatron_port.core.config.schema import (
     RunConfig,
 )
 from megatron_port.core.dist.record import ParameterRecord
-from megatron_port.core.model.activation_sites import RECOMPUTED, REPLICATED, SITES, choice
 from megatron_port.core.model.shapes import model_records
 from megatron_port.core.optim.rules import ElementwiseRule
 from megatron_port.core.registry import OPTIMIZERS
+from megatron_port.ext.memory.sites import RECOMPUTED, REPLICATED, SITES, choice
 from megatron_port.run.build import topology_of
-from megatron_port.run.dry_run import build_every_rank
 from megatron_port.tools.plan.case import Machine, case_of
+from megatron_port.tools.plan.dry_run import build_every_rank
 from megatron_port.tools.plan.elements import window_elements
 from megatron_port.tools.plan.memory import stage_memory
 

@@ -11,17 +11,14 @@ import pytest
 
 from megatron_port.cli.main import main
 from megatron_port.core.config.loader import load
-from megatron_port.core.io.numbers import ticks
-from megatron_port.tools.charts.lines import Series, line_chart
+from megatron_port.ext.telemetry.numbers import ticks
+from megatron_port.tools.charts.page import Series, line_chart
 from megatron_port.tools.plan.case import Case, Machine, case_of, machine_of
-from megatron_port.tools.plan.page import report_page
-from megatron_port.tools.plan.pictures import passes
+from megatron_port.tools.plan.compare import planned, studies
+from megatron_port.tools.plan.page import choice_bars, machine_bars, passes, report_page
 from megatron_port.tools.plan.search import options_of, search
-from megatron_port.tools.plan.sensitivity import choice_bars, machine_bars
-from megatron_port.tools.plan.step import chunk_costs, plan_step
-from megatron_port.tools.plan.studies import planned, studies
-from megatron_port.tools.plan.timeline import timeline
-from megatron_port.tools.plan.verdict import make_plan
+from megatron_port.tools.plan.step import chunk_costs, plan_step, timeline
+from megatron_port.tools.plan.text import make_plan
 
 
 def base(run: str = "runs/frontier-175b") -> tuple[Case, Machine]:

@@ -15,15 +15,13 @@ from published import doing_also, programs
 from megatron_port.core.config.loader import load
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.model.decoder_spec import model_spec
-from megatron_port.core.model.flops import hardware_flops, model_flops
 from megatron_port.core.pipeline.schedules import make_schedule
-from megatron_port.core.pipeline.simulate import simulate
+from megatron_port.ext.telemetry.flops import hardware_flops, model_flops
 from megatron_port.tools.plan.case import Case, Machine, case_of, machine_of
 from megatron_port.tools.plan.layer import attention_seconds, layer_cost
-from megatron_port.tools.plan.links import Links, busiest_link, scattered, span, used_links
-from megatron_port.tools.plan.rates import Rates, efficiency
-from megatron_port.tools.plan.step import _replica_seconds, plan_step
-from megatron_port.tools.plan.timeline import timeline
+from megatron_port.tools.plan.rates import Links, Rates, busiest_link, efficiency, scattered, span, used_links
+from megatron_port.tools.plan.simulate import simulate
+from megatron_port.tools.plan.step import _replica_seconds, plan_step, timeline
 
 
 def machine(name: str = "frontier") -> Machine:

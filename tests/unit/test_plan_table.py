@@ -12,13 +12,22 @@ from megatron_port.core.config.loader import load
 from megatron_port.core.config.schema import CalibrationConfig
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.model.decoder_spec import model_spec
-from megatron_port.tools.plan.case import Machine, case_of, machine_of, table_of
-from megatron_port.tools.plan.cost import Cost
+from megatron_port.tools.plan.case import (
+    Entry,
+    KernelTable,
+    Machine,
+    band,
+    between,
+    case_of,
+    held_out_errors,
+    machine_of,
+    read_table,
+    table_of,
+    to_csv,
+)
 from megatron_port.tools.plan.engines import ENGINES
-from megatron_port.tools.plan.kernel_table import Entry, KernelTable, band, between, held_out_errors, read_table, to_csv
 from megatron_port.tools.plan.layer import layer_cost, start_seconds
-from megatron_port.tools.plan.links import Links, span
-from megatron_port.tools.plan.rates import Rates
+from megatron_port.tools.plan.rates import Cost, Links, Rates, span
 from megatron_port.tools.plan.step import plan_step
 
 

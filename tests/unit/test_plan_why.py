@@ -13,7 +13,7 @@ from megatron_port.tools.plan.layer import start_seconds
 from megatron_port.tools.plan.rates import Rates
 from megatron_port.tools.plan.search import layouts, options_of
 from megatron_port.tools.plan.step import _kinds, plan_step
-from megatron_port.tools.plan.verdict import make_plan
+from megatron_port.tools.plan.text import make_plan
 
 
 def test_the_gains_lead_from_the_run_to_the_best() -> None:

@@ -11,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_port.core.config.schema import BackendConfig, LayoutConfig, ModelConfig
-from megatron_port.core.dist.device import choose_device
-from megatron_port.core.dist.division import ChunkDivision, divide
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.positions import WHOLE_SEQUENCE, Positions, Run, SequencePartition, sequence_partition
@@ -23,9 +21,10 @@ from megatron_port.core.model.attention import SelfAttention
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder import GPTStage
 from megatron_port.core.model.decoder_spec import attention_spec, model_spec
-from megatron_port.core.model.layers import Embedding
-from megatron_port.core.model.norm import Norm
+from megatron_port.core.model.layers import Embedding, Norm
+from megatron_port.ext.context.division import ChunkDivision, divide
 from megatron_port.ext.kernels.choose import choose_providers
+from megatron_port.run.device import choose_device
 
 CPU = torch.device("cpu")
 SEQ, BATCH = 32, 2

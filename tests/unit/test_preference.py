@@ -18,19 +18,17 @@ import torch
 from megatron_port.cli.main import main
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.schema import BatchConfig, DataConfig, RunConfig, TrainingConfig
-from megatron_port.core.data.format import reference_path
-from megatron_port.core.data.indexed import IndexedDataset
+from megatron_port.core.data.indexed import IndexedDataset, reference_path
 from megatron_port.core.data.loader import Loaders, build_loaders
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import DataError
 from megatron_port.core.layers.providers import torch_providers
-from megatron_port.ext.corpora.conversations import ConversationRefusal
-from megatron_port.ext.corpora.preferences import preference_of
+from megatron_port.ext.corpora.conversations import ConversationRefusal, preference_of
 from megatron_port.ext.corpora.tokenizer import get_tokenizer
 from megatron_port.ext.corpora.verify import verify
 from megatron_port.ext.objectives.dpo import PairObjective, pair_loss_sum
-from megatron_port.ext.objectives.reference_losses import read_reference
+from megatron_port.ext.objectives.pairs import read_reference
 from megatron_port.run.build import build_engine
 from megatron_port.tools.interop.hf_files import HFFolder
 from megatron_port.tools.parity.comparison import gradient_deviation

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.core.dist.launchers import compress_hosts, expand_hosts
-from megatron_port.tools.preflight.bandwidth import ALL_GATHER, ALL_REDUCE, POINT_TO_POINT, algbw_gb, busbw_gb
+from megatron_port.run.launchers import compress_hosts, expand_hosts
+from megatron_port.tools.preflight.core import ALL_GATHER, ALL_REDUCE, POINT_TO_POINT, algbw_gb, busbw_gb
 from megatron_port.tools.preflight.exchange import all_pairs_rounds, neighbour_rounds, rounds_for
 
 HOST = st.from_regex(r"[a-z]{1,3}-?[0-9]{0,4}", fullmatch=True)

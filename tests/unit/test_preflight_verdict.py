@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from megatron_port.cli.main import main
 from megatron_port.core.config.schema import PreflightConfig
-from megatron_port.core.dist.launchers import expand_hosts
 from megatron_port.core.errors import EnvironmentFault
+from megatron_port.run.launchers import expand_hosts
 from megatron_port.tools.preflight import node_file as files
 from megatron_port.tools.preflight.verdict import common_versions, make_report, read_nodes, render, select, upper_median
 

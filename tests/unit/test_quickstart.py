@@ -15,9 +15,9 @@ from types import ModuleType
 import pytest
 
 from megatron_port.core.config.checks import problems
-from megatron_port.core.config.config_hash import config_hash
 from megatron_port.core.config.loader import load
-from megatron_port.core.model.flops import active_count
+from megatron_port.ext.telemetry.flops import active_count
+from megatron_port.run.config_hash import config_hash
 
 ROOT = Path(__file__).resolve().parents[2]
 

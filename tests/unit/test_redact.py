@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_port.core.config.checks import problems, secret_problems
+from megatron_port.core.config.ranges import secret_name
 from megatron_port.core.config.schema import DataConfig, RunConfig
-from megatron_port.core.config.secrets import secret_name
 from megatron_port.core.errors import EnvironmentFault
 from megatron_port.core.io.logging import redact, redacted
 from megatron_port.run.run_files import add_event, read_failure, record_failure

@@ -10,10 +10,10 @@ import pytest
 
 from megatron_port.cli.main import main
 from megatron_port.core.errors import ConfigError
-from megatron_port.core.io.numbers import ticks
 from megatron_port.ext.telemetry.metrics import MetricsWriter
-from megatron_port.tools.charts.lines import Mark, line_chart
-from megatron_port.tools.charts.lines import Series as Curve
+from megatron_port.ext.telemetry.numbers import ticks
+from megatron_port.tools.charts.page import Mark, line_chart
+from megatron_port.tools.charts.page import Series as Curve
 from megatron_port.tools.report.run_data import POINTS, Series, read_run
 from megatron_port.tools.report.run_report import Comparison, render
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from test_checkpoint_roundtrip import whole
 
 from megatron_port.core.checkpoint.format import Manifest, SavedState, read_manifest
-from megatron_port.core.checkpoint.lineage import Committer
-from megatron_port.core.checkpoint.writer import save_checkpoint
+from megatron_port.core.checkpoint.writer import Committer, save_checkpoint
 from megatron_port.core.config.checks import resolve
 from megatron_port.core.config.schema import (
     BatchConfig,
@@ -33,9 +32,8 @@ from megatron_port.core.optim.schedules import BatchSchedule
 from megatron_port.core.train.folders import FOLDER, run_folder
 from megatron_port.ext.telemetry.metrics import MetricsWriter
 from megatron_port.run.changes import changes_since, check_batch, check_seed, ended_rampup
-from megatron_port.run.closing import finished_line
-from megatron_port.run.identity import read_identity, settle
-from megatron_port.run.provenance import record_event, record_failure_event
+from megatron_port.run.hooks import finished_line
+from megatron_port.run.provenance import read_identity, record_event, record_failure_event, settle
 from megatron_port.run.state import Position, find_checkpoints, state_of
 from megatron_port.tools.report.run_data import read_run
 

@@ -13,7 +13,7 @@ import torch
 from contexts import rank_of
 from safetensors.torch import load_file
 
-from megatron_port.core.config.moe import MoEConfig, RoutesConfig
+from megatron_port.core.config.model import MoEConfig, RoutesConfig
 from megatron_port.core.config.schema import ModelConfig, RunConfig, TrainingConfig
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.dist.mesh import Topology
@@ -21,7 +21,7 @@ from megatron_port.core.dist.rank import Fence, LeaseLost
 from megatron_port.core.errors import ConfigError, DataError
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.step import StepContext, StepSlot
-from megatron_port.core.model.router import ROUTES, fixed_route, note_route
+from megatron_port.ext.experts.router import ROUTES, fixed_route, note_route
 from megatron_port.ext.telemetry import route_file as route_writer
 from megatron_port.ext.telemetry.route_file import (
     RankRoutes,

@@ -14,7 +14,7 @@ from fake_ranks import fake_rank
 from rule_twins import Twin
 from torch import nn
 
-from megatron_port.core.config.rule_options import (
+from megatron_port.core.config.optimizer import (
     AdafactorOptions,
     AdagradOptions,
     CAMEOptions,
@@ -36,10 +36,9 @@ from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.engine.native_update import make_update
 from megatron_port.core.optim.rules import StepNumbers, StepValues, rule_of
 from megatron_port.core.optim.sharded import ShardedParameters, ShardSettings
-from megatron_port.core.optim.sums import rectangles
-from megatron_port.ext.rules.matrices import assign, shapes_of
-from megatron_port.ext.rules.muon import orthogonalized
-from megatron_port.tools.plan.rule_cost import state_bytes
+from megatron_port.ext.rules.matrices import assign, orthogonalized, shapes_of
+from megatron_port.ext.rules.sums import rectangles
+from megatron_port.tools.plan.engines import state_bytes
 
 STEPS, LR = 6, 0.02
 SHAPES: dict[str, tuple[tuple[int, ...], bool, tuple[int, ...]]] = {

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_port.core.checkpoint.disk import write_chunks
+from megatron_port.core.checkpoint.shard import write_chunks
 from megatron_port.core.dist.rank import LeaseLost
 from megatron_port.core.errors import CheckpointError, EnvironmentFault
 from megatron_port.core.io.files import atomic_file, write_bytes, write_new, write_output, write_text

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.core.dist.discovery import discover, is_loopback
-from megatron_port.core.dist.launchers import expand_hosts, expand_tasks, in_step, same_host, step_port
 from megatron_port.core.errors import EnvironmentFault
+from megatron_port.run.discovery import discover, is_loopback
+from megatron_port.run.launchers import expand_hosts, expand_tasks, in_step, same_host, step_port
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",

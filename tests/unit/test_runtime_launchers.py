@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_port.core.dist.discovery import discover
-from megatron_port.core.dist.local import run_local
 from megatron_port.core.dist.rank import ProcessInfo
 from megatron_port.core.errors import EnvironmentFault, LauncherFault
+from megatron_port.run.discovery import discover
+from megatron_port.run.local_ranks import run_local
 
 Env = dict[str, str]
 

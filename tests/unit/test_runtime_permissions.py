@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_port.cli.main import main
-from megatron_port.core.checkpoint.disk import write_chunks
+from megatron_port.core.checkpoint.shard import write_chunks
 from megatron_port.core.io.files import tighten, write_bytes, write_output
 from megatron_port.run.run_files import FINISHED, OUTCOME, AttemptOutcome, write_outcome
 

@@ -15,12 +15,11 @@ import torch.distributed as dist
 
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist import start as rendezvous
-from megatron_port.core.dist.discovery import SECRET, discover, holder_of_port, is_own_address, own_addresses
-from megatron_port.core.dist.fingerprint import Fingerprint, installed_versions
 from megatron_port.core.dist.rank import ProcessInfo
-from megatron_port.core.dist.start import connect, listen, meet, places
 from megatron_port.core.errors import ConfigError, EnvironmentFault
+from megatron_port.run import rendezvous
+from megatron_port.run.discovery import SECRET, discover, holder_of_port, is_own_address, own_addresses
+from megatron_port.run.rendezvous import Fingerprint, connect, installed_versions, listen, meet, places
 from megatron_port.run.session import open_session
 
 SAME = Fingerprint({"world size": "4", "torch": "2.13.0"}, {"training.steps": "10", "seed": "1"})

@@ -59,7 +59,7 @@ def test_peak_memory_is_this_programs_not_its_parents() -> None:
     """A parent with 300 MB more than the program needs; ru_maxrss would give them to it."""
     ballast = bytearray(b"x") * (300 << 20)
     program = (
-        "import resource\nfrom megatron_port.core.io.memory import peak_resident_bytes\n"
+        "import resource\nfrom megatron_port.ext.telemetry.peak_memory import peak_resident_bytes\n"
         "before = peak_resident_bytes()\n"
         "held = bytearray(b'x') * (64 << 20)\ndel held\n"
         "print(before, peak_resident_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_port.core.config.dump import leaves
-from megatron_port.core.config.same_model import FREE, model_differences, with_sizes
 from megatron_port.core.config.schema import ModelConfig
+from megatron_port.run.same_model import FREE, model_differences, with_sizes
 
 MODEL = ModelConfig(hidden_size=48, num_attention_heads=4, num_layers=2, position_embedding="rope", sliding_window=4)
 

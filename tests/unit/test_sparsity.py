@@ -26,13 +26,13 @@ from megatron_port.core.config.schema import (
     RunConfig,
     SparsityConfig,
 )
-from megatron_port.core.config.weights_settings import is_sparse
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.record import WEIGHT
 from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.model.shapes import parameter_shapes
 from megatron_port.ext.weights.readers import SparseWeights
+from megatron_port.ext.weights.settings import is_sparse
 from megatron_port.run.build import build_engine
 from megatron_port.tools.interop.hf_files import HFFolder
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatron_port.core.config.schema import BackendConfig, LayoutConfig, ModelConfig
-from megatron_port.core.dist.device import choose_device
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.providers import Providers, torch_providers
@@ -19,6 +18,7 @@ from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder_spec import attention_spec
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.choose import choose_providers
+from megatron_port.run.device import choose_device
 
 
 def _gradients(providers: Providers, **options: Any) -> dict[str, torch.Tensor]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from stream_order import OrderChecker, StreamRace
 
-from megatron_port.core.dist.copy_streams import COPY_IN, COPY_OUT, Streams
 from megatron_port.core.dist.device_streams import COMPUTE, HOST, Event, access, observed_by
+from megatron_port.ext.memory.streams import COPY_IN, COPY_OUT, Streams
 from megatron_port.ext.memory.swap import ALIGN, StagingRing, SwapSpace
 
 CPU = torch.device("cpu")

@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_port.core.config.conflicts import contradictions
-from megatron_port.core.config.kernels_settings import RECORDED as CONFLICTS
-from megatron_port.core.config.offload import OffloadConfig
+from megatron_port.core.config.features import OffloadConfig
 from megatron_port.core.config.schema import (
     ActivationsConfig,
     BackendConfig,
@@ -28,14 +27,15 @@ from megatron_port.core.config.schema import (
     RunConfig,
 )
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.dist.device import choose_device
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.engine.native import NativeEngine
-from megatron_port.core.engine.step_inputs import FIELDS, StepInputs, tensors_of
 from megatron_port.core.errors import ConfigError
 from megatron_port.ext.kernels.choose import choose_providers
+from megatron_port.ext.kernels.settings import RECORDED as CONFLICTS
 from megatron_port.ext.kernels.step_graphs import WARM_UP
+from megatron_port.ext.kernels.step_inputs import FIELDS, StepInputs, tensors_of
 from megatron_port.run.build import DTYPES, build_engine
+from megatron_port.run.device import choose_device
 
 MODEL = ModelConfig(
     num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=61, seq_length=16, hidden_dropout=0.1,

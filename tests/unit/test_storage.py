@@ -21,11 +21,9 @@ from test_checkpoint_roundtrip import over_threads, state, whole  # noqa: E402
 from test_data_loader import corpus, loaders, rows, run_config  # noqa: E402
 
 from megatron_port.core.checkpoint.format import Parent  # noqa: E402
-from megatron_port.core.checkpoint.lineage import Committer  # noqa: E402
 from megatron_port.core.checkpoint.reader import open_checkpoint  # noqa: E402
-from megatron_port.core.checkpoint.writer import save_checkpoint  # noqa: E402
+from megatron_port.core.checkpoint.writer import Committer, save_checkpoint  # noqa: E402
 from megatron_port.core.config.checks import problems  # noqa: E402
-from megatron_port.core.config.config_hash import config_hash  # noqa: E402
 from megatron_port.core.config.schema import CheckpointConfig, RunConfig  # noqa: E402
 from megatron_port.core.data.indexed import IndexedDataset, RemoteCache  # noqa: E402
 from megatron_port.core.errors import CheckpointError, DamagedCheckpoint, DataError  # noqa: E402
@@ -38,6 +36,7 @@ from megatron_port.ext.storage.store import (  # noqa: E402
     Blocks,
     Store,
 )
+from megatron_port.run.config_hash import config_hash  # noqa: E402
 
 BUCKET = "tokens"
 
@@ -127,8 +126,8 @@ def test_other_bytes_than_the_sidecar_records_are_refused(bucket, tmp_path):
 
 
 def test_large_blocks_are_verified_by_the_hash_of_their_hashes(bucket, tmp_path, monkeypatch):
-    from megatron_port.core.data import hashes
-    from megatron_port.core.data.format import read_meta
+    from megatron_port.core.data.indexed import read_meta
+    from megatron_port.ext.corpora import checked_tokens as hashes
 
     monkeypatch.setattr(hashes, "LEAF_BYTES", 64)
     monkeypatch.setattr(hashes, "MOST_BLOCKS", 8)

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_port.core.data.sample import Sample
+from megatron_port.core.data.dataset import Sample
 from megatron_port.core.errors import DataError
-from megatron_port.ext.objectives.stored_teacher import Stored
-from megatron_port.ext.objectives.teacher_file import LogitsHeader, StoredLogits, begin, block_path
-from megatron_port.ext.objectives.vocab_top import vocab_parallel_top
+from megatron_port.ext.objectives.distillation import LogitsHeader, Stored, StoredLogits, begin, block_path
+from megatron_port.ext.objectives.distilled import vocab_parallel_top
 
 HEADER = LogitsHeader(
     teacher="runs/large", fingerprint="ab" * 16, computed_in="fp64", vocab_size=50, seq_length=3, top=2,

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_port.cli.main import main
-from megatron_port.core.io.step_metrics import OWN, step_metrics
 from megatron_port.ext.telemetry.metrics import MetricsWriter, decode, encode, read_metrics
+from megatron_port.ext.telemetry.step_metrics import OWN, step_metrics
 
 ROOT = Path(__file__).parents[2]
 GARBAGE = [b"", b"\n", b"\xff\x00{", b"{}\n", b"null\n"]

@@ -12,10 +12,10 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron_port.core.config.schema import RunConfig, TelemetryConfig, TrainingConfig
-from megatron_port.core.io.numbers import quantity
 from megatron_port.ext.telemetry import sinks
 from megatron_port.ext.telemetry.console import LiveConsole, PlainConsole, duration, make_console
 from megatron_port.ext.telemetry.metrics import MetricsWriter, read_metrics
+from megatron_port.ext.telemetry.numbers import quantity
 from megatron_port.ext.telemetry.sinks import Telemetry
 from megatron_port.tools.report.picture import Curves, draw_loss, loss_picture, read_curves, smoothed
 

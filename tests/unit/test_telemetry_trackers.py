@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from megatron_port.core.config.schema import OptimizerConfig, RunConfig, TelemetryConfig, TrainingConfig
-from megatron_port.ext.telemetry import background
-from megatron_port.ext.telemetry.background import BackgroundSink
+from megatron_port.ext.telemetry import trackers as background
 from megatron_port.ext.telemetry.metrics import read_metrics
 from megatron_port.ext.telemetry.sinks import Telemetry
+from megatron_port.ext.telemetry.trackers import BackgroundSink
 
 
 def run(folder, warn, trackers, steps=5, resumed=0):

@@ -13,7 +13,6 @@ import torch
 from megatron_port.core.checkpoint.reader import open_checkpoint
 from megatron_port.core.checkpoint.writer import save_checkpoint
 from megatron_port.core.config.checks import problems
-from megatron_port.core.config.config_hash import config_hash
 from megatron_port.core.config.dump import to_toml
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.optimizer import parameter_class
@@ -40,8 +39,8 @@ from megatron_port.ext.kernels.kernels import kernels_status
 from megatron_port.ext.kernels.kernels import load as load_kernels
 from megatron_port.ext.rules.adaptive_clipping import AdaptiveClipping
 from megatron_port.ext.weights.readers import AveragedCheckpoint
-from megatron_port.run.build import build_engine
-from megatron_port.run.saved_state import state_records
+from megatron_port.run.build import build_engine, state_records
+from megatron_port.run.config_hash import config_hash
 from megatron_port.run.state import Position, state_of
 
 MODEL = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, seq_length=16, init_std=0.1)

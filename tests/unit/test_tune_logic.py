@@ -21,23 +21,31 @@ from megatron_port.cli.main import main
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.loader import load
-from megatron_port.core.dist.processes import born
 from megatron_port.core.errors import ConfigError, EnvironmentFault
+from megatron_port.run.processes import born
 from megatron_port.tools.plan.search import Candidate
-from megatron_port.tools.tune.importance import importance, importance_line
-from megatron_port.tools.tune.results import FAILED, OK, OUT_OF_MEMORY, TIMEOUT, Results, Trial, key_of
 from megatron_port.tools.tune.strategies import (
+    FAILED,
+    OK,
+    OUT_OF_MEMORY,
     PARAMETERS,
+    TIMEOUT,
     AtRandom,
     ByModel,
+    Results,
     Space,
+    Trial,
     best_legal,
+    importance,
+    importance_line,
+    key_of,
     make_space,
     make_strategy,
     parameters,
 )
-from megatron_port.tools.tune.trial import Launcher, choose_launcher, run_trial, trial_overrides
 from megatron_port.tools.tune.tuner import (
+    Launcher,
+    choose_launcher,
     claim,
     hold_folder,
     label_of,
@@ -45,6 +53,8 @@ from megatron_port.tools.tune.tuner import (
     rank_correlation,
     render,
     repeat_near_best,
+    run_trial,
+    trial_overrides,
     tune,
     write_winner,
 )

@@ -32,19 +32,19 @@ from megatron_port.core.dist.process import (
     ProgressTracker,
     describe,
 )
-from megatron_port.core.dist.processes import born, kill
 from megatron_port.core.dist.rank import ProcessInfo
 from megatron_port.core.io.logging import ranks_text
+from megatron_port.run.processes import born, kill
 from megatron_port.run.run_files import add_event
-from megatron_port.tools.watch import client as client_module
-from megatron_port.tools.watch import hub_process, wire
-from megatron_port.tools.watch import rules as judge
-from megatron_port.tools.watch.client import Client, python_stacks
-from megatron_port.tools.watch.hub import Hub
-from megatron_port.tools.watch.hub_process import HubProcess
-from megatron_port.tools.watch.rules import Alarm, Beat, Rank, RankIdentity, Rules, Stragglers
-from megatron_port.tools.watch.watch_report import write_hang
-from megatron_port.tools.watch.wire import FOREIGN, waits_in
+from megatron_port.run.watch import client as client_module
+from megatron_port.run.watch import hub_process, wire
+from megatron_port.run.watch import rules as judge
+from megatron_port.run.watch.client import Client, python_stacks
+from megatron_port.run.watch.hub import Hub
+from megatron_port.run.watch.hub_process import HubProcess
+from megatron_port.run.watch.report import write_hang
+from megatron_port.run.watch.rules import Alarm, Beat, Rank, RankIdentity, Rules, Stragglers
+from megatron_port.run.watch.wire import FOREIGN, waits_in
 
 # Messages.
 

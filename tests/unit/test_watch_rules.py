@@ -9,8 +9,8 @@ import pytest
 
 from megatron_port.core.config.schema import WatchConfig
 from megatron_port.core.dist.process import DATA, EVALUATE, FORWARD, REDUCE, SAVE, START, STEP, TRANSFER
-from megatron_port.tools.watch import rules as judge
-from megatron_port.tools.watch.rules import MARGIN_S, Alarm, Beat, RankIdentity, Rules
+from megatron_port.run.watch import rules as judge
+from megatron_port.run.watch.rules import MARGIN_S, Alarm, Beat, RankIdentity, Rules
 
 TORCH = ("/site/torch/distributed/distributed_c10d.py", 3252, "all_reduce")
 BARRIER = ("/site/torch/distributed/distributed_c10d.py", 5356, "barrier")

@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 
 from megatron_port.core.dist.rank import ProcessInfo
-from megatron_port.core.dist.start import connect
-from megatron_port.tools.watch import wire as secret
-from megatron_port.tools.watch.wire import look_up, publish
+from megatron_port.run.rendezvous import connect
+from megatron_port.run.watch import wire as secret
+from megatron_port.run.watch.wire import look_up, publish
 
 WHERE: dict[str, Any] = {"address": "127.0.0.1", "port": 4321, "secret": "0123456789abcdef0123456789abcdef"}
 SHARED = "f00dfacef00dfacef00dfacef00dface"

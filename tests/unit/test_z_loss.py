@@ -19,7 +19,7 @@ from megatron_port.core.layers.cross_entropy import (
 )
 from megatron_port.core.layers.providers import torch_providers
 from megatron_port.ext.kernels.kernels import load as load_kernels
-from megatron_port.ext.kernels.ops.cross_entropy import own_cross_entropy
+from megatron_port.ext.kernels.ops.softmax import own_cross_entropy
 from megatron_port.run.build import build_engine
 
 Z = 0.03

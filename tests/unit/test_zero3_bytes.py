@@ -18,10 +18,9 @@ from megatron_port.core.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from megatron_port.core.optim.bucket_memory import Bucket
+from megatron_port.core.optim.buckets import Bucket
 from megatron_port.core.optim.sharded import ShardedParameters
-from megatron_port.core.pipeline.actions import Kind
-from megatron_port.core.pipeline.schedules import make_schedule
+from megatron_port.core.pipeline.schedules import Kind, make_schedule
 from megatron_port.tools.plan.case import case_of
 from megatron_port.tools.plan.elements import gathered_elements as planned_elements
 from megatron_port.tools.plan.elements import stage_elements

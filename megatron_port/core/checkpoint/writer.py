@@ -1,16 +1,8 @@
-"""Saving: every rank writes its own file, rank 0 commits, and a crash at any moment loses no whole checkpoint.
+"""Who commits to a folder, and the order of its commits. Clocks have no say in it.
 
-1. Rank 0 removes leftovers (``tidying``) and makes ``step-N.eE.tmp`` (E: the epoch of this attempt's lease).
-2. Every rank writes ``rank-K.safetensors`` (hashed while written, fsynced, read back and compared) and ``rank-K.json``,
-   its list of pieces.
-3. Rank 0 reads the lists, proves that the pieces tile every tensor, writes the manifest, fsyncs, and renames the
-   directory: that rename is the commit. Then it updates ``latest`` and removes checkpoints beyond ``keep``; what
-   cannot be removed fails no save.
-
-Before each rename and each deletion rank 0 looks whether another attempt has taken the folder over
-(``run.lease``). After each stage the ranks agree (``peers.together``), so a full disk on one rank ends the save on
-all of them.
-``background`` runs the same stages beside training.
+Each commit gets the number after the highest in its folder. One attempt at a time commits (``run.lease``), so the
+numbers say what came after what, whatever the clocks of its nodes said and however often the run went back to an
+earlier step.
 """
 
 from __future__ import annotations
@@ -26,7 +18,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Event
 from typing import Any, TypeVar
@@ -34,13 +26,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_port.core.checkpoint.disk import disk_error, write_text
 from megatron_port.core.checkpoint.format import (
     LATEST,
     MANIFEST,
     REPLACED,
     FileEntry,
+    Lineage,
     Manifest,
+    Parent,
     PieceEntry,
     SavedState,
     check_cover,
@@ -52,15 +45,91 @@ from megatron_port.core.checkpoint.format import (
     shard_name,
     step_of,
 )
-from megatron_port.core.checkpoint.lineage import Committer, epoch_of_temporary, temporary_name
-from megatron_port.core.checkpoint.shard import ShardPlan, bytes_of, check_written, plan_shard, write_planned
+from megatron_port.core.checkpoint.shard import (
+    ShardPlan,
+    bytes_of,
+    check_written,
+    disk_error,
+    plan_shard,
+    write_planned,
+    write_text,
+)
 from megatron_port.core.dist.agree import TEXT_CHARACTERS, broadcast_text
-from megatron_port.core.dist.rank import LeaseLost
+from megatron_port.core.dist.rank import Fence, LeaseLost
 from megatron_port.core.dist.record import StatePiece
 from megatron_port.core.errors import CheckpointError, PortError
 from megatron_port.core.io.files import fsync_directory, write_bytes
 from megatron_port.core.package import package_versions
 from megatron_port.core.registry import PARTS
+
+_TEMPORARY = re.compile(r"step-\d{8,18}(?:\.e(\d{1,18}))?(?:\.\d{1,9})?\.tmp")
+
+
+def temporary_name(name: str, epoch: int, number: int = 0) -> str:
+    """Return ``step-00000120.e7.tmp``, an unfinished save of attempt 7; ``step-00000120.tmp`` without a lease.
+    ``number`` makes others of it (``step-00000120.e7.1.tmp``), for what has to go."""
+    return f"{name}{f'.e{epoch}' if epoch else ''}{f'.{number}' if number else ''}.tmp"
+
+
+def epoch_of_temporary(name: str) -> int | None:
+    """Return the epoch of a temporary name (0: it was made without a lease); None: the name is no temporary's."""
+    found = _TEMPORARY.fullmatch(name)
+    return int(found.group(1) or 0) if found else None
+
+
+@dataclass
+class Committer:
+    """Committer of an attempt: its fence, and the last commit that it made or began at.
+
+    The default is a process alone with the folder, without a lease and without a run.
+    """
+
+    fence: Fence = field(default_factory=Fence)
+    parent: Parent | None = None
+    told: set[str] = field(default_factory=set)
+    """Paths that could not be removed, and were named in the log."""
+    _last: int = 0
+
+    def lineage(self, directory_commits: int) -> Lineage:
+        """Return the next commit's lineage. ``directory_commits``: the folder's highest number, if looked up."""
+        return Lineage(
+            run=self.fence.run, commit=max(self._last, directory_commits) + 1, epoch=self.fence.epoch,
+            attempt=self.fence.attempt, parent=self.parent,
+        )
+
+    @property
+    def counting(self) -> bool:
+        """Whether it has committed: nobody else has since, so the folder need not be searched again."""
+        return self._last > 0 and self.fence.epoch > 0
+
+    def committed(self, lineage: Lineage, step: int) -> None:
+        """Take note of a commit that was made."""
+        self._last = lineage.commit
+        self.parent = Parent(run=lineage.run, commit=lineage.commit, step=step)
+
+    def resumed(self, lineage: Lineage, step: int) -> None:
+        """Take note of the checkpoint that was loaded; ``_last`` stays: the folder may hold later ones."""
+        self.parent = Parent(run=lineage.run, commit=lineage.commit, step=step)
+
+    def owns(self, lineage: Lineage) -> bool:
+        """Return whether the checkpoint is this run's, or of no known run: retention may remove it."""
+        return not self.fence.run or lineage.run in ("", self.fence.run)
+
+
+# Saving: every rank writes its own file, rank 0 commits, and a crash at any moment loses no whole checkpoint.
+#
+# 1. Rank 0 removes leftovers (``tidying``) and makes ``step-N.eE.tmp`` (E: the epoch of this attempt's lease).
+# 2. Every rank writes ``rank-K.safetensors`` (hashed while written, fsynced, read back and compared) and
+# ``rank-K.json``,
+#    its list of pieces.
+# 3. Rank 0 reads the lists, proves that the pieces tile every tensor, writes the manifest, fsyncs, and renames the
+#    directory: that rename is the commit. Then it updates ``latest`` and removes checkpoints beyond ``keep``; what
+#    cannot be removed fails no save.
+#
+# Before each rename and each deletion rank 0 looks whether another attempt has taken the folder over
+# (``run.lease``). After each stage the ranks agree (``peers.together``), so a full disk on one rank ends the save on
+# all of them.
+# ``background`` runs the same stages beside training.
 
 # Remove leftovers of saves and checkpoints that are too old, where that is possible.
 #

@@ -14,9 +14,8 @@ from megatron_port.core.config.conflicts import Table, value_of
 from megatron_port.core.config.dump import leaves
 from megatron_port.core.config.layout import layout_problems, topology_sizes
 from megatron_port.core.config.loader import did_you_mean
-from megatron_port.core.config.ranges import Range
+from megatron_port.core.config.ranges import Range, shaped
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.config.secrets import shaped
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.registry import ALWAYS, CONFLICTS, PARTS, SECTIONS, choices_added
 

@@ -22,13 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_port.core.config.choices import plain_type
+from megatron_port.core.config.choices import plain_type, plugin_problems, with_sections
 from megatron_port.core.config.dump import leaves, toml_value
-from megatron_port.core.config.plugins import plugin_problems
-from megatron_port.core.config.ranges import IsPath, path_mark
+from megatron_port.core.config.ranges import IsPath, expanded, is_remote, path_mark
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.config.sections import with_sections
-from megatron_port.core.config.urls import expanded, is_remote
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.package import shipped_folder
 from megatron_port.core.registry import PARTS

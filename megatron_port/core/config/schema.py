@@ -17,8 +17,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from megatron_port.core.config.distillation import DistillationConfig
-from megatron_port.core.config.fine_tuning import FineTuningConfig
+from megatron_port.core.config.features import (
+    ActivationsConfig,
+    DistillationConfig,
+    FineTuningConfig,
+    OffloadConfig,
+    QuantisationConfig,
+    SparsityConfig,
+)
 from megatron_port.core.config.machine import (
     CalibrationConfig,
     ClusterConfig,
@@ -27,12 +33,8 @@ from megatron_port.core.config.machine import (
     PreflightConfig,
     WatchConfig,
 )
-from megatron_port.core.config.memory import ActivationsConfig
-from megatron_port.core.config.model import ModelConfig
-from megatron_port.core.config.moe import MoEConfig, RoutesConfig
-from megatron_port.core.config.offload import OffloadConfig
+from megatron_port.core.config.model import ModelConfig, MoEConfig, RoutesConfig
 from megatron_port.core.config.optimizer import OptimizerConfig, ParameterGroup
-from megatron_port.core.config.quantisation import QuantisationConfig
 from megatron_port.core.config.ranges import (
     Count,
     CountOrZero,
@@ -50,7 +52,6 @@ from megatron_port.core.config.ranges import (
     TokenizerName,
     at_least,
 )
-from megatron_port.core.config.sparsity import SparsityConfig
 
 __all__ = [
     "ActivationsConfig", "BackendConfig", "BatchConfig", "CalibrationConfig", "CheckpointConfig", "ClusterConfig",

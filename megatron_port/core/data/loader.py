@@ -16,16 +16,15 @@ from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.data.dataset import (
     BlendedDataset,
     GPTDataset,
+    Sample,
     SyntheticDataset,
     TokenDataset,
     derive,
     split_positions,
     too_small,
 )
-from megatron_port.core.data.fingerprint import data_fingerprint
-from megatron_port.core.data.indexed import IndexedDataset, RemoteCache, check_local, open_all
+from megatron_port.core.data.indexed import IndexedDataset, RemoteCache, check_local, data_fingerprint, open_all
 from megatron_port.core.data.objective import Objective, WholeSamples, objective_of
-from megatron_port.core.data.sample import Sample
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.positions import WHOLE_SEQUENCE, Division, SequencePartition, sequence_partition
 from megatron_port.core.errors import DataError

@@ -26,9 +26,8 @@ from megatron_port.core.engine import native_state
 from megatron_port.core.engine.api import NO_LIMITS, EvalResult, StepLimits, StepProbe, StepResult
 from megatron_port.core.engine.loss_reduction import global_count, shared_sums
 from megatron_port.core.engine.module import buffer_pieces, load_buffers, recorded_parameters, zero_moments
-from megatron_port.core.engine.native_gradients import GradientSink, ShardTarget
-from megatron_port.core.engine.native_passes import PassRunner, Stages
-from megatron_port.core.engine.native_sharding import shard_parameters
+from megatron_port.core.engine.native_passes import GradientSink, PassRunner, ShardTarget, Stages
+from megatron_port.core.engine.native_state import shard_parameters
 from megatron_port.core.engine.native_step import (
     ApplyUpdate,
     Average,
@@ -52,7 +51,7 @@ from megatron_port.core.engine.native_update import make_update
 from megatron_port.core.layers.step import AuxiliarySums, ModuleSums, StepSlot, Tallies
 from megatron_port.core.optim.gradients import LossScaler, NormStatistics
 from megatron_port.core.optim.rules import StepNumbers, StepValues
-from megatron_port.core.optim.state_watch import Damage, StateWatch
+from megatron_port.core.optim.sharded import Damage, StateWatch
 from megatron_port.core.registry import STEP_PARTS
 
 

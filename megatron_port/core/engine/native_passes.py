@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -17,14 +18,20 @@ from megatron_port.core.dist.collectives import to_device_async
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.process import BACKWARD, FORWARD, ProgressTracker
 from megatron_port.core.engine.loss_reduction import term_counts
-from megatron_port.core.layers.linear import WgradAccumulator
-from megatron_port.core.layers.linear_kernels import WeightCopies
+from megatron_port.core.layers.linear import WeightCopies, WgradAccumulator, torch_add_rows
 from megatron_port.core.layers.step import ModuleSums, StepShared, StepSlot
 from megatron_port.core.optim.rules import StepValues
 from megatron_port.core.optim.sharded import ShardedParameters
-from megatron_port.core.pipeline.actions import Action, Kind, Schedule, most_held
 from megatron_port.core.pipeline.runner import Boundary, Payload, Runner, StageLink
-from megatron_port.core.pipeline.schedules import fillers, forward_only, make_schedule
+from megatron_port.core.pipeline.schedules import (
+    Action,
+    Kind,
+    Schedule,
+    fillers,
+    forward_only,
+    make_schedule,
+    most_held,
+)
 
 PassKey = tuple[int, int]
 """(chunk, micro-batch)"""
@@ -287,3 +294,78 @@ class PassRunner:
             return shared
         counts = term_counts(micro_batches, self.objective, self.stages.ctx)
         return replace(shared, term_counts=counts, auxiliary=self.sums.auxiliary, tallies=self.sums.tallies)
+
+
+# Accumulation of the gradients that autograd returns (all but the linears' weights) in the engine's wide sums.
+
+AddRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Adds rows to the rows of a table (``layers.table_rows``)."""
+
+
+class GradientSink:
+    """Sink of gradients for autograd's hooks, which must not keep the parameters' holder alive: a reference cycle
+    through them is collected late, and so are the process groups and their threads.
+    """
+
+    def __init__(self, sharded: ShardedParameters, add_rows: AddRows = torch_add_rows) -> None:
+        self._alive, self._add_rows = weakref.ref(sharded), add_rows
+
+    def _sharded(self) -> ShardedParameters:
+        sharded = self._alive()
+        assert sharded is not None, "a backward pass after its engine's end"
+        return sharded
+
+    def accumulator(self) -> WgradAccumulator:
+        """Return what adds the gradients of matrices and tables, which autograd does not see, to their sums."""
+        return WgradAccumulator(self.added, self.total, self.unwritten, self._add_rows)
+
+    def total(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the sum to add a gradient to; see ``ShardedParameters.gradient_of``."""
+        return self._sharded().gradient_of(parameter)
+
+    def unwritten(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the sum to write a first gradient over; see ``ShardedParameters.unwritten_gradient_of``."""
+        return self._sharded().unwritten_gradient_of(parameter)
+
+    def added(self, parameter: torch.Tensor) -> None:
+        """Note that a gradient has been added to its sum."""
+        sharded = self._alive()
+        if sharded is not None:
+            sharded.added(parameter)
+
+    def hook(self, parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        """Return the hook that adds to a parameter's wide sum what arrives as ``grad``, and frees it."""
+        return self._add
+
+    def _add(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:  # else layers.linear adds it itself
+            first = self.unwritten(parameter)
+            if first is None:
+                self.total(parameter).add_(parameter.grad)
+            else:
+                first.copy_(parameter.grad)
+            parameter.grad = None
+            self.added(parameter)
+
+    def flush(self) -> None:
+        """Add what waits to the sums: nothing does. To be called at the end of every backward pass."""
+
+
+class ShardTarget(BackwardTarget):
+    """Passes' target that adds gradients to the engine's sums, which are reduced as they fill up."""
+
+    def __init__(self, sink: GradientSink, sharded: ShardedParameters, loss_gradient: torch.Tensor) -> None:
+        super().__init__(sink.accumulator(), loss_gradient)
+        self.sink, self.sharded = sink, sharded
+
+    def flush(self) -> None:
+        """Add what waits in the sink to the sums."""
+        self.sink.flush()
+
+    def end_pass(self, chunk: int) -> None:
+        """Note that a backward pass has ended: under ZeRO stage 2 the chunk's gradients are reduced."""
+        self.sharded.end_pass(chunk)
+
+    def sums(self) -> list[torch.Tensor]:
+        """Return this rank's own sums."""
+        return [gradient for _, gradient in self.sharded.local_gradients()]

@@ -1,17 +1,97 @@
-"""The native engine's masters and optimizer state as pieces of logical tensors, and back."""
+"""How the native engine's layout shards a rank's parameters: the arguments of ``optim.sharded.ShardedParameters``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.mesh import SHARDED
 from megatron_port.core.dist.record import WEIGHT, ParameterRecord, StatePiece, StateReader
-from megatron_port.core.engine.module import ScratchBuffer, logical_pieces, read_local, read_range
-from megatron_port.core.optim.bucket_memory import StateShard
-from megatron_port.core.optim.sharded import ShardedParameters
+from megatron_port.core.engine.module import ScratchBuffer, logical_pieces, read_local, read_range, recorded_parameters
+from megatron_port.core.errors import ConfigError
+from megatron_port.core.optim.buckets import StateShard
+from megatron_port.core.optim.rules import rule_of
+from megatron_port.core.optim.sharded import ShardedParameters, ShardSettings
+from megatron_port.core.pipeline.schedules import make_schedule
+from megatron_port.core.registry import STEP_PARTS
 
+REDUCE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Dtypes of gradients between replicas; None: that of their sums (fp32; fp64 in fp64 runs)."""
+Units = list[list[tuple[ParameterRecord, nn.Parameter]]]
+
+
+def shard_parameters(
+    chunks: Sequence[Any], config: RunConfig, ctx: ParallelContext, dtype: torch.dtype
+) -> ShardedParameters:
+    """Return a rank's parameters in buckets, sharded as ``layout.zero_stage`` and ``offload`` say.
+
+    Raises:
+        ConfigError: the schedule does not go with the stage, or parameters are in no unit of a chunk.
+    """
+    by_unit = parameters_by_unit(chunks)
+    settings = ShardSettings(
+        wide=torch.float64 if dtype == torch.float64 else torch.float32, split_state=config.layout.zero_stage > 0,
+        capacity=config.layout.reduce_bucket_size, reduce_dtype=REDUCE_DTYPES[config.precision.grad_reduce_dtype],
+        shard_gradients=_shards_gradients(config, ctx),
+    )
+    shared = _shared(chunks)
+    if config.layout.zero_stage < 3 and config.offload.optimizer == "none":
+        return ShardedParameters(by_unit, ctx, settings, rule=rule_of(config.optimizer), shared=shared)
+    made: ShardedParameters = STEP_PARTS.function("held parameters")(chunks, by_unit, config, ctx, settings, shared)
+    return made
+
+
+def _shards_gradients(config: RunConfig, ctx: ParallelContext) -> bool:
+    """Whether gradient sums are sharded: from ZeRO stage 2 on. Where the schedule splits backward passes, stage 3
+    keeps whole sums, as stage 1 does.
+
+    Raises ConfigError for stage 2 with such a schedule, each part of whose passes it would reduce by itself.
+    ``config.checks`` knows the package's own schedules, not a plugin's.
+    """
+    layout, batch, topology = config.layout, config.batch, ctx.topology
+    if layout.zero_stage < 2:
+        return False
+    count = max(batch.global_batch_size // (batch.micro_batch_size * ctx.size("dp")), 1)
+    schedule = make_schedule(layout.pipeline_schedule, topology.pp, count, layout.virtual_pipeline_size)
+    sharded = ctx.size(*SHARDED) > 1
+    if schedule.splits_backward and layout.zero_stage == 2 and sharded:
+        raise ConfigError(
+            f'layout.zero_stage 2 with pipeline_schedule "{schedule.name}": its backward passes are split in two; '
+            "use zero_stage 1"
+        )
+    return not schedule.splits_backward
+
+
+def parameters_by_unit(chunks: Sequence[Any]) -> list[Units]:
+    """Return the parameters of each unit of each chunk, each with the first unit that has it: a table that
+    embedding and head share is in two. What is in no unit of a chunk comes before them."""
+    seen: set[int] = set()
+    out = []
+    for chunk in chunks:
+        inside = {id(p) for unit in chunk.units for p in unit.parameters()}
+        groups = [[(r, p) for r, p in recorded_parameters(chunk) if id(p) not in inside]]
+        groups += [recorded_parameters(unit) for unit in chunk.units]
+        units = []
+        for pairs in groups:
+            units.append([(record, p) for record, p in pairs if id(p) not in seen])
+            seen.update(id(p) for _, p in pairs)
+        out.append(units)
+    return out
+
+
+def _shared(chunks: Sequence[Any]) -> list[nn.Parameter]:
+    """Parameters that several units of this rank use."""
+    units = [{id(p) for p in unit.parameters()} for chunk in chunks for unit in chunk.units]
+    stage = nn.ModuleList(chunks)
+    return [p for _, p in recorded_parameters(stage) if sum(id(p) in unit for unit in units) > 1]
+
+
+# The native engine's masters and optimizer state as pieces of logical tensors, and back.
 
 def state_pieces(sharded: ShardedParameters) -> Iterator[StatePiece]:
     """Yield the masters and the optimizer's state that this rank owns."""

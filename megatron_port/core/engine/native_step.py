@@ -23,7 +23,6 @@ from megatron_port.core.dist.mesh import REPLICAS
 from megatron_port.core.dist.process import OPTIMIZER, REDUCE, ProgressTracker
 from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.engine.api import NO_LIMITS, StepLimits
-from megatron_port.core.engine.host_update import Update
 from megatron_port.core.engine.loss_reduction import (
     device_sums,
     global_count,
@@ -33,11 +32,11 @@ from megatron_port.core.engine.loss_reduction import (
     refused_loss,
 )
 from megatron_port.core.engine.native_passes import PassRunner
+from megatron_port.core.engine.native_update import Update
 from megatron_port.core.layers.step import ModuleSums
 from megatron_port.core.optim.gradients import LossScaler, NormStatistics, global_square_norm, owned_gradients
 from megatron_port.core.optim.rules import StepNumbers, StepValues
-from megatron_port.core.optim.sharded import ShardedParameters
-from megatron_port.core.optim.state_watch import StateWatch
+from megatron_port.core.optim.sharded import ShardedParameters, StateWatch
 
 GradientHook = Callable[[list[tuple[ParameterRecord, torch.Tensor]]], None]
 

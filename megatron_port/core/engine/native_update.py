@@ -1,27 +1,170 @@
-"""The native engine's optimizer step: clip by the global norm, update this rank's pieces of the masters and their state
-by the optimizer rule, round the masters into its pieces of the weights.
-
-AdamW has two providers: torch's, whose skipping and clipping the host decides, and the own multi-tensor kernel, which
-reads learning rate, loss scale, clip factor and overflow on the device, so that no step waits for it
-(``kernels.own_updates``). Rules of elements and blocks are updated by ``RuleUpdate``, the host deciding. A kind of rule
-that is not the core's brings its own update (``device_update.register``).
-"""
+"""The native engine's updates by rules other than AdamW, torch's ops on the device; the host decides about skipping."""
 
 from __future__ import annotations
 
-from functools import singledispatch
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cache, singledispatch
+from typing import NamedTuple, Protocol
 
 import torch
 
 from megatron_port.core.config.schema import OptimizerConfig
-from megatron_port.core.engine.host_update import HostUpdate, Update
-from megatron_port.core.engine.rule_updates import RuleUpdate
+from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.errors import ConfigError
-from megatron_port.core.optim.rules import AdamW, BlockRule, ElementwiseRule, OptimizerRule, grouped
+from megatron_port.core.optim.buckets import StateShard
+from megatron_port.core.optim.gradients import clamp_, limited
+from megatron_port.core.optim.rules import (
+    AdamW,
+    BlockRule,
+    ElementwiseRule,
+    GroupSettings,
+    OptimizerRule,
+    StepValues,
+    UpdateSettings,
+    grouped,
+    settings_in,
+)
 from megatron_port.core.optim.sharded import ShardedParameters
 from megatron_port.core.registry import STEP_PARTS
 
+# What an optimizer step of the native engine is, and one whose skipping and clipping the host decides.
+
+SquareNorm = Callable[[list[torch.Tensor]], torch.Tensor] | None
+
+
+class Update(Protocol):
+    """Updates the masters and the state of ``ShardedParameters.pieces`` in place."""
+
+    square_norm: SquareNorm
+    """Squared norm of a list of tensors; None: torch's ops."""
+
+    @property
+    def steps(self) -> int:
+        """Updates taken; reading it may wait for the device."""
+
+    def restore(self, steps: int) -> None:
+        """Continue after ``steps`` updates, when masters and state have been loaded."""
+
+    def step(
+        self, square: torch.Tensor, values: StepValues, *, veto: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Apply the pieces' gradients, which carry the loss scale; nothing happens if their norm is not finite or above
+        its limit, or ``veto`` (float32 scalar on the device) is not zero.
+
+        ``square``: squared global L2 norm of the gradients as they are, a scalar on the device.
+
+        Returns the norm without the factor and before clipping, and whether nothing happened: scalars on the device.
+        """
+
+
+class HostUpdate(ABC):
+    """An update whose skipping and clipping the host decides."""
+
+    square_norm: SquareNorm = None
+
+    def __init__(self, sharded: ShardedParameters, config: OptimizerConfig) -> None:
+        self.config, self.sharded, self._steps = config, sharded, 0
+        self.pieces: Sequence[StateShard] = sharded.pieces
+        """Those whose state is on the device."""
+
+    @property
+    def steps(self) -> int:
+        """Updates taken."""
+        return self._steps
+
+    def restore(self, steps: int) -> None:
+        """Continue after ``steps`` updates (:meth:`Update.restore`)."""
+        self._steps = steps
+
+    def step(
+        self, square: torch.Tensor, values: StepValues, *, veto: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        norm, factor = self._decide(square, values, veto)
+        if factor is None:
+            return norm, torch.ones_like(veto)
+        self._clip(self.pieces, factor)
+        self._apply(values.host.lr)
+        self._steps += 1
+        self.sharded.publish()
+        return norm, veto
+
+    def _decide(
+        self, square: torch.Tensor, values: StepValues, veto: torch.Tensor
+    ) -> tuple[torch.Tensor, float | None]:
+        """Return the norm without loss scale, a scalar on the device, and the factor that takes the loss scale from
+        gradients and clips them; None: nothing is to happen."""
+        scale = values.host.scale
+        norm = square.sqrt() / scale
+        size, vetoed = torch.stack([norm.double(), veto.double()]).tolist()
+        if vetoed or not size <= values.host.largest_norm:
+            return norm, None
+        return norm, self._clip_factor(size, values) / scale
+
+    def _clip(self, pieces: Sequence[StateShard], factor: float) -> None:
+        """Multiply gradients by ``factor``, then clip their elements."""
+        if factor != 1.0:
+            for piece in pieces:
+                piece.gradient.mul_(factor)
+        if self.config.clip_value:
+            clamp_((piece.gradient for piece in pieces), self.config.clip_value)
+
+    def _clip_factor(self, norm: float, values: StepValues) -> float:
+        """Factor of gradients of this norm, by ``clip_grad`` and ``clip_zscore``."""
+        target, clip = norm, self.config.clip_grad
+        if self.config.clip_zscore:
+            target = limited(norm, values.host.norm_mean, values.host.norm_deviation, self.config.clip_zscore)
+        if clip > 0.0:
+            target = min(target, clip)
+        return target / (norm + 1e-6) if target < norm else 1.0
+
+    @abstractmethod
+    def _apply(self, lr: float) -> None:
+        """Update masters and state from the pieces' gradients, which are unscaled and clipped."""
+
+
+def settings_of(
+    config: OptimizerConfig, *, step: int, lr: float, seed: int
+) -> Callable[[ParameterRecord], UpdateSettings]:
+    """Return the hyperparameters of each parameter in update ``step``."""
+
+    @cache
+    def made(settings: GroupSettings) -> UpdateSettings:
+        return UpdateSettings(
+            step=step, lr=lr * settings.lr_factor, weight_decay=settings.weight_decay, beta1=config.beta1,
+            beta2=config.beta2, eps=config.eps, seed=seed,
+        )
+
+    return lambda record: made(settings_in(record, config.weight_decay))
+
+
+class RuleUpdate(HostUpdate):
+    """An element-wise rule, or one of blocks, piece by piece."""
+
+    def __init__(
+        self, sharded: ShardedParameters, config: OptimizerConfig, rule: ElementwiseRule | BlockRule, *, seed: int
+    ) -> None:
+        super().__init__(sharded, config)
+        self.rule, self.seed = rule, seed
+
+    def _apply(self, lr: float) -> None:
+        self._update(self.pieces, lr)
+
+    @torch.no_grad()
+    def _update(self, pieces: Sequence[StateShard], lr: float) -> None:
+        settings = settings_of(self.config, step=self.steps + 1, lr=lr, seed=self.seed)
+        for p in pieces:
+            self.rule.update_piece(p, settings(p.record))
+
+
+# The native engine's optimizer step: clip by the global norm, update this rank's pieces of the masters and their state
+# by the optimizer rule, round the masters into its pieces of the weights.
+#
+# AdamW has two providers: torch's, whose skipping and clipping the host decides, and the own multi-tensor kernel, which
+# reads learning rate, loss scale, clip factor and overflow on the device, so that no step waits for it
+# (``kernels.own_updates``). Rules of elements and blocks are updated by ``RuleUpdate``, the host deciding. A kind of
+# rule
+# that is not the core's brings its own update (``device_update.register``).
 
 class TorchUpdate(HostUpdate):
     """torch.optim.AdamW."""

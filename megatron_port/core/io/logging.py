@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron_port.core.config.secrets import HIDDEN, masked, secret_name
+from megatron_port.core.config.ranges import HIDDEN, masked, secret_name
 from megatron_port.core.errors import EnvironmentFault, PortError, shortened
 
 # Text of files and other people on a terminal: letters, never commands to it.

@@ -12,8 +12,7 @@ from megatron_port.core.dist.collectives import reduce_from_tp, reduce_scatter_s
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.record import InitSpec, Shard, attach, make_record
 from megatron_port.core.layers.fused import FirstOrderFunction, first_order
-from megatron_port.core.layers.linear import WgradAccumulator
-from megatron_port.core.layers.table_rows import torch_add_rows
+from megatron_port.core.layers.linear import WgradAccumulator, torch_add_rows
 
 
 def padded_vocab_size(vocab_size: int, *, tp: int, multiple: int) -> int:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_port.core.layers import fused
+from megatron_port.core.layers.attention import Attention, math_attention
 from megatron_port.core.layers.cross_entropy import CrossEntropyOps, torch_cross_entropy
-from megatron_port.core.layers.fused_attention import Attention, math_attention
-from megatron_port.core.layers.linear_kernels import NarrowProducts
+from megatron_port.core.layers.linear import NarrowProducts
 
 
 @dataclass(frozen=True)

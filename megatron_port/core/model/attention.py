@@ -9,12 +9,11 @@ from torch import nn
 
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.positions import Positions
-from megatron_port.core.layers.attention import AttentionMask
+from megatron_port.core.layers.attention import AttentionMask, DropoutOf
 from megatron_port.core.layers.fused import ProbabilityDropout
-from megatron_port.core.layers.fused_attention import DropoutOf
 from megatron_port.core.layers.linear import ColumnParallelLinear, Rows
 from megatron_port.core.model.build import BuildContext
-from megatron_port.core.model.norm import Norm
+from megatron_port.core.model.layers import Norm
 from megatron_port.core.model.spec import AttentionSpec, GroupedAttentionSpec, Groups, NormSpec
 from megatron_port.core.registry import PARTS
 

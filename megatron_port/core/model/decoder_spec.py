@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from megatron_port.core.config.mixer import mixer_kind
+from megatron_port.core.config.model import mixer_kind
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.model.spec import (

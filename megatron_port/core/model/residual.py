@@ -12,7 +12,7 @@ from megatron_port.core.layers.fused import BiasDropoutAdd, BiasDropoutAddNorm
 from megatron_port.core.layers.step import StepSlot
 
 if TYPE_CHECKING:
-    from megatron_port.core.model.norm import Norm  # which is built with this stream
+    from megatron_port.core.model.layers import Norm  # which is built with this stream
 
 
 @dataclass(frozen=True)

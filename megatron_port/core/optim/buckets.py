@@ -9,12 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from megatron_port.core.dist.collectives import all_gather_single
+from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Factors, Mesh
 from megatron_port.core.dist.record import ParameterRecord
-from megatron_port.core.optim.rules import ALIGN
+from megatron_port.core.optim.rules import ALIGN, OptimizerRule, StateKind
 
 
 @dataclass(frozen=True)
@@ -268,3 +273,262 @@ class GradReadyTracker:
             self._uses = {index: n // self._passes for index, n in self._seen.items()}
         out, self._next = self.numbers[self._next :], len(self.numbers)
         return out
+
+
+# The memory of one bucket: weights, gradients, masters and optimizer state, each a flat tensor, and views of them.
+
+Recorded = tuple[ParameterRecord, nn.Parameter]
+UNCLEARED = 1 << 8
+"""Elements from which the sum of a matrix's gradient is not cleared: its first gradient is written over it."""
+
+
+# Where the optimizer's state of a bucket lies: one flat tensor for each kind, and the range of each parameter in it.
+#
+# State of elements and blocks follows the bucket: where all parameters have a kind, it lies as the masters do. Where
+# only some have it, theirs alone takes memory. State of rows and columns is small, and every rank of a bucket holds it
+# for all of the bucket's parameters.
+
+@dataclass(frozen=True)
+class StateRange:
+    """Elements [start, start + numel) of the flattened state of parameter ``index``, from ``at`` on in the flat tensor.
+
+    ``start`` counts in this rank's tensor of the state (``StateKind.place``).
+    """
+
+    index: int
+    start: int
+    numel: int
+    at: int
+
+    @property
+    def span(self) -> slice:
+        """Place in the flat tensor."""
+        return slice(self.at, self.at + self.numel)
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """Flat tensor of one kind: ``numel`` elements, and the ranges in it, in the order of the bucket."""
+
+    kind: StateKind
+    numel: int
+    ranges: tuple[StateRange, ...]
+
+
+def state_layouts(
+    plan: BucketPlan, shard: int, records: Sequence[ParameterRecord], rule: OptimizerRule
+) -> list[StateLayout]:
+    """Return the layouts of all kinds that parameters of a bucket have, on the rank that holds ``shard`` of it.
+
+    Raises:
+        ConfigError: a rank's slice of a parameter would cut a block (``StateKind.place``).
+    """
+    kinds = {slot.index: rule.state(records[slot.index]) for slot in plan.slots}
+    owned = shard_ranges(plan, shard=shard)
+    out = []
+    for kind in dict.fromkeys(kind for each in kinds.values() for kind in each):
+        for slot in plan.slots:
+            if kind in kinds[slot.index]:
+                kind.place(records[slot.index])  # refuses what it cannot hold, alike on every shard
+        if kind.divided:
+            having = [f for f in owned if kind in kinds[f.index]]
+            everywhere = all(kind in each for each in kinds.values())
+            out.append(_aligned(plan, shard, kind, having) if everywhere else _packed(kind, having))
+        else:
+            having_all = [slot.index for slot in plan.slots if kind in kinds[slot.index]]
+            out.append(_whole(kind, having_all, records))
+    return out
+
+
+def _aligned(plan: BucketPlan, shard: int, kind: StateKind, owned: Sequence[ShardRange]) -> StateLayout:
+    """The layout of the masters, padding included."""
+    size, b = plan.numel // plan.shards, kind.block
+    ranges = [StateRange(f.index, f.start // b, -(-f.numel // b), (f.at - shard * size) // b) for f in owned]
+    return StateLayout(kind, size // b, tuple(ranges))
+
+
+def _packed(kind: StateKind, owned: Sequence[ShardRange]) -> StateLayout:
+    ranges, end = [], 0
+    for f in owned:
+        numel = -(-f.numel // kind.block)
+        ranges.append(StateRange(f.index, f.start // kind.block, numel, end))
+        end += -(-numel // ALIGN) * ALIGN
+    return StateLayout(kind, end, tuple(ranges))
+
+
+def _whole(kind: StateKind, indices: Sequence[int], records: Sequence[ParameterRecord]) -> StateLayout:
+    ranges, end = [], 0
+    for index in indices:
+        numel = prod(kind.place(records[index]).local_shape)
+        ranges.append(StateRange(index, 0, numel, end))
+        end += -(-numel // ALIGN) * ALIGN
+    return StateLayout(kind, end, tuple(ranges))
+
+
+@dataclass(frozen=True)
+class StateShard:
+    """Range of one parameter that this rank owns; its tensors are 1-D views of equal length."""
+
+    record: ParameterRecord
+    start: int
+    """First element of the flattened local tensor."""
+    weight: torch.Tensor
+    """In the model's dtype."""
+    master: torch.Tensor
+    """fp32 or wider; the same memory as ``weight`` where that is as wide."""
+    gradient: torch.Tensor
+    """fp32 or wider: the sum over micro-batches and replicas, once ``finish`` has returned; empty where frozen."""
+    state: Mapping[str, torch.Tensor]
+    """The optimizer rule's tensors of this range, by kind: of its elements, and of its blocks."""
+
+
+@dataclass(frozen=True)
+class ReducedState:
+    """State of a parameter's rows or columns, which every rank of its bucket holds whole."""
+
+    record: ParameterRecord
+    """Record of the parameter."""
+    kind: StateKind
+    tensor: torch.Tensor
+    """In the shape of this rank's slice (``kind.place(record).local_shape``): padding is left out."""
+
+
+def clear(views: list[torch.Tensor]) -> None:
+    """Make tensors of one device zero, in few launches."""
+    if views:
+        torch._foreach_zero_(views)
+
+
+class BucketMemory:
+    """Where a bucket's weights, masters and state lie: on the device, this rank's part of the weights within the whole.
+    """
+
+    def weights(self, plan: BucketPlan, like: torch.Tensor) -> torch.Tensor:
+        """Return memory for all weights, as wide as ``like`` and on its device."""
+        return torch.zeros(plan.numel, dtype=like.dtype, device=like.device)
+
+    def part(self, plan: BucketPlan, weights: torch.Tensor, own: slice) -> torch.Tensor:
+        """Return this rank's part of the weights, which have their values, where it lasts."""
+        return weights[own]
+
+    def state(
+        self, part: torch.Tensor, layouts: Sequence[StateLayout], wide: torch.dtype
+    ) -> tuple[torch.Tensor, dict[StateKind, torch.Tensor]]:
+        """Return the masters of this rank's part, the weights themselves where those are as wide, and the rule's flat
+        tensors: zeros."""
+        masters = part if part.dtype == wide else torch.zeros_like(part, dtype=wide)
+        # The rule's state lies flat too, so that all of it can be hashed with a few kernels a bucket.
+        return masters, {
+            layout.kind: torch.zeros(layout.numel, dtype=layout.kind.dtype or wide, device=masters.device)
+            for layout in layouts
+        }
+
+
+class Bucket:
+    """Memory of one bucket and the collectives in flight on it.
+
+    ``weights``: all of them; ``shard``: this rank's part. The one is part of the other, unless ``memory`` has the
+    weights whole only now and then.
+
+    ``gradients``: of all its parameters; ``sums``: this rank's part. With ``lasting`` the one is part of the other;
+    else there are gradients only while they are in a buffer, ``grad_buffer`` or, where that is None, one of the pool's:
+    those of tables and of what several units share have their own.
+
+    ``unwritten``: parameters whose gradients hold nothing yet, by index: neither a sum nor zeros.
+    """
+
+    def __init__(
+        self, plan: BucketPlan, parameters: Sequence[Recorded], wide: torch.dtype, ctx: ParallelContext, *,
+        lasting: bool, state: Sequence[StateLayout], memory: BucketMemory,
+    ) -> None:
+        first = parameters[plan.slots[0].index][1]
+        self.plan, self.shards, self.lasting = plan, plan.shards, lasting
+        self.group = ctx.along(plan.first)
+        """Ranks of the first sum, among which the bucket is divided if it is; None: this rank alone."""
+        self.gather_group = self.group if plan.shards > 1 else None
+        """Ranks that hold the parts; None: this rank holds all of it."""
+        self.index = ctx.mesh.index(ctx.rank, plan.first) if plan.shards > 1 else 0
+        """Number of this rank's part."""
+        self.weights = memory.weights(plan, first)
+        size = plan.numel // plan.shards
+        self.own = slice(self.index * size, (self.index + 1) * size)
+        self.gradients: torch.Tensor | None = None
+        if plan.frozen:
+            self.sums = torch.empty(0, dtype=wide, device=first.device)
+        elif lasting:
+            self.gradients = torch.zeros(plan.numel, dtype=wide, device=first.device)
+            self.sums = self.gradients[self.own]
+        else:
+            self.sums = torch.zeros(size, dtype=wide, device=first.device)
+        self.grad_buffer: torch.Tensor | None = None
+        if not lasting and plan.late and not plan.frozen:
+            self.grad_buffer = torch.empty(plan.numel, dtype=wide, device=first.device)
+        for slot in plan.slots:
+            p = parameters[slot.index][1]
+            span = slice(slot.start, slot.start + slot.numel)
+            if p.untyped_storage().nbytes():  # else it was built without memory
+                self.weights[span].copy_(p.detach().reshape(-1))
+            p.data = self.weights[span].view(p.shape)
+        self.shard = self.masters = memory.part(plan, self.weights, self.own)
+        self.layouts = {layout.kind: layout for layout in state}
+        self.state: dict[StateKind, torch.Tensor] = {}
+        """The rule's flat tensors, each as its layout says."""
+        if not plan.frozen:
+            self.masters, self.state = memory.state(self.shard, state, wide)
+        self.reducing: dist.Work | None = None
+        self.narrow: torch.Tensor | None = None
+        self.gathering: dist.Work | None = None
+        self.summed = False
+        """Whether ``sums``, where they are memory of their own, hold what has been reduced in this step."""
+        self.unwritten: dict[int, BucketEntry] = {}
+        self._large = [s for s in plan.slots if s.numel >= UNCLEARED and parameters[s.index][1].dim() > 1]
+
+    def begin(self) -> list[torch.Tensor]:
+        """Begin a step's sums; return as :meth:`forget` does."""
+        self.summed = False
+        return [] if self.gradients is None else self.forget()
+
+    def forget(self) -> list[torch.Tensor]:
+        """Make ``gradients`` those of a new step. Return the views of them that the caller has to clear: all but the
+        large ones, which are ``unwritten``."""
+        assert self.gradients is not None
+        self.unwritten = {slot.index: slot for slot in self._large}
+        ends = [0, *(at for slot in self._large for at in (slot.start, slot.start + slot.numel)), self.plan.numel]
+        return [self.gradients[a:b] for a, b in zip(ends[::2], ends[1::2]) if a < b]
+
+    def close(self) -> None:
+        """Clear what nothing has been written to: gradients are complete."""
+        for slot in self.unwritten.values():
+            assert self.gradients is not None
+            self.gradients[slot.start : slot.start + slot.numel].zero_()
+        self.unwritten = {}
+
+    def add_reduced(self, reduced: torch.Tensor) -> None:
+        """Add this rank's part of reduced gradients to sums that are memory of their own; a step's first is copied."""
+        if self.summed:
+            self.sums.add_(reduced)
+        else:
+            self.sums.copy_(reduced)
+        self.summed = True
+
+    def end(self) -> None:
+        """End a step's sums: those that nothing was added to are zero."""
+        if not (self.lasting or self.summed):
+            self.sums.zero_()
+
+
+@torch.no_grad()
+def whole_gradients(
+    buckets: Sequence[Bucket], parameters: Sequence[Recorded]
+) -> list[tuple[ParameterRecord, torch.Tensor]]:
+    """Return the gradients of buckets whose sums are final, gathered where they are divided. Collective."""
+    out: dict[int, torch.Tensor] = {}
+    for bucket in buckets:
+        flat = bucket.sums
+        if bucket.shards > 1:
+            flat = torch.empty(bucket.plan.numel, dtype=flat.dtype, device=flat.device)
+            all_gather_single(flat, bucket.sums.clone(), group=bucket.group)
+        for slot in bucket.plan.slots:
+            shape = parameters[slot.index][1].shape
+            out[slot.index] = flat[slot.start : slot.start + slot.numel].view(shape)
+    return [(record, out[i]) for i, (record, _) in enumerate(parameters) if i in out]

@@ -33,7 +33,7 @@ from megatron_port.core.errors import ConfigError
 from megatron_port.core.registry import OPTIMIZERS, STEP_PARTS
 
 if TYPE_CHECKING:
-    from megatron_port.core.optim.bucket_memory import StateShard
+    from megatron_port.core.optim.buckets import StateShard
 
 ALIGN = 64
 """Elements: every parameter starts at a multiple, so that vector loads of the kernels are aligned in every dtype."""

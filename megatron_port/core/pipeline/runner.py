@@ -18,8 +18,7 @@ import torch.distributed as dist
 from megatron_port.core.dist.device_streams import COMPUTE, access, in_flight, is_observed
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.process import TRANSFER, ProgressTracker
-from megatron_port.core.pipeline.actions import Action, Kind, Schedule, Span
-from megatron_port.core.pipeline.schedules import Message, turns
+from megatron_port.core.pipeline.schedules import Action, Kind, Message, Schedule, Span, turns
 
 # Tensors that pass between two pipeline stages: several tensors, whose names, shapes and dtypes both ends know.
 #

@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_port.core.checkpoint.disk import free_bytes
+from megatron_port.core.checkpoint.shard import free_bytes
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.errors import EnvironmentFault
 

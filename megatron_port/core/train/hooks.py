@@ -1,7 +1,7 @@
 """What a hook of the training loop is, and what hooks and loop share.
 
 The loop takes steps. All else that a run does (checks, evaluations, saves, reports) is a :class:`LoopHook` in one list
-(``run.assemble``), which is asked in its order. A plugin adds one by ``registry.LOOP_HOOKS`` and ``training.hooks``.
+(``run.trainer``), which is asked in its order. A plugin adds one by ``registry.LOOP_HOOKS`` and ``training.hooks``.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from megatron_port.core.engine.api import Engine, StepLimits, StepResult
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-    from megatron_port.core.checkpoint.lineage import Committer
+    from megatron_port.core.checkpoint.writer import Committer
     from megatron_port.core.data.loader import Loaders
     from megatron_port.core.dist.groups import ParallelContext
     from megatron_port.core.io.logging import Logger
     from megatron_port.core.layers.providers import Providers
     from megatron_port.core.optim.schedules import BatchSchedule
-    from megatron_port.core.optim.state_watch import Damage
+    from megatron_port.core.optim.sharded import Damage
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The training loop: steps, until done or told to stop. What else a run does hangs on it as hooks (``train.hooks``).
 
-Read it top to bottom; then ``train.hooks``, what a hook may do, and ``run.assemble``, the list of a run's.
+Read it top to bottom; then ``train.hooks``, what a hook may do, and ``run.trainer``, the list of a run's.
 """
 
 from __future__ import annotations

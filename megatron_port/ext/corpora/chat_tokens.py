@@ -30,9 +30,8 @@ from megatron_port.ext.corpora.chat_template import (
     find_template,
     special_pieces,
 )
-from megatron_port.ext.corpora.conversations import ChatFields, ConversationRefusal, messages_of
-from megatron_port.ext.corpora.preferences import preference_of
-from megatron_port.ext.corpora.tokenizer_base import Spans, Tokenizer
+from megatron_port.ext.corpora.conversations import ChatFields, ConversationRefusal, messages_of, preference_of
+from megatron_port.ext.corpora.tokenizer import Spans, Tokenizer
 
 PROBE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 _WORD = "yonder"

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from megatron_port.core.errors import DataError, shortened
-from megatron_port.ext.corpora.extras import need
 from megatron_port.ext.corpora.source_files import ReadOptions, Source
-from megatron_port.ext.corpora.unpack import EXPANSION, EXPANSION_FREE
+from megatron_port.ext.corpora.unpack import EXPANSION, EXPANSION_FREE, need
 
 # Limit on what a table unpacks to: a few kilobytes of Parquet or Arrow can hold gigabytes of one repeated text.
 

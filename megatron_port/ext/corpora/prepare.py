@@ -11,21 +11,26 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
+import signal
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from megatron_port.core.data.format import BOS_BY_TEMPLATE, BOS_OMITTED, NO_BOS, CorpusMeta, chat_path
-from megatron_port.core.data.writer import IndexedWriter, Written, token_dtype
-from megatron_port.core.errors import DataError, PortError
+from megatron_port.core.data.indexed import BOS_BY_TEMPLATE, BOS_OMITTED, NO_BOS, CorpusMeta, chat_path
+from megatron_port.core.dist.process import die_with_parent
+from megatron_port.core.errors import DataError, EnvironmentFault, PortError
 from megatron_port.core.io.files import write_bytes
 from megatron_port.core.io.typed_json import Natural, read_optional
 from megatron_port.ext.corpora import sources
@@ -33,9 +38,66 @@ from megatron_port.ext.corpora.chat_tokens import ChatRecipe
 from megatron_port.ext.corpora.records import EXAMPLES, POLICIES, STOP, Encoded, Recipe, encode_block
 from megatron_port.ext.corpora.source_files import Inventory, ReadOptions, find_sources
 from megatron_port.ext.corpora.sources import Block, Reader
-from megatron_port.ext.corpora.tokenizer import identity_of
-from megatron_port.ext.corpora.tokenizer_base import NOTHING_ADDED, Tokenizer, added_ids
-from megatron_port.ext.corpora.workers import ordered
+from megatron_port.ext.corpora.tokenizer import NOTHING_ADDED, Tokenizer, added_ids, identity_of
+from megatron_port.ext.corpora.writer import IndexedWriter, Written, token_dtype
+
+# Pool of forked processes that work on blocks. Results come in the order of the blocks; memory stays bounded.
+
+Work = Callable[[Block], Encoded]
+
+
+def ordered(blocks: Iterator[Block], work: Work, workers: int) -> Generator[tuple[Block, Encoded], None, None]:
+    """Yield ``(block, its documents)`` in order; ``workers`` 1: here, without another process.
+
+    The blocks that come back have no payload. Raises what ``work`` raises, for the first block in order that fails.
+
+    Raises:
+        EnvironmentFault: a worker was ended (out of memory, or a crash inside of a tokenizer).
+    """
+    if workers <= 1:
+        for block in blocks:
+            yield block, work(block)
+        return
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), initializer=_begin, initargs=(work,))
+    team: set[BaseProcess] = set()
+    waiting: deque[tuple[Block, Future[Encoded]]] = deque()
+    try:
+        for block in blocks:
+            waiting.append((replace(block, payload=b""), pool.submit(_work_on, block)))
+            team.update(multiprocessing.active_children())
+            if len(waiting) >= 4 * workers:  # a slow block may not let the others run ahead without end
+                first, made = waiting.popleft()
+                yield first, made.result()
+        for first, made in waiting:
+            yield first, made.result()
+    except BrokenProcessPool:
+        pool.shutdown()
+        raise _lost(team) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin(work: Work) -> None:
+    """Prepare a worker: it keeps ``work``, which it got by the fork, and leaves Ctrl-C to its parent."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    multiprocessing.current_process().work = work  # type: ignore[attr-defined]
+
+
+def _work_on(block: Block) -> Encoded:
+    made: Encoded = multiprocessing.current_process().work(block)  # type: ignore[attr-defined]
+    return made
+
+
+def _lost(team: Iterable[BaseProcess]) -> EnvironmentFault:
+    """Return the error for a worker that ended by itself; the pool ends the others by SIGTERM."""
+    codes = [p.exitcode for p in team if p.exitcode not in (None, 0, -signal.SIGTERM)] or [-signal.SIGTERM]
+    code = codes[0] or 0
+    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return EnvironmentFault(f"a tokenizer process was ended ({how}); if memory is short, use fewer --workers. What was "
+                            "done so far is kept where it was saved")
+
 
 SAVE_BYTES = 256 << 20
 """Input between two entries of the journal."""

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron_port.core.data.writer import outside
 from megatron_port.core.errors import DataError, shortened
 from megatron_port.ext.corpora.chat_tokens import ChatRecipe
 from megatron_port.ext.corpora.conversations import ConversationRefusal
 from megatron_port.ext.corpora.sources import BYTES, LINES, Block
-from megatron_port.ext.corpora.tokenizer_base import NOTHING_ADDED, AddedIds, Tokenizer, encode_array
+from megatron_port.ext.corpora.tokenizer import NOTHING_ADDED, AddedIds, Tokenizer, encode_array
+from megatron_port.ext.corpora.writer import outside
 
 STOP, SKIP, REPAIR = POLICIES = ("stop", "skip", "repair")
 EXAMPLES = 5

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from megatron_port.core.errors import DataError
 from megatron_port.core.io.files import write_bytes
-from megatron_port.ext.corpora.extras import need
 from megatron_port.ext.corpora.records import Recipe, texts_of
 from megatron_port.ext.corpora.source_files import ReadOptions, find_sources
 from megatron_port.ext.corpora.sources import Reader
 from megatron_port.ext.corpora.tokenizer import ByteTokenizer
+from megatron_port.ext.corpora.unpack import need
 
 END = "<|endoftext|>"
 LEAST = 257

@@ -15,13 +15,14 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from megatron_port.core.data.format import (
+from megatron_port.core.data.indexed import (
     CHUNK,
     DTYPES,
     HEADER_BYTES,
     MAGIC,
     OWN_TOKENIZERS,
     CorpusMeta,
+    IndexedDataset,
     bin_path,
     chat_path,
     idx_path,
@@ -32,11 +33,10 @@ from megatron_port.core.data.format import (
     reference_path,
     tokenizer_name,
 )
-from megatron_port.core.data.hashes import BlockHashes, file_blocks, file_xxh3
-from megatron_port.core.data.indexed import IndexedDataset
 from megatron_port.core.errors import DataError
-from megatron_port.core.io.work import Advance, silent
+from megatron_port.core.io.files import Advance, silent
 from megatron_port.core.registry import PARTS
+from megatron_port.ext.corpora.checked_tokens import BlockHashes, file_blocks, file_xxh3
 from megatron_port.ext.corpora.tokenizer import content_hash, identity, read_file
 
 MOST_FAULTS = 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_port.core.config.moe import MoEConfig
+from megatron_port.core.config.model import MoEConfig
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.ext.families import shared as moe_like
 from megatron_port.ext.families.deepseek_v3 import NAMES

@@ -11,9 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_port.core.config.families_settings import windows
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.errors import CheckpointError
+from megatron_port.ext.families.settings import windows
 
 # Which fields of a config.json transformers reads, family by family.
 #

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron_port.core.config.model import CLAMP, SHARPNESS
-from megatron_port.core.config.moe import MoEConfig
+from megatron_port.core.config.model import CLAMP, SHARPNESS, MoEConfig
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.ext.families import shared as moe_like
 from megatron_port.ext.families.family import Family, Fields, layer_types

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_port.core.config.moe import MoEConfig
+from megatron_port.core.config.model import MoEConfig
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.ext.families.family import TABLES, Fields, common_sizes, layer_types, rope_scaling, yarn_growth
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_port.core.config.families_settings import shortest_pattern
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.ext.families.family import Family, Fields, windows_by_layer_there
 from megatron_port.ext.families.llama import NAMES
+from megatron_port.ext.families.settings import shortest_pattern
 from megatron_port.ext.families.shared import one_bias, read_llama_like, write_llama_like
 
 

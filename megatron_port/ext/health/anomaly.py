@@ -24,10 +24,10 @@ from megatron_port.core.dist.agree import broadcast_text
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Coordinates
 from megatron_port.core.engine.api import Engine, StepLimits, StepResult
-from megatron_port.core.engine.probe import NOWHERE, Probe, StepDiagnostics, trace_diagnostics
 from megatron_port.core.io.files import write_bytes
 from megatron_port.core.io.typed_json import finite_or_text
 from megatron_port.core.train.hooks import Anomaly, Session
+from megatron_port.ext.health.probe import NOWHERE, Probe, StepDiagnostics, trace_diagnostics
 
 TRANSIENT, REPRODUCIBLE = "transient", "reproducible"
 LISTED = 200

@@ -23,15 +23,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_port.core.dist.agree import gather_names
-from megatron_port.core.dist.compat import reduce_scatter_single
+from megatron_port.core.dist.collectives import reduce_scatter_single
 from megatron_port.core.dist.counter import key_of, random_bits
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Factors
 from megatron_port.core.dist.row_hashes import RowHashes, odd_ones
 from megatron_port.core.io.logging import ranks_text
-from megatron_port.core.optim.bucket_memory import Bucket
-from megatron_port.core.optim.state_check import Change, Damage, damage_of
-from megatron_port.core.optim.state_watch import StateEntry, StateTensor
+from megatron_port.core.optim.buckets import Bucket
+from megatron_port.core.optim.sharded import StateEntry, StateTensor
+from megatron_port.ext.health.state_check import Change, Damage, damage_of
 
 SUM_ROW = 512
 """Elements with one checksum: two numbers of 8 bytes are reduced for 2 KiB of gradients."""

@@ -11,8 +11,8 @@ import torch
 from megatron_port.core.engine.api import StepProbe
 from megatron_port.core.engine.native_passes import BackwardTarget, PassWatch
 from megatron_port.core.engine.native_step import RunPasses, StepPart, StepParts, StepState, SumLoss
-from megatron_port.core.pipeline.actions import Action
 from megatron_port.core.pipeline.runner import Payload
+from megatron_port.core.pipeline.schedules import Action
 
 
 class _ProbedPasses(PassWatch):

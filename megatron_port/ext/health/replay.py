@@ -27,9 +27,9 @@ from megatron_port.core.dist.mesh import REPLICAS
 from megatron_port.core.dist.process import EVALUATE
 from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.engine.api import Engine
-from megatron_port.core.engine.probe import NOWHERE, Probe
 from megatron_port.core.errors import ConfigError, NumericsError
 from megatron_port.core.train.hooks import LoopHook, LoopState, Session, every
+from megatron_port.ext.health.probe import NOWHERE, Probe
 from megatron_port.ext.health.replicas import BitsHash, check_replicas
 
 _STAGES, _PLACES = 1 << 12, 1 << 24

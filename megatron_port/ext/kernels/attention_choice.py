@@ -10,18 +10,17 @@ from typing import Any
 
 import torch
 
-from megatron_port.core.config.kernels_settings import CAUSAL, MaskNeeds, own_gpu_problem
 from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.io.typed_json import WrongContent, parse_json, typed
-from megatron_port.core.layers.attention import AttentionMask
+from megatron_port.core.layers.attention import Attention, AttentionMask, check_shapes, math_attention_with
 from megatron_port.core.layers.fused import CausalSoftmax, ProbabilityDropout
-from megatron_port.core.layers.fused_attention import Attention, check_shapes, math_attention_with
 from megatron_port.core.layers.providers import ProviderRow
-from megatron_port.core.layers.torch_attention import flash_attention, gpu_kernels, sdpa_attention, serving_kernel
 from megatron_port.core.package import shipped_folder
-from megatron_port.ext.kernels.optional import optional_import
+from megatron_port.ext.kernels.kernels import optional_import
+from megatron_port.ext.kernels.settings import CAUSAL, MaskNeeds, own_gpu_problem
+from megatron_port.ext.kernels.torch_attention import flash_attention, gpu_kernels, sdpa_attention, serving_kernel
 
 # Measured times of attention's providers on GPUs: ``configs/kernels/attention.json``.
 #

@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_port.core.layers.fused import product
-from megatron_port.core.layers.linear_kernels import LinearKernels, add_product, add_to_sum
-from megatron_port.core.layers.quantised import Quantised, QuantizedWeightCache
+from megatron_port.core.layers.linear import LinearKernels, add_product, add_to_sum
 from megatron_port.ext.kernels.ops import quantise as own
+from megatron_port.ext.kernels.quantised import Quantised, QuantizedWeightCache
 
 _EXPONENT_BITS = 0x7F80_0000
 """Exponent bits of a float32."""

@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_port.core.engine.native_gradients import GradientSink
+from megatron_port.core.engine.native_passes import GradientSink
 from megatron_port.core.optim.sharded import ShardedParameters
-from megatron_port.ext.kernels.ops.optimizer import add_gradients_
-from megatron_port.ext.kernels.ops.table_rows import add_rows_
+from megatron_port.ext.kernels.ops.optimizer import add_gradients_, add_rows_
 
 _LARGEST_DEFERRED = 1 << 16
 """Elements of a gradient that may wait for others: of biases and norms; the memory of a table's is to be freed."""

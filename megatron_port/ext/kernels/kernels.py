@@ -14,15 +14,27 @@ import importlib
 import pkgutil
 import platform
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron_port.core import package
 from megatron_port.core.errors import EnvironmentFault
 from megatron_port.core.io.files import read_regular
-from megatron_port.core.io.typed_json import LARGEST, WrongContent, parse_json, typed
-from megatron_port.core.io.variables import CPU_LEVEL, cpu_level
+from megatron_port.core.io.typed_json import CPU_LEVEL, LARGEST, WrongContent, cpu_level, parse_json, typed
 from megatron_port.ext.kernels.cpu_levels import cpu_levels, processor_flags
+
+# Packages that a provider may come from, where they are installed.
+
+def optional_import(name: str) -> tuple[Any | None, str]:
+    """Return (module, "") or (None, why not). A package built for another torch may raise anything."""
+    try:
+        return importlib.import_module(name), ""
+    except ModuleNotFoundError as error:
+        return None, f"{error.name or name} is not installed"
+    except Exception as error:
+        return None, f"import {name} fails: {type(error).__name__}: {error}"
+
 
 FOLDER = package.FOLDER / "_kernels"
 BINDING = "libmp_binding.so"

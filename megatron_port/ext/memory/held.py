@@ -13,18 +13,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_port.core.config.offload import OffloadConfig
+from megatron_port.core.config.features import OffloadConfig
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.groups import ParallelContext
-from megatron_port.core.engine.native_sharding import Units
+from megatron_port.core.engine.native_state import Units
 from megatron_port.core.errors import ConfigError
-from megatron_port.core.optim.bucket_memory import Bucket, BucketMemory, Recorded, StateLayout, StateShard
-from megatron_port.core.optim.buckets import BucketPlan
+from megatron_port.core.optim.buckets import Bucket, BucketMemory, BucketPlan, Recorded, StateLayout, StateShard
 from megatron_port.core.optim.rules import OptimizerRule, StateKind, rule_of
 from megatron_port.core.optim.sharded import ShardedParameters, ShardSettings
-from megatron_port.core.optim.zero3 import UnitGather, WeightSharding
-from megatron_port.core.pipeline.actions import Action, Kind
+from megatron_port.core.pipeline.schedules import Action, Kind
 from megatron_port.ext.memory.offload import Offload
+from megatron_port.ext.memory.zero3 import UnitGather, WeightSharding
 
 
 class HeldMemory(BucketMemory):

@@ -16,12 +16,9 @@ import torch
 
 from megatron_port.core.config.schema import OptimizerConfig
 from megatron_port.core.dist.record import ParameterRecord
-from megatron_port.core.engine.host_update import SquareNorm, Update
-from megatron_port.core.engine.native_update import UpdateRequest
-from megatron_port.core.engine.rule_updates import RuleUpdate
+from megatron_port.core.engine.native_update import RuleUpdate, SquareNorm, Update, UpdateRequest
 from megatron_port.core.errors import ConfigError
-from megatron_port.core.optim.bucket_memory import Bucket, StateShard
-from megatron_port.core.optim.buckets import shard_ranges
+from megatron_port.core.optim.buckets import Bucket, StateShard, shard_ranges
 from megatron_port.core.optim.gradients import step_factor
 from megatron_port.core.optim.rules import (
     AdamW,

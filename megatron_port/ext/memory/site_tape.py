@@ -33,10 +33,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_port.core.dist.collectives import PartitionedBytes
 from megatron_port.core.engine.native_passes import PassWatch
 from megatron_port.core.layers.step import StepSlot
-from megatron_port.core.model.activation_sites import Decision, LayerActivations
 from megatron_port.core.model.ops import Site
 from megatron_port.core.model.rotary import is_of_all_layers
-from megatron_port.core.pipeline.actions import Action, Kind
+from megatron_port.core.pipeline.schedules import Action, Kind
+from megatron_port.ext.memory.sites import Decision, LayerActivations
 from megatron_port.ext.memory.swap import SwappedLayer, SwapSpace
 
 # Seconds and bytes of sites and passes, measured while a run trains.

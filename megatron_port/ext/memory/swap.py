@@ -18,8 +18,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from megatron_port.core.dist.copy_streams import COPY_IN, COPY_OUT, Streams, streams_of
 from megatron_port.core.dist.device_streams import COMPUTE, HOST, Event, access
+from megatron_port.ext.memory.streams import COPY_IN, COPY_OUT, Streams, streams_of
 
 # Host memory through which tensors leave the device and come back while it computes (a staging ring).
 #

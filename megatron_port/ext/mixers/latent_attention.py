@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from megatron_port.core.dist.collectives import enter_region
 from megatron_port.core.model.attention import SelfAttention
 from megatron_port.core.model.build import BuildContext
-from megatron_port.core.model.latent_spec import LatentAttentionSpec
-from megatron_port.core.model.norm import Norm
+from megatron_port.core.model.layers import Norm
 from megatron_port.core.model.spec import AttentionSpec
+from megatron_port.ext.mixers.latent_spec import LatentAttentionSpec
 
 
 class LatentAttention(SelfAttention):

@@ -23,9 +23,9 @@ from megatron_port.core.data.objective import Objective, WholeSamples
 from megatron_port.core.dist.record import StateReader
 from megatron_port.core.layers.step import StepContext
 from megatron_port.core.model.decoder import GPTStage
-from megatron_port.core.model.fingerprint import fingerprint
+from megatron_port.core.model.shapes import fingerprint
 from megatron_port.core.registry import PARTS
-from megatron_port.ext.objectives.reference_losses import check_pairs, read_header, read_reference
+from megatron_port.ext.objectives.pairs import check_pairs, read_header, read_reference
 
 REWARDS = ("chosen_reward", "reward_margin", "reward_accuracy")
 """Names of the sums of a step over its pairs, and of their means in metrics.jsonl."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_port.core.config.rule_options import AdagradOptions, SGDOptions
+from megatron_port.core.config.optimizer import AdagradOptions, SGDOptions
 from megatron_port.core.config.schema import OptimizerConfig
 from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.optim.rules import ElementwiseRule, UpdateSettings

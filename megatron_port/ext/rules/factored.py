@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from megatron_port.core.config.rule_options import AdafactorOptions, CAMEOptions
+from megatron_port.core.config.optimizer import AdafactorOptions, CAMEOptions
 from megatron_port.core.config.schema import OptimizerConfig
 from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.optim.rules import StateKind, UpdateSettings
-from megatron_port.core.optim.sums import LogicalTensor, Rectangle, Rounds, is_matrix
-from megatron_port.ext.rules.sums_update import SumsRule
+from megatron_port.ext.rules.sums import LogicalTensor, Rectangle, Rounds, SumsRule, is_matrix
 
 
 def _add_sums(

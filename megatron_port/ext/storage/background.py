@@ -31,12 +31,12 @@ import numpy as np
 import torch
 
 from megatron_port.core.checkpoint.format import SavedState, directory_name, shard_name
-from megatron_port.core.checkpoint.lineage import Committer
 from megatron_port.core.checkpoint.shard import ShardPlan, plan_shard
 from megatron_port.core.checkpoint.writer import (
     LONGEST_NAP,
     VISIBLE_SECONDS,
     Cancelled,
+    Committer,
     Note,
     Peers,
     absent_parts,

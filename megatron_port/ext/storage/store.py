@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from megatron_port.core.config.urls import PACKAGES, url_fault
+from megatron_port.core.config.ranges import PACKAGES, url_fault
 from megatron_port.core.errors import PortError
 from megatron_port.core.io.files import write_bytes
 

@@ -8,9 +8,9 @@ from math import isfinite, isnan
 from typing import TYPE_CHECKING, Any, TextIO
 
 from megatron_port.core.io.logging import trusted
-from megatron_port.core.io.numbers import shown
-from megatron_port.core.io.step_metrics import step_metrics
 from megatron_port.ext.telemetry.metrics import Record
+from megatron_port.ext.telemetry.numbers import shown
+from megatron_port.ext.telemetry.step_metrics import step_metrics
 
 if TYPE_CHECKING:
     from rich.console import Group

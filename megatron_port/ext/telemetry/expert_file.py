@@ -13,8 +13,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_port.core.config.model import ModelConfig
-from megatron_port.core.config.moe import RoutesConfig
+from megatron_port.core.config.model import ModelConfig, RoutesConfig
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.rank import LeaseLost
 from megatron_port.core.io.files import atomic_file, open_regular

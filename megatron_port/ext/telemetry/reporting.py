@@ -7,11 +7,11 @@ from collections import deque
 import torch
 
 from megatron_port.core.data.objective import objective_of
-from megatron_port.core.io.memory import peak_resident_bytes
-from megatron_port.core.model.flops import hardware_flops, model_flops
 from megatron_port.core.registry import PARTS
 from megatron_port.core.train.folders import run_folder
 from megatron_port.core.train.hooks import Ending, LoopHook, LoopState, TakenStep
+from megatron_port.ext.telemetry.flops import hardware_flops, model_flops
+from megatron_port.ext.telemetry.peak_memory import peak_resident_bytes
 from megatron_port.ext.telemetry.sinks import Telemetry
 
 

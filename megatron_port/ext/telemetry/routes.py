@@ -55,7 +55,7 @@ def identity_of(config: RunConfig, corpora: Sequence[dict[str, Any]]) -> RouteId
 
 
 class RunRoutes:
-    """Routes of one rank: a :class:`megatron_port.core.model.router.RouteKeeper` for the steps of a run.
+    """Routes of one rank: a :class:`megatron_port.ext.experts.router.RouteKeeper` for the steps of a run.
 
     Raises:
         ConfigError: ``moe.replay`` is no folder of routes, or of another model or other data; alike on all ranks.

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from megatron_port.core.io.metric import Metric
-from megatron_port.core.io.numbers import formatted
-from megatron_port.core.io.step_metrics import OWN
 from megatron_port.ext.telemetry.console import duration
+from megatron_port.ext.telemetry.numbers import formatted
+from megatron_port.ext.telemetry.step_metrics import OWN, Metric
 
 
 @dataclass(frozen=True)

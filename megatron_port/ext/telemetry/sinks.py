@@ -13,8 +13,7 @@ from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.rank import LeaseLost
 from megatron_port.core.registry import PARTS
 from megatron_port.ext.telemetry.console import make_console
-from megatron_port.ext.telemetry.declared import write_declared
-from megatron_port.ext.telemetry.metrics import FILE_NAME, MetricsWriter, Record, encode
+from megatron_port.ext.telemetry.metrics import FILE_NAME, MetricsWriter, Record, encode, write_declared
 
 _BACKLOG = 10_000
 

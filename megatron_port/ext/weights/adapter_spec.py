@@ -14,11 +14,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_port.core.config.fine_tuning import FineTuningConfig
+from megatron_port.core.config.features import FineTuningConfig
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.core.config.weights_settings import TARGETS
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.spec import LayerSpec, LinearSpec, ParameterSpec, Split
+from megatron_port.ext.weights.settings import TARGETS
 
 A, B, MAGNITUDE = "lora_a", "lora_b", "magnitude"
 """Last parts of the names of an adapter's parameters."""

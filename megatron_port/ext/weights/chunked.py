@@ -17,13 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_port.core.dist.collectives import Group, all_gather_first
-from megatron_port.core.dist.compat import all_gather_single, reduce_scatter_single
+from megatron_port.core.dist.collectives import Group, all_gather_first, all_gather_single, reduce_scatter_single
 from megatron_port.core.dist.device_streams import COMPUTE, access, in_flight
-from megatron_port.core.layers.few_bits import forward_operand
 from megatron_port.core.layers.fused import first_order, widens
-from megatron_port.core.layers.linear import ColumnParallelLinear, RowParallelLinear, _Linear
-from megatron_port.core.layers.linear_kernels import PLAIN, LinearKernels
+from megatron_port.core.layers.linear import PLAIN, ColumnParallelLinear, LinearKernels, RowParallelLinear, _Linear
+from megatron_port.ext.weights.few_bits import forward_operand
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:

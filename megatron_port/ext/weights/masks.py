@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_port.core.config.sparsity import SparsityConfig
-from megatron_port.core.config.weights_settings import is_sparse
+from megatron_port.core.config.features import SparsityConfig
 from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.engine.native_step import StepState
-from megatron_port.core.optim.bucket_memory import Bucket
+from megatron_port.core.optim.buckets import Bucket
 from megatron_port.core.optim.rules import OptimizerRule, StateKind
 from megatron_port.core.optim.sharded import ShardedParameters
+from megatron_port.ext.weights.settings import is_sparse
 
 
 class GradientMasks:

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from megatron_port.core.checkpoint.reader import Checkpoint
+from megatron_port.core.config.features import SparsityConfig
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.core.config.sparsity import SparsityConfig
-from megatron_port.core.config.weights_settings import GROUP, is_sparse
 from megatron_port.core.dist.record import BUFFER, WEIGHT, StateReader
 from megatron_port.core.errors import CheckpointError
-from megatron_port.core.model.fingerprint import fingerprint
+from megatron_port.core.model.shapes import fingerprint
+from megatron_port.ext.weights.settings import GROUP, is_sparse
 
 Box = tuple[int, ...]
 

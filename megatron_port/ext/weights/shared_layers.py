@@ -11,8 +11,8 @@ itself, so each layer's use of them gives its gradient to the sum directly.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -20,12 +20,43 @@ import torch
 from torch import nn
 
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.core.dist.mesh import shared_name
+from megatron_port.core.dist.mesh import Topology, shared_name
 from megatron_port.core.dist.record import record_of
 from megatron_port.core.layers.linear import WgradAccumulator
 from megatron_port.core.model.decoder import Held
 from megatron_port.core.model.layers import TransformerLayer
-from megatron_port.core.model.shared_stages import SharedLayers
+
+# Which stages hold layers that share weights.
+
+@dataclass(frozen=True)
+class SharedLayers:
+    """Which stages hold each group's weights; by the first layer of the group."""
+
+    stages: dict[int, tuple[int, ...]]
+    primary: dict[int, int]
+    """The stage whose copy is saved and counted."""
+
+    @property
+    def spanning(self) -> tuple[tuple[int, ...], ...]:
+        """Sets of stages that hold copies of the same weights, each once."""
+        return tuple(sorted({stages for stages in self.stages.values() if len(stages) > 1}))
+
+
+def stages_of_shared_layers(
+    model: ModelConfig, topology: Topology, layers_by_chunk: Sequence[int]
+) -> SharedLayers:
+    """Return which stages hold each group's weights, for a split of the layers over the virtual stages."""
+    found: dict[int, set[int]] = {}
+    primary: dict[int, int] = {}
+    layer = 0
+    for virtual, count in enumerate(layers_by_chunk):
+        stage, _ = topology.holder(virtual)
+        for _ in range(count):
+            owner = model.owner_of(layer)
+            found.setdefault(owner, set()).add(stage)
+            primary.setdefault(owner, stage)
+            layer += 1
+    return SharedLayers({owner: tuple(sorted(stages)) for owner, stages in found.items()}, primary)
 
 
 def share_weights(

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_port.core.config.schema import ModelConfig, RunConfig
-from megatron_port.core.dist import start as process_group
 from megatron_port.core.dist.collectives import Group, reduce_from_tp, reduce_scatter_sequence
 from megatron_port.core.dist.rank import DeviceInfo, ProcessInfo
 from megatron_port.core.errors import ConfigError
@@ -21,11 +20,19 @@ from megatron_port.core.io.files import write_output
 from megatron_port.core.layers.linear import WgradAccumulator, linear
 from megatron_port.core.layers.providers import Providers
 from megatron_port.ext.kernels.choose import choose_providers
-from megatron_port.tools.bench.calibration import calibrated, described, kernel_entries, table, to_toml
-from megatron_port.tools.bench.passes import DTYPES, pass_entries
-from megatron_port.tools.bench.probe import host_entries, measure, shapes_of
-from megatron_port.tools.plan.case import Machine, machine_problems
-from megatron_port.tools.plan.kernel_table import Entry, to_csv
+from megatron_port.run import rendezvous as process_group
+from megatron_port.tools.bench.calibration import (
+    calibrated,
+    described,
+    host_entries,
+    kernel_entries,
+    measure,
+    shapes_of,
+    table,
+    to_toml,
+)
+from megatron_port.tools.bench.measure import DTYPES, pass_entries
+from megatron_port.tools.plan.case import Entry, Machine, machine_problems, to_csv
 from megatron_port.tools.preflight.exchange import meet, synchronize
 from megatron_port.tools.preflight.session import device_or_fault
 

@@ -13,17 +13,15 @@ from megatron_port.core.config.loader import Loaded
 from megatron_port.core.config.schema import DataConfig, RunConfig
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.io.files import write_output
-from megatron_port.core.model.flops import hardware_flops
+from megatron_port.ext.telemetry.flops import hardware_flops
 from megatron_port.tools.charts.page import columns, page, section
 from megatron_port.tools.plan.case import Case, case_of
+from megatron_port.tools.plan.compare import Planned, Point, Study, planned, studies
 from megatron_port.tools.plan.page import study_picture
 from megatron_port.tools.plan.search import Candidate, fullest, options_of, settings_of
 from megatron_port.tools.plan.step import plan_step
-from megatron_port.tools.plan.studies import Planned, Point, Study, planned, studies
-from megatron_port.tools.tune.results import Results, Trial, key_of
-from megatron_port.tools.tune.strategies import Space, make_space
-from megatron_port.tools.tune.trial import Launcher, run_trial
-from megatron_port.tools.tune.tuner import hold_folder
+from megatron_port.tools.tune.strategies import Results, Space, Trial, key_of, make_space
+from megatron_port.tools.tune.tuner import Launcher, hold_folder, run_trial
 
 NAMES = ("tensor", "micro-batches", "stages", "ratio", "weak", "strong", "attention", "attention-math")
 

@@ -9,12 +9,11 @@ from typing import Any
 
 from megatron_port.core.config.loader import load
 from megatron_port.core.errors import ConfigError
-from megatron_port.core.io.numbers import quantity
 from megatron_port.core.model.decoder_spec import model_spec
-from megatron_port.core.model.flops import model_flops, parameter_count
 from megatron_port.core.optim.schedules import BatchSchedule
-from megatron_port.tools.charts.lines import Axis, Note, Series, line_chart
-from megatron_port.tools.charts.page import card, columns, page, table
+from megatron_port.ext.telemetry.flops import model_flops, parameter_count
+from megatron_port.ext.telemetry.numbers import quantity
+from megatron_port.tools.charts.page import Axis, Note, Series, card, columns, line_chart, page, table
 from megatron_port.tools.report.run_data import read_run
 
 

@@ -28,22 +28,21 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from torch import nn
 
-from megatron_port.core.config.mixer import ATTENTION
+from megatron_port.core.config.model import ATTENTION
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.data.loader import RankView
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.engine.api import Engine
 from megatron_port.core.errors import CheckpointError, ConfigError, EnvironmentFault
-from megatron_port.core.io.files import read_regular, write_bytes
+from megatron_port.core.io.files import Advance, read_regular, silent, write_bytes
 from megatron_port.core.io.typed_json import Natural, parse_json, typed
-from megatron_port.core.io.work import Advance, silent
 from megatron_port.core.layers.step import Tallies, TallySpec
 from megatron_port.core.model.decoder import GPTStage
 from megatron_port.core.model.layers import TransformerLayer
-from megatron_port.core.model.moe import MoE
 from megatron_port.core.model.program import Watch
-from megatron_port.core.model.router import Route
-from megatron_port.tools.inference.perplexity import Samples, perplexity
+from megatron_port.ext.experts.moe import MoE
+from megatron_port.ext.experts.router import Route
+from megatron_port.tools.inference.model import Samples, perplexity
 
 
 def importance_specs(model: ModelConfig) -> dict[str, TallySpec]:

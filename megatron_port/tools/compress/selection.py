@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megatron_port.core.config.families_settings import shortest_pattern, windows
-from megatron_port.core.config.moe import MoEConfig
-from megatron_port.core.config.same_model import without_mup
+from megatron_port.core.config.model import MoEConfig
 from megatron_port.core.config.schema import ModelConfig, RunConfig
 from megatron_port.core.errors import CheckpointError, ConfigError
 from megatron_port.core.model.decoder_spec import model_spec
-from megatron_port.core.model.flops import model_flops, parameter_count
-from megatron_port.tools.compress.axes import (
+from megatron_port.ext.families.settings import shortest_pattern, windows
+from megatron_port.ext.telemetry.flops import model_flops, parameter_count
+from megatron_port.run.same_model import without_mup
+from megatron_port.tools.compress.convert import (
     EXPERTS,
     FFN,
     HEADS,
@@ -31,10 +31,10 @@ from megatron_port.tools.compress.axes import (
     QUERIES,
     VALUES,
     Axis,
+    plain_model,
 )
-from megatron_port.tools.compress.convert import plain_model
 from megatron_port.tools.interop.hf_config import family_for
-from megatron_port.tools.plan.verdict import make_plan
+from megatron_port.tools.plan.text import make_plan
 
 # Sizes of the model that pruning leaves, as an ordinary model configuration. Without torch.
 #

@@ -7,19 +7,23 @@ one position, is the same on all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from megatron_port.core.config.schema import ActivationsConfig, RunConfig
+from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.data.dataset import Sample, document_starts
 from megatron_port.core.data.indexed import IndexedDataset
 from megatron_port.core.data.loader import RankView
-from megatron_port.core.data.packing import PADDING
-from megatron_port.core.data.sample import Sample
 from megatron_port.core.dist.agree import agree, agreed
 from megatron_port.core.dist.collectives import recorded_buffers
 from megatron_port.core.dist.groups import ParallelContext
@@ -30,18 +34,375 @@ from megatron_port.core.engine.api import Engine
 from megatron_port.core.engine.loss_reduction import summed_over_replicas
 from megatron_port.core.engine.module import read_local, recorded_parameters
 from megatron_port.core.errors import ConfigError, DataError, PortError
-from megatron_port.core.io.work import Advance, silent
+from megatron_port.core.io.files import Advance, silent
+from megatron_port.core.layers.attention import Attention, visible_softmax
 from megatron_port.core.layers.dropout import DropoutStream
+from megatron_port.core.layers.fused import product
+from megatron_port.core.layers.providers import Providers
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.decoder import GPTStage
-from megatron_port.core.model.fingerprint import fingerprint
+from megatron_port.core.model.layers import Embedding
+from megatron_port.core.model.rotary import RotaryTables
+from megatron_port.core.model.shapes import fingerprint
+from megatron_port.core.model.spec import AttentionSpec
 from megatron_port.core.pipeline.runner import Boundary, StageLink
 from megatron_port.core.train.hooks import Session
-from megatron_port.ext.objectives.reference_losses import ReferenceHeader, check_pairs, read_header, write_reference
+from megatron_port.ext.context.attention import GatherKeys
+from megatron_port.ext.corpora.packing import PADDING
+from megatron_port.ext.objectives.pairs import ReferenceHeader, check_pairs, read_header, write_reference
 from megatron_port.run.build import DTYPES, build_engine, build_model
 from megatron_port.run.weights import Weights
-from megatron_port.tools.inference.kv_cache import CacheSlot, KeyValueCache
-from megatron_port.tools.inference.perplexity import sample_steps
+
+# Keys and values of the tokens so far, for generation: a token then costs one position, not the whole context.
+#
+# A :class:`KeyValueCache` belongs to one batch and serves all layers of a stage. A :class:`CacheSlot` holds the one in
+# use and is installed in a stage's attention and embedding; the model itself knows of no cache. Sequences may have
+# different lengths: prompts are padded on the right, each has its own position, and what lies beyond it is overwritten
+# before it is ever looked at.
+
+@runtime_checkable
+class CachingAttention(Protocol):
+    """What generation uses of a layer's attention, and replaces in it (``model.attention.SelfAttention`` has it); a
+    mixer without these reads whole sequences for each token."""
+
+    name: str
+    spec: AttentionSpec
+    sinks: torch.Tensor | None
+    rotary: RotaryTables | None
+    providers: Providers
+    context: Any
+    core_arguments: Callable[..., tuple[torch.Tensor, ...]]
+    """From the layer's input to what ``attend_to`` takes."""
+    attend_to: Callable[..., torch.Tensor]
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the packed projection [seq, batch, groups/tp, heads of a group + 2, d]."""
+
+    def split(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries, keys and values of the packed projection, rotated under rope."""
+
+    def attend_split(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Return what ``attend_to`` does, from what ``split`` returned."""
+
+    def values(self, out: torch.Tensor) -> torch.Tensor:
+        """Return what the output projection takes, from the mixed values."""
+
+
+class KeyValueCache:
+    """Cache of one batch's keys and values.
+
+    Run the stage on the prompts; then, for each new token, call ``at`` and run the stage on [batch, 1] tokens.
+
+    Memory: 2 · layers · batch · groups · capacity · head size elements on each rank.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        """Positions that there is room for."""
+        self.positions: torch.Tensor | None = None
+        """int64 [batch]: position of the current token; None during prefill."""
+        self._seen: torch.Tensor | None = None
+        self._layers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def length(self) -> int:
+        """Positions that the current token attends to in the longest sequence, itself included."""
+        return 0 if self._seen is None else self._seen.shape[0]
+
+    def at(self, positions: Sequence[int], device: torch.device) -> None:
+        """Set the positions (from 0) of the next pass, which has one token per sequence."""
+        last = max(positions)
+        if last >= self.capacity:
+            raise ValueError(f"position {last} of a cache of {self.capacity}")
+        self.positions = torch.tensor(list(positions), dtype=torch.int64, device=device)
+        self._seen = torch.arange(last + 1, device=device)
+
+    def store(self, layer: str, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store keys and values [seq, batch, groups, d] of the prompts; what is padded beyond the capacity is not
+        kept."""
+        seq, batch, groups, size = min(len(k), self.capacity), *k.shape[1:]
+        kept = []
+        for x in (k, v):
+            room = x.new_zeros(batch, groups, self.capacity, size)  # not empty: 0 times what lies there must be 0
+            room[:, :, :seq] = x[:seq].permute(1, 2, 0, 3)
+            kept.append(room)
+        self._layers[layer] = (kept[0], kept[1])
+
+    def _visible(self, window: int) -> torch.Tensor:
+        """bool [batch, 1, 1, length]: positions that each sequence's token sees; ``window`` 0: all up to its own."""
+        assert self.positions is not None and self._seen is not None
+        last = self.positions[:, None]
+        visible = self._seen <= last
+        if window:
+            visible &= self._seen > last - window
+        return visible[:, None, None, :]
+
+    def attend(
+        self, attention: CachingAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute the attention of one token per sequence over itself and all tokens before it that it sees.
+
+        q [1, batch, heads, d], k and v [1, batch, groups, d] → [1, batch, heads · d]. The query heads of a group are
+        the rows of one product, so keys and values are never repeated.
+        """
+        keys, values = self._layers[attention.name]
+        _, batch, heads, size = q.shape
+        groups, row, spec = k.shape[2], torch.arange(q.shape[1], device=q.device), attention.spec
+        keys[row, :, self.positions] = k[0]
+        values[row, :, self.positions] = v[0]
+        q, visible = q.reshape(batch, groups, heads // groups, size), self._visible(spec.window)
+        keys, values = keys[:, :, : self.length], values[:, :, : self.length]
+        if not spec.softcap and attention.sinks is None:
+            out = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible)
+        else:
+            scores = product(q * size**-0.5, keys.mT).view(batch, heads, 1, self.length)
+            probs = visible_softmax(scores, visible, softcap=spec.softcap, sinks=attention.sinks)
+            out = product(probs.view(batch, groups, heads // groups, self.length), values)
+        return out.reshape(1, batch, heads * size)
+
+
+class CacheSlot:
+    """Holder of the cache in use; the attention and embedding of the stages it is installed in read and fill it."""
+
+    def __init__(self) -> None:
+        self._now: KeyValueCache | None = None
+
+    def install(self, stage: GPTStage, context: dist.ProcessGroup | None = None) -> None:
+        """Let the stage's attention and learned positions use the cache of the moment; without one nothing changes.
+
+        ``context``: the context-parallel ranks, which gather keys and values while prompts are read.
+        """
+        for module in stage.modules():
+            if isinstance(module, CachingAttention):
+                module.core_arguments = partial(self._core_arguments, module, module.core_arguments)
+                module.attend_to = partial(self._attend_to, module, module.attend_to)
+                stores = partial(self._store_and_attend, module.name, module.providers.attention)
+                module.providers = replace(module.providers, attention=stores)
+                if context is not None:
+                    module.context = GatherKeys(context, stores)
+            elif isinstance(module, Embedding):
+                module.position_rows = self._position_rows
+
+    @contextmanager
+    def using(self, cache: KeyValueCache) -> Iterator[None]:
+        """Passes of the stage in the body read and fill ``cache``."""
+        self._now = cache
+        try:
+            yield
+        finally:
+            self._now = None
+
+    def _core_arguments(
+        self, attention: CachingAttention, own: Callable[..., tuple[torch.Tensor, ...]], x: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values of one token of each sequence under a filled cache, else of whole sequences."""
+        cache = self._now
+        if cache is None:
+            return own(x)
+        y = attention.project(x)
+        if cache.positions is not None:
+            return _split_at(attention, y, cache.positions, cache.length)
+        return attention.split(y)
+
+    def _attend_to(
+        self, attention: CachingAttention, own: Callable[..., torch.Tensor], *arguments: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of one token of each sequence under a filled cache; else over whole sequences, which fill it."""
+        cache = self._now
+        if cache is None:
+            return own(*arguments)
+        if cache.positions is not None:
+            return attention.values(cache.attend(attention, *arguments))
+        return attention.attend_split(*arguments)
+
+    def _store_and_attend(
+        self, name: str, attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        """Call the provider, whose keys and values are those of all positions on every context-parallel rank."""
+        if self._now is not None:
+            self._now.store(name, k, v)
+        return attention(q, k, v, **options)
+
+    def _position_rows(self, embedding: Embedding, rows: int) -> torch.Tensor:
+        """Learned embeddings: [1, batch, hidden] under a filled cache, else [rows, 1, hidden]."""
+        if self._now is None or self._now.positions is None:
+            return embedding.own_positions(rows)
+        assert embedding.position is not None
+        return embedding.position[self._now.positions][None]
+
+
+def _split_at(
+    attention: CachingAttention, y: torch.Tensor, positions: torch.Tensor, length: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split one token of each sequence [1, batch, ...] into q, k and v, each rotated to its own position.
+
+    ``positions`` int64 [batch], all below ``length``.
+    """
+    if attention.rotary is None:
+        return attention.split(y)
+    cos, sin = attention.rotary.rows_at(positions, length)
+    # Rows are rotated one by one, so the batch stands in for the sequence.
+    q, k, v = attention.providers.split_rotary(y.view(-1, 1, *y.shape[2:]), cos, sin)
+    return q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+
+
+# Perplexity of a corpus, by an engine's ``eval_step``: any layout, either engine.
+#
+# A stream of tokens is cut into windows of ``model.seq_length`` that begin every ``stride`` tokens; of each but the
+# first
+# only the last ``stride`` predictions count, so every token but the very first is predicted exactly once. With a stride
+# below the window each has at least ``seq_length - stride`` tokens before it, at ``seq_length / stride`` times the
+# cost.
+# What training leaves out of its loss, and what it does not let a token see, is left out here too: labels that a
+# corpus'
+# mask does not count, and other documents under ``attention_documents = "within"``.
+
+Stream = Callable[[int, int], np.ndarray]
+"""``stream(position, count)`` → something of so many tokens from a position on."""
+
+
+class Samples(Protocol):
+    """Samples in stored order: :class:`StreamWindows`, or a dataset of training."""
+
+    def __len__(self) -> int: ...
+
+    def sample(self, index: int) -> Sample:
+        """Return sample ``index``."""
+
+    def starts(self, index: int) -> np.ndarray | None:
+        """Return the ``starts`` of sample ``index`` without reading its tokens."""
+
+
+MICRO_BATCHES = 16
+"""In one ``eval_step``."""
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """Perplexity of a corpus."""
+
+    loss: float
+    """Nats per token."""
+    tokens: int
+    """Predictions counted."""
+
+    @property
+    def perplexity(self) -> float:
+        """Return exp(loss)."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    def bits_per_byte(self, size: int) -> float:
+        """Return bits per byte for a text of ``size`` bytes."""
+        return self.loss * self.tokens / math.log(2) / size
+
+
+def windows(tokens: int, seq_length: int, stride: int) -> int:
+    """Return the number of windows over a stream of ``tokens``."""
+    return 1 + max(0, -(-(tokens - 1 - seq_length) // stride))
+
+
+def perplexity(
+    engine: Engine, ctx: ParallelContext, samples: Samples, *, view: RankView, micro_batch_size: int,
+    advance: Advance = silent,
+) -> Perplexity:
+    """Return the mean loss over the labels that count. Collective, the same on all ranks.
+
+    Args:
+        view: this rank's part of each micro-batch.
+        advance: called with the samples that are done.
+
+    Raises:
+        DataError: an id that the model does not have, or no label counts.
+    """
+    total, counted, done = 0.0, 0, 0
+    for step in sample_steps(samples, ctx, view, micro_batch_size):
+        result = engine.eval_step(step)
+        total, counted = total + result.loss_sum, counted + result.tokens
+        done += len(step) * micro_batch_size * ctx.size("dp")
+        advance(min(done, len(samples)), len(samples))
+    if not counted:
+        raise DataError("no token counts: all are masked, as those that an assistant has not written")
+    return Perplexity(total / counted, counted)
+
+
+@dataclass(frozen=True)
+class StreamWindows:
+    """Windows of a stream. Raises DataError: fewer than 2 tokens, or a stride beyond the window."""
+
+    stream: Stream
+    tokens: int
+    seq_length: int
+    vocab_size: int
+    stride: int = 0
+    """0: seq_length."""
+    counted: Stream | None = None
+    """bool [count]: whether tokens count as labels."""
+    documents: Stream | None = None
+    """int64: offsets at which documents start among the tokens."""
+
+    def __post_init__(self) -> None:
+        if self.tokens < 2:
+            raise DataError(f"{self.tokens} tokens: at least 2 are needed, one to predict from and one to predict")
+        if not 0 <= self.stride <= self.seq_length:
+            raise DataError(f"a stride of {self.stride} is not between 1 and model.seq_length {self.seq_length}")
+
+    @property
+    def _step(self) -> int:
+        return self.stride or self.seq_length
+
+    def __len__(self) -> int:
+        return windows(self.tokens, self.seq_length, self._step)
+
+    def sample(self, index: int) -> Sample:
+        start = index * self._step
+        length = min(self.seq_length + 1, self.tokens - start)
+        ids, counted = np.zeros(self.seq_length + 1, np.int64), np.zeros(self.seq_length, bool)
+        found = self.stream(start, length)
+        if int(found.max()) >= self.vocab_size or int(found.min()) < 0:
+            raise DataError(
+                f"the corpus has token {int(found.max())} near position {start}, the model has {self.vocab_size}; "
+                "was it made with this model's tokenizer?"
+            )
+        ids[:length] = found
+        new = slice(0 if index == 0 else self.seq_length - self._step, length - 1)
+        counted[new] = True if self.counted is None else self.counted(start + 1, length - 1)[new]
+        return Sample(ids, self.starts(index), counted)
+
+    def starts(self, index: int) -> np.ndarray | None:
+        if self.documents is None:
+            return None
+        start = index * self._step
+        return document_starts(self.documents(start, min(self.seq_length, self.tokens - start)), self.seq_length)
+
+
+def sample_steps(
+    samples: Samples, ctx: ParallelContext, view: RankView, size: int
+) -> Iterator[list[MicroBatch]]:
+    """Yield the micro-batches of this replica, as many on each, :data:`MICRO_BATCHES` at a time; of samples beyond the
+    last one, which fill up, nothing counts."""
+    replicas, own = ctx.size("dp"), ctx.index("dp")
+    rounds = -(-len(samples) // (size * replicas))
+    for first in range(0, rounds, MICRO_BATCHES):
+        yield [
+            _micro_batch(samples, tuple((m * replicas + own) * size + i for i in range(size)), view)
+            for m in range(first, min(first + MICRO_BATCHES, rounds))
+        ]
+
+
+def _micro_batch(samples: Samples, ids: tuple[int, ...], view: RankView) -> MicroBatch:
+    """Return this rank's part of some samples; of those beyond the last one nothing counts."""
+    here = [min(i, len(samples) - 1) for i in ids]
+    if not view.reads:
+        return view.micro_batch(ids, None, starts=map(samples.starts, here), labels_masked=True)
+    drawn = [samples.sample(i) for i in here]
+    both = np.stack([s.tokens for s in drawn])
+    counts = torch.ones(len(ids), both.shape[1] - 1)
+    for row, sample, index in zip(counts, drawn, ids):
+        if index >= len(samples):
+            row.zero_()
+        elif sample.counted is not None:
+            row *= torch.from_numpy(sample.counted)
+    return view.micro_batch(ids, both, mask=counts, starts=(s.starts for s in drawn), labels_masked=True)
 
 
 class InferenceModel:

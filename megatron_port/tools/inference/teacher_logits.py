@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from megatron_port.core.config.objectives_settings import teacher_run
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.loader import StepLoader, build_loaders
 from megatron_port.core.dist.agree import agreed, broadcast_text
@@ -21,15 +20,15 @@ from megatron_port.core.dist.record import record_of
 from megatron_port.core.engine.api import Engine
 from megatron_port.core.engine.loss_reduction import summed_over_replicas
 from megatron_port.core.errors import ConfigError
-from megatron_port.core.io.work import Advance, silent
+from megatron_port.core.io.files import Advance, silent
 from megatron_port.core.layers.step import StepContext
 from megatron_port.core.model.decoder import GPTStage
-from megatron_port.core.model.fingerprint import fingerprint
+from megatron_port.core.model.shapes import fingerprint
 from megatron_port.core.optim.schedules import BatchSchedule
 from megatron_port.core.train.hooks import Session
-from megatron_port.ext.objectives.stored_teacher import Stored
-from megatron_port.ext.objectives.teacher_file import LogitsHeader, StoredLogits, begin
-from megatron_port.ext.objectives.vocab_top import vocab_parallel_top
+from megatron_port.ext.objectives.distillation import LogitsHeader, Stored, StoredLogits, begin
+from megatron_port.ext.objectives.distilled import vocab_parallel_top
+from megatron_port.ext.objectives.settings import teacher_run
 from megatron_port.run.build import build_engine
 from megatron_port.run.weights import Weights
 

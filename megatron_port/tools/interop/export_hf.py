@@ -16,21 +16,13 @@ from typing import Any
 
 import torch
 
-from megatron_port.core.checkpoint.disk import write_chunks, write_text
 from megatron_port.core.checkpoint.reader import Checkpoint
+from megatron_port.core.checkpoint.shard import write_chunks, write_text
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.dist.record import BUFFER
 from megatron_port.core.errors import CheckpointError, DataError
-from megatron_port.core.io.work import Advance, Tally, silent
-from megatron_port.core.model.flops import parameter_count
-from megatron_port.run.saved_model import model_of
-from megatron_port.tools.interop.export_dcp import building
-from megatron_port.tools.interop.hf_check import Agreement, check_export
-from megatron_port.tools.interop.hf_config import family_for, hf_config
-from megatron_port.tools.interop.hf_files import DTYPES, INDEX, SINGLE
-from megatron_port.tools.interop.hf_names import Tensor, hf_tensors
-from megatron_port.tools.interop.hf_runs import Run
-from megatron_port.tools.interop.hf_tokenizer import (
+from megatron_port.core.io.files import Advance, Tally, silent
+from megatron_port.ext.corpora.hf_tokenizer import (
     begin_of_text,
     check_written,
     end_of_text,
@@ -38,7 +30,7 @@ from megatron_port.tools.interop.hf_tokenizer import (
     make_paddable,
     write_tokenizer,
 )
-from megatron_port.tools.interop.pinned import (
+from megatron_port.ext.corpora.pinned import (
     PinnedChat,
     Trained,
     pinned_chat,
@@ -46,6 +38,13 @@ from megatron_port.tools.interop.pinned import (
     write_chat,
     write_generation,
 )
+from megatron_port.ext.telemetry.flops import parameter_count
+from megatron_port.run.saved_model import model_of
+from megatron_port.tools.interop.dcp import building
+from megatron_port.tools.interop.hf_check import Agreement, check_export
+from megatron_port.tools.interop.hf_config import family_for, hf_config
+from megatron_port.tools.interop.hf_files import DTYPES, INDEX, SINGLE
+from megatron_port.tools.interop.hf_names import Run, Tensor, hf_tensors
 from megatron_port.tools.interop.run_import import SLAB_BYTES
 
 SHARD_BYTES = 5_000_000_000

@@ -12,17 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_port.core.config.choices import installed_problems
 from megatron_port.core.config.dump import leaves
-from megatron_port.core.config.families_settings import rotations_of, windows, windows_of
-from megatron_port.core.config.mixer import ATTENTION
-from megatron_port.core.config.moe import experts_of
-from megatron_port.core.config.plugins import installed_problems
-from megatron_port.core.config.same_model import FREE, without_mup
+from megatron_port.core.config.model import ATTENTION, experts_of
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.errors import CheckpointError
 from megatron_port.core.registry import FAMILIES
 from megatron_port.ext.families import AUTO, family_named, family_names
 from megatron_port.ext.families.family import HARMLESS, Family, Fields, known_fields
+from megatron_port.ext.families.settings import rotations_of, windows, windows_of
+from megatron_port.run.same_model import FREE, without_mup
 
 CONFIG = "config.json"
 _MAX_BYTES = 1 << 24

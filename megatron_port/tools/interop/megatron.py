@@ -19,8 +19,8 @@ from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.dist.record import StatePiece
 from megatron_port.core.errors import CheckpointError
 from megatron_port.core.optim.rules import AdamW
-from megatron_port.tools.interop.export_dcp import Imported, tagged_folder
-from megatron_port.tools.interop.names import Foreign, canonical_of, megatron_names
+from megatron_port.tools.interop.dcp import Imported, tagged_folder
+from megatron_port.tools.interop.universal import Foreign, canonical_of, megatron_names
 from megatron_port.tools.interop.unpickle import Stubbed, read_pickles
 
 # Files of a Megatron-DeepSpeed checkpoint, and what each layer file is.

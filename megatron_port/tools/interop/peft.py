@@ -19,9 +19,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from megatron_port.core.checkpoint.disk import write_text
 from megatron_port.core.checkpoint.reader import Checkpoint
-from megatron_port.core.config.fine_tuning import FineTuningConfig
+from megatron_port.core.checkpoint.shard import write_text
+from megatron_port.core.config.features import FineTuningConfig
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.dist.record import WEIGHT, StateReader
 from megatron_port.core.errors import CheckpointError
@@ -31,10 +31,9 @@ from megatron_port.ext.families import family_named
 from megatron_port.ext.weights.adapter_spec import MAGNITUDE, A, AdapterSpec, B, Part, parts_of, rows_of
 from megatron_port.ext.weights.adapters import adapters_by_weight, lengths_of, read_rows
 from megatron_port.run.saved_model import model_of, tuning_of
-from megatron_port.tools.interop.export_dcp import building
+from megatron_port.tools.interop.dcp import building
 from megatron_port.tools.interop.hf_config import family_for
-from megatron_port.tools.interop.hf_names import Mapped, hf_mapping
-from megatron_port.tools.interop.hf_runs import Run
+from megatron_port.tools.interop.hf_names import Mapped, Run, hf_mapping
 
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_port.core.checkpoint.disk import write_text
+from megatron_port.core.checkpoint.shard import write_text
 from megatron_port.core.checkpoint.slices import slabs
 from megatron_port.core.config.dump import leaves, toml_value
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.errors import CheckpointError
-from megatron_port.core.io.work import Advance, Tally, silent
-from megatron_port.tools.interop.companions import KEPT, copy_companions
-from megatron_port.tools.interop.export_dcp import Imported, commit_import, scratch
+from megatron_port.core.io.files import Advance, Tally, silent
+from megatron_port.ext.corpora.hf_tokenizer import KEPT, copy_companions
+from megatron_port.tools.interop.dcp import Imported, Stage, commit_import, is_dcp, read_dcp, scratch
 from megatron_port.tools.interop.hf_check import check_import
 from megatron_port.tools.interop.hf_files import HFFolder, is_hf
-from megatron_port.tools.interop.import_dcp import is_dcp, read_dcp
 from megatron_port.tools.interop.megatron import megatron_folder, read_megatron
-from megatron_port.tools.interop.staged import Stage
 from megatron_port.tools.interop.universal import read_universal, universal_folder
 
 # Import of a Hugging Face folder, and what stays beside it: tokenizer, generation settings, a model file.

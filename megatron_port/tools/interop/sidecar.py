@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_port.core.checkpoint.disk import write_text
-from megatron_port.core.checkpoint.reader import Checkpoint
+from megatron_port.core.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron_port.core.checkpoint.shard import write_text
+from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.errors import CheckpointError
 from megatron_port.core.io.files import read_regular
 from megatron_port.core.io.typed_json import parse_json
+from megatron_port.run.saved_model import checkpoint_at, model_of, nothing_at
+from megatron_port.tools.interop.hf_files import HFFolder, is_hf
 
 NAME = "megatron_port.json"
 SCHEMA = "megatron_port.export"
@@ -61,3 +64,25 @@ def read_sidecar(folder: Path) -> Sidecar | None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged: {type(error).__name__}: {error}") from None
     return Sidecar(**{key: body[key] for key in Sidecar.__dataclass_fields__})
+
+
+# Find the model at a place: a run folder, a checkpoint, an import, or a Hugging Face folder.
+
+def model_at(path: Path | str) -> ModelConfig:
+    """Return the model of the weights at ``path``, of which none is read.
+
+    Raises:
+        CheckpointError: nothing with weights is there, or its description is damaged.
+    """
+    path = Path(path)
+    if is_hf(path):
+        return HFFolder(path).model
+    found = checkpoint_at(path)
+    if found is None:
+        raise nothing_at(path)
+    checkpoint = open_checkpoint(found)
+    try:
+        saved = checkpoint.manifest.state.config
+        return model_of(saved if isinstance(saved, dict) else {}, str(found))
+    finally:
+        checkpoint.close()

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_port.core.config.schema import LaunchConfig
-from megatron_port.core.dist.launchers import Fate, Job
 from megatron_port.core.errors import (
     EXIT_CHECKPOINT,
     EXIT_CONFIG,
@@ -29,27 +28,26 @@ from megatron_port.core.errors import (
     EnvironmentFault,
 )
 from megatron_port.core.io.logging import redact
-from megatron_port.core.io.variables import variables
-from megatron_port.run.attempts import (
+from megatron_port.core.io.typed_json import variables
+from megatron_port.run.launchers import Fate, Job
+from megatron_port.run.run_files import (
     FAILED,
+    FINISHED,
+    GONE,
     HISTORY,
+    SAVED,
     Attempt,
+    AttemptOutcome,
+    Failure,
     add_attempt,
     close_lost,
     failure_text,
     history_rows,
-    read_history,
-    steps_done,
-)
-from megatron_port.run.run_files import (
-    FINISHED,
-    GONE,
-    SAVED,
-    AttemptOutcome,
-    Failure,
     outcome_faults,
     read_failure,
+    read_history,
     read_outcome,
+    steps_done,
 )
 
 # What srun itself said of a step: which task or node was lost first, or why no step was started.

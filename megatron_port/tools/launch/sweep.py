@@ -17,12 +17,13 @@ from pathlib import Path
 
 from megatron_port.core.config.dump import to_toml
 from megatron_port.core.config.loader import Loaded, load
-from megatron_port.core.dist.launchers import ask_record, run_tool
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.io.files import write_output
-from megatron_port.tools.launch import record as records
-from megatron_port.tools.launch import snapshot, submit
-from megatron_port.tools.launch.record import QueuedJob, Record
+from megatron_port.run import launch_record as records
+from megatron_port.run import sources as snapshot
+from megatron_port.run.launch_record import QueuedJob, Record
+from megatron_port.run.launchers import ask_record, run_tool
+from megatron_port.tools.launch import submit
 from megatron_port.tools.launch.script import Order, render, sbatch_lines, sbatch_quote, shell_quote
 from megatron_port.tools.launch.submit import asked_fields, planned
 

@@ -23,15 +23,15 @@ from typing import Any
 from megatron_port.core.dist.process import PHASES
 from megatron_port.core.errors import EnvironmentFault
 from megatron_port.core.io.files import open_regular, read_regular
-from megatron_port.core.io.metric import Metric
-from megatron_port.core.io.numbers import number
 from megatron_port.core.io.typed_json import WrongContent, parse_json
 from megatron_port.ext.telemetry.console import duration
-from megatron_port.ext.telemetry.declared import known_metrics
 from megatron_port.ext.telemetry.expert_file import FILE_NAME as EXPERTS
-from megatron_port.ext.telemetry.metrics import FILE_NAME, LINE_CHARACTERS, decode
-from megatron_port.ext.telemetry.run_state import FAILED, RUNNING, RunState, run_state
+from megatron_port.ext.telemetry.metrics import FILE_NAME, LINE_CHARACTERS, decode, known_metrics
+from megatron_port.ext.telemetry.numbers import number
+from megatron_port.ext.telemetry.step_metrics import Metric
 from megatron_port.run.run_files import EVENTS, FINISHED, RANKS
+from megatron_port.run.run_state import FAILED, RUNNING, RunState, run_state
+from megatron_port.run.watch.report import NOW
 from megatron_port.tools.charts.page import (
     LAYOUT,
     PICTURE,
@@ -48,7 +48,6 @@ from megatron_port.tools.charts.page import (
 )
 from megatron_port.tools.report.run_data import MetricsSums, RunData, read_around
 from megatron_port.tools.report.run_report import charts, event_table, expert_part, rank_spread, read_history, tiles
-from megatron_port.tools.watch.watch_report import NOW
 
 # The part of the live page about ranks: what each is doing, and where the time of a step goes.
 

@@ -30,18 +30,16 @@ from megatron_port.core.dist.record import record_of
 from megatron_port.core.layers import fused as cpu_upcast
 from megatron_port.core.layers.cross_entropy import CrossEntropyOps
 from megatron_port.core.layers.embedding import VocabParallelEmbedding, padded_vocab_size
-from megatron_port.core.layers.few_bits import FewBitLinearKernels
-from megatron_port.core.layers.linear import ColumnParallelLinear, RowParallelLinear, linear
-from megatron_port.core.layers.linear_kernels import PLAIN, LinearKernels
+from megatron_port.core.layers.linear import PLAIN, ColumnParallelLinear, LinearKernels, RowParallelLinear, linear
 from megatron_port.core.model.attention import SelfAttention, rank_rows
-from megatron_port.core.model.layers import Embedding, Head, TransformerLayer
-from megatron_port.core.model.linears import FactoredColumnLinear
+from megatron_port.core.model.layers import Embedding, Head, Norm, TransformerLayer
 from megatron_port.core.model.mlp import MLP
-from megatron_port.core.model.moe import Experts, MoE
-from megatron_port.core.model.norm import Norm
-from megatron_port.core.model.projection_norm import ProjectionNorm
 from megatron_port.core.model.residual import ResidualStream
 from megatron_port.core.optim.gradients import LossScaler
+from megatron_port.ext.experts.moe import Experts, MoE
+from megatron_port.ext.mixers.projection_norm import ProjectionNorm
+from megatron_port.ext.weights.few_bits import FewBitLinearKernels
+from megatron_port.ext.weights.low_rank import FactoredColumnLinear
 from megatron_port.tools.parity.comparison import (
     FIRST_STEP,
     FP32,

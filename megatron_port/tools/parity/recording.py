@@ -17,11 +17,11 @@ from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.data.loader import build_loaders
 from megatron_port.core.dist.positions import sequence_partition
 from megatron_port.core.dist.rank import ProcessInfo
-from megatron_port.core.engine.step_inputs import tensors_of, with_tensors
 from megatron_port.core.errors import CheckpointError
 from megatron_port.core.io.files import read_regular
 from megatron_port.core.io.typed_json import parse_json
 from megatron_port.core.optim.schedules import BatchSchedule, learning_rate
+from megatron_port.ext.kernels.step_inputs import tensors_of, with_tensors
 from megatron_port.run.build import build_engine
 from megatron_port.run.session import open_session
 from megatron_port.tools.parity.comparison import Run

@@ -13,7 +13,7 @@ from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.io.files import read_regular, write_text
 from megatron_port.core.io.typed_json import Natural, WrongContent, parse_json, typed
-from megatron_port.core.model.activation_sites import decided
+from megatron_port.ext.memory.sites import decided
 
 NAME = "activation_plan.json"
 VERSION = 1

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_port.core.config.fine_tuning import NO_ADAPTERS, FineTuningConfig
+from megatron_port.core.config.features import NO_ADAPTERS, FineTuningConfig
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.spec import LayerSpec, ParameterSpec

@@ -15,24 +15,25 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import count, product
+from itertools import combinations, count, product
 from typing import Any
 
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.choices import CHOICES
 from megatron_port.core.config.layout import divisors, with_values
-from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.config.schema import DataConfig, RunConfig
+from megatron_port.core.errors import ConfigError
+from megatron_port.core.pipeline.partition import balanced_layers
 from megatron_port.tools.plan.activation_plan import plan_activations
 from megatron_port.tools.plan.case import Case, Machine, case_of
 from megatron_port.tools.plan.chunk import chunk_bytes
 from megatron_port.tools.plan.ledger import chunk_ends
-from megatron_port.tools.plan.memory import held_bytes, plan_memory, stage_memory
-from megatron_port.tools.plan.offload import host_problem
-from megatron_port.tools.plan.refine import refined
+from megatron_port.tools.plan.memory import StageMemory, held_bytes, host_problem, plan_memory, stage_memory
 from megatron_port.tools.plan.search import (
     FINALISTS,
+    LEAST_HELD,
     NEUTRAL,
     RECOMPUTE,
     Candidate,
@@ -45,7 +46,80 @@ from megatron_port.tools.plan.search import (
     layouts,
     options_of,
 )
-from megatron_port.tools.plan.step import pass_seconds, plan_step
+from megatron_port.tools.plan.step import StepPlan, pass_seconds, plan_step, unit_seconds
+
+# Choices that are too many to be enumerated, made for layouts that a search has found: each at least as fast.
+#
+# The layers split by the planned seconds of the units, which no other split has a faster slowest stage than; pieces of
+# a
+# product whose collective runs beside the next one; no more of the optimizer off the device than has to be.
+
+STEPS = 20
+"""Shares of the optimizer that are told apart: a twentieth."""
+PIECES = (2, 4, 8)
+"""Values of layout.tp_overlap_chunks."""
+
+
+def refined(config: RunConfig | None, found: Candidate, machine: Machine) -> Candidate:
+    """The layout with each of these choices that makes it faster, fits and is legal (None: legality is not judged)."""
+    kinds: tuple[Callable[[Candidate, Machine], Iterator[Case]], ...] = (_splits, _pieces, _shares)
+    for cases in kinds:
+        now = plan_step(found.case, machine, quick=True).seconds
+        tried = sorted(((plan_step(case, machine, quick=True).seconds, i, case) for i, case in
+                        enumerate(cases(found, machine))), key=lambda one: one[:2])
+        for seconds, _, case in tried:
+            if seconds >= now or (config is not None and not is_legal(config, case)):
+                continue
+            # Pieces of a product hold what the whole does.
+            memory = found.memory if cases is _pieces else _memory(case, machine)
+            if memory.total <= machine.cluster.memory_gb * 1e9 and not host_problem(case, machine):
+                one = Candidate(case=case, step=plan_step(case, machine), memory=memory)
+                found = one if one.step.seconds < found.step.seconds else found
+                break
+    return found
+
+
+def _memory(case: Case, machine: Machine) -> StageMemory:
+    """The fullest stage; of a plan of activations, which no formula orders by stages, all are counted."""
+    return max(plan_memory(case, machine), key=lambda m: m.total) if case.dropped else fullest(case, machine)
+
+
+def _splits(found: Candidate, machine: Machine) -> Iterator[Case]:
+    """The layers split by seconds instead of FLOPs. A plan of activations is of one split, and stays."""
+    case = found.case
+    if case.pp * case.vp > 1 and not case.dropped:
+        split = balanced_layers(unit_seconds(case, machine), case.pp * case.vp)
+        if split != case.split:
+            yield replace(case, split=split)
+
+
+def _pieces(found: Candidate, machine: Machine) -> Iterator[Case]:
+    """A tensor-parallel product in pieces, where the engine and the run's positions allow it."""
+    case = found.case
+    if case.tp == 1 or case.fine_tuning.enabled or case.dtype == "fp8":
+        return
+    positions = case.model.seq_length // case.cp // (case.tp if case.sequence_parallel else 1)
+    for pieces in (1, *PIECES):
+        if pieces != case.tensor_chunks and positions % pieces == 0:
+            yield replace(case, tensor_chunks=pieces)
+
+
+def _shares(found: Candidate, machine: Machine) -> Iterator[Case]:
+    """The least share of the optimizer's state off the device with which the layout fits: memory falls with it."""
+    case = found.case
+    if case.offload == "none" or case.offload_weights or not case.offload_fraction:
+        return
+    headroom = machine.cluster.memory_gb * 1e9 - found.memory.total
+    less = replace(case, offload_fraction=case.offload_fraction / 2)
+    more = stage_memory(less, machine, found.memory.stage).total - found.memory.total
+    bytes_per_fraction = more / (case.offload_fraction / 2)
+    if headroom <= 0 or bytes_per_fraction <= 0:
+        return
+    least = math.ceil(STEPS * max(case.offload_fraction - headroom / bytes_per_fraction, 1 / STEPS)) / STEPS
+    for step in range(3):  # another stage may be the fullest then
+        if least + step / STEPS < case.offload_fraction:
+            yield replace(case, offload_fraction=least + step / STEPS)
+
 
 PLANNED = 3
 """Layouts for which a plan of activations is made at the most; one takes as long as hundreds of others."""
@@ -316,3 +390,184 @@ def _exactly(found: list[Candidate], machine: Machine) -> list[Candidate]:
         exact += [made]
         found = sorted([*([made] if made.fits(machine) else []), *found[1:]], key=_rank)
     return found
+
+
+# Changes that make a run fit: single ones of how state and activations are kept, each with its memory and seconds.
+#
+# Each way changes one thing on the same devices (or two, where none is enough alone): the recompute policy, the
+# micro-batch, ZeRO's stage or the size of its shards, offload, one step more of tensor or pipeline parallelism. What
+# remains to be fitted is planned as the run would be, and the cheapest comes first.
+
+Change = dict[str, Any]
+"""Leaves of a run file by dotted name."""
+POLICIES = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A change after which a run fits."""
+
+    change: Change
+    case: Case
+    memory: StageMemory
+    """Bytes of the fullest stage."""
+    seconds: float
+    """Duration of a step."""
+
+    @property
+    def flags(self) -> str:
+        """The change as ``--set`` options."""
+        return " ".join(f"--set {name}={_text(value)}" for name, value in self.change.items())
+
+
+def ways_to_fit(config: RunConfig, case: Case, machine: Machine, *, count: int = 4) -> list[Way]:
+    """Return up to ``count`` changes with which the run fits its devices, fewest seconds per step first; those of two
+    changes only where none is enough alone."""
+    single = list(_changes(config, case, machine))
+    found = _fitting(config, single, machine)
+    if not found:
+        found = _fitting(config, [a | b for a, b in combinations(single, 2) if not a.keys() & b.keys()], machine)
+    return sorted(found, key=lambda way: way.seconds)[:count]
+
+
+def _changes(config: RunConfig, case: Case, machine: Machine) -> Iterator[Change]:
+    """Every single change that saves memory, legal or not."""
+    for policy in POLICIES[POLICIES.index(case.recompute) + 1 :] if case.recompute in POLICIES else ():
+        if policy != "selective" or not case.flash:
+            yield {"activations.policy": policy}
+    micro = case.micro_batch // 2
+    while micro:
+        yield {"batch.micro_batch_size": micro}
+        micro //= 2
+    for stage in range(max(case.zero_stage, 1) + (case.zero_stage > 0), 4):
+        yield {"layout.zero_stage": stage}
+    if 0 < case.shard < case.dp:
+        yield {"layout.shard_size": 0}
+    if case.zero_stage == 3 and case.reshard == "step":
+        yield {"layout.reshard": "forward"}
+    if case.offload == "none":
+        shards = {} if case.zero_stage else {"layout.zero_stage": 1}
+        yield {"offload.optimizer": "cpu", **shards}
+        if machine.hardware.nvme_gb:
+            yield {"offload.optimizer": "nvme", "offload.nvme_path": config.cluster.local_disk, **shards}
+    if case.tp > 1 and not case.sequence_parallel:
+        yield {"layout.sequence_parallel": True}
+    if config.model.moe.enabled:
+        yield {"layout.expert_parallel_size": 2 * case.ep}
+    longer = case.model.seq_length // (2 * case.cp) >= LEAST_HELD
+    context = (("context", case.cp),) if longer else ()
+    for name, size in (("tensor", case.tp), ("pipeline", case.pp), *context):
+        dp = config.layout.data_parallel_size
+        halved = {"layout.data_parallel_size": dp // 2} if dp > 1 else {}
+        split = {"layout.pipeline_split": ()} if name == "pipeline" and config.layout.pipeline_split else {}
+        yield {f"layout.{name}_parallel_size": 2 * size, **halved, **split}
+
+
+def _fitting(config: RunConfig, changes: list[Change], machine: Machine) -> list[Way]:
+    out = []
+    for change in changes:
+        changed = replace(with_values(config, change), data=DataConfig(synthetic=True))
+        try:
+            if problems(changed):
+                continue
+            case, _ = case_of(changed)
+        except ConfigError:
+            continue
+        memory = fullest(case, machine)
+        if memory.total <= machine.cluster.memory_gb * 1e9 and not host_problem(case, machine):
+            seconds = plan_step(case, machine, quick=True).seconds
+            out.append(Way(change=change, case=case, memory=memory, seconds=seconds))
+    return out
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else "[]" if value == () else str(value)
+
+
+# Why one layout is better than another: what each change buys, taken one after the other.
+#
+# From the layout that a user has to the best one there are a few changes: how ranks are divided, the micro-batch, what
+# is
+# recomputed, sequence parallelism, the schedule, ZeRO. At each turn the change is made that saves most of what is left,
+# and the difference is told by cause. The last line is the better layout itself, so the seconds add up.
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "engine {engine.name}": ("engine",),
+    "tp {tp}, pp {pp}, cp {cp}, dp {dp}": ("tp", "pp", "cp", "dp", "vp", "split", "micro_batches", "ep", "cp_method",
+                                           "cp_order", "sequence_parallel"),
+    "sequence parallelism": ("sequence_parallel",),
+    "micro-batch {micro_batch}": ("micro_batch", "micro_batches"),
+    "recompute {recompute}": ("recompute", "dropped"),
+    "{schedule}": ("schedule",),
+    "ZeRO-{zero_stage}": ("zero_stage", "shard", "reshard"),
+    "optimizer on {offload}": ("offload", "offload_weights", "offload_fraction"),
+    "products in {tensor_chunks} parts": ("tensor_chunks",),
+}
+"""Name of a change → fields that change together."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """A change, the seconds of a step after it, and what it saved by cause."""
+
+    change: str
+    seconds: float
+    saved: dict[str, float]
+
+    @property
+    def reason(self) -> str:
+        """The causes that make up most of it."""
+        order = sorted(self.saved.items(), key=lambda item: -abs(item[1]))
+        most = max((abs(s) for _, s in order), default=0.0)
+        told = [(name, s) for name, s in order if abs(s) >= 0.15 * most and abs(s) > 1e-4]
+        return ", ".join(f"{name} {-s:+.3g} s" for name, s in told[:3])
+
+
+def _told(name: str, case: Case) -> str:
+    return "recompute by plan" if case.dropped and name.startswith("recompute") else name.format(**vars(case))
+
+
+def _changed(case: Case, best: Case, names: tuple[str, ...]) -> Case:
+    values = {name: getattr(best, name) for name in names}
+    one = replace(case, **values)
+    replicas = one.micro_batch * one.dp
+    return replace(one, micro_batches=max(-(-one.global_batch // replicas), 1))
+
+
+def _legal(case: Case) -> bool:
+    even = case.vp == 1 or case.micro_batches % case.pp == 0
+    return even and not (case.sequence_parallel and case.tp == 1)
+
+
+def _gain(change: str, before: StepPlan, after: StepPlan) -> Gain:
+    now = after.split.parts()
+    return Gain(change, after.seconds, {cause: s - now[cause] for cause, s in before.split.parts().items()})
+
+
+def gains(case: Case, best: Case, machine: Machine) -> list[Gain]:
+    """The changes from ``case`` to ``best`` in the order of what they save."""
+    now, out = case, []
+    step = plan_step(now, machine)
+    open_groups = {
+        name: fields for name, fields in GROUPS.items() if any(getattr(case, f) != getattr(best, f) for f in fields[:5])
+    }
+    while open_groups:
+        names = [n for n in open_groups if n.startswith("engine")] or list(open_groups)  # what has it, depends on it
+        tried: list[tuple[float, str, Case]] = []
+        for name in names:
+            one = best if len(open_groups) == 1 else _changed(now, best, open_groups[name])
+            if one != now and _legal(one):
+                tried.append((plan_step(one, machine, quick=True).seconds, name, one))
+        if not tried:
+            break
+        _, name, one = min(tried, key=lambda t: t[0])
+        found = plan_step(one, machine)
+        out.append(_gain(_told(name, one), step, found))
+        now, step = one, found
+        del open_groups[name]
+        open_groups = {n: f for n, f in open_groups.items() if any(getattr(now, x) != getattr(best, x) for x in f[:5])}
+    if now != best:
+        found = plan_step(best, machine)
+        if abs(found.seconds - step.seconds) > 1e-6 * step.seconds:
+            out.append(_gain("the rest", step, found))
+    return out

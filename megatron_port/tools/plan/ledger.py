@@ -18,8 +18,18 @@ from functools import lru_cache
 from operator import ge
 
 from megatron_port.core.dist.mesh import Topology
-from megatron_port.core.pipeline.actions import Action, Kind, Schedule
-from megatron_port.core.pipeline.schedules import AHEAD, Message, Turn, interleaved, make_schedule, one_f_one_b, turns
+from megatron_port.core.pipeline.schedules import (
+    AHEAD,
+    Action,
+    Kind,
+    Message,
+    Schedule,
+    Turn,
+    interleaved,
+    make_schedule,
+    one_f_one_b,
+    turns,
+)
 from megatron_port.core.registry import SCHEDULES
 from megatron_port.tools.plan.case import Case
 from megatron_port.tools.plan.chunk import ChunkBytes, chunk_bytes

@@ -19,10 +19,10 @@ from megatron_port.core.config.choices import CHOICES
 from megatron_port.core.config.dump import leaves
 from megatron_port.core.config.layout import divisors, expert_cuts, legal_tensor_sizes, with_values
 from megatron_port.core.config.schema import DataConfig, RunConfig
-from megatron_port.core.model.activation_sites import layer_choices
+from megatron_port.ext.memory.sites import layer_choices
 from megatron_port.tools.plan.case import Case, Machine, balanced_split
-from megatron_port.tools.plan.context_balance import work_imbalance
 from megatron_port.tools.plan.elements import expert_elements, stage_elements, trained_elements
+from megatron_port.tools.plan.exchanges import work_imbalance
 from megatron_port.tools.plan.memory import StageMemory, held_bytes, stage_memory
 from megatron_port.tools.plan.step import StepPlan, plan_step
 

@@ -2,24 +2,260 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import math
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from megatron_port.core.model.flops import active_count, attention_counted, counted, model_flops, trained_count
+from megatron_port.core.config.checks import check
+from megatron_port.core.config.schema import DataConfig, RunConfig
+from megatron_port.core.errors import ConfigError
+from megatron_port.core.model.decoder_spec import model_spec
+from megatron_port.ext.experts.spec import MoESpec, moe_of
+from megatron_port.ext.telemetry.flops import (
+    active_count,
+    attention_counted,
+    counted,
+    model_flops,
+    parameter_count,
+    trained_count,
+)
+from megatron_port.run.elastic import starved_pipeline
 from megatron_port.tools.plan import arithmetic
-from megatron_port.tools.plan.activation_plan import describe, stage_counts
-from megatron_port.tools.plan.activations import layer_activation_bytes
-from megatron_port.tools.plan.chunk import layer_bytes
-from megatron_port.tools.plan.context_text import context_lines, explain_context
-from megatron_port.tools.plan.expert_text import expert_lines, explain_experts
-from megatron_port.tools.plan.links import scattered
-from megatron_port.tools.plan.offload import offloaded
-from megatron_port.tools.plan.rule_seconds import matrix_bytes
-from megatron_port.tools.plan.search import Candidate
-from megatron_port.tools.plan.starved import starved_pipeline
-from megatron_port.tools.plan.step import plan_step
-from megatron_port.tools.plan.verdict import Plan
+from megatron_port.tools.plan.activation_plan import describe, stage_counts, with_activation_plan
+from megatron_port.tools.plan.case import Case, Machine, case_of, machine_of
+from megatron_port.tools.plan.chunk import layer_activation_bytes, layer_bytes
+from megatron_port.tools.plan.exchanges import (
+    context_bytes,
+    context_group,
+    exchange_seconds,
+    group_of,
+    head_bytes,
+    routed,
+    work_imbalance,
+)
+from megatron_port.tools.plan.fastest import Gain, Way, fastest, gains, ways_to_fit
+from megatron_port.tools.plan.memory import StageMemory, held_bytes, host_problem, offloaded, plan_memory
+from megatron_port.tools.plan.rates import Links, scattered
+from megatron_port.tools.plan.search import Candidate, better, flags_of, is_legal, options_of, search
+from megatron_port.tools.plan.step import StepPlan, matrix_bytes, plan_step
+
+# A whole plan of a run: does it fit, how fast is it, how long does it take, and what near it is better.
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Cost of training on a number of tokens."""
+
+    tokens: float
+    steps: int
+    days: float
+    node_hours: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The answer to ``megatron-port plan``."""
+
+    name: str
+    parameters: int
+    case: Case
+    machine: Machine
+    nodes: float
+    fractional: bool
+    """Every replica runs rounded-up micro-batches: no trainer does this."""
+    memory: tuple[StageMemory, ...]
+    step: StepPlan
+    budget: Budget
+    nearest: Candidate | None
+    """Only where the run does not fit: the fastest of all layouts that do, on as many ranks."""
+    neighbours: tuple[Candidate, ...]
+    best: Candidate | None = None
+    """The fastest of all layouts on these ranks that training takes, on any engine; None: the run's own."""
+    gains: tuple[Gain, ...] = ()
+    """Seconds saved by each change from the run's layout to the best one."""
+    searched: bool = True
+    """Other layouts were looked for."""
+    flags: str = ""
+    """The best layout, or the nearest that fits, as ``--set`` options."""
+    ways: tuple[Way, ...] = ()
+    """Only where the run does not fit: changes with which it does, cheapest first."""
+    host_problem: str = ""
+    """Why offloaded state does not fit the nodes' hosts."""
+    within_documents: bool = False
+    """Attention stays within documents; how long they are is the case's, if it is known."""
+
+    @property
+    def fullest(self) -> StageMemory:
+        """The stage that needs most memory."""
+        return max(self.memory, key=lambda m: m.total)
+
+    @property
+    def limit(self) -> float:
+        """Bytes of a device."""
+        return self.machine.cluster.memory_gb * 1e9
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage fits its device."""
+        return self.fullest.total <= self.limit and not self.host_problem
+
+
+def make_plan(
+    config: RunConfig, *, tokens: float | None = None, fractional: bool = False, neighbours: bool = True
+) -> Plan:
+    """Plan a run file.
+
+    ``tokens``: the budget; None: what ``training.steps`` consume. ``fractional``: allow a global batch that does not
+    divide by micro-batch × dp.
+
+    Raises:
+        ConfigError: a run that is not legal, a cluster that says too little, or a budget that makes no sense.
+    """
+    _refuse(config, tokens, fractional)
+    machine = machine_of(config)
+    config = with_activation_plan(config, allow_fractions=fractional)
+    case, fraction = case_of(config, allow_fractions=fractional)
+    memory = tuple(plan_memory(case, machine))
+    step = plan_step(case, machine)
+    outside = host_problem(case, machine)
+    fits = max(m.total for m in memory) <= machine.cluster.memory_gb * 1e9 and not outside
+    near: tuple[Candidate, ...] = ()
+    best: Candidate | None = None
+    if neighbours:
+        found, limit = search(case, machine, options_of(config, case)), step.seconds if fits else math.inf
+        near = tuple(better(case, limit, found, machine, legal=lambda c: is_legal(config, c.case)))
+        best = min([*fastest(config, case, machine), *near], key=lambda c: c.step.seconds, default=None)
+    faster = best if fits and best is not None and best.step.seconds < step.seconds else None
+    return Plan(
+        name=config.name, parameters=parameter_count(config.model), case=case, machine=machine,
+        nodes=case.world / config.cluster.gpus_per_node, fractional=fraction, memory=memory, step=step,
+        budget=_budget(config, case, step, tokens), nearest=None if fits else best, neighbours=near, best=faster,
+        gains=tuple(gains(case, faster.case, machine)) if faster is not None else (),
+        flags=flags_of(config, case, best.case) if best is not None else "",
+        ways=tuple(ways_to_fit(config, case, machine)) if neighbours and not fits else (), host_problem=outside,
+        searched=neighbours, within_documents=config.data.attention_documents == "within",
+    )
+
+
+def _refuse(config: RunConfig, tokens: float | None, fractional: bool) -> None:
+    """Everything that cannot be planned, before anything is."""
+    out = []
+    if tokens is not None and not (tokens > 0 and math.isfinite(tokens)):
+        out.append(f"--tokens {tokens:g} is no budget; give a number above 0, e.g. 300e9")
+    if config.cluster.nodes < 0:
+        out.append(f"cluster.nodes is {config.cluster.nodes}; a plan needs at least 1")
+    if not config.cluster.nodes and not config.layout.data_parallel_size:
+        out.append(
+            "cluster.nodes is 0 and layout.data_parallel_size is 0, so nothing says how many devices to plan for; "
+            "set one of them, e.g. --set cluster.nodes=16"
+        )
+    if out:
+        raise ConfigError(out)
+    batch, data = config.batch, DataConfig(synthetic=True)  # a plan reads no corpus
+    checked = replace(config, data=data)
+    if fractional and not batch.rampup_start:
+        t, p = config.layout.tensor_parallel_size, config.layout.pipeline_parallel_size
+        world = config.cluster.nodes * config.cluster.gpus_per_node
+        dp = config.layout.data_parallel_size or max(1, world // max(1, t * p))
+        unit = max(1, batch.micro_batch_size * dp)
+        checked = replace(checked, batch=replace(batch, global_batch_size=-(-batch.global_batch_size // unit) * unit))
+    check(checked)
+
+
+def _budget(config: RunConfig, case: Case, step: StepPlan, tokens: float | None) -> Budget:
+    a_step = case.global_batch * case.model.seq_length
+    steps = config.training.steps if tokens is None else math.ceil(tokens / a_step)
+    seconds = steps * step.seconds
+    return Budget(
+        tokens=float(steps * a_step if tokens is None else tokens), steps=steps, days=seconds / 86400,
+        node_hours=seconds / 3600 * case.world / config.cluster.gpus_per_node,
+    )
+
+
+# What a plan says of ranks that share sequences.
+
+def context_lines(plan: Plan) -> list[str]:
+    """Lines of ``plan`` about context parallelism: who shares a sequence, and how evenly; none without it."""
+    case = plan.case
+    if case.cp == 1:
+        return []
+    seq, nodes = case.model.seq_length, context_group(case, Links.of(plan.machine)).nodes
+    layer = model_spec(case.model).layers[-1]
+    even = "each has all positions of as many heads"
+    if case.cp_method != "heads":
+        most = work_imbalance(
+            case.cp_order, case.cp, seq, layer.mixer.window, case.document, case.micro_batch
+        )
+        even = f"attention of the busiest takes {most:.2f} x the mean (cp_order {case.cp_order})"
+    return [
+        f"context   {case.cp} ranks on {nodes} node{'' if nodes == 1 else 's'} share a sequence, {seq // case.cp:,} of "
+        f"its {seq:,} positions each; {even}"
+    ]
+
+
+def explain_context(plan: Plan) -> list[str]:
+    """Lines of ``plan --explain`` about context parallelism."""
+    case = plan.case
+    if case.cp == 1:
+        return []
+    layer = model_spec(case.model).layers[-1]
+    own, moved = head_bytes(case, layer), sum(context_bytes(case, layer).values())
+    return [
+        f"  keys and values  of a layer and micro-batch: {own.keys_values / 1e6:.1f} MB of a rank's own positions, "
+        f"{case.cp * own.keys_values / 1e6:.1f} MB of all; by {case.cp_method} a rank hands {moved / 1e6:.1f} MB to "
+        f"collectives, forward and backward",
+        f"  exposed          {plan.step.split.context:.2f} s a step of {case.micro_batches} micro-batches, on the "
+        f"busiest stage",
+    ]
+
+
+# What a plan says of layers of experts.
+
+def _layers(plan: Plan) -> list[tuple[MoESpec, int]]:
+    """The kinds of layers of experts, and how many there are of each."""
+    return [(moe, count) for layer, count in model_spec(plan.case.model).kinds() if (moe := moe_of(layer)) is not None]
+
+
+def expert_lines(plan: Plan) -> list[str]:
+    """Lines of ``plan`` about experts: where they are, and the bytes of their state; none for a dense model."""
+    case = plan.case
+    if not case.model.moe.enabled:
+        return []
+    moe, worst = case.model.moe, plan.fullest
+    layers, nodes = sum(count for _, count in _layers(plan)), group_of(case, Links.of(plan.machine)).nodes
+    held = held_bytes(case, worst.experts, worst.experts, worst.experts)
+    names = ("weights", "gradients", "optimizer")
+    state = "  ".join(f"{name} {size / 1e9:.1f}" for name, size in zip(names, held))
+    span = f"{case.ep} rank{'' if case.ep == 1 else 's'}, {nodes} node{'' if nodes == 1 else 's'}"
+    return [
+        f"experts   {layers} layers of {moe.num_experts} on {span}: {moe.num_experts // case.ep} on each; a token goes "
+        f"to {moe.top_k}; the busiest rank has {case.imbalance:g} x the mean (moe.imbalance)",
+        f"          their part of stage {worst.stage}: {state}  (GB)",
+    ]
+
+
+def explain_experts(plan: Plan) -> list[str]:
+    """Lines of ``plan --explain`` about experts."""
+    case, links = plan.case, Links.of(plan.machine)
+    if not case.model.moe.enabled:
+        return []
+    kinds, hidden, m = _layers(plan), case.model.hidden_size, case.micro_batches
+    moe, layers = kinds[-1][0], sum(count for _, count in kinds)
+    sizes = routed(case, moe)
+    each = 4 * moe.top_k * hidden * case.width
+    once = exchange_seconds(case, moe, links)
+    forced = plan_step(replace(case, imbalance=1.0), plan.machine).seconds
+    rest = (case.ep - 1) / case.ep
+    return [
+        f"  all-to-all       4·k·h·w = 4 · {moe.top_k} · {hidden} · {case.width} = {each:,} bytes per token and layer, "
+        f"{each * layers / 1e6:.1f} MB over {layers} layers; {rest:.1%} of them go to other ranks. One of a "
+        f"micro-batch's four takes {once * 1e3:.2f} ms in each layer",
+        f"  exposed          {plan.step.split.experts:.2f} s a step of {m} micro-batches, on the busiest stage",
+        f"  rows             an expert of the busiest rank takes {sizes.each:,.0f} a micro-batch: {sizes.tokens:,.0f} "
+        f"tokens · {moe.top_k} experts · {case.imbalance:g} / {sizes.experts:g} on a rank",
+        f"  imbalance        {plan.step.seconds:.2f} s a step at {case.imbalance:g} x the mean, {forced:.2f} s with "
+        f"forced balance",
+    ]
 
 
 def render(plan: Plan) -> str:

@@ -25,9 +25,9 @@ from megatron_port.core.config.checks import problems, resolve
 from megatron_port.core.config.schema import PreflightConfig, RunConfig
 from megatron_port.core.dist.groups import planned
 from megatron_port.core.dist.mesh import Topology
-from megatron_port.core.dist.start import within
 from megatron_port.core.errors import EnvironmentFault
-from megatron_port.tools.preflight.bandwidth import ALL_GATHER, ALL_REDUCE, algbw_gb, busbw_gb
+from megatron_port.run.rendezvous import within
+from megatron_port.tools.preflight.core import ALL_GATHER, ALL_REDUCE, algbw_gb, busbw_gb
 from megatron_port.tools.preflight.exchange import (
     ALL_PAIRS_UP_TO,
     Culprits,

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_port.core.dist.launchers import compress_hosts, expand_hosts
 from megatron_port.core.errors import EnvironmentFault
 from megatron_port.core.io.files import read_regular, write_output
 from megatron_port.core.io.logging import redacted
 from megatron_port.core.io.typed_json import LARGEST, Natural, WrongContent, parse_json
+from megatron_port.run.launchers import compress_hosts, expand_hosts
 from megatron_port.tools.preflight.core import VendorDevice
 
 if TYPE_CHECKING:

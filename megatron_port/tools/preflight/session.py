@@ -12,14 +12,14 @@ import torch
 
 from megatron_port import __version__
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist import start as process_group
 from megatron_port.core.dist.agree import attempt
-from megatron_port.core.dist.device import choose_device
-from megatron_port.core.dist.launchers import attempt_name, compress_hosts
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.rank import DeviceInfo, ProcessInfo
 from megatron_port.core.errors import EnvironmentFault, PortError
-from megatron_port.core.io.variables import node_name, variables
+from megatron_port.core.io.typed_json import node_name, variables
+from megatron_port.run import rendezvous as process_group
+from megatron_port.run.device import choose_device
+from megatron_port.run.launchers import attempt_name, compress_hosts
 from megatron_port.tools.preflight import node_file as files
 from megatron_port.tools.preflight.core import LoadedNetwork, parse_log, plugin_problem
 from megatron_port.tools.preflight.exchange import gather_place, meet

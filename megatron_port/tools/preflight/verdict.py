@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_port.core.config.schema import PreflightConfig
-from megatron_port.core.dist.launchers import compress_hosts, same_host
 from megatron_port.core.errors import EnvironmentFault
 from megatron_port.core.io.typed_json import WrongContent, typed
+from megatron_port.run.launchers import compress_hosts, same_host
 from megatron_port.tools.preflight import node_file as files
 from megatron_port.tools.preflight.node_file import NetworkFile, NodeFile, NodeSpace
 

@@ -9,10 +9,9 @@ from math import isfinite
 from pathlib import Path
 
 from megatron_port.core.io.files import write_text
-from megatron_port.core.io.numbers import quantity
 from megatron_port.ext.telemetry.metrics import read_metrics
-from megatron_port.tools.charts.lines import Axis, Mark, Note, Series, line_chart
-from megatron_port.tools.charts.page import standalone
+from megatron_port.ext.telemetry.numbers import quantity
+from megatron_port.tools.charts.page import Axis, Mark, Note, Series, line_chart, standalone
 
 WIDTH, HEIGHT = 800, 400
 _SMOOTH_FROM = 200

@@ -13,14 +13,12 @@ from typing import Any, TypeVar
 
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.io.files import open_regular, read_regular
-from megatron_port.core.io.metric import Metric
-from megatron_port.core.io.step_metrics import step_metrics
 from megatron_port.core.io.typed_json import Natural, Seconds, WrongContent, parse_json, read_optional, typed
-from megatron_port.ext.telemetry.declared import known_metrics
-from megatron_port.ext.telemetry.metrics import FILE_NAME, read_metrics
+from megatron_port.ext.telemetry.metrics import FILE_NAME, known_metrics, read_metrics
 from megatron_port.ext.telemetry.run_facts import Fact, facts_of
-from megatron_port.ext.telemetry.run_state import CONFIG_BYTES, RunEvent
+from megatron_port.ext.telemetry.step_metrics import Metric, step_metrics
 from megatron_port.run.run_files import IDENTITY, OUTCOME, AttemptOutcome
+from megatron_port.run.run_state import CONFIG_BYTES, RunEvent
 
 try:
     import tomllib

@@ -11,26 +11,27 @@ from typing import Any
 
 import numpy as np
 
-from megatron_port.core.io.metric import Metric
-from megatron_port.core.io.numbers import formatted, number, ticks
-from megatron_port.core.io.step_metrics import CHARTS, LOSS
 from megatron_port.ext.telemetry.expert_file import FILE_NAME, LOW, LayerCounts, read_rows
+from megatron_port.ext.telemetry.numbers import formatted, number, ticks
 from megatron_port.ext.telemetry.run_facts import FACTS, TILES, facts_of
-from megatron_port.tools.charts.lines import Axis, Mark, line_chart
-from megatron_port.tools.charts.lines import Series as Curve
+from megatron_port.ext.telemetry.step_metrics import CHARTS, LOSS, Metric
 from megatron_port.tools.charts.page import (
+    Axis,
     Cell,
+    Mark,
     card,
     columns,
     drawing,
     fold,
     heat_map,
     legend,
+    line_chart,
     page,
     row_names,
     table,
     text,
 )
+from megatron_port.tools.charts.page import Series as Curve
 from megatron_port.tools.report.run_data import RunData, Series
 
 # The part of a report about experts: a map of their load over the steps for each layer, and the last window's numbers.

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import statistics
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import xxhash
 
 from megatron_port.core.config.checks import check
+from megatron_port.core.config.dump import leaves, toml_value
 from megatron_port.core.config.layout import model_ranks, with_values
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.errors import ConfigError, EnvironmentFault
+from megatron_port.core.io.files import write_output
+from megatron_port.core.io.typed_json import Natural, Rows, Seconds, read_rows
 from megatron_port.tools.plan.case import Case, Machine, case_of, machine_of
 from megatron_port.tools.plan.search import (
     FINALISTS,
@@ -28,7 +36,134 @@ from megatron_port.tools.plan.search import (
     settings_of,
 )
 from megatron_port.tools.plan.step import plan_step
-from megatron_port.tools.tune.results import OK, Trial
+
+# The results file of a tuning: one JSON object a line, the first says of what. It is rewritten whole, atomically.
+
+FORMAT = 1
+RESULTS_FILE = "results.jsonl"
+OK, OUT_OF_MEMORY, FAILED, TIMEOUT = "ok", "oom", "failed", "timeout"
+_FREE = (
+    "layout.tensor_parallel_size", "layout.pipeline_parallel_size", "layout.virtual_pipeline_size",
+    "layout.data_parallel_size", "layout.sequence_parallel", "activations.policy", "layout.zero_stage",
+    "layout.pipeline_schedule", "layout.pipeline_split", "batch.micro_batch_size", "cluster.nodes",
+)
+_OF_NO_MATTER = ("name", "output_dir", "launch.", "telemetry.", "checkpoint.", "watch.", "preflight.", "hardware.",
+                 "calibration.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """Trial of one layout."""
+
+    key: str
+    world: Natural
+    """Devices."""
+    parameters: dict[str, Any]
+    """``tune.strategies.PARAMETERS``."""
+    settings: dict[str, Any]
+    """Leaves of the configuration."""
+    planned_seconds: float
+    planned_bytes: float
+    status: str
+    """ok | oom | failed | timeout"""
+    seconds: float | None = None
+    """Measured, of one step: the median; with several starts the median of theirs."""
+    spread: float | None = None
+    """(largest − smallest) ÷ median of the measured steps; with several starts of the starts' medians."""
+    runs: tuple[float, ...] = ()
+    """Measured, of one step: the median of each start (``tune.tuner``)."""
+    memory_bytes: Natural | None = None
+    """As metrics.jsonl has it (rank 0; on a CPU the resident size of its process)."""
+    model_tflops: float | None = None
+    """Model TFLOP/s of one device."""
+    tokens_per_second: float | None = None
+    error: str = ""
+    command: str = ""
+    wall_seconds: float = 0.0
+    time: Seconds = 0.0
+
+    @property
+    def starts(self) -> tuple[float, ...]:
+        """``runs``; of files from before starts were counted the one that there was."""
+        return tuple(self.runs) or (() if self.seconds is None else (self.seconds,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultsHead:
+    """The first line of the file."""
+
+    format: int = 0
+    run: str = ""
+    name: str = ""
+
+
+def key_of(settings: dict[str, Any], world: int) -> str:
+    """Return 12 hex digits that name a layout on so many devices."""
+    text = json.dumps([world, {k: settings[k] for k in sorted(settings)}], default=list)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def run_key(config: RunConfig, steps: int) -> str:
+    """Return 16 hex digits of what comparable trials share: the run but for its layout, and the trial's steps."""
+    kept = {
+        name: toml_value(value) for name, value in leaves(config)
+        if name not in _FREE and not name.startswith(_OF_NO_MATTER)
+    }
+    return hashlib.sha256(json.dumps([steps, kept], sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass
+class Results:
+    """Results of the trials so far."""
+
+    path: Path
+    run: str
+    name: str
+    trials: dict[str, Trial] = field(default_factory=dict)
+    left_out: str = ""
+    """Lines of the file that no tuning writes, in words; they are gone once a trial is added."""
+
+    @classmethod
+    def open(cls, folder: Path, config: RunConfig, steps: int, *, fresh: bool = False) -> Results:
+        """Return the results of ``folder``, empty where there are none; the folder is made.
+
+        Raises:
+            ConfigError: they are of another run, or of trials of another length.
+            EnvironmentFault: the folder cannot be made or read.
+        """
+        path, run = folder / RESULTS_FILE, run_key(config, steps)
+        out = cls(path, run, config.name)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            heads = Rows[ResultsHead](path.name) if fresh else read_rows(path, ResultsHead)
+        except OSError as error:
+            raise EnvironmentFault(f"{path}: {error.strerror or error}") from None
+        head = next((row for row in heads.rows if row.format or row.run), None)
+        if head is None and not heads.rows and not heads.bad:
+            return out
+        if head is None or head.format != FORMAT or head.run != run:
+            whose = repr(head.name) if head is not None and head.name else "another run"
+            raise ConfigError(
+                f"{path} holds trials of {whose} that cannot be compared with this one's "
+                "(another model, batch, precision, engine, or number of steps); give another --out, or --fresh to "
+                "begin anew"
+            )
+        read = read_rows(path, Trial, skip=1)
+        out.trials, out.left_out = {trial.key: trial for trial in read.rows}, read.note()
+        return out
+
+    def add(self, trial: Trial) -> None:
+        """Keep a trial: the file is written under a temporary name, synced and renamed. Raises EnvironmentFault."""
+        self.trials[trial.key] = trial
+        rows: list[dict[str, Any]] = [{"format": FORMAT, "run": self.run, "name": self.name}]
+        rows += [asdict(t) for t in self.trials.values()]
+        write_output(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def ranked(self) -> list[Trial]:
+        """Return the trials that worked, by tokens per second and device, best first."""
+        good = [t for t in self.trials.values() if t.status == OK and t.model_tflops is not None]
+        return sorted(good, key=lambda t: -(t.model_tflops or 0.0))
+
 
 # Every legal layout of a run, planned: what a tuner may choose from.
 
@@ -286,3 +421,46 @@ def make_strategy(name: str, space: Space, *, count: int, seed: int, folder: str
     if name == "deephyper":
         return ByDeepHyper(space, seed, folder)
     return AtRandom(space, seed) if name == "random" else ByModel(space, count)
+
+
+# Importance of a tuning's free parameters: the share of the rates' variance that each explains by itself.
+#
+# Omega squared of a one-way analysis of variance (Hays 1963): between the values of a parameter, less what chance would
+# give, over all. Trials that failed or ran out of memory count with a rate of 0, as the tuner was told (arXiv
+# 2312.12705,
+# section IV): a choice that makes half of the layouts fail is the one that matters most.
+
+LEAST_TRIALS = 8
+"""Fewer say nothing."""
+
+
+def importance(rows: Sequence[tuple[Mapping[str, Hashable], float]]) -> dict[str, float]:
+    """Return parameter → share of the variance of the rates, largest first.
+
+    ``rows``: (parameters, rate, 0 where there is none) of each trial. Parameters of one value are left out, and those
+    with a value for nearly every trial: their groups have no spread to compare with.
+    """
+    rates = [rate for _, rate in rows]
+    if len(rows) < LEAST_TRIALS or len(set(rates)) == 1:
+        return {}
+    middle = statistics.fmean(rates)
+    total = sum((rate - middle) ** 2 for rate in rates)
+    out = {}
+    for name in rows[0][0]:
+        groups: dict[Hashable, list[float]] = defaultdict(list)
+        for parameters, rate in rows:
+            groups[parameters[name]].append(rate)
+        inside = len(rows) - len(groups)  # degrees of freedom
+        if len(groups) == 1 or 2 * len(groups) > len(rows):
+            continue
+        between = sum(len(group) * (statistics.fmean(group) - middle) ** 2 for group in groups.values())
+        noise = (total - between) / inside
+        out[name] = max(0.0, (between - (len(groups) - 1) * noise) / (total + noise))
+    return dict(sorted(out.items(), key=lambda item: -item[1]))
+
+
+def importance_line(rows: Sequence[tuple[Mapping[str, Hashable], float]]) -> str:
+    """Return the shares in one line; empty where too few trials say anything."""
+    found = importance(rows)
+    shares = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in found.items())
+    return f"rates' variance by each choice alone ({len(rows)} trials, failures as 0): {shares}" if found else ""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_port.core.layers.differentiable import differentiable
+from megatron_port.ext.kernels.differentiable import differentiable
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None, *, approximate: bool) -> Tensor:

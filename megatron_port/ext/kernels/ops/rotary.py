@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_port.core.layers.differentiable import differentiable
 from megatron_port.core.layers.fused import FirstOrderFunction, first_order, torch_split_rotary
+from megatron_port.ext.kernels.differentiable import differentiable
 
 _LARGEST_HEAD = 512
 

@@ -1,0 +1,121 @@
+"""Choice of the device of a rank, and of the library of its collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from megatron_port.core.dist.rank import DeviceInfo
+from megatron_port.core.errors import EnvironmentFault
+from megatron_port.run.rendezvous import SHARE_DEVICES
+
+
+@dataclass(frozen=True)
+class Accelerators:
+    """GPUs that this process may use, as torch reports them."""
+
+    kind: str | None
+    """cuda | rocm: what this torch was built for; None: CPU only."""
+    count: int
+    """Visible devices."""
+    describe: Callable[[int], tuple[str, int, str]]
+    """Name, memory (bytes) and identity of a device by index."""
+
+
+def identity_of(properties: object) -> str:
+    """Return a GPU's identity, unique on its host: ``UUID at DOMAIN:BUS:DEVICE``; empty if torch knows neither.
+
+    A UUID alone does not: virtual GPUs and some drivers report one UUID for all (zeros, for instance), and ranks on
+    different GPUs would be taken for ranks that share one. Partitions of a GPU have one address and different UUIDs.
+    """
+    uuid = str(getattr(properties, "uuid", "") or "")
+    address = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if None in address:
+        return uuid
+    domain, bus, device = (int(part) for part in address)  # type: ignore[arg-type]
+    return f"{uuid} at {domain:04x}:{bus:02x}:{device:02x}".strip()
+
+
+def _describe(index: int) -> tuple[str, int, str]:
+    properties = torch.cuda.get_device_properties(index)
+    return properties.name, int(properties.total_memory), identity_of(properties)
+
+
+def installed_accelerators() -> Accelerators:
+    """Return the GPUs that torch reports."""
+    kind = "rocm" if torch.version.hip else "cuda" if torch.version.cuda else None
+    return Accelerators(kind, torch.cuda.device_count() if kind else 0, _describe)
+
+
+def _absent(asked: str, gpus: Accelerators) -> str | None:
+    """Why ``asked`` (cuda or rocm) cannot be had, or None."""
+    if gpus.kind is None:
+        return f"this torch ({torch.__version__}) is a CPU build; install a {asked} build of torch"
+    if gpus.kind != asked:
+        return f"this torch ({torch.__version__}) is built for {gpus.kind}; set backend.device = \"{gpus.kind}\""
+    if not gpus.count:
+        variable = "ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES" if asked == "rocm" else "CUDA_VISIBLE_DEVICES"
+        return f"torch sees no GPU; check the driver (rocm-smi, nvidia-smi), the job's --gpus-per-node and {variable}"
+    return None
+
+
+def choose_device(
+    device: str, *, local_rank: int = 0, local_world_size: int = 1, gpus: Accelerators | None = None,
+    share: bool = False,
+) -> DeviceInfo:
+    """Return the device of a local rank: ``local_rank`` modulo the visible devices.
+
+    A launcher may show each rank one device (``--gpus-per-task=1``) or all of the node; the modulus serves
+    both. NCCL refuses two ranks on one GPU: ranks that share one use gloo, and only where that was asked for. Seen
+    here only where several devices are visible and fewer than the local ranks; a process that sees one device cannot
+    tell whether its neighbours see the same, and ``run.rendezvous.start`` settles it by
+    :attr:`~megatron_port.core.dist.rank.DeviceInfo.identity`.
+
+    Args:
+        device: ``auto`` (a GPU if there is one) | ``cpu`` | ``cuda`` | ``rocm``.
+        gpus: what is installed; None: ask torch.
+        share: ``backend.share_devices``.
+
+    Raises:
+        EnvironmentFault: a GPU was asked for and cannot be used, or ranks would have to share one; the message says
+            why and what to change.
+    """
+    gpus = gpus or installed_accelerators()
+    if device not in ("auto", "cpu", "cuda", "rocm"):
+        raise EnvironmentFault(f"backend.device = \"{device}\" is not one of auto, cpu, cuda, rocm")
+    kind = (gpus.kind if gpus.count else None) if device == "auto" else device
+    if kind in (None, "cpu"):
+        why = "asked for" if device == "cpu" else _absent(gpus.kind or "cuda", gpus) or "no GPU"
+        return DeviceInfo("cpu", torch.device("cpu"), "gloo", "cpu", psutil.virtual_memory().total, why)
+    assert kind is not None
+    reason = _absent(kind, gpus)
+    if reason:
+        raise EnvironmentFault(f"backend.device = \"{device}\", but {reason}")
+    if 1 < gpus.count < local_world_size and not share:
+        raise EnvironmentFault(
+            f"{local_world_size} ranks were started on a node of {gpus.count} GPUs; start at most {gpus.count} there, "
+            f"or {SHARE_DEVICES}"
+        )
+    index = local_rank % gpus.count
+    name, memory, identity = gpus.describe(index)
+    why = "asked for" if device == kind else f"auto: {gpus.count} visible"
+    shared = 1 < gpus.count < local_world_size
+    if shared:
+        why += f"; {local_world_size} local ranks share {gpus.count} devices, so gloo"
+    library = "gloo" if shared else "nccl"
+    return DeviceInfo(kind, torch.device("cuda", index), library, name, memory, why, identity)
+
+
+def describe_device(device: DeviceInfo, backend: str, world_size: int) -> str:
+    """Return the log line with rank zero's device and the library of the collectives (``backend``)."""
+    where = f"{device.torch_device} {device.name}" if device.is_gpu else "the CPU"
+    if world_size == 1:
+        carried = "none (1 process)"
+    elif backend == "nccl":
+        carried = f"{'RCCL' if device.kind == 'rocm' else 'NCCL'} (GPU tensors), gloo (CPU tensors)"
+    else:
+        carried = "gloo, through host memory: ranks share a GPU" if device.is_gpu else "gloo"
+    return f"device: {where} ({device.why}); collectives: {carried}"
