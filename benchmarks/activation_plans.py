@@ -32,7 +32,7 @@ def planned(case: Case, machine: Machine, limit: float) -> Case:
 
 def row(name: str) -> str | None:
     """Return a run's line of the table; None: its cluster says too little to plan, or it has experts, whose activations
-    are not planned by site (``config.memory``)."""
+    are not planned by site (``config.features``)."""
     config = load(name).config
     known = config.cluster.memory_gb and config.hardware.device and config.cluster.nodes
     if config.model.moe.num_experts or not known:

@@ -2,7 +2,7 @@
 
 ``python benchmarks/rendezvous_load.py [--ranks 3072] [--players 4] [--out FILE]`` starts rank 0 as a process of its
 own, with the store that it serves, and PLAYERS processes that hold the connections of all other ranks and do what each
-of them does (``dist.start.meet``), rank by rank in threads. It prints rank 0's CPU seconds from its connection
+of them does (``run.rendezvous.meet``), rank by rank in threads. It prints rank 0's CPU seconds from its connection
 to its release, which is what one core of its node has to do. Everything runs on this machine, so the wall time is that
 of all ranks' work on its cores.
 """

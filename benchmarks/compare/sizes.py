@@ -36,7 +36,7 @@ class Size:
 
     @property
     def flops(self) -> int:
-        """Model FLOPs of a step (``model.flops``): attention in full, recompute left out."""
+        """Model FLOPs of a step (``telemetry.flops``): attention in full, recompute left out."""
         if self.layers_only:
             layers = model_spec(self.model).layers
             return 3 * sum(layer.forward_flops(self.model.seq_length) for layer in layers) * self.global_batch

@@ -1,6 +1,6 @@
 """Names that a configuration may choose from, and what each stands for: the package's own, and what plugins add.
 
-A plugin is a Python module that is imported when a configuration is loaded (``config.plugins``) and that calls
+A plugin is a Python module that is imported when a configuration is loaded (``config.choices``) and that calls
 :meth:`Registry.add`::
 
     from megatron_port.core.registry import OPTIMIZERS
@@ -184,7 +184,7 @@ FAMILIES = Registry("model family", "model.family", {
 })
 """By ``model_type`` of Hugging Face. ``auto`` is the first of the others that computes a model."""
 MIXERS = Registry("mixer", "model.mixer", {"attention": None})
-"""Of the positions of a layer (``config.mixer.MixerKind``)."""
+"""Of the positions of a layer (``config.model.MixerKind``)."""
 PROVIDERS = {
     op: Registry(f"provider of {op}", f"backend.{op}", dict.fromkeys(("auto", "own", *others, "torch")))
     for op, others in {

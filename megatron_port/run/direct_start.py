@@ -1,8 +1,8 @@
 """The launch record of a run that no job script of ours started: by hand, torchrun, Flux, PBS, LSF or Kubernetes.
 
-Rank 0 writes it once it holds the run's folder, in the form of a submitted job's (``launch.record``), with the process
-that it is: host, process id, time of its start. So ``launch status | list | logs | cancel`` see such a run and stop it.
-Nothing is started from this record, so it keeps the configuration and the versions, and no copy of the code.
+Rank 0 writes it once it holds the run's folder, in the form of a submitted job's (``run.launch_record``), with the
+process that it is: host, process id, time of its start. So ``launch status | list | logs | cancel`` see such a run and
+stop it. Nothing is started from this record, so it keeps the configuration and the versions, and no copy of the code.
 
 A process is signalled only while it is the same one: its id names another after a while. One of another host is not
 signalled at all: rank 0 looks for the record's mark at every heartbeat of its lease.

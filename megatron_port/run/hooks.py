@@ -47,7 +47,7 @@ class DamageCheck(LoopHook):
 
 
 class Recovery(LoopHook):
-    """Explain an anomaly, and end the run where ``numerics`` asks for that. ``health.rewind`` takes the step back."""
+    """Explain an anomaly, and end the run where ``numerics`` asks for that. ``run.rewind`` takes the step back."""
 
     def after_step(self, taken: TakenStep) -> None:
         """Take a good step into the medians; replay another. Raises NumericsError where the run must end."""

@@ -78,7 +78,7 @@ class Record:
     """Seconds since 1970, at submission."""
     by: str
     """submit: ``launch submit``, before the job was queued | script: a job script, at its first start | command: rank 0
-    of a run that no job script started (``launch.direct``)."""
+    of a run that no job script started (``run.direct_start``)."""
     run: str
     """The run file, as it was named."""
     overrides: tuple[str, ...] = ()

@@ -126,16 +126,15 @@ class Committer:
 #    directory: that rename is the commit. Then it updates ``latest`` and removes checkpoints beyond ``keep``; what
 #    cannot be removed fails no save.
 #
-# Before each rename and each deletion rank 0 looks whether another attempt has taken the folder over
-# (``run.lease``). After each stage the ranks agree (``peers.together``), so a full disk on one rank ends the save on
-# all of them.
+# Before each rename and each deletion rank 0 looks whether another attempt has taken the folder over (``run.lease``).
+# After each stage the ranks agree (``peers.together``), so a full disk on one rank ends the save on all of them.
 # ``background`` runs the same stages beside training.
 
 # Remove leftovers of saves and checkpoints that are too old, where that is possible.
 #
 # A checkpoint that is committed is saved. What cannot be removed (another member of a group owns it, the medium
-# refuses)
-# is told once, left alone, and tried again at the next save. Names that a save needs are made free by renaming.
+# refuses) is told once, left alone, and tried again at the next save. Names that a save needs are made free by
+# renaming.
 
 Note = Callable[[str], None]
 _UNFINISHED_LATEST = re.compile(rf"\.{LATEST}\.[0-9a-f]{{16}}\.tmp")

@@ -1,7 +1,7 @@
 """Whether a model can be split as asked.
 
 Pure arithmetic on sizes. Every message holds the numbers and a value that works;
-``config.neighbour`` gives one whole layout that passes.
+``advice.nearest_layout`` gives one whole layout that passes.
 """
 
 from __future__ import annotations

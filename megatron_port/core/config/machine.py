@@ -188,7 +188,7 @@ class CalibrationConfig:
     """Share of a collective that products beside it hide, of what could be hidden: less than 1 where both use the same
     cores."""
     table: PathSetting = ""
-    """CSV file with rates by op, provider and shape (``plan.kernel_table``), a path or one of configs/, e.g.
+    """CSV file with rates by op, provider and shape (``plan.case``), a path or one of configs/, e.g.
     "tables/h100.csv"; empty: the formulas alone."""
     source: str = ""
     """What was measured, or the published rows it was taken from."""

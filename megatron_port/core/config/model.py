@@ -376,7 +376,7 @@ class MixerKind:
     """A mixer that ``model.mixer`` may name.
 
     Args:
-        spec: (model, number of the layer) → its ``model.mixer_spec.MixerSpec``. Layers that it leaves to attention have
+        spec: (model, number of the layer) → its ``model.spec.MixerSpec``. Layers that it leaves to attention have
             ``model.decoder_spec.attention_spec``. It is called often and must not depend on anything else.
         context: context-parallel ranks may divide the positions.
         documents: it stays within documents (``data.attention_documents = "within"``).

@@ -1,4 +1,4 @@
-"""Reading token files in Megatron's ``.bin/.idx`` format (``data.format`` says how they look)."""
+"""Reading token files in Megatron's ``.bin/.idx`` format (``data.indexed`` says how they look)."""
 
 from __future__ import annotations
 

@@ -331,7 +331,7 @@ class Loaders:
     tokenizer: dict[str, Any] = field(default_factory=dict)
     """Name, vocab_size, eod_id and hash, by the sidecars; empty: unknown."""
     data_fingerprint: list[dict[str, Any]] = field(default_factory=list)
-    """Fingerprint of each corpus (``data.fingerprint``), for checkpoints."""
+    """Fingerprint of each corpus (``data.indexed``), for checkpoints."""
 
     def eval_batches(self, split: str, batches: int, global_batch: int) -> Iterator[list[MicroBatch]]:
         """Return sequential batches of ``valid`` or ``test``. Raises DataError where the split is empty."""

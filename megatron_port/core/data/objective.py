@@ -100,7 +100,7 @@ class Objective(StageLoss):
         raise NotImplementedError(f"{type(self).__name__} sets documents_of_sample and has no method datasets")
 
     def fingerprint_of(self, corpus: IndexedDataset) -> dict[str, str]:
-        """Return what the objective adds to the fingerprint of a corpus (``data.fingerprint``). Raises DataError."""
+        """Return what the objective adds to the fingerprint of a corpus (``data.indexed``). Raises DataError."""
         return {}
 
     def open_side(self, samples: int, *, whole: bool) -> None:

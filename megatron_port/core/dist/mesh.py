@@ -262,10 +262,9 @@ def purposes(
 
 # Coordinates of a rank in the layout, and the model chunks of its stage. Pure; no processes, no torch.
 #
-# ``mesh`` has the ranks and their axes: the tensor axis varies fastest, so a tensor-parallel group sits on neighbouring
-# ranks (one node), then context, then data; stages are farthest apart, since they exchange least. This is also the
-# order
-# in which DeepSpeed's ``PipeModelDataParallelTopology(pp, mp, dp)`` numbers ranks.
+# ``mesh`` has the ranks and their axes: the tensor axis varies fastest, so a tensor-parallel group sits on
+# neighbouring ranks (one node), then context, then data; stages are farthest apart, since they exchange least. This
+# is also the order in which DeepSpeed's ``PipeModelDataParallelTopology(pp, mp, dp)`` numbers ranks.
 #
 # With virtual stages (Narayanan et al., arXiv 2104.04473) a rank holds ``vp`` chunks
 # of the model. Chunk c of stage s is virtual stage ``c * pp + s``; in a folded

@@ -299,7 +299,7 @@ class PassRunner:
 # Accumulation of the gradients that autograd returns (all but the linears' weights) in the engine's wide sums.
 
 AddRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Adds rows to the rows of a table (``layers.table_rows``)."""
+"""Adds rows to the rows of a table (``layers.linear``)."""
 
 
 class GradientSink:

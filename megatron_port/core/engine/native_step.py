@@ -2,7 +2,7 @@
 
 A plain step (``StepParts.plain``): count, passes, reduce, show, loss, norm, check, update, record, gather. ZeRO
 stages 0 to 3 differ in what their ``ShardedParameters`` do at reduce and gather, rules and offload in the update that
-is applied. A recorded step (``kernels.recorded_step``) has the same parts, in two of its own.
+is applied. A recorded step (``kernels.step_graphs``) has the same parts, in two of its own.
 
 No part keeps the engine: a cycle of references would keep process groups alive until a garbage collection.
 """
@@ -301,7 +301,7 @@ class StepParts:
 
 
 class RecordedParts(Protocol):
-    """Steps that are recorded once and replayed (``kernels.recorded_step.RecordedSteps``)."""
+    """Steps that are recorded once and replayed (``kernels.step_graphs.RecordedSteps``)."""
 
     graphs: Any
     """The recordings."""

@@ -160,11 +160,10 @@ class RuleUpdate(HostUpdate):
 # The native engine's optimizer step: clip by the global norm, update this rank's pieces of the masters and their state
 # by the optimizer rule, round the masters into its pieces of the weights.
 #
-# AdamW has two providers: torch's, whose skipping and clipping the host decides, and the own multi-tensor kernel, which
-# reads learning rate, loss scale, clip factor and overflow on the device, so that no step waits for it
+# AdamW has two providers: torch's, whose skipping and clipping the host decides, and the own multi-tensor kernel,
+# which reads learning rate, loss scale, clip factor and overflow on the device, so that no step waits for it
 # (``kernels.own_updates``). Rules of elements and blocks are updated by ``RuleUpdate``, the host deciding. A kind of
-# rule
-# that is not the core's brings its own update (``device_update.register``).
+# rule that is not the core's brings its own update (``device_update.register``).
 
 class TorchUpdate(HostUpdate):
     """torch.optim.AdamW."""

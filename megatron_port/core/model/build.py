@@ -222,7 +222,7 @@ class BuildContext:
         return self.linears.parameter(record)
 
     def adapter(self, layer: str, spec: LinearSpec) -> nn.Module | None:
-        """Build the adapters of the linear layer of a spec (``weights.adapter``); None: it has none."""
+        """Build the adapters of the linear layer of a spec (``weights.adapters``); None: it has none."""
         found: nn.Module | None = None
         if self.fine_tuning.enabled:
             found = PARTS.function("adapter")(layer, spec, self)

@@ -45,7 +45,7 @@ class Norm(nn.Module):
         """Return the norm of x + residual; with ``pair``, (norm of x + residual, x + residual).
 
         ``by``: what computes it; None: the provider. All ways to a norm lead through here, so that a module's hooks see
-        it (``engine.probe``).
+        it (``health.probe``).
         """
         both = self._run(x, residual) if by is None else by(x, residual, self.gain(self.weight), self.bias, self.eps)
         return both if pair else both[0]

@@ -22,10 +22,9 @@ from megatron_port.core.model.ops import INPUT, Op, Site
 
 # Specs of what mixes the positions of a layer. Plain Python, without torch.
 #
-# ``model.mixer`` names it (``registry.MIXERS``): the package's own is attention (``model.attention_spec``), and plugins
-# add others. Parameter counts, FLOPs, memory, the planner's seconds and the layer's forward pass ask the spec, so that
-# a
-# mixer is trained, counted, planned and saved from its own statement.
+# ``model.mixer`` names it (``registry.MIXERS``): the package's own is attention (``model.spec``), and
+# plugins add others. Parameter counts, FLOPs, memory, the planner's seconds and the layer's forward pass ask the
+# spec, so that a mixer is trained, counted, planned and saved from its own statement.
 
 @dataclass(frozen=True, kw_only=True)
 class MixerSpec(ABC):

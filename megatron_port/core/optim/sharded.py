@@ -147,8 +147,7 @@ class StateWatch:
 #
 # A step moves, for each parameter of a rank, one reduce-scatter of its gradient (fp32, or ``reduce_dtype``) and one
 # all-gather of its weight, in its own dtype: the least there is. Buffers are made once. With one shard (ZeRO stage 0,
-# or
-# one replica) the same code all-reduces, or moves nothing.
+# or one replica) the same code all-reduces, or moves nothing.
 #
 # Stage 1 reduces a bucket when it has had the gradients of all the step's micro-batches (``grad_ready``). Stage 2
 # (``shard_gradients``) keeps sums of this rank's shard only: a bucket's gradients live in a buffer of a pool

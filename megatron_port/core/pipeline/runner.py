@@ -22,10 +22,9 @@ from megatron_port.core.pipeline.schedules import Action, Kind, Message, Schedul
 
 # Tensors that pass between two pipeline stages: several tensors, whose names, shapes and dtypes both ends know.
 #
-# A stage hands over a tuple of tensors in the boundary's order. Downstream go all of them; upstream come the gradients
-# of
-# those that have any, the floating-point ones, in the same order. A chunk of the model takes the tuple as its
-# arguments.
+# A stage hands over a tuple of tensors in the boundary's order. Downstream go all of them; upstream come the
+# gradients of those that have any, the floating-point ones, in the same order. A chunk of the model takes the tuple
+# as its arguments.
 
 Payload = tuple[torch.Tensor, ...]
 """The tensors of a boundary, in its order."""

@@ -152,8 +152,8 @@ def fillers(plan: Sequence[Action]) -> dict[Action, Action]:
 #
 # A send's payload can be freed as soon as its receiver has it, and the schedule says when that is known: what arrives
 # from a stage was made after that stage took its earlier inputs. Waiting for such a send costs nothing, under gloo
-# (which
-# reports no completion before a wait) as on a GPU's stream, and memory does not depend on how the ranks' times fall.
+# (which reports no completion before a wait) as on a GPU's stream, and memory does not depend on how the ranks' times
+# fall.
 
 AHEAD = 1
 UNTAKEN = 2

@@ -142,7 +142,7 @@ class LoopState:
     checkpoints: Sequence[Path]
     """Where the run may start from, best first; empty: afresh."""
     choices: tuple[tuple[str, ...], ...]
-    """Activations that each layer does not keep (``model.activation_sites``)."""
+    """Activations that each layer does not keep (``memory.sites``)."""
     progress: Progress = field(default_factory=Progress)
     engine: Engine = field(init=False)
     hooks: Sequence[LoopHook] = ()
@@ -218,7 +218,7 @@ class LoopHook:
     A step asks in this order: ``around_step``, ``before_step``, ``after_passes``, ``measure``, ``after_step``; then the
     ranks agree whether to continue, and each hook that is ``due`` acts. That agreement is why a hook has two methods
     after a step: what cannot be undone (a save, a rewind) belongs into ``act``. An anomaly has no method of its own:
-    ``health.recovery`` fills ``TakenStep.anomaly`` before later hooks see the step, and a return to a checkpoint is
+    ``run.hooks`` fills ``TakenStep.anomaly`` before later hooks see the step, and a return to a checkpoint is
     enclosed by ``before_rewind`` and ``begin``.
     """
 
@@ -239,7 +239,7 @@ class LoopHook:
         """Take what the passes and the update left. Counts into the step's seconds."""
 
     def measure(self, taken: TakenStep) -> Mapping[str, float | int | bool | None]:
-        """Return numbers for the step's line in metrics.jsonl, under declared names (``io.step_metrics``)."""
+        """Return numbers for the step's line in metrics.jsonl, under declared names (``telemetry.step_metrics``)."""
         return {}
 
     def after_step(self, taken: TakenStep) -> None:

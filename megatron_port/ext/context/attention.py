@@ -162,9 +162,9 @@ class ExchangeHeads:
 
 # Which of another rank's keys the queries of this one see, in rows of both. Pure arithmetic; no processes.
 #
-# A rank's keys are runs of positions, in ascending order. What a query sees is one range of positions, hence one range
-# of
-# these rows; queries that are neighbours see ranges that cover a range as well, and keys outside of it cost nothing.
+# A rank's keys are runs of positions, in ascending order. What a query sees is one range of positions, hence one
+# range of these rows; queries that are neighbours see ranges that cover a range as well, and keys outside of it cost
+# nothing.
 
 class KeyBlock(NamedTuple):
     """Rows of neighbouring queries, and the rows of keys of which each of them sees some or none, and no others."""
@@ -398,11 +398,11 @@ class MathPartial:
 
 # Attention over a sequence that ranks divide, whose keys and values travel round (Liu et al., arXiv 2310.01889).
 #
-# Each rank keeps its queries. Keys and values go from rank to rank, one step while the attention over those at hand is
-# computed; what each part gives is merged in float32 (float64 for float64), or queries would be rounded once per rank.
-# In
-# the backward pass keys and values travel again, and with them what each rank adds to their gradients, which arrives at
-# the rank that they belong to one step later. Of the keys of others a rank holds those at hand and those that arrive.
+# Each rank keeps its queries. Keys and values go from rank to rank, one step while the attention over those at hand
+# is computed; what each part gives is merged in float32 (float64 for float64), or queries would be rounded once per
+# rank. In the backward pass keys and values travel again, and with them what each rank adds to their gradients, which
+# arrives at the rank that they belong to one step later. Of the keys of others a rank holds those at hand and those
+# that arrive.
 
 class RingBlock(NamedTuple):
     """Queries and keys of which one product is made, what they see and what is dropped."""

@@ -293,8 +293,7 @@ def names(keys: Iterable[object]) -> str:
 #
 # Read are ``chosen`` and ``rejected``, as texts or as messages, with ``prompt`` (a text or messages; or ``question``,
 # ``instruction``, …, or the messages under ``messages`` or ``conversations``) or with the prompt at their head. What
-# both
-# begin with is the prompt; the assistant's turns after it are the answer.
+# both begin with is the prompt; the assistant's turns after it are the answer.
 
 Messages = list[dict[str, str]]
 

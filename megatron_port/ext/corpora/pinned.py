@@ -60,7 +60,7 @@ class Trained:
     chats: tuple[tuple[str, tuple[Path, ...]], ...] = ()
     """Hash of the chat template of each corpus of conversations, and where it was."""
     bos: str = ""
-    """How documents began: see ``data.format.CorpusMeta.bos``."""
+    """How documents began: see ``data.indexed.CorpusMeta.bos``."""
 
     @property
     def kind(self) -> str:

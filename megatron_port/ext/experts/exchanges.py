@@ -109,9 +109,9 @@ class DeepEPTransport:
 
 # Exchange of experts' rows by MORI (https://github.com/ROCm/mori), with AMD's GPUs.
 #
-# Each copy of a token is a token of its own with one expert, as with DeepEP (``kernels.exchanges``). MORI works on the
+# Each copy of a token is a token of its own with one expert, as with DeepEP (``experts.exchanges``). MORI works on the
 # current stream, so nothing runs beside it. Its kernels are compiled when it is installed, or before a run with
-# ``MORI_PRECOMPILE=1 python -c "import mori"`` (``kernels.compile_entry_points``).
+# ``MORI_PRECOMPILE=1 python -c "import mori"`` (``kernels.jit_guard``).
 
 
 

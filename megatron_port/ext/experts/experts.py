@@ -380,12 +380,12 @@ def grouped_linear(
 
 # Providers of a layer of experts: the router and the moving of rows, in torch ops or own kernels.
 #
-# None of them has a gradient; the layer's autograd functions put them together (``layers.experts``).
+# None of them has a gradient; the layer's autograd functions put them together (``experts.experts``).
 
 class ExpertOps(Protocol):
     """Rows x, y [.., h] of any dtype; indices int64; logits, scores and weights float32, float64 with float64 rows.
 
-    ``layers.expert_rows`` and ``layers.expert_choice`` say what is computed. Rows have the same bits from every
+    ``experts.torch_ops`` says what is computed. Rows have the same bits from every
     provider.
     """
 
@@ -423,7 +423,7 @@ torch_experts: ExpertOps = TorchExperts()
 # Copies of tokens in the order of their experts, and the sums of what comes back, with their gradients.
 #
 # ``source`` int64 [rows] says which token each row is a copy of, ``place`` int64 [tokens, k] where each token's copies
-# are (-1: left out, because an expert was full). ``layers.expert_rows`` says what is computed.
+# are (-1: left out, because an expert was full). ``experts.torch_ops`` says what is computed.
 
 class _Copies(FirstOrderFunction):
     @staticmethod

@@ -28,7 +28,7 @@ from megatron_port.ext.experts.spec import MoESpec
 from megatron_port.ext.experts.torch_ops import Routed, Routing
 from megatron_port.ext.experts.wide import WIDE
 
-# The router's choice, weights and scores, with the logits' gradient; ``layers.expert_choice`` says what is
+# The router's choice, weights and scores, with the logits' gradient; ``experts.torch_ops`` says what is
 # computed.
 
 class _Routed(FirstOrderFunction):

@@ -10,8 +10,7 @@ from torch import Tensor
 # The router of a mixture of experts in torch ops: scores, the choice of k experts, their weights, and the gradient.
 #
 # Of equals the first is chosen, so that a choice is one of the logits alone, whatever the device. Logits are float32,
-# or
-# float64 for proofs; nothing flows through the choice.
+# or float64 for proofs; nothing flows through the choice.
 Score = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2"]
 _TINY = 1e-20

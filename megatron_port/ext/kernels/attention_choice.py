@@ -24,10 +24,9 @@ from megatron_port.ext.kernels.torch_attention import flash_attention, gpu_kerne
 
 # Measured times of attention's providers on GPUs: ``configs/kernels/attention.json``.
 #
-# ``benchmarks/attention_providers.py`` writes it from a measurement. A row serves the sequences from its own length up
-# to
-# the next row's of the same GPU, dtype, head size, mask and dropout. Where no row serves, the chosen order is that of
-# ``backend.attention``, and the table of providers names what was missing.
+# ``benchmarks/attention_providers.py`` writes it from a measurement. A row serves the sequences from its own length
+# up to the next row's of the same GPU, dtype, head size, mask and dropout. Where no row serves, the chosen order is
+# that of ``backend.attention``, and the table of providers names what was missing.
 
 PROVIDERS = ("cudnn", "flash", "efficient", "flash_attn", "fa3")
 """cudnn, flash and efficient are kernels of torch's SDPA; flash_attn and fa3 packages of their own."""

@@ -22,10 +22,10 @@ from megatron_port.ext.kernels.kernels import optional_import
 from megatron_port.ext.kernels.ops import experts as expert_rows
 from megatron_port.ext.kernels.ops import experts as router
 
-# The own provider of a layer of experts: the router and the moving of rows by own kernels (``layers.experts``).
+# The own provider of a layer of experts: the router and the moving of rows by own kernels (``experts.experts``).
 
 class Routed(NamedTuple):
-    """Result of the router (``layers.expert_choice.Routed``)."""
+    """Result of the router (``experts.torch_ops.Routed``)."""
 
     experts: Tensor
     weights: Tensor
@@ -34,7 +34,7 @@ class Routed(NamedTuple):
 
 
 class OwnExperts:
-    """Router and rows through ``kernels.ops`` (``layers.experts.ExpertOps``); ``kernels.load`` must have run."""
+    """Router and rows through ``kernels.ops`` (``experts.experts.ExpertOps``); ``kernels.load`` must have run."""
 
     def gather_rows(self, x: Tensor, source: Tensor) -> Tensor:
         return expert_rows.gather_rows(x.contiguous(), source)

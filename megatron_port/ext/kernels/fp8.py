@@ -172,7 +172,7 @@ class Fp8:
     quantiser: Quantiser = torch_quantiser
 
     def linear_kernels(self) -> LinearKernels:
-        """Return the kernels of the model's linear layers (``layers.linear_kernels``)."""
+        """Return the kernels of the model's linear layers (``layers.linear``)."""
         return TensorwiseLinearKernels(self) if self.recipe == "tensorwise" else RowwiseLinearKernels(self)
 
     def weight_copies(self) -> QuantizedWeightCache:
@@ -195,7 +195,7 @@ def reference_scaled_mm(a: Quantised, b: Quantised, bias: Tensor | None, dtype: 
     return (y if bias is None else y + bias.float()).to(dtype)
 
 
-# The products of linear layers by the two recipes (layers.linear_kernels says what they are).
+# The products of linear layers by the two recipes (layers.linear says what they are).
 
 def _cached(weight: Tensor, name: str, make: Callable[[], Quantised]) -> Quantised:
     cache: QuantizedWeightCache | None = getattr(weight, "quantized_weight_cache", None)

@@ -232,11 +232,10 @@ def own_update(
 
 # AdamW whose moments take 4 or about 2 bytes per parameter instead of 8: in bf16, or as codes of 8 bits.
 #
-# What they round depends on logical tensors alone, as the update of every rule. Rounding to bf16 is stochastic (rounded
-# to nearest, a second moment with beta2 near 1 would stop growing), by a counter-based draw of (seed, name, step,
-# element
-# of the unsplit tensor). Codes of 8 bits share a scale in blocks of 128 elements along the last logical dimension
-# (Dettmers et al., arXiv 2110.02861), which neither tensor parallelism nor ZeRO ever cuts.
+# What they round depends on logical tensors alone, as the update of every rule. Rounding to bf16 is stochastic
+# (rounded to nearest, a second moment with beta2 near 1 would stop growing), by a counter-based draw of (seed, name,
+# step, element of the unsplit tensor). Codes of 8 bits share a scale in blocks of 128 elements along the last logical
+# dimension (Dettmers et al., arXiv 2110.02861), which neither tensor parallelism nor ZeRO ever cuts.
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
 _SMALLEST_SCALE = 1e-12
@@ -475,7 +474,7 @@ def _state(pieces: Sequence[StateShard], kind: str) -> list[torch.Tensor]:
 
 
 class FusedRuleUpdate:
-    """Update of ``pieces`` by the kernels of ``kernels.ops.narrow_adamw``. ``sums``: the flat gradients."""
+    """Update of ``pieces`` by the kernels of ``kernels.ops.optimizer``. ``sums``: the flat gradients."""
 
     def __init__(
         self, pieces: Sequence[StateShard], rule: OptimizerRule, config: OptimizerConfig, device: torch.device, *,

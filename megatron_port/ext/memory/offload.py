@@ -2,7 +2,7 @@
 ZeRO-Infinity, Rajbhandari et al., arXiv 2104.07857).
 
 The state of an offloaded bucket lives in host memory, page-locked where the device is a GPU, or in a file per rank and
-kind (``memory.disk_state``). A step moves 4 bytes per parameter to the host, the gradient, and the updated weight back.
+kind (``memory.offload``). A step moves 4 bytes per parameter to the host, the gradient, and the updated weight back.
 Both go through a ring of staging buffers (``memory.swap``), each large enough for all that one bucket's update
 needs. The buckets whose weights the next forward pass needs first, the last to be reduced, are staged as soon as they
 are reduced, as many as there are buffers; the others follow while the host updates those before them. No update begins
@@ -35,11 +35,10 @@ from megatron_port.ext.memory.swap import ALIGN, StagingBuffer, StagingRing
 # Optimizer state on a disk: one file of fixed size per rank and kind, read and written by threads.
 #
 # The files are scratch. They are unlinked as soon as they are open, so that a process that dies, however, leaves
-# nothing
-# behind and nothing that could be taken for a checkpoint. All their blocks are allocated before training begins: a disk
-# that is too small is an error at the start. Reads and writes bypass the page cache (``O_DIRECT``) where the file
-# system
-# takes that. What looks at the state between steps (checkpoints, hashes) does so through a mapping of the same file.
+# nothing behind and nothing that could be taken for a checkpoint. All their blocks are allocated before training
+# begins: a disk that is too small is an error at the start. Reads and writes bypass the page cache (``O_DIRECT``)
+# where the file system takes that. What looks at the state between steps (checkpoints, hashes) does so through a
+# mapping of the same file.
 
 def aligned(nbytes: int) -> int:
     """Return ``nbytes`` rounded up to a multiple of ``ALIGN``."""

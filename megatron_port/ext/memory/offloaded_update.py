@@ -99,7 +99,7 @@ class HostPieces:
 
 class OffloadedUpdate:
     """An update of offloaded buckets by own kernels, and by ``on_device`` of the others
-    (``engine.host_update.Update``)."""
+    (``engine.native_update.Update``)."""
 
     def __init__(
         self, rule: OptimizerRule, on_device: DeviceUpdate, asked: UpdateRequest, offload: Offload

@@ -2,7 +2,7 @@
 is dropped, the operation that makes it again, or the place from which it comes back.
 
 A layer runs its operations through :meth:`SiteTape.run`, each under the name of its site
-(``model.activation_sites``). What autograd saves is told apart by its memory: the result of an earlier operation
+(``memory.sites``). What autograd saves is told apart by its memory: the result of an earlier operation
 belongs to that one's site, anything else but a parameter to the operation itself. When the backward pass asks for
 something of a dropped site, its operation runs once more, on arguments that are kept or are made again in the same way;
 all that it saved is then there until it has been asked for. So each dropped site costs one forward pass of its
@@ -11,7 +11,7 @@ operation, whatever else is dropped.
 What is swapped or partitioned (``memory.site_tape``) is parked when the layer's forward pass ends, the memory of
 each result and of all else that the operation saved, and comes back when the first of it is asked for.
 
-``torch.utils.checkpoint`` (``model.recompute``) keeps the arguments of what it runs again, and its last results are
+``torch.utils.checkpoint`` (``memory.recompute``) keeps the arguments of what it runs again, and its last results are
 saved by whatever follows; here both may be dropped.
 """
 
@@ -94,9 +94,8 @@ class SiteClock(PassWatch):
 
 # Where activations wait that are neither kept nor computed again: in host memory, or a part on each of several ranks.
 #
-# What is moved is memory, not tensors: several views of the same are moved once, and come back together when the first
-# of
-# them is asked for.
+# What is moved is memory, not tensors: several views of the same are moved once, and come back together when the
+# first of them is asked for.
 
 SMALL = 256
 """Bytes of memory that is not worth moving."""

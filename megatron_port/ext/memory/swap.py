@@ -24,9 +24,8 @@ from megatron_port.ext.memory.streams import COPY_IN, COPY_OUT, Streams, streams
 # Host memory through which tensors leave the device and come back while it computes (a staging ring).
 #
 # A fixed number of buffers, page-locked where the device is a GPU, made once. The ring owns them and every *edge*, a
-# wait
-# of one stream for another, without which a copy would race with a kernel, with the host or with the buffer's next
-# user:
+# wait of one stream for another, without which a copy would race with a kernel, with the host or with the buffer's
+# next user:
 #
 # 1. compute wrote a tensor → the copy out may read it (:meth:`StagingRing.copy_out`);
 # 2. the copy out has ended → the host may read the buffer (:meth:`StagingRing.wait_host`), and compute may overwrite or

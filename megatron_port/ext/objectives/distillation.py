@@ -288,12 +288,11 @@ def vocab_parallel_distillation(
 
 # A teacher's most likely tokens at every position of a training order, computed ahead: ``distill logits`` writes them.
 #
-# A folder: ``header.json`` says of what, and ``block-N.bin`` has the records of ``block`` samples, numbered as the run
-# consumes them. A record is of one sample: a hash of the tokens (and document starts) that the teacher read, ids
+# A folder: ``header.json`` says of what, and ``block-N.bin`` has the records of ``block`` samples, numbered as the
+# run consumes them. A record is of one sample: a hash of the tokens (and document starts) that the teacher read, ids
 # [seq, k], log-probabilities [seq, k] and that of all other tokens [seq], then a hash over all of it, the sample's
-# number
-# and the header. Every record is compared with its hash, and with the sample that it is used for, before it is used. A
-# block is written whole or not at all, so an interrupted run of the command continues where it was.
+# number and the header. Every record is compared with its hash, and with the sample that it is used for, before it is
+# used. A block is written whole or not at all, so an interrupted run of the command continues where it was.
 
 HEADER = "header.json"
 HEADER_BYTES = 1 << 16

@@ -1,7 +1,7 @@
 """Learning from a teacher ([distillation]): the token loss that also compares the model's prediction with a teacher's.
 
 A teacher runs beside the model: each stage has a stage of the teacher, both read the same tokens, and the last compares
-what they predict. Or a file has what it predicts (``objectives.teacher_file``), as side tensors.
+what they predict. Or a file has what it predicts (``objectives.distillation``), as side tensors.
 
 The teacher's layers are split over the same virtual stages as the model's, and what passes between two of its parts
 travels in the same message. So every pipeline schedule serves both, each rank holds its share of the teacher, and the
@@ -53,7 +53,7 @@ SIDE = ("teacher_ids", "teacher_log_probabilities", "teacher_log_tail")
 
 class DistillationObjective(Objective):
     """The mean of a token loss with a teacher's part; evaluations report the cross-entropy. What contradicts it is in
-    ``config.distillation``."""
+    ``config.features``."""
 
     side_layout = MappingProxyType(dict.fromkeys(SIDE, "position"))
     sums = SUMS

@@ -1,5 +1,5 @@
 """Loss of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): each depth's modules
-(``objectives.multi_token_layers``) predict, in training, one token further ahead.
+(``objectives.multi_token``) predict, in training, one token further ahead.
 
 Position i of a sample has token t_i and label t_(i+1). At depth k it reads token t_(i+k) and predicts the label of
 position i + k. Depth 0 is the model itself.
@@ -153,11 +153,10 @@ def look_ahead(
 # Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): modules behind the head that predict, in
 # training, one token further ahead each.
 #
-# Module k takes the hidden state of each position at depth k - 1 and the token k places on, and predicts the one after
-# that; ``objectives.multi_token`` has the loss. A hidden state is what the head's matrix is multiplied with, hence
-# behind
-# the norm, at depth 0 too: so does inference with the published weights. The paper puts the hidden state before the
-# embedding, those weights after it.
+# Module k takes the hidden state of each position at depth k - 1 and the token k places on, and predicts the one
+# after that; ``objectives.multi_token`` has the loss. A hidden state is what the head's matrix is multiplied with,
+# hence behind the norm, at depth 0 too: so does inference with the published weights. The paper puts the hidden state
+# before the embedding, those weights after it.
 
 class Prediction(nn.Module):
     """One module: hidden states [seq(/tp), batch, hidden] of the depth before → (those of its own, its logits).

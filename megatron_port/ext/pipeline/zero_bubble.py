@@ -76,9 +76,9 @@ def list_schedule(grid: Topology, micro_batches: int) -> list[list[Action]]:
 # Weight passes beside the exchanges of rows of a forward pass, where experts are divided over ranks.
 #
 # A layer of experts sends each token's rows to other ranks and takes the results back. Meanwhile a rank computes
-# products
-# that need nothing new: those of a weight pass (zero bubble). ``zb-h1`` puts most of its weight passes right before a
-# forward pass. Here such a pair changes places, and the weight pass ``fills`` the exchanges of the forward pass:
+# products that need nothing new: those of a weight pass (zero bubble). ``zb-h1`` puts most of its weight passes right
+# before a forward pass. Here such a pair changes places, and the weight pass ``fills`` the exchanges of the forward
+# pass:
 #
 # * Its products are computed while rows are on their way, in their order and in equal parts, one for each exchange; the
 #   rest follows in the pass's own turn, when the result of the forward pass has left. So no message leaves later than
@@ -89,12 +89,10 @@ def list_schedule(grid: Topology, micro_batches: int) -> list[list[Action]]:
 # the
 #   products before the forward pass.
 #
-# Weight passes before an ``INPUT`` keep their place: the end of that pass is what the stage before waits for, and they
-# fill the gap until its gradient arrives. So does ``zb-v``, whose two chunks wait for one another in both directions:
-# in
-# a simulation with F = I = W and exchanges of a quarter to all of that, pairs that change places lengthen its steps by
-# up
-# to 9 % and shorten those of zb-h1 by 5 to 17 % (``tests/unit/test_pipeline_filling.py``).
+# Weight passes before an ``INPUT`` keep their place: the end of that pass is what the stage before waits for, and
+# they fill the gap until its gradient arrives. So does ``zb-v``, whose two chunks wait for one another in both
+# directions: in a simulation with F = I = W and exchanges of a quarter to all of that, pairs that change places
+# lengthen its steps by up to 9 % and shorten those of zb-h1 by 5 to 17 % (``tests/unit/test_pipeline_filling.py``).
 
 def filled(plan: Sequence[Action]) -> list[Action]:
     """Return a stage's plan in which each weight pass right before a forward pass comes after it and fills it."""

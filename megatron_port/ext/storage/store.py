@@ -147,10 +147,9 @@ class Store:
 
 # The bytes of one remote object by blocks, which are kept on disk.
 #
-# A block is in a file of its own, which appears by a rename and ends with the xxh3-128 of what it holds: processes of a
-# node share the folder without locks (two that want the same block at once both fetch it), and a file that a full
-# disk, a
-# crash or a fault of the medium damaged is fetched again.
+# A block is in a file of its own, which appears by a rename and ends with the xxh3-128 of what it holds: processes of
+# a node share the folder without locks (two that want the same block at once both fetch it), and a file that a full
+# disk, a crash or a fault of the medium damaged is fetched again.
 
 DIGEST = 16
 IN_MEMORY = 16 << 20

@@ -52,7 +52,7 @@ class LayerCounts:
 
     @classmethod
     def of(cls, tallies: Mapping[str, Any], model: ModelConfig) -> LayerCounts | None:
-        """Return a step's counts from :attr:`StepResult.tallies` (``model.router``); None: no layer has experts."""
+        """Return a step's counts from :attr:`StepResult.tallies` (``experts.router``); None: no layer has experts."""
         if "expert_tokens" not in tallies:
             return None
         every, moe = np.asarray(tallies["expert_tokens"], dtype=np.int64), model.moe

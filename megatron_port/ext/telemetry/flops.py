@@ -134,7 +134,7 @@ def hardware_flops(
 
     ``recompute``: ``none``; ``selective`` adds one forward of the attention core of every
     layer; ``full`` adds one forward of every layer (not of the head). ``dropped``: single sites
-    that each layer recomputes (``model.activation_sites``). Each of ``tp`` tensor-parallel
+    that each layer recomputes (``memory.sites``). Each of ``tp`` tensor-parallel
     ranks projects at least one key/value head, so with fewer heads some are projected several times. ``document``: as
     in :func:`model_flops`.
 

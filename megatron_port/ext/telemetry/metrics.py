@@ -1,4 +1,4 @@
-"""metrics.jsonl, the source of truth of a run: one JSON object per line. ``io.step_metrics`` has the fields.
+"""metrics.jsonl, the source of truth of a run: one JSON object per line. ``telemetry.step_metrics`` has the fields.
 
 A value that is not known is absent: never 0, never null. A value that is known
 but not finite is the string ``NaN``, ``Infinity`` or ``-Infinity`` (JSON has no
@@ -149,7 +149,7 @@ def _json_value(metric: Metric, value: Any) -> Value | str:
 def decode(line: str, known: Mapping[str, Metric]) -> dict[str, Value] | None:
     """A record of a line; None if the line is torn or not a record. Fields of other versions are kept out.
 
-    ``known``: the metrics of the run (``telemetry.declared``).
+    ``known``: the metrics of the run (``telemetry.metrics``).
 
     A line in which one known field has a value that no run writes (another type, a count below 0 or above 63 bits, a
     time that no clock shows) is not a record: none of it is believed.

@@ -27,7 +27,7 @@ def number(value: float) -> str:
 
 
 def formatted(value: float, form: str, factor: float = 1.0) -> str:
-    """A value times ``factor`` in a form of ``io.metric``: ``quantity``, ``bytes``, or a format."""
+    """A value times ``factor`` in a form of ``telemetry.step_metrics``: ``quantity``, ``bytes``, or a format."""
     if form in ("quantity", "bytes"):
         return f"{quantity(value)}{'B' if form == 'bytes' else ''}"
     return form.format(value if factor == 1.0 else factor * value)

@@ -20,7 +20,7 @@ class Reporting(LoopHook):
 
     Attributes:
         rates: (hardware, model) TFLOP/s per device of the last 1,000 steps.
-        document: mean length of a token's document, from which attention is counted (rank 0; ``model.flops``).
+        document: mean length of a token's document, from which attention is counted (rank 0; ``telemetry.flops``).
     """
 
     def __init__(self, state: LoopState) -> None:

@@ -20,7 +20,7 @@ class Fact:
     """Its own, or that of the metric that it sums up."""
     label: str
     form: str | Callable[[float], str]
-    """As ``io.metric.Metric.form``, or a function of the value."""
+    """As ``telemetry.step_metrics.Metric.form``, or a function of the value."""
     of: Literal["", "last", "finite", "mean", "max"] = ""
     """The metric's value at the last step, its last finite value, its mean or its maximum; empty: of ``run_data``."""
     factor: float = 1.0

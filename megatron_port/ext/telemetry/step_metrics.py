@@ -6,7 +6,7 @@ makes the number::
     declare(Metric("weight_norm", float, label="weight norm", chart="Weight norm", help="L2 norm of all weights."))
 
 Then the console, metrics.jsonl, TensorBoard and the trackers, the report and the live page show it. Reports are made by
-other processes, which import no plugin: they read the declarations from the run's folder (``telemetry.declared``).
+other processes, which import no plugin: they read the declarations from the run's folder (``telemetry.metrics``).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Part:
     """One matrix that is in a linear's weight."""
 
     name: str
-    """A name from ``config.fine_tuning.TARGETS``."""
+    """A name from ``config.features.TARGETS``."""
     rows: int
     kv_heads: int = 0
     """The rows are of so many key/value heads; 0: of something that every tensor-parallel rank has its own of."""

@@ -50,11 +50,10 @@ if TYPE_CHECKING:
 
 # Low-rank adapters beside a linear's frozen weight: y = x Wᵀ + s (x Aᵀ) Bᵀ + b (Hu et al., arXiv 2106.09685).
 #
-# Both products stay on their rank. A column-parallel linear has A whole and its own rows of B; each rank's gradient of
-# A
-# comes from its own outputs, and dx of both products leaves in one collective. A row-parallel linear has its own
-# columns
-# of A and B whole; x Aᵀ is then a part of a sum, and what B makes of it is summed with the linear's own output.
+# Both products stay on their rank. A column-parallel linear has A whole and its own rows of B; each rank's gradient
+# of A comes from its own outputs, and dx of both products leaves in one collective. A row-parallel linear has its own
+# columns of A and B whole; x Aᵀ is then a part of a sum, and what B makes of it is summed with the linear's own
+# output.
 #
 # Under DoRA (Liu et al., arXiv 2402.09353) the rows of W + s B A are scaled to trained lengths; as there (section 4.3),
 # their present lengths are constants for the gradient.

@@ -1,6 +1,6 @@
 """A rank's side of the watch: a thread with one connection that sends a heartbeat per second and does as it is told.
 
-The hub sends a word a second too. Where it ends or falls silent, rank 0 starts another (``watch.hub_process``), and
+The hub sends a word a second too. Where it ends or falls silent, rank 0 starts another (``run.watch.hub_process``), and
 every rank connects anew.
 """
 
@@ -300,7 +300,7 @@ def watched(
 def watch_ranks(
     config: RunConfig, info: ProcessInfo, progress: ProgressTracker, store: Store
 ) -> AbstractContextManager[None]:
-    """Send heartbeats of this rank while the body runs, as ``[watch]`` configures; see ``watch.client.watched``.
+    """Send heartbeats of this rank while the body runs, as ``[watch]`` configures; see ``run.watch.client.watched``.
 
     An ``around`` of ``run.session.open_session``: no group exists yet, so a rank that hangs while they are made is
     seen.

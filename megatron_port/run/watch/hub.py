@@ -7,7 +7,7 @@ cannot hear. It ends itself with the last connection, or when rank 0 is gone and
 
 Set up by one line of JSON on standard input (which stays open: its end means that rank 0 is gone); says on the
 descriptor that the line names when it serves. The listening socket is rank 0's, and so is the duty to start another hub
-when this one dies (``watch.hub_process``).
+when this one dies (``run.watch.hub_process``).
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class HubProcess:
 
     @property
     def where(self) -> dict[str, Any]:
-        """Return {address, port, secret}, for ``watch.client.Client``."""
+        """Return {address, port, secret}, for ``run.watch.client.Client``."""
         return {"address": self._address, "port": self._listener.getsockname()[1], "secret": self._secret}
 
     @property
@@ -77,7 +77,8 @@ class HubProcess:
         """Start the hub and wait until it serves.
 
         Args:
-            roster: the ranks that an earlier hub knew (``watch.rules.RankIdentity``), so that one that cannot connect
+            roster: the ranks that an earlier hub knew (``run.watch.rules.RankIdentity``), so that one that cannot
+            connect
                 any more is missed.
 
         Raises:

@@ -65,7 +65,7 @@ class ProductTime:
     dtype: str
     seconds: float
     op: str = "product"
-    """product | product-input | product-weight: see ``plan.kernel_table``"""
+    """product | product-input | product-weight: see ``plan.case``"""
 
     @property
     def tflops(self) -> float:
@@ -213,9 +213,8 @@ def _reserved(device: torch.device) -> int:
 # is to be planned is among them.
 #
 # On a GPU the models are so small that the device waits for the host. On a CPU, which computes as well, a layer is
-# timed
-# in models wide enough that its products leave nothing of the host's own data in a core's cache, as in a run; the
-# products are measured by themselves and taken off.
+# timed in models wide enough that its products leave nothing of the host's own data in a core's cache, as in a run;
+# the products are measured by themselves and taken off.
 #
 # A step of m micro-batches takes S + m (B + L · layers): S for the step (norm, update, hashes of the state, which grow
 # with the weights), B for each micro-batch, L for each of its layers.
@@ -341,7 +340,7 @@ def _ratio(pairs: Iterable[tuple[float, float]]) -> float:
 def ring_fit(times: list[CollectiveTime], ranks: int) -> tuple[float, float]:
     """Return (bytes per second and direction of a rank, seconds of a hop) of a ring through all-reduce times.
 
-    time = 2(r−1)/r · size / bandwidth + 2(r−1) · hop, as ``plan.links`` has it: the bandwidth from the largest buffer,
+    time = 2(r−1)/r · size / bandwidth + 2(r−1) · hop, as ``plan.rates`` has it: the bandwidth from the largest buffer,
     the hop from the smallest.
     """
     mine = sorted((t for t in times if t.kind == "all-reduce"), key=lambda t: t.size)
@@ -371,7 +370,7 @@ def calibrated(cluster: ClusterConfig, hardware: HardwareConfig, found: Measured
 
 
 def kernel_entries(found: Measured, *, source: str) -> list[Entry]:
-    """The measurements as a table that the planner interpolates in (``plan.kernel_table``)."""
+    """The measurements as a table that the planner interpolates in (``plan.case``)."""
     out = [
         Entry(p.op, "", p.dtype, (p.rows, p.columns, p.inner), p.tflops, source)
         for p in (*found.products, *found.backward) if p.dtype != "fp16"

@@ -368,9 +368,8 @@ def pass_entries(
 # Collectives of a node as a run has them: after products that all ranks compute, and beside such products.
 #
 # Ranks that only wait for one another, call after call, are in step and have their cores to themselves. In a run each
-# comes from its own arithmetic; on a CPU the library's threads then take cores from it. So a collective's time is that
-# of
-# a product and the collective less that of the product, and what products hide of it is measured too.
+# comes from its own arithmetic; on a CPU the library's threads then take cores from it. So a collective's time is
+# that of a product and the collective less that of the product, and what products hide of it is measured too.
 
 ROUNDS = 5
 EXCHANGE_SIZES = {

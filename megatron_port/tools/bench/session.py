@@ -40,8 +40,7 @@ from megatron_port.tools.preflight.session import device_or_fault
 # program runs them, forward and backward, with their collectives and without, in turn.
 #
 # The difference is what a collective adds to a pass after the arithmetic of every rank, its library's threads on the
-# same
-# cores and all; backward beside the product of the weight's gradient.
+# same cores and all; backward beside the product of the weight's gradient.
 
 BLOCKS = 4
 """In a row, as layers are."""

@@ -163,8 +163,7 @@ def _described(source: Weights, model: ModelConfig, provenance: Mapping[str, Any
 #
 # W [out, in] becomes B A with B [out, r] and A [r, in] from its singular value decomposition, half of each singular
 # value's root in either: of all products of rank r that is the nearest to W (Eckart and Young). Matrices that are in
-# one
-# parameter (queries, keys and values; gate and up) are factored together. One matrix is in memory at a time, in
+# one parameter (queries, keys and values; gate and up) are factored together. One matrix is in memory at a time, in
 # float64.
 
 Box = tuple[int, ...]

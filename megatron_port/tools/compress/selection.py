@@ -212,8 +212,8 @@ Scores = Mapping[str, np.ndarray]
 class Selection:
     """Indices that are kept, and the model that they make.
 
-    ``indices``: by the size (``compress.axes``) and the layer of the source, -1 for all; where a size has no entry it
-    is kept as it is.
+    ``indices``: by the size (``compress.convert``) and the layer of the source, -1 for all; where a size has no entry
+    it is kept as it is.
     """
 
     source: ModelConfig

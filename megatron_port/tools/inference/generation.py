@@ -1,6 +1,6 @@
 """Continue prompts with a model split in any way.
 
-Prompts are read at once and their keys and values kept (``inference.kv_cache``); each new token is then one position.
+Prompts are read at once and their keys and values kept (``inference.model``); each new token is then one position.
 The last stage draws the tokens of a batch from the gathered logits, and the other stages hear of them just before they
 need them: with more batches than stages, every stage has work meanwhile. Replicas take the prompts in turn; those that
 share experts stop together.

@@ -249,13 +249,10 @@ def _split_at(
 # Perplexity of a corpus, by an engine's ``eval_step``: any layout, either engine.
 #
 # A stream of tokens is cut into windows of ``model.seq_length`` that begin every ``stride`` tokens; of each but the
-# first
-# only the last ``stride`` predictions count, so every token but the very first is predicted exactly once. With a stride
-# below the window each has at least ``seq_length - stride`` tokens before it, at ``seq_length / stride`` times the
-# cost.
-# What training leaves out of its loss, and what it does not let a token see, is left out here too: labels that a
-# corpus'
-# mask does not count, and other documents under ``attention_documents = "within"``.
+# first only the last ``stride`` predictions count, so every token but the very first is predicted exactly once. With
+# a stride below the window each has at least ``seq_length - stride`` tokens before it, at ``seq_length / stride``
+# times the cost. What training leaves out of its loss, and what it does not let a token see, is left out here too:
+# labels that a corpus' mask does not count, and other documents under ``attention_documents = "within"``.
 
 Stream = Callable[[int, int], np.ndarray]
 """``stream(position, count)`` → something of so many tokens from a position on."""

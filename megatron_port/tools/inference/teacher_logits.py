@@ -1,4 +1,4 @@
-"""A teacher's most likely tokens over a run's training order, computed ahead (``objectives.teacher_file``).
+"""A teacher's most likely tokens over a run's training order, computed ahead (``objectives.distillation``).
 
 The teacher runs on any layout of engine native, in the precision of the run; what it reads of each sample, its
 documents included, is what the run will train on.

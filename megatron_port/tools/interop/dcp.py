@@ -53,11 +53,10 @@ from megatron_port.tools.interop.unpickle import check_torch_file, first_line
 #     optimizer.state.layers.0.attention.qkv.weight.exp_avg_sq
 #     optimizer.state.layers.0.attention.qkv.weight.step       float32, 0-dim
 #
-# torch's own writer does the writing; our planner gives it chunks of at most
-# :data:`CHUNK_BYTES` that are read from the checkpoint when their turn comes, and
-# takes the memory of each back when the next is asked for. Peak memory is about
-# two chunks, whatever the model.
-# A folder that appears whole or not at all: built under a temporary name beside its place, fsynced, renamed.
+# torch's own writer does the writing; our planner gives it chunks of at most :data:`CHUNK_BYTES` that are read from
+# the checkpoint when their turn comes, and takes the memory of each back when the next is asked for. Peak memory is
+# about two chunks, whatever the model. A folder that appears whole or not at all: built under a temporary name beside
+# its place, fsynced, renamed.
 
 def tagged_folder(source: Path, latest: str, wanted: Callable[[Path], bool]) -> Path | None:
     """Return ``source``, or the folder in it that its file ``latest`` names, whichever is ``wanted``; None: neither."""

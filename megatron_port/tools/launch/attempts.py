@@ -377,8 +377,7 @@ def _after_failure(
 # A line to a chat or a pager when a job starts, ends or is queued again: a webhook, beside SLURM's mail.
 #
 # The URL is in the environment variable MEGATRON_PORT_WEBHOOK, which sbatch hands to the job. It is a secret (who has
-# it
-# can post), so it is never written to a record, a log or a message.
+# it can post), so it is never written to a record, a log or a message.
 
 VARIABLE = "MEGATRON_PORT_WEBHOOK"
 TIMEOUT_S = 5.0

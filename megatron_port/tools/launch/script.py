@@ -32,11 +32,10 @@ from megatron_port.tools.launch.launch_checks import wall_seconds, wall_text
 
 # Saying a value in a job script so that nothing but that value comes out.
 #
-# A job script is read twice: by its scheduler, whose directives have rules of their own, and by bash. SLURM's rules are
-# known (:func:`sbatch_quote`). Those of the others differ between versions, so a value stands in their directives as
-# one
-# plain word or not at all: :func:`directive_name` makes a word of a run's name, :func:`directive_word` refuses what is
-# none.
+# A job script is read twice: by its scheduler, whose directives have rules of their own, and by bash. SLURM's rules
+# are known (:func:`sbatch_quote`). Those of the others differ between versions, so a value stands in their directives
+# as one plain word or not at all: :func:`directive_name` makes a word of a run's name, :func:`directive_word` refuses
+# what is none.
 
 PLACEHOLDER = re.compile(r"\{(\w*)\}")
 PLACEHOLDERS = {"job_id": '"$SLURM_JOB_ID"', "user": '"$port_user"', "local_disk": '"$site_local_disk"'}
@@ -341,10 +340,9 @@ def _start() -> str:
 # A relocatable image of an environment: interpreter, standard library, packages. ``STAGE`` copies it to the nodes.
 #
 # The archive is a tar of parts (``parts/00.tar.zst`` …) of about equal size, so that a node unpacks it with all its
-# cores
-# (launch/stage.sh). Python finds its own library beside its executable, wherever that is; what a virtual environment's
-# links and ``pyvenv.cfg`` would pin to a path is left behind. Nothing is compiled: the modules' compiled forms go
-# along.
+# cores (launch/stage.sh). Python finds its own library beside its executable, wherever that is; what a virtual
+# environment's links and ``pyvenv.cfg`` would pin to a path is left behind. Nothing is compiled: the modules'
+# compiled forms go along.
 
 PARTS = 32
 """More than most unpack at once, so that the last one is short."""
@@ -495,7 +493,7 @@ def _add_link(archive: tarfile.TarFile) -> None:
 
 # The same run for other schedulers: a script for Flux, PBS or LSF, a JobSet for Kubernetes, a task for SkyPilot.
 #
-# Thin templates: one job that starts the ranks through the scheduler's own launcher, which ``dist.launchers`` and
+# Thin templates: one job that starts the ranks through the scheduler's own launcher, which ``run.launchers`` and
 # torchrun understand. What needs a scheduler's answers (requeue, chain, preflight, staging) is SLURM's only; elsewhere
 # the run resumes from its newest checkpoint when the same job is submitted again.
 

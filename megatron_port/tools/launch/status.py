@@ -128,7 +128,7 @@ def nodes_in(node_list: str) -> int:
 
 
 def status_of(folder: Path, queue: Mapping[str, QueueEntry], now: float | None = None) -> RunStatus:
-    """Return the state of one run. ``queue``: ``dist.launchers.ask_queue``."""
+    """Return the state of one run. ``queue``: ``run.launchers.ask_queue``."""
     now = time.time() if now is None else now
     newest = records.newest(folder)
     known: Rows[QueuedJob] = records.job_rows(newest) if newest is not None else Rows("")

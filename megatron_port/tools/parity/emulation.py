@@ -494,10 +494,9 @@ def apply_reduction_order(stage: nn.Module, reordering: Reordering) -> None:
 # Half precision: is a layout's run within what rounding may do to it?
 #
 # Three questions, each with its bounds (``parity.comparison``): is the first step that of one process which rounds
-# where
-# the layout does, are the steps after it as near to that process as its own reordered sums are to one another, and is
-# that process itself near to the plain one and to fp32? Without the last, an error that the layout and the emulation
-# have in common would be seen by neither.
+# where the layout does, are the steps after it as near to that process as its own reordered sums are to one another,
+# and is that process itself near to the plain one and to fp32? Without the last, an error that the layout and the
+# emulation have in common would be seen by neither.
 
 @dataclass(frozen=True)
 class SingleRuns:
@@ -556,12 +555,11 @@ def within_rounding(config: RunConfig, other: Run, single: SingleRuns) -> list[D
 # Random errors in the place of rounding: how far may half precision move a gradient at all?
 #
 # A gradient that is a sum of terms of both signs keeps the errors of its terms and not their size. The terms of the
-# norms
-# of queries and keys and of sinks are differences themselves (of what a softmax passes back, behind a soft-cap's
-# slope),
-# and what a norm at a branch's end makes large was small before. How ill-conditioned that is depends on the model and
-# on the batch, so it is measured: a process in fp32 is given errors as large as half precision's can be, in the places
-# where half precision rounds. What they change is the unit of what half precision changed (docs/parity.md).
+# norms of queries and keys and of sinks are differences themselves (of what a softmax passes back, behind a
+# soft-cap's slope), and what a norm at a branch's end makes large was small before. How ill-conditioned that is
+# depends on the model and on the batch, so it is measured: a process in fp32 is given errors as large as half
+# precision's can be, in the places where half precision rounds. What they change is the unit of what half precision
+# changed (docs/parity.md).
 
 SEEDS = range(16)
 """Seeds of the errors, one per process."""

@@ -1,7 +1,7 @@
 """What the layers of each stage do not keep of their activations: least added time that brings a stage into its memory.
 
 Stages hold different numbers of micro-batches, so they get different plans. Sites are recomputed, partitioned over
-tensor-parallel ranks or, where the rate of the link is known, swapped to the host (``plan.activation_cover``).
+tensor-parallel ranks or, where the rate of the link is known, swapped to the host (``plan.activation_plan``).
 """
 
 from __future__ import annotations
@@ -26,13 +26,11 @@ from megatron_port.tools.plan.step import chunk_costs
 # The choice of what a stage's layers do not keep: least added seconds that save the bytes which the stage lacks.
 #
 # A covering knapsack. Its items are ways not to keep a site: k layers that recompute or partition it add k times its
-# seconds to a micro-batch, and save k times its bytes in every micro-batch in flight, less one time, because the layer
-# that runs backward has them again. Swapping costs nothing until the copies outlast the passes, and then the same for
-# every byte, whatever it belongs to. So items are searched, by branch and bound with the bound of the fractional
-# problem
-# (Dantzig, 1957), and what they leave lacking is swapped, site by site. Exact but for whole layers of swapped sites,
-# and
-# where there are too many ways to look at (``MOST_LOOKED_AT``).
+# seconds to a micro-batch, and save k times its bytes in every micro-batch in flight, less one time, because the
+# layer that runs backward has them again. Swapping costs nothing until the copies outlast the passes, and then the
+# same for every byte, whatever it belongs to. So items are searched, by branch and bound with the bound of the
+# fractional problem (Dantzig, 1957), and what they leave lacking is swapped, site by site. Exact but for whole layers
+# of swapped sites, and where there are too many ways to look at (``MOST_LOOKED_AT``).
 
 MOST_LOOKED_AT = 50_000
 """Nodes of the search at the most. Swapping whole layers is not in the bound, so that with 48 layers on one stage it

@@ -51,8 +51,7 @@ from megatron_port.tools.plan.engines import ADAMW, ENGINES, Engine, RuleCost, r
 # ``product`` is a linear layer's forward product. The other two are its backward ones, of which ``product-weight``
 # includes the addition to the sum of gradients; where a table lacks them, ``product`` stands for them. The provider
 # ``here`` is what the program itself takes on a machine. Bytes of passes are those that the planner counts for them,
-# and
-# their rate is that of what a larger pass takes longer: a start costs the host a call.
+# and their rate is that of what a larger pass takes longer: a start costs the host a call.
 #
 # Between measured shapes the *ratio* of the measured rate to the planner's own formula is taken, not the rate: the
 # formula knows how a product of other sizes differs, the table how far off it is here. The ratio is the mean over the
@@ -245,7 +244,7 @@ class Case:
     dp: int = 1
     cp: int = 1
     cp_method: str = "gather"
-    """How attention sees the whole sequence: gather | heads | ring (``plan.context``)."""
+    """How attention sees the whole sequence: gather | heads | ring (``plan.exchanges``)."""
     cp_order: str = "zigzag"
     """Which positions a rank holds: contiguous | zigzag | balanced."""
     ep: int = 1

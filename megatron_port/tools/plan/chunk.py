@@ -18,7 +18,8 @@ from megatron_port.tools.plan.engines import ADAMW
 from megatron_port.tools.plan.meter import layer, metered_bytes, uses_tables
 from megatron_port.tools.plan.operations import Block, Meter, Sizes, Tape, Value, drop, leave, linear, matrix, normalize
 
-# Memory of the embedding, the head and the loss as programs over blocks (``plan.tape``); of layers: ``plan.meter``.
+# Memory of the embedding, the head and the loss as programs over blocks (``plan.operations``); of layers:
+# ``plan.meter``.
 
 LOSS_CHUNK = 1 << 22
 """Logits that torch's cross-entropy takes at a time (``backend.cross_entropy``)."""
@@ -122,10 +123,10 @@ def prediction(t: Tape, s: Sizes, part: PredictionSpec, hidden: Value) -> tuple[
 
 # Bytes and seconds of what one layer keeps of one micro-batch, site by site.
 #
-# Bytes follow Korthikanti et al. (arXiv 2205.05198), section 4: for GPT in 16 bits with dropout a layer keeps s·b·h·34
-# bytes, of which 24 are split by tensor parallelism and all by sequence parallelism, plus 5·a·s²·b/t of attention
-# scores
-# unless attention is fused. ``tests/unit/test_activation_sites.py`` measures each site on a real layer.
+# Bytes follow Korthikanti et al. (arXiv 2205.05198), section 4: for GPT in 16 bits with dropout a layer keeps
+# s·b·h·34 bytes, of which 24 are split by tensor parallelism and all by sequence parallelism, plus 5·a·s²·b/t of
+# attention scores unless attention is fused. ``tests/unit/test_activation_sites.py`` measures each site on a real
+# layer.
 
 def site_bytes(case: Case, layer: LayerSpec | None = None, *, scores: bool = True) -> dict[Site, float]:
     """Return the bytes that each site of a layer keeps of one micro-batch between forward and backward on a rank.

@@ -211,7 +211,7 @@ def _unit(
 
 
 def window_elements(case: Case, stage: int) -> int:
-    """Elements of the windows in which ZeRO-3 gathers weights (``optim.zero3``): two layers, the larger of
+    """Elements of the windows in which ZeRO-3 gathers weights (``memory.zero3``): two layers, the larger of
     embedding and head, and a tied table."""
     whole = case.model.moe.enabled and case.expert_shards == 1  # experts that no other rank of a shard group holds
     units, table = unit_elements(case, stage, experts=False if whole else None)

@@ -162,7 +162,7 @@ ENGINES = {
 """The engines of this program, by the name in the run file."""
 
 
-# State, operations and traffic of an optimizer rule for the whole model (``plan.rule_seconds``: on one rank).
+# State, operations and traffic of an optimizer rule for the whole model (``plan.step``: on one rank).
 #
 # AdamW's two moments are known. Another rule is imported, and torch with it, and asked about the model's records. Its
 # state is counted in the mean over the model; a rank with Muon's tables, which have AdamW's moments, has a little more.

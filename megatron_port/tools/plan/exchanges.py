@@ -26,7 +26,7 @@ from megatron_port.tools.plan.rates import Cost, Links, Rates, Span, span
 # * ``ring``: keys and values travel from rank to rank in cp − 1 hops, each beside the attention of one block; backward
 #   with their gradients, in full width, which make one hop more to come home.
 #
-# How evenly the ranks work is ``plan.context_balance``.
+# How evenly the ranks work is ``plan.exchanges``.
 @dataclass(frozen=True)
 class HeadBytes:
     """Bytes of a layer's queries (as of its results), and of its keys and values together, of the positions that a rank
@@ -120,13 +120,11 @@ def _in_ring(case: Case, own: HeadBytes, rates: Rates, links: Links, core: tuple
 # How evenly ranks that share a sequence divide its attention: the work of the busiest, by the mean.
 #
 # The query at position i of its document sees min(i + 1, window) keys, so late positions are work and early ones are
-# not.
-# ``contiguous`` gives the last rank 2 − 1/cp times the mean; ``zigzag`` pairs chunk i of 2·cp with the i-th from the
-# end,
-# which is even as long as nothing but the causal mask limits what a query sees; ``balanced`` is the same without
-# documents, and with them deals out blocks by their work, which is taken as even. For the others the mean over drawn
-# samples is taken then, with lengths from an exponential distribution. All ranks wait for the busiest in each layer and
-# micro-batch.
+# not. ``contiguous`` gives the last rank 2 − 1/cp times the mean; ``zigzag`` pairs chunk i of 2·cp with the i-th from
+# the end, which is even as long as nothing but the causal mask limits what a query sees; ``balanced`` is the same
+# without documents, and with them deals out blocks by their work, which is taken as even. For the others the mean
+# over drawn samples is taken then, with lengths from an exponential distribution. All ranks wait for the busiest in
+# each layer and micro-batch.
 
 ORDERS = ("contiguous", "zigzag", "balanced")
 DRAWS = 32
@@ -201,9 +199,8 @@ def _busiest(order: str, cp: int, seq: int, works: list[Work]) -> float:
 # Layers of experts on a rank: the rows that its experts take, the bytes that it sends, and their seconds.
 #
 # Each tensor-parallel rank sends its own share of a micro-batch's tokens, k rows each, to the ranks that hold the
-# experts
-# (``layers.experts``); results come back the same way. So a forward pass exchanges 2·k·h·w bytes per token, a backward
-# pass as many. Ranks wait for the one that has most rows: ``Case.imbalance`` times the mean.
+# experts (``experts.experts``); results come back the same way. So a forward pass exchanges 2·k·h·w bytes per token, a
+# backward pass as many. Ranks wait for the one that has most rows: ``Case.imbalance`` times the mean.
 
 HOST_WAIT = 20e-6
 """Seconds for which a device is idle while the host learns how many rows come and starts the next kernels: an
@@ -260,7 +257,7 @@ def exchange_seconds(case: Case, moe: MoESpec, links: Links) -> float:
 
 def expert_cost(case: Case, moe: MoESpec, rates: Rates, links: Links) -> Cost:
     """Router, exchange, permutation and products of a layer's experts; what every token passes beside them is not here.
-    Nothing of the exchange is hidden, but by weight passes that fill it (``plan.timeline``)."""
+    Nothing of the exchange is hidden, but by weight passes that fill it (``plan.step``)."""
     sizes, w = routed(case, moe), case.width
     both = (moe.experts.up.product(case.etp), moe.experts.down.product(case.etp))
     pw = 1 if case.dtype == "fp8" else w

@@ -50,9 +50,8 @@ from megatron_port.tools.plan.step import StepPlan, pass_seconds, plan_step, uni
 
 # Choices that are too many to be enumerated, made for layouts that a search has found: each at least as fast.
 #
-# The layers split by the planned seconds of the units, which no other split has a faster slowest stage than; pieces of
-# a
-# product whose collective runs beside the next one; no more of the optimizer off the device than has to be.
+# The layers split by the planned seconds of the units, which no other split has a faster slowest stage than; pieces
+# of a product whose collective runs beside the next one; no more of the optimizer off the device than has to be.
 
 STEPS = 20
 """Shares of the optimizer that are told apart: a twentieth."""
@@ -486,10 +485,9 @@ def _text(value: Any) -> str:
 
 # Why one layout is better than another: what each change buys, taken one after the other.
 #
-# From the layout that a user has to the best one there are a few changes: how ranks are divided, the micro-batch, what
-# is
-# recomputed, sequence parallelism, the schedule, ZeRO. At each turn the change is made that saves most of what is left,
-# and the difference is told by cause. The last line is the better layout itself, so the seconds add up.
+# From the layout that a user has to the best one there are a few changes: how ranks are divided, the micro-batch,
+# what is recomputed, sequence parallelism, the schedule, ZeRO. At each turn the change is made that saves most of
+# what is left, and the difference is told by cause. The last line is the better layout itself, so the seconds add up.
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "engine {engine.name}": ("engine",),

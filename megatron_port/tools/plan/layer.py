@@ -94,7 +94,7 @@ def copy_bytes(case: Case, stage: int) -> float:
 CAUSAL = 0.5
 """Share of attention's operations that a fused causal kernel executes."""
 ROUTER_CALLS = 8
-"""Operations of the host for a router: its product, softmax, choice, balance loss (as ``model.router`` has them)."""
+"""Operations of the host for a router: its product, softmax, choice, balance loss (as ``experts.router`` has them)."""
 MOVE_CALLS = 10
 """Operations of the host for rows sorted by expert, two exchanges with their counts, and a token's sum."""
 LANE_INSTRUCTIONS = 64 * 1.7e9

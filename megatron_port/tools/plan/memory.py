@@ -70,10 +70,10 @@ def most_swapped(case: Case) -> float:
 
 # Optimizer state outside of the device (``[offload]``): bytes on device, host and disk, and the seconds that it costs.
 #
-# Per element of a rank's share of what is offloaded (docs/offload.md): the host or the disk holds master and the rule's
-# state, of AdamW 12 bytes; a step moves the fp32 gradient to the host and the rounded weight back, updates in host
-# memory
-# at some 28 + w bytes, and with a disk reads and writes the 12. The step waits for all of it: the norm comes first.
+# Per element of a rank's share of what is offloaded (docs/offload.md): the host or the disk holds master and the
+# rule's state, of AdamW 12 bytes; a step moves the fp32 gradient to the host and the rounded weight back, updates in
+# host memory at some 28 + w bytes, and with a disk reads and writes the 12. The step waits for all of it: the norm
+# comes first.
 
 GRADIENT = MASTER = 4.0
 """Bytes per element."""

@@ -1,8 +1,8 @@
 """Memory of a layer's passes, from its operations (``model.ops``): what each allocates, keeps and needs, by its kind.
 
-The meter runs the list that the modules run, on values that are blocks of memory (``plan.tape``), and lets go of them
-where the forward pass does. ``tests/unit/test_plan_ranks.py`` compares it with the allocations of real ranks, to 2 % of
-a rank's peak.
+The meter runs the list that the modules run, on values that are blocks of memory (``plan.operations``), and lets go of
+them where the forward pass does. ``tests/unit/test_plan_ranks.py`` compares it with the allocations of real ranks, to 2
+% of a rank's peak.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from megatron_port.tools.plan.operations import (
     tuned_linear,
 )
 
-# Memory of attention between its projections: one fused kernel, or scores written out (programs of ``plan.tape``),
-# and what context-parallel ranks that divide the positions do around it, by method.
-# Memory of attention between its projections: one fused kernel, or scores written out (programs of ``plan.tape``),
-# and what context-parallel ranks that divide the positions do around it, by method.
+# Memory of attention between its projections: one fused kernel, or scores written out (programs of
+# ``plan.operations``), and what context-parallel ranks that divide the positions do around it, by method.
+# Memory of attention between its projections: one fused kernel, or scores written out (programs of
+# ``plan.operations``), and what context-parallel ranks that divide the positions do around it, by method.
 
 @dataclass(frozen=True)
 class Heads:
@@ -184,7 +184,7 @@ def context_core(t: Tape, s: Sizes, h: Heads, heads: tuple[Value, ...]) -> Value
 
 
 def _with_gathered_keys(t: Tape, s: Sizes, h: Heads, q: Value, k: Value, v: Value) -> Value:
-    """``layers.context.GatherKeys``."""
+    """``context.attention.GatherKeys``."""
     program = fused_core if s.case.flash else scores_core
     return program(t, s, h, q, _gathered(t, s, h, k), _gathered(t, s, h, v))
 
@@ -215,7 +215,7 @@ def _collective(t: Tape, before: float, after: float, *, first: bool, last: bool
 
 
 def _with_all_positions(t: Tape, s: Sizes, h: Heads, q: Value, k: Value, v: Value) -> Value:
-    """``layers.context.ExchangeHeads``: all positions of some heads, in tensors as large as the rank's own."""
+    """``context.attention.ExchangeHeads``: all positions of some heads, in tensors as large as the rank's own."""
     each = max(h.k, h.k * s.case.cp / s.held_keys)  # copies, where there are fewer heads of keys than ranks
     whole = h.q + 2 * each
     packed = t.note(
@@ -230,7 +230,7 @@ def _with_all_positions(t: Tape, s: Sizes, h: Heads, q: Value, k: Value, v: Valu
 
 
 def _in_ring(t: Tape, s: Sizes, h: Heads, q: Value, k: Value, v: Value) -> Value:
-    """``layers.context.RingKeys``: two windows of keys and values, partial results in full width."""
+    """``context.attention.RingKeys``: two windows of keys and values, partial results in full width."""
     wide, rows = s.ratio, h.q / s.case.width / s.case.model.head_size * s.case.wide
     runs = 1 if s.case.cp_order == "contiguous" else 2
     block = 0.0 if s.case.flash else h.scores / s.case.cp / runs * wide
@@ -396,7 +396,7 @@ def _need(t: Tape, s: Sizes, *sizes: float) -> None:
 
 
 def route(t: Tape, s: Sizes, op: Op, x: Value) -> Value:
-    """``model.router.Router``: the weights of the chosen experts, from scores of all in full precision."""
+    """``experts.router.Router``: the weights of the chosen experts, from scores of all in full precision."""
     spec: MoESpec = op.part
     case, sizes, own = s.case, routed(s.case, spec), _own(s, spec)
     scores, chosen = sizes.tokens * spec.num_experts * case.wide, sizes.tokens * spec.top_k
@@ -423,7 +423,7 @@ def route(t: Tape, s: Sizes, op: Op, x: Value) -> Value:
 
 
 def dispatch(t: Tape, s: Sizes, op: Op, x: Value, route: Value) -> tuple[Value, Value]:
-    """``layers.expert_rows.copies``: a row for each of a token's experts, sorted by expert; and where each row is."""
+    """``experts.torch_ops.copies``: a row for each of a token's experts, sorted by expert; and where each row is."""
     sizes, own = routed(s.case, op.part), _own(s, op.part)
     place = Value(t.block(sizes.tokens * op.part.top_k * INDEX), constant=True)
     sent = sizes.sent * s.case.model.hidden_size * s.case.width
@@ -477,7 +477,7 @@ def _reordered(t: Tape, sizes: Routed, x: Value) -> Value:
 
 
 def combine(t: Tape, s: Sizes, op: Op, y: Value, weights: Value, place: Value) -> Value:
-    """``layers.expert_rows.combined``: each token's sum of its experts' results."""
+    """``experts.torch_ops.combined``: each token's sum of its experts' results."""
     own = _own(s, op.part)
     size, of_weights, wide = y.size, weights.size, own * s.ratio
     weighed = s.case.engine.weighs_activation

@@ -1,4 +1,4 @@
-"""Memory of the operations of which units are made: products, collectives, norms, dropout (for ``plan.tape``)."""
+"""Memory of the operations of which units are made: products, collectives, norms, dropout (for ``plan.operations``)."""
 
 from __future__ import annotations
 
@@ -380,7 +380,7 @@ def normalize(t: Tape, s: Sizes, x: Value, norm: NormSpec, residual: Value | Non
     if residual is not None:
         total = t.note(t.block(x.size), [x, residual], lambda grad, saved: [grad, grad])
     rows = x.size / norm.size / s.case.width
-    over_ranks = norm.split is not None and s.case.tp > 1  # a function of its own (layers.norm)
+    over_ranks = norm.split is not None and s.case.tp > 1  # a function of its own (mixers.projection_norm)
     if norm.kind == "rmsnorm" and s.torch and not over_ranks:
         return _torch_rms_norm(t, s, total), total
     size = x.size
@@ -464,7 +464,7 @@ def rank_of(spec: AdapterSpec) -> int:
 
 
 def tuned_linear(t: Tape, s: Sizes, x: Value, linear: LinearSpec) -> Value:
-    """A product with a frozen weight, beside which there may be adapters (``weights.adapter``)."""
+    """A product with a frozen weight, beside which there may be adapters (``weights.adapters``)."""
     w, (outputs, inputs) = s.case.width, linear.product(s.case.tp)
     spec = adapter_spec(linear, s.case.fine_tuning)
     gathers = linear.parallel == "column" and s.case.sequence_parallel

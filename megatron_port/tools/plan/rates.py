@@ -230,27 +230,23 @@ def _analytic(rates: Rates, rows: int, columns: int, inner: int, width: int, bat
 
 # How long a collective or a transfer takes on the levels of a cluster: package, node, network, group of nodes.
 #
-# Ranks are placed tensor parallel innermost, then data (and context) parallel, then pipeline, as ``dist.mesh``
-# does. A ring over r ranks moves 2(r−1)/r of the buffer past each rank for an all-reduce, half of that for a
-# reduce-scatter or an all-gather, in as many hops. Where a group spans nodes, its ranks on one node share
-# the node's adapters with the other groups of that node, and the slowest level bounds the ring. An all-reduce takes a
-# tree (2·log2 of the nodes hops) where its latency is less; for reduce-scatters and all-gathers NCCL and RCCL have
-# rings
-# alone (``src/graph/tuning.cc``; arXiv 2504.18658). Within a node, where the cluster's table has measured collectives
-# by
+# Ranks are placed tensor parallel innermost, then data (and context) parallel, then pipeline, as ``dist.mesh`` does.
+# A ring over r ranks moves 2(r−1)/r of the buffer past each rank for an all-reduce, half of that for a reduce-scatter
+# or an all-gather, in as many hops. Where a group spans nodes, its ranks on one node share the node's adapters with
+# the other groups of that node, and the slowest level bounds the ring. An all-reduce takes a tree (2·log2 of the
+# nodes hops) where its latency is less; for reduce-scatters and all-gathers NCCL and RCCL have rings alone
+# (``src/graph/tuning.cc``; arXiv 2504.18658). Within a node, where the cluster's table has measured collectives by
 # ranks and bytes, these seconds are times the ratio that was measured: short rings and small buffers fill links less.
 #
 # Out of a group of the network (a dragonfly's, a pod) goes what ranks send beyond its nodes while all groups of ranks
-# do the same. The neighbours of rings and transfers are d nodes apart, so the last d nodes of each group of g send out,
-# d / g of all of them; an all-to-all over n nodes sends 1 − g / n. The links have ``group_taper`` of the bandwidth of
-# the
-# adapters, on a dragonfly half of that: traffic between two groups takes a detour (Kim et al., ISCA 2008). Where flows
-# are hashed onto ``group_uplinks`` links instead of spread over them, some share one while others are idle. A ring runs
-# at the pace of the busiest link, an all-to-all at their mean: Hoefler et al. (CLUSTER 2008) measured 55 to 60 % of the
-# rated bisection so, where 1 - 1/e of the links have a flow. With ``rails`` a switch has one adapter of each node, and
-# a
-# ring that changes its adapter within a node sends all of its traffic over those links. NCCL closes such rings through
-# another device from 2.12 on (PXN; NVIDIA/nccl issue 2193).
+# do the same. The neighbours of rings and transfers are d nodes apart, so the last d nodes of each group of g send
+# out, d / g of all of them; an all-to-all over n nodes sends 1 − g / n. The links have ``group_taper`` of the
+# bandwidth of the adapters, on a dragonfly half of that: traffic between two groups takes a detour (Kim et al., ISCA
+# 2008). Where flows are hashed onto ``group_uplinks`` links instead of spread over them, some share one while others
+# are idle. A ring runs at the pace of the busiest link, an all-to-all at their mean: Hoefler et al. (CLUSTER 2008)
+# measured 55 to 60 % of the rated bisection so, where 1 - 1/e of the links have a flow. With ``rails`` a switch has
+# one adapter of each node, and a ring that changes its adapter within a node sends all of its traffic over those
+# links. NCCL closes such rings through another device from 2.12 on (PXN; NVIDIA/nccl issue 2193).
 
 @dataclass(frozen=True)
 class Span:

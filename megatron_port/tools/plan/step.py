@@ -29,10 +29,9 @@ from megatron_port.tools.plan.simulate import flow, simulate
 
 # The pipeline of one step, by simulating its schedule with the real times of every stage.
 #
-# ``pipeline.schedules`` gives the order of passes, the same that the engine runs, ``pipeline.simulate`` their times.
+# ``pipeline.schedules`` gives the order of passes, the same that the engine runs, ``plan.simulate`` their times.
 # A stage does its passes in order; a pass waits for what it needs from its neighbour. Beyond a few times p micro-
-# batches
-# every further one adds the same time, so long steps are simulated in part and continued along that line.
+# batches every further one adds the same time, so long steps are simulated in part and continued along that line.
 
 @dataclass(frozen=True)
 class Timeline:

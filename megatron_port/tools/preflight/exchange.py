@@ -163,7 +163,7 @@ def collective_seconds(
     """Return the median time of a collective of ``size`` bytes over ``group`` (None: all), on the slowest rank.
 
     As many samples as fit into a second, at most 20, after one that warms up. What ``size`` counts:
-    :mod:`preflight.bandwidth`.
+    :mod:`preflight.core`.
     """
     call = _collective(operation, size, dist.get_world_size(group), place.device, group)
 

@@ -86,7 +86,7 @@ class NodeCore:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeDevice:
-    """Rates of one device (``preflight.compute.GpuRate``)."""
+    """Rates of one device (``preflight.exchange.GpuRate``)."""
 
     index: Natural
     memory_total: Natural

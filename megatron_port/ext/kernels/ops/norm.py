@@ -121,12 +121,10 @@ def register_norm() -> None:
 
 # Bias, dropout and residual add of a layer's branch, and the norm that follows, in one pass each way.
 #
-# Statistics and arithmetic in fp32; fp32, fp16 and bf16 tensors. Bytes: forward reads x and residual and writes the sum
-# and its norm once, where the two ops apart write the sum and read it again (5 tensors). Backward reads dy, dsum and
-# the
-# sum and writes the sum's gradient, and with dropout that of x, once (4 or 5), where three ops apart (norm, the
-# addition
-# of dsum, bias and dropout) move 7 to 8.
+# Statistics and arithmetic in fp32; fp32, fp16 and bf16 tensors. Bytes: forward reads x and residual and writes the
+# sum and its norm once, where the two ops apart write the sum and read it again (5 tensors). Backward reads dy, dsum
+# and the sum and writes the sum's gradient, and with dropout that of x, once (4 or 5), where three ops apart (norm,
+# the addition of dsum, bias and dropout) move 7 to 8.
 
 def bias_dropout_add_norm(
     x: Tensor, x_bias: Tensor | None, residual: Tensor, keys: Tensor, weight: Tensor, bias: Tensor | None, *,

@@ -227,8 +227,7 @@ def register_narrow_adamw() -> None:
 # Gradients of looked-up rows added to a table's sum: no gradient of the whole table is made.
 #
 # fp32, fp16 and bf16 rows; the sum is fp32. The rows of a token are added up in one order, without atomics: the same
-# bits
-# again on every device. Bytes: each gradient once, each row of the table that is named in and out; a sort of the
+# bits again on every device. Bytes: each gradient once, each row of the table that is named in and out; a sort of the
 # tokens.
 
 @torch.no_grad()

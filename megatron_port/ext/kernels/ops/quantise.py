@@ -1,6 +1,6 @@
 """Matrices in 8 bits with scales that are powers of two: what ``kernels.fp8`` does with torch's ops, in fewer passes.
 
-float32 and bf16 matrices; both e4m3 and e5m2, of either kind. No gradients: ``layers.linear_kernels`` asks for 8-bit
+float32 and bf16 matrices; both e4m3 and e5m2, of either kind. No gradients: ``layers.linear`` asks for 8-bit
 matrices inside the linears' own passes. Bytes an element of bf16: a tensor 5 as it is or transposed, 6 for both, 2 less
 where the scale is known; rows 3; columns 5.
 """
