@@ -28,7 +28,7 @@ from megatron_port.core.data.dataset import split_positions
 from megatron_port.core.data.indexed import IndexedDataset
 from megatron_port.core.io.files import write_bytes
 from megatron_port.ext.corpora.tokenizer import get_tokenizer
-from megatron_port.run.provenance import commit
+from megatron_port.run.sources import commit
 
 ROOT = Path(__file__).resolve().parent.parent
 TASKS = ("holdout_spelling", "holdout_lines", "holdout_text")

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.model.decoder_spec import model_spec
-from megatron_port.core.model.spec import LayerSpec, MoESpec
+from megatron_port.core.model.spec import LayerSpec
 from megatron_port.core.pipeline.schedules import Kind
-from megatron_port.ext.experts.spec import moe_of
+from megatron_port.ext.experts.spec import MoESpec, moe_of
 from megatron_port.tools.plan.case import Case, Machine, balanced_split
 from megatron_port.tools.plan.chunk import ChunkBytes, stream_of
 from megatron_port.tools.plan.elements import bucket_units

@@ -22,7 +22,7 @@ from pathlib import Path
 
 RANK_0 = """
 import json, resource, sys, time
-from megatron_port.core.dist import start as master_store, start as rendezvous
+from megatron_port.run import rendezvous
 from megatron_port.run.discovery import ProcessInfo
 from megatron_port.run.rendezvous import Fingerprint
 ranks, port = int(sys.argv[1]), int(sys.argv[2])
@@ -31,7 +31,7 @@ def cpu():
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 begun, wall = cpu(), time.monotonic()
-store = master_store.connect(info, 300.0)
+store = rendezvous.connect(info, 300.0)
 print("serving", flush=True)
 rendezvous.meet(info, store, timeout_s=300.0, fingerprint=Fingerprint.of(ranks))
 used = {"cpu_seconds": round(cpu() - begun, 3), "wall_seconds": round(time.monotonic() - wall, 3)}
@@ -44,7 +44,6 @@ def play(first: int, last: int, ranks: int, port: int, secret: str) -> None:
     """Be ranks ``first`` to ``last - 1``."""
     from megatron_port.core.dist.rank import ProcessInfo
     from megatron_port.run import rendezvous
-    from megatron_port.run import rendezvous as master_store
     from megatron_port.run.rendezvous import Fingerprint
 
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -55,7 +54,7 @@ def play(first: int, last: int, ranks: int, port: int, secret: str) -> None:
     def one(rank: int) -> None:
         info = ProcessInfo(rank, ranks, rank % 8, 8, rank // 8, ranks // 8, "127.0.0.1", port, "slurm",
                            f"node{rank // 8}", secret=secret)
-        store = master_store.connect(info, 300.0)
+        store = rendezvous.connect(info, 300.0)
         rendezvous.meet(info, store, timeout_s=300.0, fingerprint=print_of)
         rendezvous.leave(info, store, 60.0)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_port.core.errors import EXIT_OK, EnvironmentFault
-from megatron_port.core.io.typed_json import line_to_complete
+from megatron_port.core.io.variables import line_to_complete
 
 SHELLS = ("bash", "zsh", "fish")
 _RUN_ARGUMENTS = ("run_file", "run", "runs", "checkpoint", "directory", "a", "b", "source")

@@ -14,7 +14,7 @@ from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.collectives import widening_addmm
 from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.errors import PortError
-from megatron_port.core.io.typed_json import variables
+from megatron_port.core.io.variables import variables
 from megatron_port.core.layers.providers import ProviderRow
 from megatron_port.ext.deepspeed.prepare import prepare_deepspeed
 from megatron_port.ext.kernels import kernels

@@ -19,7 +19,7 @@ from megatron_port.core.config.ranges import expanded
 from megatron_port.core.errors import ConfigError, PortError
 from megatron_port.core.io.files import tighten
 from megatron_port.core.io.logging import safe_output
-from megatron_port.core.io.typed_json import completing
+from megatron_port.core.io.variables import completing
 from megatron_port.run.launchers import is_rank_zero
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def load_run(args: argparse.Namespace) -> Loaded:
     """
     from megatron_port.core.config.dump import leaves, toml_value
     from megatron_port.core.config.loader import OF_FOLDER, load
-    from megatron_port.core.io.typed_json import handed_files
+    from megatron_port.core.io.variables import handed_files
 
     loaded = load(args.run_file, args.overrides, texts=handed_files())
     own = [f"{n}={toml_value(v)}" for n, v in leaves(loaded.config) if loaded.origins[n].startswith(OF_FOLDER)]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_port import __version__
-from megatron_port.core.io.typed_json import variables
+from megatron_port.core.io.variables import variables
 from megatron_port.core.package import FOLDER, ROOT
 from megatron_port.run.launch_record import CODE, DIFF, RecordFault
 

@@ -21,7 +21,7 @@ PROGRAM = """
 import json, os, sys, tempfile
 import torch, torch.distributed as dist
 from megatron_port.core.errors import PortError
-from megatron_port.core.dist import start as process_group
+from megatron_port.run import rendezvous as process_group
 from megatron_port.run.discovery import discover
 
 def rank(env, out):
@@ -119,7 +119,7 @@ def test_two_processes_that_cannot_meet_exit_3(results: dict[str, list[tuple[int
 
 ONE = """
 import torch, torch.distributed as dist
-from megatron_port.core.dist import start as process_group
+from megatron_port.run import rendezvous as process_group
 from megatron_port.run.discovery import discover
 
 info = discover()

@@ -31,9 +31,9 @@ PLUGIN = '''
 """Kills a rank when half of its nth write of offloaded state has been written; kill.json says whom and when."""
 import json, os, pathlib, signal
 import torch.distributed as dist
-from megatron_port.ext.memory import disk_state
+from megatron_port.ext.memory import offload
 HERE = pathlib.Path(__file__).parent
-real, writes = disk_state.StateFile.write, []
+real, writes = offload.StateFile.write, []
 def write(file, offset, memory):
     writes.append(offset)
     want, mine = json.loads((HERE / "kill.json").read_text()), dist.get_rank()
@@ -43,7 +43,7 @@ def write(file, offset, memory):
         os.kill(os.getpid(), signal.SIGKILL)
     real(file, offset, memory)
     (HERE / f"writes-{mine}").write_text(str(len(writes)))
-disk_state.StateFile.write = write
+offload.StateFile.write = write
 '''
 
 

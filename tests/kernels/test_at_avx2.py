@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_port.core.io.typed_json import CPU_LEVEL
+from megatron_port.core.io.variables import CPU_LEVEL
 from megatron_port.ext.kernels.cpu_levels import cpu_levels, processor_flags
 
 ROOT = Path(__file__).resolve().parents[2]

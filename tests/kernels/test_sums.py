@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from reference import DTYPES, assert_accurate, compare
 from torch import Tensor
 
-from megatron_port.core.io.typed_json import CPU_LEVEL
+from megatron_port.core.io.variables import CPU_LEVEL
 from megatron_port.core.layers.attention import math_attention
 from megatron_port.core.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatron_port.core.layers.fused import torch_bias_gelu, torch_causal_softmax

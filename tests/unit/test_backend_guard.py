@@ -270,18 +270,18 @@ refused(AmpC().jit_load, "apex op 'amp_C'", "APEX_BUILD_AMP_C=1", "--no-build-is
 
 def test_a_prebuild_command_keeps_the_ops_that_are_there(prepared: ForkServer) -> None:
     prepared.run("""
-from megatron_port.ext.kernels import compile_entry_points
+from megatron_port.ext.kernels import jit_guard
 import deepspeed.git_version_info as built
 for op in built.installed_ops:
     built.installed_ops[op] = op in ("cpu_adam", "cpu_lion")
-command = compile_entry_points.prebuild_command("deepspeed_shm_comm", switch="DS_BUILD_SHM_COMM")
+command = jit_guard.prebuild_command("deepspeed_shm_comm", switch="DS_BUILD_SHM_COMM")
 words = command.split()
 assert [w for w in words if w.startswith("DS_BUILD_")] == [
     "DS_BUILD_OPS=0", "DS_BUILD_SHM_COMM=1", "DS_BUILD_CPU_ADAM=1", "DS_BUILD_CPU_LION=1"], words
 assert words[-1] == "deepspeed==0.19.8" and "TORCH_CUDA_ARCH_LIST" not in command
-assert 'TORCH_CUDA_ARCH_LIST="8.0;9.0"' in compile_entry_points.prebuild_command("fused_adam", "cuda")
+assert 'TORCH_CUDA_ARCH_LIST="8.0;9.0"' in jit_guard.prebuild_command("fused_adam", "cuda")
 torch.version.hip = "7.1"
-assert 'PYTORCH_ROCM_ARCH="gfx90a"' in compile_entry_points.prebuild_command("fused_adam", "cuda")
+assert 'PYTORCH_ROCM_ARCH="gfx90a"' in jit_guard.prebuild_command("fused_adam", "cuda")
 """)
 
 

@@ -211,8 +211,8 @@ def test_no_two_files_import_one_another() -> None:
     assert not import_cycles(SOURCES)
 
 
-def test_the_environment_is_read_in_four_packages() -> None:
-    readers = (("core", "io"), ("core", "dist"), ("ext", "deepspeed"), ("run", ""))
+def test_the_environment_is_read_in_three_packages() -> None:
+    readers = (("core", "io"), ("run", ""), ("ext", "deepspeed"))
     found = {m: environment_reads(source) for m, source in SOURCES.items() if part_of(m) not in readers}
     assert not {module: lines for module, lines in found.items() if lines}
 

@@ -20,7 +20,8 @@ import xxhash
 from megatron_port.core.checkpoint.format import DTYPES, FileEntry, Manifest, PieceEntry, read_manifest, step_of
 from megatron_port.core.checkpoint.slices import Slice, strides
 from megatron_port.core.errors import CheckpointError, DamagedCheckpoint
-from megatron_port.core.io.files import Advance, kind_of, open_regular, silent
+from megatron_port.core.io.files import kind_of, open_regular
+from megatron_port.core.io.work import Advance, silent
 from megatron_port.core.registry import PARTS
 
 _OPEN_FILES = 32

@@ -11,7 +11,6 @@ import os
 import resource
 import secrets
 import stat
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -271,27 +270,3 @@ def outside_target(path: Path) -> Path | None:
     folder, target = path.parent.resolve(), path.resolve()
     of_hub = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
     return None if of_hub or target.is_relative_to(folder) else target
-
-
-# How long work reports what is done: a call that a command shows as a progress bar, and others pass over.
-
-Advance = Callable[[int, int], None]
-"""Called with what is done and the total, in the unit of the work: bytes, windows, trials."""
-
-
-def silent(done: int, total: int) -> None:
-    """Show nothing."""
-
-
-class Tally:
-    """Sums what several threads have done of ``total``, and reports it to ``advance``."""
-
-    def __init__(self, advance: Advance, total: int) -> None:
-        self._advance, self._total, self._done = advance, total, 0
-        self._lock = threading.Lock()
-
-    def add(self, amount: int) -> None:
-        """Report that so much more is done."""
-        with self._lock:
-            self._done += amount
-            self._advance(self._done, self._total)

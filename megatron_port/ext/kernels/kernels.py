@@ -21,7 +21,8 @@ import torch
 from megatron_port.core import package
 from megatron_port.core.errors import EnvironmentFault
 from megatron_port.core.io.files import read_regular
-from megatron_port.core.io.typed_json import CPU_LEVEL, LARGEST, WrongContent, cpu_level, parse_json, typed
+from megatron_port.core.io.typed_json import LARGEST, WrongContent, parse_json, typed
+from megatron_port.core.io.variables import CPU_LEVEL, cpu_level
 from megatron_port.ext.kernels.cpu_levels import cpu_levels, processor_flags
 
 # Packages that a provider may come from, where they are installed.

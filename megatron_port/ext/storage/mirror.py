@@ -38,7 +38,8 @@ from megatron_port.core.checkpoint.format import (
     shard_name,
 )
 from megatron_port.core.errors import CheckpointError, DamagedCheckpoint, PortError
-from megatron_port.core.io.files import Advance, Tally, fsync_directory, fsync_file, silent
+from megatron_port.core.io.files import fsync_directory, fsync_file
+from megatron_port.core.io.work import Advance, Tally, silent
 from megatron_port.ext.storage.store import Store
 
 Note = Callable[[str], None]

@@ -34,8 +34,9 @@ from megatron_port.core.data.loader import RankView
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.engine.api import Engine
 from megatron_port.core.errors import CheckpointError, ConfigError, EnvironmentFault
-from megatron_port.core.io.files import Advance, read_regular, silent, write_bytes
+from megatron_port.core.io.files import read_regular, write_bytes
 from megatron_port.core.io.typed_json import Natural, parse_json, typed
+from megatron_port.core.io.work import Advance, silent
 from megatron_port.core.layers.step import Tallies, TallySpec
 from megatron_port.core.model.decoder import GPTStage
 from megatron_port.core.model.layers import TransformerLayer

@@ -28,7 +28,7 @@ from megatron_port.core.errors import (
     EnvironmentFault,
 )
 from megatron_port.core.io.logging import redact
-from megatron_port.core.io.typed_json import variables
+from megatron_port.core.io.variables import variables
 from megatron_port.run.launchers import Fate, Job
 from megatron_port.run.run_files import (
     FAILED,

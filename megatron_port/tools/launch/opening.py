@@ -10,7 +10,7 @@ from megatron_port.core.config.loader import Loaded
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.io.files import write_output
-from megatron_port.core.io.typed_json import variables
+from megatron_port.core.io.variables import variables
 from megatron_port.run import launch_record as records
 from megatron_port.run import sources as snapshot
 from megatron_port.run.launch_record import QueuedJob, Record, RecordFault

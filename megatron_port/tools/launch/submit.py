@@ -21,7 +21,7 @@ from megatron_port.core.config.loader import Loaded, load
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.io.files import write_output
-from megatron_port.core.io.typed_json import variables
+from megatron_port.core.io.variables import variables
 from megatron_port.core.package import ROOT, shipped_folder
 from megatron_port.ext.telemetry.console import duration
 from megatron_port.run import direct_start as direct

@@ -15,7 +15,7 @@ import torch
 
 from megatron_port import __version__
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.io.typed_json import COMMUNICATION, VISIBLE, node_name, variables
+from megatron_port.core.io.variables import COMMUNICATION, VISIBLE, node_name, variables
 from megatron_port.run.launchers import attempt_name
 from megatron_port.tools.preflight.core import usable_cpus
 from megatron_port.tools.preflight.exchange import core_rate, gpu_rates

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megatron_port.core.io.typed_json import VISIBLE
+from megatron_port.core.io.variables import VISIBLE
 from megatron_port.run.launchers import run_tool
 from megatron_port.tools.preflight.core import (
     ROCM_ARGUMENTS,

@@ -16,7 +16,7 @@ from megatron_port.core.dist.agree import attempt
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.rank import DeviceInfo, ProcessInfo
 from megatron_port.core.errors import EnvironmentFault, PortError
-from megatron_port.core.io.typed_json import node_name, variables
+from megatron_port.core.io.variables import node_name, variables
 from megatron_port.run import rendezvous as process_group
 from megatron_port.run.device import choose_device
 from megatron_port.run.launchers import attempt_name, compress_hosts
