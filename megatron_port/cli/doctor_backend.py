@@ -19,8 +19,9 @@ from megatron_port.core.layers.providers import ProviderRow
 from megatron_port.ext.deepspeed.prepare import prepare_deepspeed
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.attention_choice import AttentionNeeds, shape_here
-from megatron_port.ext.kernels.choose import Chooser, choose_fp8, choose_quantiser
+from megatron_port.ext.kernels.choose import Chooser
 from megatron_port.ext.kernels.choose_experts import choose_exchange, choose_ops
+from megatron_port.ext.kernels.choose_fp8 import choose_fp8, choose_quantiser
 from megatron_port.ext.kernels.jit_guard import (
     install_guard,
     prebuild_command,

@@ -124,8 +124,8 @@ def _shown(target: Any) -> str:
 
 OPTIMIZERS = Registry("optimizer rule", "optimizer.name", {
     "adamw": "megatron_port.core.optim.rules:ADAMW",
-    "adamw-bf16": "megatron_port.ext.kernels.own_updates:ADAMW_BF16",
-    "adamw-8bit": "megatron_port.ext.kernels.own_updates:ADAMW_8BIT",
+    "adamw-bf16": "megatron_port.ext.kernels.narrow_adamw:ADAMW_BF16",
+    "adamw-8bit": "megatron_port.ext.kernels.narrow_adamw:ADAMW_8BIT",
     "lion": "megatron_port.ext.kernels.lion:LION",
     "sgd": "megatron_port.ext.rules.elementwise:MOMENTUM_SGD",
     "adagrad": "megatron_port.ext.rules.elementwise:ADAGRAD",
@@ -198,8 +198,8 @@ LOOP_HOOKS = Registry("loop hook", "training.hooks", {})
 
 STEP_PARTS = Registry("part of a step", "", {
     "own update": "megatron_port.ext.kernels.own_updates:own_update",
-    "own update of a narrow rule": "megatron_port.ext.kernels.own_updates:narrow_update",
-    "own update on the host": "megatron_port.ext.kernels.own_updates:host_calls",
+    "own update of a narrow rule": "megatron_port.ext.kernels.fused_rule_update:narrow_update",
+    "own update on the host": "megatron_port.ext.kernels.fused_rule_update:host_calls",
     "own sums of gradients": "megatron_port.ext.kernels.gradient_sums:SumsTogether",
     "held parameters": "megatron_port.ext.memory.held:held_parameters",
     "norm statistics": "megatron_port.ext.rules.adaptive_clipping:AdaptiveClipping",
@@ -255,7 +255,7 @@ PARTS = Registry("part", "", {
     "partial attention, own": "megatron_port.ext.kernels.ops.attention:OwnPartial",
     "plugin source": "megatron_port.ext.corpora.plugin_source:plugin_datasets",
     "predictions": "megatron_port.ext.objectives.multi_token:build_predictions",
-    "products in 8 bits": "megatron_port.ext.kernels.choose:choose_products",
+    "products in 8 bits": "megatron_port.ext.kernels.choose_fp8:choose_products",
     "products of few bits": "megatron_port.ext.weights.few_bits:FewBitLinearKernels",
     "read ahead": "megatron_port.ext.corpora.fetch:ReadAhead",
     "recompute": "megatron_port.ext.memory.recompute:recompute",

@@ -30,7 +30,8 @@ from megatron_port.core.layers.attention import AttentionMask
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.providers import torch_providers
 from megatron_port.ext.context.attention import mask_of_rows
-from megatron_port.ext.kernels.choose import choose_fp8, choose_providers, device_formats
+from megatron_port.ext.kernels.choose import choose_providers
+from megatron_port.ext.kernels.choose_fp8 import choose_fp8, device_formats
 from megatron_port.ext.kernels.fp8 import Fp8, quantise
 from megatron_port.ext.kernels.packed_documents import pack_documents
 from megatron_port.ext.kernels.settings import CAUSAL, MaskNeeds

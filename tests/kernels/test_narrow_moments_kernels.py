@@ -11,8 +11,8 @@ import torch
 from reference import DTYPES, assert_accurate
 
 from megatron_port.core.dist.counter import random_bits
+from megatron_port.ext.kernels.narrow_adamw import code_values, dequantised, quantise_, round_stochastically
 from megatron_port.ext.kernels.ops import optimizer as ops
-from megatron_port.ext.kernels.own_updates import code_values, dequantised, quantise_, round_stochastically
 
 HYPER: dict[str, Any] = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1}
 EPS: dict[str, Any] = {"eps": 0.02}

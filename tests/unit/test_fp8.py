@@ -30,7 +30,8 @@ from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.layers.linear import PLAIN, WgradAccumulator, linear
 from megatron_port.core.layers.providers import torch_providers
-from megatron_port.ext.kernels.choose import choose_fp8, choose_providers, device_formats, torch_problem
+from megatron_port.ext.kernels.choose import choose_providers
+from megatron_port.ext.kernels.choose_fp8 import choose_fp8, device_formats, torch_problem
 from megatron_port.ext.kernels.fp8 import (
     FNUZ,
     OCP,
@@ -349,7 +350,7 @@ def test_devices_without_8_bit_products() -> None:
 def test_the_reference_is_taken_when_asked_for_only(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen, row = choose_fp8(BackendConfig(scaled_mm="reference"), recipe, CPU)
     assert chosen.product is reference_scaled_mm and row.provider == "reference" and "for tests" in row.why
-    monkeypatch.setattr("megatron_port.ext.kernels.choose.torch_scaled_mm", _absent)
+    monkeypatch.setattr("megatron_port.ext.kernels.choose_fp8.torch_scaled_mm", _absent)
     for asked in ("auto", "torch"):
         with pytest.raises(EnvironmentFault, match=r'has no .* products on cpu: not here; .*scaled_mm = "reference"'):
             choose_fp8(BackendConfig(scaled_mm=asked), recipe, CPU)

@@ -33,8 +33,7 @@ from megatron_port.core.optim.buckets import StateShard
 from megatron_port.core.optim.rules import BlockRule, UpdateSettings
 from megatron_port.ext.kernels.kernels import kernels_status
 from megatron_port.ext.kernels.kernels import load as load_kernels
-from megatron_port.ext.kernels.ops.optimizer import BLOCK
-from megatron_port.ext.kernels.own_updates import (
+from megatron_port.ext.kernels.narrow_adamw import (
     ADAMW_8BIT,
     ADAMW_BF16,
     code_values,
@@ -42,6 +41,7 @@ from megatron_port.ext.kernels.own_updates import (
     quantise_,
     round_stochastically,
 )
+from megatron_port.ext.kernels.ops.optimizer import BLOCK
 from megatron_port.run.build import build_engine
 from megatron_port.tools.plan.engines import state_bytes
 

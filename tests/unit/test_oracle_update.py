@@ -27,7 +27,7 @@ from megatron_port.core.optim.rules import (
     settings_in,
 )
 from megatron_port.core.optim.sharded import ShardedParameters, ShardSettings
-from megatron_port.ext.kernels.own_updates import ADAMW_8BIT, ADAMW_BF16
+from megatron_port.ext.kernels.narrow_adamw import ADAMW_8BIT, ADAMW_BF16
 from megatron_port.ext.rules.adaptive_clipping import AdaptiveClipping
 from megatron_port.ext.rules.groups import set_parameter_groups
 from megatron_port.ext.weights.masks import WeightAverage
