@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_port"
+CHECKS = ("settings.py", "checks.py")
+"""Files of a package that say what a feature contradicts: a check of a configuration reads them, no step."""
 STEP = (
     "core/engine", "core/layers", "core/model", "core/optim", "core/pipeline", "ext/kernels", "ext/memory",
     "ext/mixers", "ext/rules", "ext/weights",
@@ -94,7 +96,7 @@ def _attributes() -> list[tuple[str, str, str]]:
     """Return (FILE:LINE, name of the owner, attribute) of all attributes in ``STEP``."""
     return [
         (f"{path.relative_to(PACKAGE)}:{node.lineno}", _called(node.value), node.attr)
-        for package in STEP for path in sorted((PACKAGE / package).rglob("*.py"))
+        for package in STEP for path in sorted((PACKAGE / package).rglob("*.py")) if path.name not in CHECKS
         for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)
     ]
 
