@@ -15,8 +15,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "megatron_port"
 CHECKS = ("settings.py", "checks.py")
 """Files of a package that say what a feature contradicts: a check of a configuration reads them, no step."""
 STEP = (
-    "core/engine", "core/layers", "core/model", "core/optim", "core/pipeline", "ext/kernels", "ext/memory",
-    "ext/mixers", "ext/rules", "ext/weights",
+    "core/engine", "core/layers", "core/model", "core/optim", "core/pipeline", "ext/context", "ext/experts",
+    "ext/kernels", "ext/memory", "ext/mixers", "ext/pipeline", "ext/rules", "ext/weights",
 )
 """Packages of all that a rank runs between a micro-batch and the new weights."""
 
