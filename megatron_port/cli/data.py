@@ -33,7 +33,6 @@ from megatron_port.ext.corpora.chat_tokens import ChatRecipe, chat_recipe
 from megatron_port.ext.corpora.conversations import ChatFields
 from megatron_port.ext.corpora.corpus_facts import as_toml, blend, unigram_entropy
 from megatron_port.ext.corpora.fetch import fetch
-from megatron_port.ext.corpora.packing import build_indices
 from megatron_port.ext.corpora.prepare import Progress, prepare
 from megatron_port.ext.corpora.source_files import FORMATS, ReadOptions
 from megatron_port.ext.corpora.tokenizer import Tokenizer, added_ids, get_tokenizer
@@ -139,6 +138,8 @@ def show(args: argparse.Namespace) -> int:
 
 def _documents(corpus: IndexedDataset, seq_length: int) -> dict[str, str]:
     """Rows about the lengths of documents; ``seq_length`` 0: nothing about samples."""
+    from megatron_port.ext.corpora.packing import build_indices  # with torch
+
     edges = corpus.document_edges()
     lengths = np.diff(edges)
     if not lengths.any():

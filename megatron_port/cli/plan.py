@@ -112,7 +112,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; return 0 if the run fits, 2 if not. Raises ConfigError for what cannot be planned."""
-    from megatron_port.ext.corpora.corpus_facts import with_document_length
+    from megatron_port.ext.corpora.document_length import with_document_length
     from megatron_port.tools.plan.guard import with_assumed_hardware
     from megatron_port.tools.plan.page import report_page
     from megatron_port.tools.plan.text import as_json, explain, make_plan, render

@@ -232,7 +232,7 @@ PARTS = Registry("part", "", {
     "counts of experts": "megatron_port.ext.telemetry.expert_file:counts_of",
     "divided sequences": "megatron_port.ext.context.division:divide",
     "divisions by documents": "megatron_port.ext.context.balance:divisions_by_documents",
-    "document length": "megatron_port.ext.corpora.corpus_facts:document_length",
+    "document length": "megatron_port.ext.corpora.document_length:document_length",
     "exchange of rows, deepep": "megatron_port.ext.experts.exchanges:DeepEP",
     "exchange of rows, mori": "megatron_port.ext.experts.exchanges:Mori",
     "experts of a layer": "megatron_port.ext.experts.spec:moe_spec",

@@ -14,8 +14,8 @@ from pool import RankPool
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
-from megatron_port.core.model.build import StageLoss
 from megatron_port.core.model.layers import TransformerLayer
+from megatron_port.core.model.loss import StageLoss
 from megatron_port.run.build import build_engine
 
 COEFFICIENT = 0.3

@@ -20,7 +20,7 @@ from megatron_port.core.data.loader import build_loaders
 from megatron_port.core.dist.positions import SequencePartition
 from megatron_port.core.errors import DataError
 from megatron_port.ext.context.division import divide
-from megatron_port.ext.corpora.corpus_facts import document_length, with_document_length
+from megatron_port.ext.corpora.document_length import document_length, with_document_length
 from megatron_port.ext.corpora.index_cache import IndexCache
 from megatron_port.ext.corpora.megatron_order import MegatronGPTDataset
 from megatron_port.ext.corpora.plugin_source import CheckedDataset

@@ -55,7 +55,7 @@ class Listener(LoopHook):
     def before_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
         self.heard.append(f"before {step} with {sum(len(b.sample_ids) for b in micro_batches)} samples")
 
-    def after_passes(self) -> None:
+    def after_train_step(self) -> None:
         self.heard.append("passes")
 
     def measure(self, taken: TakenStep) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_port.core.dist.row_hashes import ROW, RowHashes
-from megatron_port.core.optim.sharded import StateEntry, StateTensor
+from megatron_port.core.optim.state_watch import StateEntry, StateTensor
 from megatron_port.ext.health.state_check import StateCheck, chosen_interval
 
 CPU = torch.device("cpu")

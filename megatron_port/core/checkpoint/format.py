@@ -338,7 +338,7 @@ class SavedState:
     schedule: Mapping[str, Any] = field(default_factory=dict)
     """Batch size and learning rate of the next step, and the horizon of the decay."""
     config_hash: str = ""
-    """Hash of what determines training (``config.dump.config_hash``)."""
+    """Hash of what determines training (``run.config_hash``)."""
     tokenizer: Mapping[str, Any] = field(default_factory=dict)
     """Name, vocabulary size and hash of the tokenizer that made the ids; empty for synthetic ones."""
     kinds: Mapping[str, Sequence[str]] = field(default_factory=dict)

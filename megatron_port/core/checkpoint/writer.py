@@ -1,8 +1,15 @@
-"""Who commits to a folder, and the order of its commits. Clocks have no say in it.
+"""Saving: every rank writes its own file, rank 0 commits, and a crash at any moment loses no whole checkpoint.
 
-Each commit gets the number after the highest in its folder. One attempt at a time commits (``run.lease``), so the
-numbers say what came after what, whatever the clocks of its nodes said and however often the run went back to an
-earlier step.
+1. Rank 0 removes leftovers (``remove_leftovers``) and makes ``step-N.eE.tmp`` (E: the epoch of this attempt's lease).
+2. Every rank writes ``rank-K.safetensors`` (hashed while written, fsynced, read back and compared) and
+   ``rank-K.json``, its list of pieces.
+3. Rank 0 reads the lists, proves that the pieces tile every tensor, writes the manifest, fsyncs, and renames the
+   directory: that rename is the commit. Then it updates ``latest`` and removes checkpoints beyond ``keep``; what
+   cannot be removed fails no save.
+
+Before each rename and each deletion rank 0 looks whether another attempt has taken the folder over (``Fence``). After
+each stage the ranks agree (``together``), so a full disk on one rank ends the save on all of them.
+``storage.background`` runs the same stages beside training.
 """
 
 from __future__ import annotations
@@ -77,6 +84,12 @@ def epoch_of_temporary(name: str) -> int | None:
     return int(found.group(1) or 0) if found else None
 
 
+# Who commits to a folder, and the order of its commits. Clocks have no say in it.
+#
+# Each commit gets the number after the highest in its folder. One attempt at a time commits (``run.lease``), so the
+# numbers say what came after what, whatever the clocks of its nodes said and however often the run went back to an
+# earlier step.
+
 @dataclass
 class Committer:
     """Committer of an attempt: its fence, and the last commit that it made or began at.
@@ -115,20 +128,6 @@ class Committer:
         """Return whether the checkpoint is this run's, or of no known run: retention may remove it."""
         return not self.fence.run or lineage.run in ("", self.fence.run)
 
-
-# Saving: every rank writes its own file, rank 0 commits, and a crash at any moment loses no whole checkpoint.
-#
-# 1. Rank 0 removes leftovers (``tidying``) and makes ``step-N.eE.tmp`` (E: the epoch of this attempt's lease).
-# 2. Every rank writes ``rank-K.safetensors`` (hashed while written, fsynced, read back and compared) and
-# ``rank-K.json``,
-#    its list of pieces.
-# 3. Rank 0 reads the lists, proves that the pieces tile every tensor, writes the manifest, fsyncs, and renames the
-#    directory: that rename is the commit. Then it updates ``latest`` and removes checkpoints beyond ``keep``; what
-#    cannot be removed fails no save.
-#
-# Before each rename and each deletion rank 0 looks whether another attempt has taken the folder over (``run.lease``).
-# After each stage the ranks agree (``peers.together``), so a full disk on one rank ends the save on all of them.
-# ``background`` runs the same stages beside training.
 
 # Remove leftovers of saves and checkpoints that are too old, where that is possible.
 #

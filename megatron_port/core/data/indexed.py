@@ -1,4 +1,4 @@
-"""Reading token files in Megatron's ``.bin/.idx`` format (``data.indexed`` says how they look)."""
+"""Reading token files in Megatron's ``.bin/.idx`` format (:class:`CorpusMeta` is what stands beside them)."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ class CorpusMeta:
     """Contents of the sidecar ``<prefix>.meta.json``."""
 
     tokenizer: str
-    """Name for ``data.tokenizer.get_tokenizer``; ``hf:`` and ``sentencepiece:`` name a file beside the sidecar."""
+    """Name for ``corpora.tokenizer.get_tokenizer``; ``hf:`` and ``sentencepiece:`` name a file beside the sidecar."""
     vocab_size: int
     eod_id: int
     """-1: documents carry no end token."""
     tokenizer_hash: str = ""
-    """``data.tokenizer.identity``'s: of all that maps text to ids. Empty: made before hashes were kept."""
+    """``corpora.tokenizer.identity``'s: of all that maps text to ids. Empty: made before hashes were kept."""
     documents: int = 0
     tokens: int = 0
     source_bytes: int = 0
@@ -108,7 +108,7 @@ class CorpusMeta:
     bin_xxh3: str = ""
     """xxh3-128 of the .bin file."""
     bin_blocks: str = ""
-    """16 hexadecimal digits for each ``bin_block_bytes`` of the .bin file: ``corpora.hashes.BlockHashes``."""
+    """16 hexadecimal digits for each ``bin_block_bytes`` of the .bin file: ``corpora.checked_tokens.BlockHashes``."""
     bin_block_bytes: int = 0
     idx_xxh3: str = ""
     """xxh3-128 of the .idx file."""

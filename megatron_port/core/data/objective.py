@@ -23,8 +23,9 @@ from megatron_port.core.data.dataset import Sample, TokenDataset
 from megatron_port.core.data.indexed import IndexedDataset
 from megatron_port.core.dist.record import StateReader
 from megatron_port.core.errors import ConfigError, DataError
-from megatron_port.core.model.build import BuildContext, StageLoss
+from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder import GPTStage, build_chunks
+from megatron_port.core.model.loss import StageLoss
 from megatron_port.core.registry import LOSSES, OBJECTIVES
 
 SideLayout = Literal["sample", "position"]

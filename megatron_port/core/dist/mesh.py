@@ -250,6 +250,7 @@ def purposes(
     pipeline = mesh.factors("pp")
     # With cp the copies of the weights are on dp × cp, and nothing is summed over dp alone.
     left_out = [("dp",)] if mesh.factors("cp") else []
+    # The order of this list is the order in which every rank creates them: tp, dp and pp first, the other sets last.
     listed = [Purpose("+".join(axes), mesh.factors(*axes)) for axes in SETS[:3] if axes not in left_out]
     if tied_ends:
         listed.append(Purpose(EMBEDDING, pipeline, ends=(0, -1), queue=2))  # its own, even with two stages

@@ -19,7 +19,7 @@ from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.dist.record import ParameterRecord, StatePiece, StateReader
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.step import StepSlot
-from megatron_port.core.optim.sharded import Damage
+from megatron_port.core.optim.state_watch import Damage
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ from megatron_port.core.engine.native_update import make_update
 from megatron_port.core.layers.step import AuxiliarySums, ModuleSums, StepSlot, Tallies
 from megatron_port.core.optim.gradients import LossScaler, NormStatistics
 from megatron_port.core.optim.rules import StepNumbers, StepValues
-from megatron_port.core.optim.sharded import Damage, StateWatch
+from megatron_port.core.optim.state_watch import Damage, StateWatch
 from megatron_port.core.registry import STEP_PARTS
 
 

@@ -102,7 +102,7 @@ class BackwardTarget:
 
 
 class PassWatch:
-    """Looks on at the passes of a rank's chunks; this one does not."""
+    """Hooks around the passes of a rank's chunks. The base class is a no-op."""
 
     def forward(self, action: Action, stage: int) -> AbstractContextManager[None]:
         """Return the context of a chunk's forward pass; ``stage``: the virtual one that it is."""

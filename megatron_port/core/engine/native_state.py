@@ -1,4 +1,5 @@
-"""How the native engine's layout shards a rank's parameters: the arguments of ``optim.sharded.ShardedParameters``."""
+"""The native engine's state: a rank's parameters put into buckets, and masters and moments as pieces of logical tensors
+for checkpoints, and back."""
 
 from __future__ import annotations
 

@@ -36,7 +36,8 @@ from megatron_port.core.engine.native_update import Update
 from megatron_port.core.layers.step import ModuleSums
 from megatron_port.core.optim.gradients import LossScaler, NormStatistics, global_square_norm, owned_gradients
 from megatron_port.core.optim.rules import StepNumbers, StepValues
-from megatron_port.core.optim.sharded import ShardedParameters, StateWatch
+from megatron_port.core.optim.sharded import ShardedParameters
+from megatron_port.core.optim.state_watch import StateWatch
 
 GradientHook = Callable[[list[tuple[ParameterRecord, torch.Tensor]]], None]
 
@@ -262,7 +263,8 @@ class ApplyUpdate:
 
 
 class Record:
-    """Takes the state after an update, to compare it before the next."""
+    """Takes the state after an update, to compare it before the next: a part of recorded steps, which gather weights at
+    their beginning. A plain step has :class:`RecordAndGather`."""
 
     def __init__(self, watch: StateWatch) -> None:
         self.watch = watch

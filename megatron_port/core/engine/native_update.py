@@ -1,4 +1,7 @@
-"""The native engine's updates by rules other than AdamW, torch's ops on the device; the host decides about skipping."""
+"""The native engine's optimizer update in torch's ops: AdamW, rules of elements and of blocks.
+
+The host decides about skipping and clipping. ``kernels.own_updates`` has the updates that decide on the device.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,8 @@ class Update(Protocol):
 
         ``square``: squared global L2 norm of the gradients as they are, a scalar on the device.
 
-        Returns the norm without the factor and before clipping, and whether nothing happened: scalars on the device.
+        Returns the norm, unscaled and before clipping, and 1.0 if the update was skipped, else 0.0: scalars on the
+        device.
         """
 
 

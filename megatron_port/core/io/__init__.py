@@ -1,1 +1,1 @@
-"""Files that are whole or absent, typed JSON, lines by rank, declared metrics."""
+"""Files that are whole or absent, typed JSON, lines by rank."""

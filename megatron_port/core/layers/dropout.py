@@ -11,7 +11,7 @@ An element has a position in the logical tensor of its sample. One 64-bit hash,
 neighbours: position & 3 says which 16 bits of it, from the low end. An element
 is dropped where those are below ``drop_threshold(p)``; so p is rounded to
 1/65536, and the scale of what is kept fits the rounded p exactly. The own
-kernels (``backend/ops``: dropout, softmax, attention) compute the same bits.
+kernels (``kernels.ops``: dropout, softmax, attention) compute the same bits.
 """
 
 from __future__ import annotations

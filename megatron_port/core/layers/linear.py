@@ -34,7 +34,7 @@ from megatron_port.core.dist.collectives import (
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import REPLICAS
 from megatron_port.core.dist.record import SEQUENCE, InitSpec, ParameterRecord, Shard, attach, make_record
-from megatron_port.core.layers import fused as cpu_upcast
+from megatron_port.core.layers import fused
 from megatron_port.core.layers.fused import FirstOrderFunction, first_order, widens
 
 if TYPE_CHECKING:
@@ -129,16 +129,16 @@ class PlainLinearKernels:
     def forward(
         self, x: Tensor, weight: Tensor, weight_2d: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        return cpu_upcast.linear(x, weight_2d, bias), None
+        return fused.linear(x, weight_2d, bias), None
 
     def prepare_grad_output(self, grad_output_2d: Tensor) -> tuple[Tensor, Tensor]:
         return grad_output_2d, grad_output_2d
 
     def dgrad(self, grad_output_2d: Tensor, weight: Tensor, weight_2d: Tensor) -> Tensor:
-        return cpu_upcast.product(grad_output_2d, weight_2d)
+        return fused.product(grad_output_2d, weight_2d)
 
     def wgrad(self, grad_output_2d: Tensor, x: Tensor, saved_input_scale: Tensor | None) -> Tensor:
-        return cpu_upcast.product(grad_output_2d.t(), x)
+        return fused.product(grad_output_2d.t(), x)
 
     def wgrad_accumulate(
         self, main_grad: Tensor, grad_output_2d: Tensor, x: Tensor, saved_input_scale: Tensor | None, *,

@@ -93,6 +93,7 @@ class AddNormStep(Step):
 
     @property
     def path(self) -> str:
+        # The layer has a method for the two, e.g. ``add_attention_norm2``.
         return f"{self.op.run}_{self.norm.run}"
 
     def on_tape(self, layer: nn.Module, tape: Tape, inputs: Sequence[torch.Tensor]) -> Any:
@@ -115,6 +116,7 @@ class Program:
         steps: list[Step] = []
         for op in ops:
             before = steps[-1].op if steps else None
+            # An addition and the norm of its sum are one step: a provider may have one kernel for both.
             if op.kind != "norm":
                 steps.append(Step(op))
             elif before is not None and before.kind in ("add", "biased add") and before.writes == op.reads:

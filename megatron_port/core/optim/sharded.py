@@ -1,7 +1,16 @@
-"""What a step lets look at gradients and state between the places that may change them.
+"""Weights and gradients in flat buckets: gradients are reduced to shards during the backward passes, weights gathered
+during the next forward pass (ZeRO stages 0 to 2, Rajbhandari et al., arXiv 1910.02054).
 
-:class:`StateWatch` looks at nothing. ``health.state_watch`` derives what does, where ``numerics.state_check_interval``
-asks for it.
+A step moves, for each parameter of a rank, one reduce-scatter of its gradient (fp32, or ``reduce_dtype``) and one
+all-gather of its weight, in its own dtype: the least there is. Buffers are made once. With one shard (stage 0, or one
+replica) the same code all-reduces, or moves nothing.
+
+Stage 1 reduces a bucket when it has had the gradients of all the step's micro-batches (``buckets.GradReadyTracker``).
+Stage 2 (``shard_gradients``) keeps sums of this rank's shard only: a bucket's gradients live in a buffer of a pool
+(``buckets.GradBufferPool``) while one backward pass of its chunk fills it, are reduced, and added to the shard. That is
+one reduce-scatter per micro-batch, and less memory: 4 bytes per parameter become 4 / dp and two buffers.
+
+What a run holds elsewhere (stage 3, offload) derives from :class:`ShardedParameters` (``memory.held``).
 """
 
 from __future__ import annotations
@@ -9,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,122 +48,9 @@ from megatron_port.core.optim.buckets import (
 )
 from megatron_port.core.optim.gradients import all_reduce_flat
 from megatron_port.core.optim.rules import ADAMW, OptimizerRule
+from megatron_port.core.optim.state_watch import StateWatch
 from megatron_port.core.pipeline.schedules import Action
 
-
-class StateEntry(NamedTuple):
-    """Range of a parameter in a flat tensor."""
-
-    start: int
-    """First element, in the flat tensor."""
-    numel: int
-    name: str
-    """Canonical name of the parameter."""
-    offset: int
-    """Position of the element in the parameter's flattened local tensor."""
-
-
-class StateTensor(NamedTuple):
-    """A flat tensor of the state. ``kind``: weight, fp32 master, exp_avg or exp_avg_sq."""
-
-    kind: str
-    flat: torch.Tensor
-    """1-D and contiguous, of 2, 4 or 8 bytes per element."""
-    entries: Sequence[StateEntry]
-
-
-class Damage(Protocol):
-    """Damage that one rank found; as a string, where it is."""
-
-    @property
-    def how(self) -> str:
-        """Description of the fault."""
-
-    @property
-    def cause(self) -> str:
-        """Possible causes, and what to do."""
-
-
-class StateWatch:
-    """Looks whether anything but a reduction changes gradients, and anything but an update the state; this one does
-    not look. Nothing waits for the device but :meth:`damage`."""
-
-    interval = 0
-    """Updates between checks; 0: never."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._none = torch.zeros((), dtype=torch.int64, device=device)
-
-    @property
-    def differing(self) -> torch.Tensor:
-        """Rows and copies that differed in any check so far, an int64 scalar on the device."""
-        return self._none
-
-    # -- gradients ---------------------------------------------------------------------------------------------------
-
-    def begin(self, *, early: bool) -> None:
-        """Begin a step; ``early`` False: a replay, which changes nothing."""
-
-    def starting(self, bucket: Any, flat: torch.Tensor) -> None:
-        """Look at gradients that are about to be reduced to shards."""
-
-    def hold(self, buckets: Sequence[Any]) -> None:
-        """Take reduced gradients that nobody may change until they are released."""
-
-    def release(self, buckets: Sequence[Any]) -> None:
-        """Compare held gradients with what they were: something is to be added to them, or the update reads them."""
-
-    def reduced(self, buckets: Sequence[Any]) -> None:
-        """Check the first sums of a step, all of which are complete, before any further ones."""
-
-    def verify_gradients(self) -> None:
-        """Release everything and compare copies over their groups: right before the update. Collective."""
-
-    def replays(self) -> None:
-        """Note that steps are recorded and replayed, so that their reductions cannot be looked at."""
-
-    def verify_replayed(self) -> None:
-        """Compare copies after the passes of a replayed step. Collective."""
-
-    # -- state -------------------------------------------------------------------------------------------------------
-
-    def verify_state(self) -> torch.Tensor:
-        """Compare the state with what was recorded after the last update, before this one changes it.
-
-        Returns the rows of it that differed in any check so far, an int64 scalar on the device.
-        """
-        return self._none
-
-    def record_state(self, *, gathering: bool = False) -> None:
-        """Take what this rank owns after an update; its weights too, unless a gather is still to bring them.
-
-        ``gathering``: weights are yet to be gathered.
-        """
-
-    def gathered(self, bucket: Any) -> None:
-        """Take a bucket's weights, which have come from the other replicas (on a GPU: in the stream's order)."""
-
-    def damage(self) -> Damage | None:
-        """Return what this rank has to say of the last checks; None: nothing.
-
-        Waits for the device. Where copies differ, collective over their group.
-        """
-        return None
-
-
-# Weights and gradients in flat buckets; gradients reduced to shards while backward passes run, weights gathered
-# while the next forward pass does (ZeRO stages 1 and 2, Rajbhandari et al., arXiv 1910.02054).
-#
-# A step moves, for each parameter of a rank, one reduce-scatter of its gradient (fp32, or ``reduce_dtype``) and one
-# all-gather of its weight, in its own dtype: the least there is. Buffers are made once. With one shard (ZeRO stage 0,
-# or one replica) the same code all-reduces, or moves nothing.
-#
-# Stage 1 reduces a bucket when it has had the gradients of all the step's micro-batches (``grad_ready``). Stage 2
-# (``shard_gradients``) keeps sums of this rank's shard only: a bucket's gradients live in a buffer of a pool
-# (``grad_buffer_pool``) while one backward pass of its chunk fills it, are reduced, and added to the shard. That is one
-# reduce-scatter per micro-batch, and less memory: 4 bytes per parameter become 4 / dp and two buffers.
-#
-# What a run holds elsewhere (stage 3, offload) derives from :class:`ShardedParameters` (``memory.held``).
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSettings:

@@ -1,4 +1,4 @@
-"""Execution of a schedule on one stage: receives, passes and sends, in the order given by ``messages``.
+"""Execution of a schedule on one stage: receives, passes and sends, in the order of ``schedules.turns``.
 
 It knows neither the model nor the optimizer: a :class:`Worker` computes the passes.
 """

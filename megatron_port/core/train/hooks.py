@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_port.core.io.logging import Logger
     from megatron_port.core.layers.providers import Providers
     from megatron_port.core.optim.schedules import BatchSchedule
-    from megatron_port.core.optim.sharded import Damage
+    from megatron_port.core.optim.state_watch import Damage
 
 
 @dataclass(frozen=True)
@@ -215,11 +215,12 @@ class LoopHook:
     All ranks have the same hooks and call them in the same order, so any method may be collective. What a method raises
     ends the run; it must be raised on every rank (``dist.agree.agreed``).
 
-    A step asks in this order: ``around_step``, ``before_step``, ``after_passes``, ``measure``, ``after_step``; then the
-    ranks agree whether to continue, and each hook that is ``due`` acts. That agreement is why a hook has two methods
-    after a step: what cannot be undone (a save, a rewind) belongs into ``act``. An anomaly has no method of its own:
-    ``run.hooks`` fills ``TakenStep.anomaly`` before later hooks see the step, and a return to a checkpoint is
-    enclosed by ``before_rewind`` and ``begin``.
+    A step asks in this order: ``around_step``, ``before_step``, ``after_train_step``, ``after_step`` (where the hook
+    that reports asks each for ``measure``); then the ranks agree whether to continue, and each hook that is ``due``
+    acts. That agreement is why a hook has two methods after a step: what cannot be undone (a save, a rewind) belongs
+    into ``act``. Steps count from 1, as in metrics.jsonl; only ``before_step`` is given the engine's number, from 0.
+    An anomaly has no method of its own: ``run.hooks`` fills ``TakenStep.anomaly`` before later hooks see the step, and
+    a return to a checkpoint is enclosed by ``before_rewind`` and ``begin``.
     """
 
     def __init__(self, state: LoopState) -> None:
@@ -235,8 +236,8 @@ class LoopHook:
     def before_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
         """Prepare a step (from 0, as the engine counts). Counts into the step's seconds."""
 
-    def after_passes(self) -> None:
-        """Take what the passes and the update left. Counts into the step's seconds."""
+    def after_train_step(self) -> None:
+        """Take what the engine's step left. Counts into the step's seconds."""
 
     def measure(self, taken: TakenStep) -> Mapping[str, float | int | bool | None]:
         """Return numbers for the step's line in metrics.jsonl, under declared names (``telemetry.step_metrics``)."""

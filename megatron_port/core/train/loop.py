@@ -84,17 +84,18 @@ class Loop:
                 "this run differ from those of the checkpoint"
             )
         lr = learning_rate(c.optimizer, p.step, c.training.steps)
+        # Position in the data's order, of which samples are left out after anomalies; p.samples does not count those.
         first, limits = state.numerics.position(begins), state.numerics.limits()
-        progress = state.session.progress
-        progress.begin_step(p.step)
-        progress.at(DATA, "samples from", first)
+        activity = state.session.progress  # what the watch sees this rank do
+        activity.begin_step(p.step)
+        activity.at(DATA, "samples from", first)
         micro_batches = state.loaders.train.step(first, size)
         for hook in self.hooks:
             hook.before_step(p.step, micro_batches)
         result = state.engine.train_step(micro_batches, step=p.step, lr=lr, limits=limits)
         for hook in self.hooks:
-            hook.after_passes()
-        progress.end_step()
+            hook.after_train_step()
+        activity.end_step()
         seconds = time.perf_counter() - started
         p.step += 1
         p.samples += size

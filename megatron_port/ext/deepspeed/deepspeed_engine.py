@@ -35,7 +35,7 @@ from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.layers.step import AuxiliarySums, ModuleSums, StepShared, StepSlot, Tallies
 from megatron_port.core.optim.gradients import LossScaler
 from megatron_port.core.optim.rules import grouped
-from megatron_port.core.optim.sharded import Damage
+from megatron_port.core.optim.state_watch import Damage
 from megatron_port.core.registry import STEP_PARTS
 from megatron_port.ext.deepspeed.prepare import prepare_deepspeed
 from megatron_port.ext.deepspeed.reduction import reduce_partial_gradients, reduce_tied_gradients_first

@@ -38,7 +38,7 @@ from megatron_port.core.dist.process import BACKWARD, DATA, FORWARD, OPTIMIZER, 
 from megatron_port.core.dist.record import ParameterRecord, StatePiece, StateReader, record_of
 from megatron_port.core.engine.module import ScratchBuffer, logical_pieces, read_local, read_range
 from megatron_port.core.optim.rules import AdamW
-from megatron_port.core.optim.sharded import StateEntry, StateTensor
+from megatron_port.core.optim.state_watch import StateEntry, StateTensor
 
 
 def skip_step_when(inner: torch.optim.Optimizer, refused: Callable[[], bool]) -> None:

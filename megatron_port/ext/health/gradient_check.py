@@ -30,7 +30,7 @@ from megatron_port.core.dist.mesh import Factors
 from megatron_port.core.dist.row_hashes import RowHashes, odd_ones
 from megatron_port.core.io.logging import ranks_text
 from megatron_port.core.optim.buckets import Bucket
-from megatron_port.core.optim.sharded import StateEntry, StateTensor
+from megatron_port.core.optim.state_watch import StateEntry, StateTensor
 from megatron_port.ext.health.state_check import Change, Damage, damage_of
 
 SUM_ROW = 512

@@ -23,7 +23,7 @@ from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import REPLICAS
 from megatron_port.core.dist.row_hashes import ROW, RowHashes, one_word, row_factors
-from megatron_port.core.optim.sharded import StateTensor
+from megatron_port.core.optim.state_watch import StateTensor
 
 NAMED = 4
 """Tensors and rows that a message names at most."""

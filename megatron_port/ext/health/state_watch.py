@@ -9,7 +9,8 @@ import torch
 
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.optim.buckets import Bucket, shard_ranges
-from megatron_port.core.optim.sharded import Damage, ShardedParameters, StateEntry, StateTensor, StateWatch
+from megatron_port.core.optim.sharded import ShardedParameters
+from megatron_port.core.optim.state_watch import Damage, StateEntry, StateTensor, StateWatch
 from megatron_port.ext.health.gradient_check import GradientCheck
 from megatron_port.ext.health.state_check import check_of
 

@@ -23,7 +23,8 @@ from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.engine.native_step import StepPart, StepParts, StepState, run_parts
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.layers.dropout import sample_keys
-from megatron_port.core.optim.sharded import ShardedParameters, StateWatch
+from megatron_port.core.optim.sharded import ShardedParameters
+from megatron_port.core.optim.state_watch import StateWatch
 from megatron_port.ext.kernels.step_inputs import StepInputs, shapes_of
 
 WARM_UP = 3

@@ -214,7 +214,7 @@ class Routes(LoopHook):
         """Make room for a step's routes, or read them."""
         self.routes.begin_step(step, micro_batches)
 
-    def after_passes(self) -> None:
+    def after_train_step(self) -> None:
         """Give the step's routes to the writer."""
         self.routes.end_step()
 

@@ -24,7 +24,7 @@ from megatron_port.core.dist.collectives import (
 )
 from megatron_port.core.dist.positions import SequencePartition
 from megatron_port.core.dist.record import WEIGHT, InitSpec, StateReader, initial_values, record_of
-from megatron_port.core.layers import fused as cpu_upcast
+from megatron_port.core.layers import fused
 from megatron_port.core.layers.dropout import drop_threshold, keep_mask, keep_scale, op_key
 from megatron_port.core.layers.fused import FirstOrderFunction, first_order
 from megatron_port.core.layers.linear import LinearKernels, add_product
@@ -81,8 +81,8 @@ class _Adapted(FirstOrderFunction):
         biases = [None] * len(weights) if bias is None else bias.split(sizes)
         results = [kernels.forward(whole, w, w_2d, part)[0] for w, w_2d, part in zip(weights, weights_2d, biases)]
         y = results[0] if len(results) == 1 else torch.cat(results, dim=-1)
-        low = cpu_upcast.linear(whole if drop is None else drop(whole), a)
-        y.add_(cpu_upcast.linear(low, b), alpha=scale)
+        low = fused.linear(whole if drop is None else drop(whole), a)
+        y.add_(fused.linear(low, b), alpha=scale)
         ctx.save_for_backward(x, low, a, b, *weights)
         # The weights are also kept as they are: a saved tensor may be unpacked without the parameter's attributes.
         ctx.weights, ctx.sizes, ctx.scale, ctx.drop, ctx.places = weights, sizes, scale, drop, places
@@ -95,19 +95,19 @@ class _Adapted(FirstOrderFunction):
         x, low, a, b, *weights = ctx.saved_tensors
         grad_2d, low_2d = grad.flatten(0, -2), low.flatten(0, -2)
         gathered = start_all_gather(x, ctx.group) if ctx.sequence else None
-        d_low = cpu_upcast.product(grad_2d, b).mul_(ctx.scale)
+        d_low = fused.product(grad_2d, b).mul_(ctx.scale)
         dx = _start_dx(ctx, grad, d_low, a, weights) if ctx.needs_input_grad[0] else None
         da = db = None
         for place in ctx.places:
             place.add_b(grad_2d, low_2d, ctx.scale)
         if not ctx.places:
-            db = cpu_upcast.product(grad_2d.t(), low_2d).mul_(ctx.scale)
+            db = fused.product(grad_2d.t(), low_2d).mul_(ctx.scale)
         whole = x.detach() if gathered is None else gathered.take()
         read_2d = (whole if ctx.drop is None else ctx.drop(whole)).flatten(0, -2)
         for place in ctx.places:
             place.add_a(d_low, read_2d)
         if not ctx.places:
-            da = cpu_upcast.product(d_low.t(), read_2d)
+            da = fused.product(d_low.t(), read_2d)
         d_bias = grad_2d.sum(dim=0) if ctx.needs_input_grad[1] else None
         return (None if dx is None else dx.take(), d_bias, da, db, *[None] * (6 + len(weights)))
 
@@ -115,7 +115,7 @@ class _Adapted(FirstOrderFunction):
 def _start_dx(ctx: Any, grad: torch.Tensor, d_low: torch.Tensor, a: torch.Tensor, weights: list[torch.Tensor]) -> Any:
     """Start summing the input's gradient over the group: of the weights' products and of the adapter's."""
     shape = (*grad.shape[:-1], a.shape[1])
-    dx = cpu_upcast.product(d_low, a).view(shape)
+    dx = fused.product(d_low, a).view(shape)
     if ctx.drop is not None:
         dx = ctx.drop(dx)
     dx_2d = dx.flatten(0, -2)
@@ -297,7 +297,7 @@ class Adapter(nn.Module):
         wide = torch.promote_types(a.dtype, torch.float32)
         rows = [w.flatten(0, -2) for w in weights]
         own = torch.cat([torch.linalg.vector_norm(w, dim=1, dtype=wide) for w in rows]).square()
-        both = torch.cat([cpu_upcast.linear(w, a) for w in rows]).to(wide) * 2 + b.to(wide) @ (a @ a.t()).to(wide).mul(
+        both = torch.cat([fused.linear(w, a) for w in rows]).to(wide) * 2 + b.to(wide) @ (a @ a.t()).to(wide).mul(
             self.scale
         )
         square = own + (both * b.to(wide)).sum(dim=1).mul(self.scale)

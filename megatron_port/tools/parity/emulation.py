@@ -27,7 +27,7 @@ from megatron_port.core.config.schema import PrecisionConfig, RunConfig
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.positions import SequencePartition
 from megatron_port.core.dist.record import record_of
-from megatron_port.core.layers import fused as cpu_upcast
+from megatron_port.core.layers import fused
 from megatron_port.core.layers.cross_entropy import CrossEntropyOps
 from megatron_port.core.layers.embedding import VocabParallelEmbedding, padded_vocab_size
 from megatron_port.core.layers.linear import PLAIN, ColumnParallelLinear, LinearKernels, RowParallelLinear, linear
@@ -229,7 +229,7 @@ class SplitSumLinearKernels:
             return
         if first:
             main_grad.zero_()
-        main_grad.add_(cpu_upcast.product(grad_output_2d.t(), x))
+        main_grad.add_(fused.product(grad_output_2d.t(), x))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.shapes import parameter_shapes
 from megatron_port.core.optim.schedules import BatchSchedule, learning_rate
-from megatron_port.ext.corpora.corpus_facts import with_document_length
+from megatron_port.ext.corpora.document_length import with_document_length
 from megatron_port.ext.memory.sites import layer_choices
 from megatron_port.ext.telemetry.flops import counted, document_of, hardware_flops, model_flops
 from megatron_port.ext.weights.adapter_spec import adapter_parameters
