@@ -130,11 +130,16 @@ def read_identity(run_folder: Path) -> Identity | None:
 
     Raises CheckpointError: its id is no name of a folder.
     """
-    made, _ = read_optional(run_folder / IDENTITY, Identity)
+    return _identity(run_folder)[0]
+
+
+def _identity(run_folder: Path) -> tuple[Identity | None, str]:
+    """Return :func:`read_identity`'s, and what is wrong with a file that cannot be read."""
+    made, wrong = read_optional(run_folder / IDENTITY, Identity)
     if made is None or not made.id:
-        return None
+        return None, wrong
     _check_id(made.id, run_folder / IDENTITY)
-    return made
+    return made, ""
 
 
 def own_checkpoints(
@@ -148,9 +153,12 @@ def own_checkpoints(
     Raises:
         CheckpointError: all are of other runs.
     """
+    known, wrong = _identity(run_folder)
+    if wrong:
+        note(f"{wrong}; " + ("the run is taken to be that of the newest checkpoint" if found else
+                             "this is a new run, beside whose records those of the former stay"))
     if not found:
         return []
-    known = read_identity(run_folder)
     run = known.id if known is not None else ""
     if known is None:
         newest = found[0][1]

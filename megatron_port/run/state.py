@@ -90,8 +90,10 @@ def _look(config: RunConfig, note: Any) -> list[tuple[Path, Manifest]]:
         places = [asked, asked / FOLDER]
     for place in places:
         found = checkpoints_in(place, note)
+        if automatic:
+            found = own_checkpoints(run_folder(config), config, found, note)
         if found:
-            return own_checkpoints(run_folder(config), config, found, note) if automatic else found
+            return found
     damaged = [p for place in places if place.is_dir() for p in place.iterdir() if step_of(p.name) is not None]
     if damaged:
         raise CheckpointError(

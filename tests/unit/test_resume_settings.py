@@ -33,7 +33,7 @@ from megatron_port.core.train.folders import FOLDER, run_folder
 from megatron_port.ext.telemetry.metrics import MetricsWriter
 from megatron_port.run.changes import changes_since, check_batch, check_seed, ended_rampup
 from megatron_port.run.hooks import finished_line
-from megatron_port.run.provenance import read_identity, record_event, record_failure_event, settle
+from megatron_port.run.provenance import own_checkpoints, read_identity, record_event, record_failure_event, settle
 from megatron_port.run.state import Position, find_checkpoints, state_of
 from megatron_port.tools.report.run_data import read_run
 
@@ -301,6 +301,10 @@ def test_an_attempt_before_the_first_checkpoint_is_the_same_run_if_its_settings_
     assert settle(folder, other, None, Fence()).id != first.id
     (folder / "run.json").write_text('{"id": 3')
     assert read_identity(folder) is None
+    said: list[str] = []
+    assert own_checkpoints(folder, config, [], said.append) == []
+    (line,) = said
+    assert line.startswith("run.json left out: ") and line.endswith("those of the former stay")
 
 
 def test_checkpoints_of_versions_without_ids_are_the_folders(tmp_path: Path) -> None:
