@@ -297,7 +297,7 @@ def test_routers_are_megatron_cores(name: str, monkeypatch: pytest.MonkeyPatch) 
                          step=step, dtype=torch.float64)
     spec = moe_of(model_spec(model).layers[1])
     assert spec is not None
-    router, generator = Router(1, spec, build, WHOLE_SEQUENCE), torch.Generator().manual_seed(3)
+    router, generator = Router("layers.1", 1, spec, build, WHOLE_SEQUENCE), torch.Generator().manual_seed(3)
     with torch.no_grad():
         router.weight.copy_(torch.randn(16, 32, generator=generator))
     arguments, bias = dict(ROUTERS[name][1]), torch.zeros(16)

@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from math import prod
@@ -163,6 +164,23 @@ def test_a_place_that_does_not_fit_is_left_alone(tmp_path: Path) -> None:
         got = checkpoint.read("w", "weight", (0, 0), (3, 4), out=place)
         assert got is not place and torch.equal(got, w) and got.dtype == w.dtype
         assert place.is_meta or not place.any()
+
+
+def test_experts_of_predictions_have_the_names_of_before_0_3(tmp_path: Path) -> None:
+    """Saved as layers after the last; read by the names that they have now. Nothing else is renamed."""
+    now = {
+        "layers.2.mlp.up.weight": "mtp.0.layer.mlp.up.weight",
+        "layers.3.mlp.router.weight": "mtp.1.layer.mlp.router.weight",
+        "layers.1.mlp.up.weight": "layers.1.mlp.up.weight", "layers.4.mlp.up.weight": "layers.4.mlp.up.weight",
+    }
+    values = {name: torch.full((3,), float(i)) for i, name in enumerate(now)}
+    for modules, names in ((2, now), (0, dict(zip(now, now)))):
+        config = {"model": {"num_layers": 2, "mtp_layers": modules}}
+        folder = tmp_path / str(modules)
+        save_checkpoint(folder, replace(state(), config=config), [whole(name, value) for name, value in values.items()])
+        checkpoint = open_checkpoint(folder / "step-00000001")
+        for old, new in names.items():
+            assert torch.equal(checkpoint.read(new, "weight", (0,), (3,)), values[old])
 
 
 def test_files_are_plain_safetensors(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from math import prod
 import pytest
 import torch
 
+from megatron_port.core.config.model import MoEConfig
 from megatron_port.core.config.schema import LayoutConfig, ModelConfig
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
@@ -53,6 +54,8 @@ MODELS = {
     "smollm3": replace(LLAMA, rope_pattern=("rope", "none"), attention_scale=0.3),
     "llama, further tokens": replace(LLAMA, mtp_layers=2),
     "gpt, a further token": replace(SMALL, position_embedding="rope", mtp_layers=1, head_bias=True),
+    "experts": replace(LLAMA, moe=MoEConfig(num_experts=4, shared_ffn_hidden_size=16)),
+    "experts, a further token": replace(LLAMA, mtp_layers=1, moe=MoEConfig(num_experts=4, router_bias=True)),
     "gpt, shared layers": replace(SMALL, num_layers=3, shared_layers=2),
     "gpt, factored": replace(SMALL, qkv_rank=5, output_rank=7, up_rank=9, down_rank=11),
     "llama, factored": replace(LLAMA, qkv_rank=8, up_rank=6, add_bias=True),

@@ -50,7 +50,7 @@ def router_of(seq: int, batch: int, experts: int, seed: int = 0, **moe: Any) -> 
     step.announce(3, tuple(range(batch)), StepShared(sample_factor=FACTOR, tallies=tallies))
     spec = moe_of(model_spec(model).layers[0])
     assert spec is not None
-    router = Router(0, spec, BuildContext(
+    router = Router("layers.0", 0, spec, BuildContext(
         model=model, layout=LayoutConfig(), ctx=ParallelContext.single("cpu"), providers=torch_providers(),
         step=step, dtype=torch.float64,
     ), WHOLE_SEQUENCE)

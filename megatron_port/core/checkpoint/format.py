@@ -23,7 +23,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -601,10 +601,10 @@ class _Parser:
         state = SavedState(
             kinds=kinds, shapes=shapes, **{name: body[name] for name in (*names, *(later if self.version > 1 else ()))}
         )
-        return Manifest(
+        return with_present_names(Manifest(
             state=state, saved_at=float(body["saved_at"]), versions=body["versions"], files=files, pieces=pieces,
             lineage=parse_lineage(body.get("lineage", {})),
-        )
+        ))
 
     def check_files(self, files: Mapping[str, FileEntry], pieces: tuple[PieceEntry, ...]) -> None:
         """A file is its header and its pieces, without holes: so no size is believed that the pieces do not explain."""
@@ -635,6 +635,30 @@ class _Parser:
             if expected != piece.global_shape:
                 both = f"{expected} and {piece.global_shape}"
                 raise self.fail(f"the shapes of {piece.name} differ from kind to kind: {both}"[:500])
+
+
+def with_present_names(manifest: Manifest) -> Manifest:
+    """Return the manifest with the names that parameters have now.
+
+    To version 0.2 the experts and the router of the modules of multi-token prediction were saved as those of layers
+    after the last, ``layers.N.mlp.…``, beside ``mtp.0.layer.attention.…``.
+    """
+    model = manifest.state.config.get("model") if isinstance(manifest.state.config, dict) else None
+    if not isinstance(model, dict) or not model.get("mtp_layers"):
+        return manifest
+    layers, modules = model.get("num_layers"), model["mtp_layers"]
+    if type(layers) is not int or type(modules) is not int:
+        return manifest
+    begins = {f"layers.{layers + i}.mlp.": f"mtp.{i}.layer.mlp." for i in range(min(modules, 64))}
+
+    def now(name: str) -> str:
+        return next((new + name[len(old):] for old, new in begins.items() if name.startswith(old)), name)
+
+    state = replace(
+        manifest.state, kinds={now(name): kinds for name, kinds in manifest.state.kinds.items()},
+        shapes={now(name): shapes for name, shapes in manifest.state.shapes.items()},
+    )
+    return replace(manifest, state=state, pieces=tuple(replace(p, name=now(p.name)) for p in manifest.pieces))
 
 
 def kinds_fault(pieces: Iterable[PieceEntry], declared: Mapping[str, Sequence[str]]) -> str | None:

@@ -82,7 +82,7 @@ class MoE(FeedForwardBlock):
 
     def __init__(self, name: str, index: int, spec: MoESpec, build: BuildContext) -> None:
         super().__init__()
-        layer, ctx = f"layers.{index}", build.ctx
+        ctx = build.ctx
         self.program = Program(spec.inner_ops)
         self.watch: Watch | None = None
         """Sees the values of a pass by their names in ``MoESpec.inner_ops``."""
@@ -92,13 +92,13 @@ class MoE(FeedForwardBlock):
         self.row_exchange = build.providers.row_exchange
         self.exchanges = 0 if self.expert_group is None else EXCHANGES
         share = replace(build.partition, piece=ctx.index("tp"), pieces=self.pieces)
-        self.router = Router(index, spec, build, share)
-        self.experts = Experts(layer, spec, build)
+        self.router = Router(name, index, spec, build, share)
+        self.experts = Experts(name, spec, build)
         self.shared_gate = None
         if spec.shared_gate is not None:
             (weight,) = spec.shared_gate.parameters
-            self.shared_gate = build.unsplit(weight, layer)
-        self.shared = None if spec.shared is None else MLP(layer, index, spec.shared, build)
+            self.shared_gate = build.unsplit(weight, name)
+        self.shared = None if spec.shared is None else MLP(name, index, spec.shared, build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.program.run(self, x, self.watch)

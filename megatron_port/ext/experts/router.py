@@ -164,9 +164,10 @@ def within_capacity(
 
 
 class Router(Buffered):
-    """Router of layer ``index``: this rank's share of the tokens, [rows, batch, hidden] → :class:`Route`.
+    """Router of a layer: this rank's share of the tokens, [rows, batch, hidden] → :class:`Route`.
 
-    ``share``: which positions the rows are.
+    ``layer``: before its parameters' names; ``index``: its row in tallies and routes; ``share``: which positions
+    the rows are.
     """
 
     balance_bias: torch.Tensor | None
@@ -174,14 +175,16 @@ class Router(Buffered):
     load: torch.Tensor | None
     """Buffer [E]: share of each expert in the last step's choices, times E; 0 before the first."""
 
-    def __init__(self, index: int, spec: MoESpec, build: BuildContext, share: SequencePartition) -> None:
+    def __init__(
+        self, layer: str, index: int, spec: MoESpec, build: BuildContext, share: SequencePartition
+    ) -> None:
         super().__init__()
-        self.index, self.name, self.moe = index, f"layers.{index}.mlp.router", build.model.moe
+        self.index, self.name, self.moe = index, f"{layer}.mlp.router", build.model.moe
         self.step, self.stream, self._share = build.step, build.stream, share
         self.tensor_group, self.context_group = build.ctx.over("tp"), build.ctx.over("cp")
         self.routing, self.ops = routing_of(self.moe), build.providers.experts or torch_experts
         self.capacity = self.moe.capacity(build.model.seq_length)
-        weight, *bias = (build.unsplit(p, f"layers.{index}") for p in spec.router_parameters)
+        weight, *bias = (build.unsplit(p, layer) for p in spec.router_parameters)
         self.weight = weight
         self.bias = bias[0] if bias else None
         buffers = {"balance_bias": self.moe.balance_bias, "load": self.moe.balance_loss == "previous_step"}
