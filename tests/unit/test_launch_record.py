@@ -73,8 +73,8 @@ def test_a_submission_keeps_all_that_the_job_reads(queue: Path, capsys: pytest.C
     quoted = str(place).replace("'", "'\\''")
     assert f"job_record='{quoted}'" in script and f"launch_dir='{quoted}/code/megatron_port/_launch'" in script
     assert f"job_run='{quoted}/config.toml'" in script and "job_overrides=()" in script
-    own = FOLDER / "tools" / "launch" / "record.py"
-    assert (place / "code" / "megatron_port" / "tools" / "launch" / "record.py").read_text() == own.read_text()
+    own = FOLDER / "run" / "launch_record.py"
+    assert (place / "code" / "megatron_port" / "run" / "launch_record.py").read_text() == own.read_text()
     assert not [p for p in place.rglob("*") if p.name.endswith(".tmp")]
 
 

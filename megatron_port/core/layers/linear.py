@@ -391,7 +391,7 @@ class LinearContext:
     sequence_parallel: bool = False
     """Outside of the regions that tensor-parallel ranks divide, each has a part of the tokens."""
     dtype: torch.dtype = torch.float32
-    """Of parameters."""
+    """Dtype of parameters."""
     kernels: LinearKernels = PLAIN
 
     def parameter(self, record: ParameterRecord) -> nn.Parameter:

@@ -31,7 +31,7 @@ class RotaryScaling:
     frequencies: Callable[[torch.Tensor, ModelConfig], torch.Tensor]
     """(tokens per radian of each pair, model) → radians per token."""
     factor: Callable[[ModelConfig], float] = lambda model: 1.0
-    """Of cos and sin of the pairs that turn."""
+    """Factor on cos and sin of the pairs that turn."""
 
 
 def _scaling(model: ModelConfig, rotation: Rotation) -> RotaryScaling | None:
