@@ -136,7 +136,7 @@ class Checkpoint:
 
     @cached_property
     def _verified(self) -> Callable[[Path, FileEntry, Callable[[int, int], str]], VerifiedFile]:
-        """What opens a file."""
+        """Opener of the checkpoint's files, which hashes what it reads."""
         made: Callable[[Path, FileEntry, Callable[[int, int], str]], VerifiedFile]
         made = PARTS.function("verified files")()
         return made

@@ -221,6 +221,6 @@ def shaped(text: str) -> str:
 
 
 def masked(text: str) -> str:
-    """The same, and without what is assigned to a name that looks like a secret's."""
+    """Return :func:`shaped` text, with the values of names that look like a secret's hidden too."""
     text = _BEARER.sub(rf"\g<how> {HIDDEN}", shaped(text))
     return _ASSIGNED.sub(rf"\g<name>\g<sign>\g<quote>{HIDDEN}\g<quote>", text)

@@ -34,7 +34,7 @@ JOINED: Mapping[str, tuple[str, ...]] = {"dp": ("dp_shard", "dp_replicate")}
 BEYOND_EXPERTS: Mapping[str, tuple[str, ...]] = {
     "expert_tp": ("tp",), "expert_shard": ("dp_shard", "cp"), "expert_replicate": ("dp_replicate",),
 }
-"""What ep leaves of other axes: along these, ranks hold copies of the same experts."""
+"""Axes that ep leaves: along these, ranks hold copies of the same experts."""
 
 
 @dataclass(frozen=True)

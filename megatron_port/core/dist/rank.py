@@ -1,4 +1,4 @@
-"""What a rank is given when it starts: which process of the run it is, its device, and leave to write the run's folder.
+"""Facts that a rank is given when it starts: its process, its device, and the fence of the run's folder.
 
 ``run`` finds all three out (``run.discovery``, ``run.device``, ``run.lease``); a step only reads them.
 """

@@ -385,7 +385,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class LinearContext:
-    """What the linear layers of a stage have in common."""
+    """Groups, dtype and kernels that the linear layers of a stage share."""
 
     ctx: ParallelContext
     sequence_parallel: bool = False
@@ -400,7 +400,7 @@ class LinearContext:
 
 
 class Linear(Protocol):
-    """What the modules of a layer use of a linear: of one matrix, or of factors (``weights.low_rank``)."""
+    """Interface of a linear to the modules of a layer: one matrix, or factors (``weights.low_rank``)."""
 
     @property
     def bias(self) -> nn.Parameter | None:
