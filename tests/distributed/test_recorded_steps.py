@@ -10,11 +10,14 @@ from pool import RankPool
 from step_tape import TapeRecorder
 
 from megatron_port.core.config.features import FineTuningConfig
-from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.config.schema import PrecisionConfig, RunConfig
 from megatron_port.core.dist.mesh import Topology
 
 CASES = {
-    "zero 1": (case("fp16", 1), Topology(1, 1, 2)),
+    "zero 1": (replace(
+        case("fp16", 1), precision=PrecisionConfig(  # overflows at first, and not in the step that is recorded
+            dtype="fp16", initial_loss_scale=2.0**18, loss_scale_hysteresis=1, loss_scale_window=3)
+    ), Topology(1, 1, 2)),
     "zero 2, shared table apart": (case("bf16", 2, tied=False), Topology(1, 1, 2)),
     "tensor and sequence": (
         case("fp32", 0, dp=1, tensor_parallel_size=2, sequence_parallel=True), Topology(2, 1, 1)

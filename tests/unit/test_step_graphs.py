@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,9 +31,11 @@ from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import ConfigError
+from megatron_port.core.registry import MIXERS
 from megatron_port.ext.kernels.choose import choose_providers
 from megatron_port.ext.kernels.settings import RECORDED as CONFLICTS
-from megatron_port.ext.kernels.step_graphs import WARM_UP
+from megatron_port.ext.kernels.settings import why_not_recorded
+from megatron_port.ext.kernels.step_graphs import WARM_UP, Recording
 from megatron_port.ext.kernels.step_inputs import FIELDS, StepInputs, tensors_of
 from megatron_port.run.build import DTYPES, build_engine
 from megatron_port.run.device import choose_device
@@ -49,7 +52,7 @@ def engine_of(dtype: Any) -> NativeEngine:
         engine="native", model=MODEL, batch=BatchConfig(micro_batch_size=2, global_batch_size=4),
         # fp16 overflows in the first steps, so that the scale, and skipped updates, differ from step to step.
         precision=PrecisionConfig(
-            dtype=dtype, initial_loss_scale=2.0**24, loss_scale_hysteresis=1, loss_scale_window=2
+            dtype=dtype, initial_loss_scale=2.0**20, loss_scale_hysteresis=1, loss_scale_window=2
         ),
         backend=BackendConfig(device="cpu", own_kernels="on"), optimizer=OptimizerConfig(clip_grad=0.5),
     )
@@ -95,6 +98,37 @@ def test_replayed_steps_are_the_steps() -> None:
     assert recorded.recorded is not None and recorded.recorded.graphs.replays
     skipped = [one[0].skipped for one in want if isinstance(one, tuple)]
     assert any(skipped[:3]) and not all(skipped)
+
+
+class FalseRecorder(TapeRecorder):
+    """Replays what was recorded but for one launch, which got lost: what it makes is never written."""
+
+    def __init__(self, lost: str) -> None:
+        super().__init__()
+        self.lost = lost
+
+    def record(self, function: Callable[[], Any]) -> Recording[Any]:
+        recording = super().record(function)
+        calls = recording.replay.__self__.calls  # type: ignore[attr-defined]  # those of the tape
+        for lost in [call for call in calls if str(call[0]) == self.lost][-1:]:  # an update has none
+            calls[:] = [call for call in calls if call is not lost]
+            for made in filter(torch.is_tensor, tree_leaves(lost[3])):
+                made.zero_()
+        return recording
+
+
+@pytest.mark.parametrize(("lost", "named"), [
+    ("aten.embedding.default", "loss"), ("megatron_port.add_rows_.default", "gradient norm"),
+])
+def test_a_wrong_replay_is_found_said_and_not_used(lost: str, named: str, capsys: Any) -> None:
+    """The run goes on as if nothing had been recorded."""
+    plain, recorded = engine_of("fp16"), engine_of("fp16")
+    recorder = FalseRecorder(lost)
+    recorded.record_steps(recorder)
+    assert train(recorded) == train(plain)
+    assert recorder.recorded == 1
+    said = capsys.readouterr().out
+    assert said.count("warning: the replay of a recorded step has") == 1 and named in said
 
 
 def test_state_that_changed_between_replays_is_found() -> None:
@@ -200,3 +234,23 @@ def test_a_device_without_launches_is_refused() -> None:
     providers = choose_providers(BackendConfig(device="cpu"), choose_device("cpu"), torch.float32, engine="native")
     with pytest.raises(ConfigError, match="the run is on cpu"):
         build_engine(config, ParallelContext.single(), providers)
+
+
+@pytest.mark.parametrize(("change", "named"), [
+    ({}, ""),
+    ({"backend": BackendConfig(graphs="off")}, 'backend.graphs "off"'),
+    ({"backend": BackendConfig(graphs="step"), "layout": LayoutConfig(zero_stage=3)}, ""),  # which checks refuse
+    ({"layout": LayoutConfig(zero_stage=3)}, "layout.zero_stage 3"),
+    ({"optimizer": OptimizerConfig(name="lion")}, 'optimizer.name "lion"'),
+])
+def test_steps_are_recorded_where_nothing_refuses_them(change: dict[str, Any], named: str) -> None:
+    config = dataclasses.replace(RunConfig(), **change)  # of which other checks have something to say
+    why = why_not_recorded(config, amd=False, optimizer="own")
+    assert (named in why) if named else not why
+    assert "AMD" in why_not_recorded(RunConfig(), amd=True, optimizer="own")
+    assert "apex" in why_not_recorded(RunConfig(), amd=False, optimizer="apex")
+
+
+def test_a_plugin_asks_for_recorded_steps_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(MIXERS), "added", property(lambda self: ("delta",) if self is MIXERS else ()))
+    assert "plugin" in why_not_recorded(RunConfig(), amd=False, optimizer="own")

@@ -307,8 +307,9 @@ class BackendConfig:
     """auto | torch | reference (8-bit values multiplied in fp32, for tests): products under precision.fp8"""
     optimizer: Literal["auto", "own", "deepspeed", "apex", "torch"] = "auto"
     """auto | own (engine native) | deepspeed (CPUAdam or FusedAdam) | apex | torch"""
-    graphs: Literal["off", "step"] = "off"
-    """off | step (CUDA or HIP graphs: a step's launches are recorded once and replayed; docs/performance.md)"""
+    graphs: Literal["auto", "off", "step"] = "auto"
+    """auto (step on an NVIDIA GPU, unless something refuses it) | off | step (CUDA or HIP graphs: a step's launches are
+    recorded once and replayed; docs/performance.md)"""
     allow_jit: bool = False
     """Permit building ops at run time (DeepSpeed, cpp_extension, Triton, torch.compile). false: an attempt is an
     error."""

@@ -60,7 +60,7 @@ _RUN = (
          "tokens"),
     Conflict("precision.fp8", "which is not built for layers of experts", 'use "none"', allowed=("none",)),
     Conflict("backend.graphs", "each layer waits for the numbers of tokens that ranks exchange, which a recording "
-             "cannot", 'use "off"', allowed=("off",)),
+             "cannot", 'use "off"', refused=("step",)),
     Conflict("activations.policy", "which knows no layers of experts", "use none, selective or full",
              refused=("plan", "profile")),
 )

@@ -6,11 +6,13 @@ The settings that contradict each are in tables (``registry.CONFLICTS``).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megatron_port.core.config.checks import tables_of
 from megatron_port.core.config.conflicts import Conflict, Rule, Table, native_only
 from megatron_port.core.config.layout import either, multiples
 from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.registry import LOSSES, MIXERS, OBJECTIVES
 
 STATE_BLOCK = 128
 """Elements of a row that share a scale under adamw-8bit."""
@@ -167,7 +169,7 @@ FP8 = (
                          allowed=("none",)),)),
 )
 RECORDED = (Table(
-    asked='backend.graphs "step"', on=lambda c: c.backend.graphs != "off", end=' (or graphs = "off")', rows=(
+    asked='backend.graphs "step"', on=lambda c: c.backend.graphs == "step", end=' (or graphs = "off")', rows=(
         native_only("whose step the host drives"),
         Conflict("backend.device", "where nothing is launched", "use a GPU", refused=("cpu",)),
         Conflict("backend.share_devices", "whose collectives go through the host"),
@@ -188,6 +190,23 @@ RECORDED = (Table(
         Conflict("numerics.replay_interval", "a replay looks at every micro-batch from the host", "use 0"),
     ),
 ),)
+
+
+def why_not_recorded(config: RunConfig, *, amd: bool, optimizer: str) -> str:
+    """Return why the steps of a run on a GPU are not recorded; empty: they are. ``optimizer``: the chosen provider."""
+    graphs = config.backend.graphs
+    if graphs != "auto":
+        return "" if graphs == "step" else 'backend.graphs "off"'
+    if amd:
+        return 'no AMD GPU has replayed a step yet; backend.graphs "step" asks for it'
+    if optimizer != "own":
+        return f"the host decides on the updates of the optimizer's provider {optimizer}"
+    if any(registry.added for registry in (MIXERS, OBJECTIVES, LOSSES)):
+        return 'the code of a plugin may read numbers of the device; backend.graphs "step" asks for it'
+    called, asked = (replace(config, backend=replace(config.backend, graphs=each)) for each in ("off", "step"))
+    others = [text for table in tables_of(called) for text in table.problems(called)]
+    refused = (text for table in tables_of(asked) for text in table.problems(asked) if text not in others)
+    return next(refused, "")
 
 
 def _blocks(config: RunConfig) -> list[str]:

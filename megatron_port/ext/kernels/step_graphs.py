@@ -6,10 +6,15 @@ kernel takes by value must be alike in every step. Between the two the engine ma
 
 The first ``WARM_UP`` steps run without a recording: they allocate what is made at first use, count the gradients of
 each bucket, and let libraries choose their kernels. Steps of another shape are recorded anew.
+
+A new recording of passes proves itself: the step's passes run once more without it, and where the replay has another
+loss or gradient norm, steps are not recorded from then on, and a warning says so. The update has no such proof, since
+it would have to be taken back.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +27,7 @@ from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.engine.native_step import StepPart, StepParts, StepState, run_parts
 from megatron_port.core.errors import ConfigError
+from megatron_port.core.io.logging import Logger
 from megatron_port.core.layers.dropout import sample_keys
 from megatron_port.core.optim.sharded import ShardedParameters
 from megatron_port.core.optim.state_watch import StateWatch
@@ -29,6 +35,8 @@ from megatron_port.ext.kernels.step_inputs import StepInputs, shapes_of
 
 WARM_UP = 3
 """Steps before the first recording."""
+LOSS_BOUND, NORM_BOUND = 1e-6, 1e-3
+"""Relative differences between passes and their replay that rounding explains."""
 Result = TypeVar("Result")
 
 
@@ -67,9 +75,13 @@ class CudaRecorder:
 
     def record(self, function: Callable[[], Result]) -> Recording[Result]:
         graph = torch.cuda.CUDAGraph()
-        # NCCL's watchdog and a save in the background may call CUDA meanwhile, from their own threads.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            result = function()
+        try:
+            # NCCL's watchdog and a save in the background may call CUDA meanwhile, from their own threads.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                result = function()
+        except RuntimeError as error:
+            said = str(error).partition("\n")[0]
+            raise ConfigError(f'this step cannot be recorded ({said}); use backend.graphs = "off"') from error
         return Recording(result, graph.replay)
 
 
@@ -96,10 +108,17 @@ class StepGraphs(Generic[Result]):
 
     It keeps no function of the engine: a cycle of references would keep recordings and process groups alive, and NCCL
     does not end a communicator that a graph still uses.
+
+    Args:
+        proof: numbers of a result, to compare those of the same passes called and replayed (:func:`differences`).
     """
 
-    def __init__(self, recorder: Recorder, device: torch.device) -> None:
-        self.recorder, self.device = recorder, device
+    def __init__(
+        self, recorder: Recorder, device: torch.device, proof: Callable[[Result], tuple[float, float]]
+    ) -> None:
+        self.recorder, self.device, self.proof = recorder, device, proof
+        self.differing = ""
+        """Numbers that a replay had otherwise than the passes; steps are then no longer recorded."""
         self.release()
 
     def release(self) -> None:
@@ -130,10 +149,21 @@ class StepGraphs(Generic[Result]):
         inputs.load(micro_batches, keys)
         if self._warmed < WARM_UP:
             return self.recorder.run(lambda: function(inputs))
-        if self._gradients is None:
-            self._gradients = self.recorder.record(lambda: function(inputs))
-        self._gradients.replay()
-        return self._gradients.result
+        if self._gradients is not None:
+            self._gradients.replay()
+            return self._gradients.result
+        result = self.recorder.run(lambda: function(inputs))
+        called = self.proof(result)
+        if not all(map(math.isfinite, called)):  # fp16 overflowed: this step would prove nothing
+            return result
+        recording = self.recorder.record(lambda: function(inputs))
+        recording.replay()
+        self.differing = differences(called, self.proof(recording.result))
+        if not self.differing:
+            self._gradients = recording
+            return recording.result
+        self.release()
+        return self.recorder.run(lambda: function(inputs))
 
     def update(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Run a step's update, or its recording, after the passes of the same step."""
@@ -159,6 +189,23 @@ class Gather:
         self.sharded.start_gather()
 
 
+def proof_of(state: StepState) -> tuple[float, float]:
+    """Return the loss and the gradient norm of a step's passes, which are alike on all ranks. Waits for the device."""
+    return float(state.sums[0] / state.sums[1]), float(state.square.sqrt())
+
+
+def differences(called: tuple[float, float], replayed: tuple[float, float]) -> str:
+    """Name the numbers of :func:`proof_of` that a replay has otherwise than the passes; empty: none.
+
+    Attention's backward pass may add in another order each time; the forward pass and the loss do not.
+    """
+    out = []
+    for name, bound, want, found in zip(("loss", "gradient norm"), (LOSS_BOUND, NORM_BOUND), called, replayed):
+        alike = abs(want - found) <= bound * abs(want)
+        out += [] if alike else [f"{name} {found:.9g} in place of {want:.9g}"]
+    return ", ".join(out)
+
+
 class ReplayGradients:
     """Runs ``parts`` up to the gradient norm from inputs at fixed addresses, or their recording. ``seed``: the
     run's."""
@@ -173,6 +220,11 @@ class ReplayGradients:
         self.sharded.gathers_itself()
         keys = [sample_keys(self.seed, state.step, batch.sample_ids) for batch in state.micro_batches]
         found = self.graphs.gradients(state.micro_batches, keys, self._passes)
+        if self.graphs.differing:
+            Logger(self.sharded.ctx.rank).log(
+                f"warning: the replay of a recorded step has {self.graphs.differing}; the step was computed without "
+                'it, and no further one is recorded (backend.graphs = "off" leaves this out; please report it)'
+            )
         state.losses, state.sums, state.auxiliary = found.losses, found.sums, found.auxiliary
         state.veto, state.square = found.veto, found.square
 
@@ -240,7 +292,7 @@ class RecordedSteps:
     """
 
     def __init__(self, recorder: Recorder, sharded: ShardedParameters, *, seed: int) -> None:
-        self.graphs = StepGraphs[StepState](recorder, sharded.ctx.device)
+        self.graphs = StepGraphs[StepState](recorder, sharded.ctx.device, proof_of)
         self.sharded, self.seed = sharded, seed
 
     def parts(self, plain: StepParts, *, replayed: bool) -> list[StepPart]:
@@ -248,7 +300,7 @@ class RecordedSteps:
         and replayed."""
         sharded, graphs = self.sharded, self.graphs
         ending: list[StepPart] = [DeferGather(sharded), plain.record]
-        if not replayed:
+        if not replayed or graphs.differing:
             return [plain.count, Release(graphs), *plain.gradients, plain.check, plain.apply, *ending]
         gradients: list[StepPart] = [Gather(sharded), *plain.gradients]
         return [

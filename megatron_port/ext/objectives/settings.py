@@ -27,7 +27,7 @@ MULTI_TOKEN = (Table(
         Conflict("model.position_embedding", use='use "rope"', allowed=("rope",)),
         native_only("whose loss is that of one set of logits", 'use "native"'),
         Conflict("backend.graphs", "each depth's number of tokens differs from step to step", 'use "off"',
-                 allowed=("off",)),
+                 refused=("step",)),
         Conflict("precision.fp8", "in which it is not proved", 'use "none"', allowed=("none",)),
         Conflict("fine_tuning.method", "whose adapters are of the model's own layers", "use mtp_layers = 0",
                  allowed=("none",)),
