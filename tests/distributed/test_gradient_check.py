@@ -80,8 +80,8 @@ def damages(case: Case) -> tuple[list[str], str]:
     if flip is not None and flip.rank == ctx.rank:
         sizes = [p.gradient.numel() * (flip.name in ("", p.record.name)) for p in sharded.pieces]
         at = sizes.index(max(sizes))
-        piece, bucket = sharded.pieces[at], sharded.owners[at]
-    settle, finish, done = sharded._settle, sharded.finish, list[int]()
+        piece, bucket = sharded.pieces[at], sharded.shard_buckets[at]
+    settle, finish, done = sharded._finish_reduction, sharded.finish, list[int]()
     step = 0
 
     def once(where: str, memory: torch.Tensor) -> None:
@@ -92,9 +92,9 @@ def damages(case: Case) -> tuple[list[str], str]:
     def settled() -> bool:
         taken: Any = sharded._reducing[0] if sharded._reducing else None
         if taken is not None and taken is bucket and piece is not None:
-            flat = taken.gradients if taken.narrow is None else taken.narrow
+            flat = taken.gradients if taken.reduce_buffer is None else taken.reduce_buffer
             at = piece.gradient.storage_offset() - bucket.sums.storage_offset()
-            part = flat[taken.own][at : at + piece.gradient.numel()]
+            part = flat[taken.shard_slice][at : at + piece.gradient.numel()]
             taken.reducing = Wrong(taken.reducing, lambda: once("reduction", part))
         out: bool = settle()
         if taken is not None and taken is bucket and piece is not None:
@@ -106,7 +106,7 @@ def damages(case: Case) -> tuple[list[str], str]:
         if piece is not None:
             once("sums", piece.gradient)
 
-    sharded._settle, sharded.finish = settled, finished
+    sharded._finish_reduction, sharded.finish = settled, finished
     said = []
     for step in range(STEP + 1):
         engine.train_step(batches(step), step=step, lr=LR)

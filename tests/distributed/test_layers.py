@@ -181,7 +181,7 @@ def test_these_comparisons_can_fail(ranks: RankPool, mistake: str) -> None:
 def train_without_partial_sums(config: Any, steps: int) -> RankTrace:
     """The native engine that does not know of a partial gradient."""
     ctx = ParallelContext.create(Topology(tp=2), "cpu")
-    with mock.patch.object(ParameterRecord, "reduces_over", lambda record, mesh: mesh.factors(*REPLICAS)):
+    with mock.patch.object(ParameterRecord, "reduces_over", lambda record, mesh: mesh.dims(*REPLICAS)):
         engine = build_engine(config, ctx, torch_providers())
         return record_run(engine, ctx, make_batches(config, ctx), steps=steps, lr=lambda step: 1e-2, evaluate=True)
 

@@ -146,7 +146,7 @@ def updated(
             pairs = [(r, attach(torch.nn.Parameter(torch.zeros(r.local_shape, dtype=torch.float64)), r))
                      for r in parts(ctx)]
             sharded = ShardedParameters([[pairs]], ctx, ShardSettings(
-                wide=torch.float64, split_state=split_state, capacity=150), rule=rule_of(config))
+                master_dtype=torch.float64, split_state=split_state, capacity=150), rule=rule_of(config))
             update, values = make_update("torch", sharded, config), StepValues(ctx.device)
             if before:
                 load_state(sharded, pairs, Held(before[number]))

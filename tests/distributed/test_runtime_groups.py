@@ -237,9 +237,9 @@ def test_groups_join_the_ranks_of_an_axis(ranks: RankPool, tp: int, pp: int, dp:
         assert sums["kv_copies"] == (None if copies == 1 else float(sum(range(first, first + copies))))
         for axis in ("tp", "dp", "pp"):
             alone = getattr(topology, axis) == 1
-            members = topology.mesh.members(rank, topology.mesh.factors(axis))
+            members = topology.mesh.members(rank, topology.mesh.dims(axis))
             assert sums[axis] == (None if alone else float(sum(members)))
-        stages = topology.mesh.members(rank, topology.mesh.factors("pp"))
+        stages = topology.mesh.members(rank, topology.mesh.dims("pp"))
         ends = pp > 1 and rank in (stages[0], stages[-1])
         assert sums["embedding"] == (float(stages[0] + stages[-1]) if ends else None)
 

@@ -13,7 +13,7 @@ from megatron_port.core.dist.record import ParameterRecord, Shard, make_record
 
 def rank_of(topology: Topology, rank: int = 0, **groups: Any) -> ParallelContext:
     """A rank whose groups along single axes are the given stand-ins; without any, nothing is connected."""
-    connected = {topology.mesh.factors(axis): group for axis, group in groups.items()} if groups else None
+    connected = {topology.mesh.dims(axis): group for axis, group in groups.items()} if groups else None
     return ParallelContext(topology, rank, torch.device("cpu"), topology.coordinates(rank), connected)
 
 

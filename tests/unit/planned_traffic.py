@@ -108,7 +108,7 @@ def axis_of(case: Case, *axes: str) -> str:
     shape = Topology(
         tp=case.tp, pp=case.pp, dp=case.dp, cp=case.cp, ep=case.ep, shard=case.shard_size, kv_copies=copies
     )
-    over = shape.mesh.everything if axes == (WORLD,) else shape.mesh.factors(*axes)
+    over = shape.mesh.everything if axes == (WORLD,) else shape.mesh.dims(*axes)
     listed = purposes(shape.mesh, tied_ends=False, reverse=False)
     return next(purpose.name for purpose in listed if purpose.over == over)
 

@@ -39,7 +39,7 @@ class Buckets:
         self.asked.append(("sum", self._index(parameter)))
         return self.sums[self._index(parameter)]
 
-    def unwritten_gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+    def uninitialized_gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         return None  # each has been added to
 
     def added(self, parameter: torch.Tensor) -> None:

@@ -35,7 +35,7 @@ def test_shards_cover_every_element_once(units: list[list[tuple[int, str]]], dp:
         numbered.append([(len(sizes) + i, record(len(sizes) + i, n, kind), n) for i, (n, kind) in enumerate(unit)])
         sizes += [n for n, _ in unit]
     plans = plan_buckets(
-        numbered, mesh, first=mesh.factors("dp"), split=split, capacity=capacity,
+        numbered, mesh, reduce_dims=mesh.dims("dp"), split=split, capacity=capacity,
         shared=[i for i, kind in enumerate(kind_of) if kind == "shared"],
     )
     seen = [[0] * n for n in sizes]
@@ -43,13 +43,14 @@ def test_shards_cover_every_element_once(units: list[list[tuple[int, str]]], dp:
         assert plan.numel % (ALIGN * shards) == 0 and not plan.copies and plan.shards == shards
         assert len(plan.slots) == 1 or sum(s.numel for s in plan.slots) <= capacity + ALIGN * len(plan.slots)
         held = [kind_of[slot.index] for slot in plan.slots]
-        assert (plan.tied is not None) == ("tied" in held) and plan.late == bool({"tied", "shared"} & set(held))
-        assert not plan.late or len(held) == 1
+        assert (plan.tied is not None) == ("tied" in held)
+        assert plan.dedicated_buffer == bool({"tied", "shared"} & set(held))
+        assert not plan.dedicated_buffer or len(held) == 1
         # Of one unit, the partial ones in one range.
         assert {slot.index for slot in plan.slots} <= {i for i, _, _ in numbered[plan.unit]}
         ends = [(s.start, s.start + s.numel) for s, kind in zip(plan.slots, held) if kind == "partial"]
-        wanted = [(ends[0][0], ends[-1][1], mesh.factors("tp"))] if ends else []
-        assert [(part.start, part.stop, part.factors) for part in plan.partial] == wanted
+        wanted = [(ends[0][0], ends[-1][1], mesh.dims("tp"))] if ends else []
+        assert [(part.start, part.stop, part.dims) for part in plan.partial] == wanted
         assert [kind == "partial" for kind in held] == sorted(kind == "partial" for kind in held)
         for slot in plan.slots:
             assert slot.start % ALIGN == 0
@@ -66,9 +67,9 @@ def test_shards_cover_every_element_once(units: list[list[tuple[int, str]]], dp:
 def test_replicas_of_the_shards_are_summed_for_the_whole_bucket() -> None:
     mesh = Topology(tp=2, dp=4, shard=2).mesh
     unit = [(0, record(0, 500, "plain"), 500), (1, record(1, 70, "partial"), 70)]
-    (plan,) = plan_buckets([unit], mesh, first=mesh.factors("dp_shard"), split=True, capacity=9000)
-    assert plan.copies == mesh.factors("dp_replicate")
-    assert [(part.start, part.stop, part.factors) for part in plan.partial] == [(512, 582, mesh.factors("tp"))]
+    (plan,) = plan_buckets([unit], mesh, reduce_dims=mesh.dims("dp_shard"), split=True, capacity=9000)
+    assert plan.copies == mesh.dims("dp_replicate")
+    assert [(part.start, part.stop, part.dims) for part in plan.partial] == [(512, 582, mesh.dims("tp"))]
 
 
 def test_experts_that_ranks_divide_are_split_over_their_copies_alone() -> None:
@@ -81,12 +82,13 @@ def test_experts_that_ranks_divide_are_split_over_their_copies_alone() -> None:
     )
     unit = [(0, record(0, 500, "plain"), 500), (1, one, 200)]
     dense, experts = sorted(
-        plan_buckets([unit], mesh, first=mesh.factors("dp"), split=True, capacity=9000), key=lambda p: p.slots[0].index
+        plan_buckets([unit], mesh, reduce_dims=mesh.dims("dp"), split=True, capacity=9000),
+        key=lambda p: p.slots[0].index,
     )
-    assert (dense.shards, experts.shards) == (4, 2) and experts.first == mesh.factors("edp") < dense.first
+    assert (dense.shards, experts.shards) == (4, 2) and experts.reduce_dims == mesh.dims("edp") < dense.reduce_dims
     assert not dense.partial and not experts.partial
     smaller = Topology(tp=4, dp=2, ep=2).mesh  # two tp ranks hold the same experts, and different tokens
-    (plan,) = plan_buckets([unit[1:]], smaller, first=smaller.factors("dp"), split=True, capacity=9000)
-    assert plan.first == smaller.factors("dp") and [part.factors for part in plan.partial] == [
-        smaller.factors("expert_tp")
+    (plan,) = plan_buckets([unit[1:]], smaller, reduce_dims=smaller.dims("dp"), split=True, capacity=9000)
+    assert plan.reduce_dims == smaller.dims("dp") and [part.dims for part in plan.partial] == [
+        smaller.dims("expert_tp")
     ]

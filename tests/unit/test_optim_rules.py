@@ -326,7 +326,7 @@ def test_state_lies_where_its_parameters_do(shards: int) -> None:
     rule.block = 24  # no divisor of what buckets are aligned to anyway
     listed = [(i, r, r.numel) for i, r in enumerate(records)]
     (plan,) = plan_buckets(
-        [listed], mesh, first=mesh.factors("dp"), split=True, capacity=1000, align=rule.alignment
+        [listed], mesh, reduce_dims=mesh.dims("dp"), split=True, capacity=1000, align=rule.alignment
     )
     seen = {(kind.name, i): [0] * torch.Size(kind.shape(r)).numel() for i, r in enumerate(records)
             for kind in rule.state(r)}

@@ -52,7 +52,7 @@ def sharded_of(config: OptimizerConfig, *values: torch.Tensor) -> ShardedParamet
         )
         pairs.append((record, attach(torch.nn.Parameter(value.clone()), record)))
     sharded = ShardedParameters(
-        [[pairs]], ParallelContext.single(), ShardSettings(wide=torch.float64, split_state=False, capacity=200),
+        [[pairs]], ParallelContext.single(), ShardSettings(master_dtype=torch.float64, split_state=False, capacity=200),
         rule=rule_of(config),
     )
     for piece in sharded.pieces:

@@ -56,7 +56,7 @@ def test_groups_partition_the_world_and_agree_with_the_arithmetic(sizes: dict[st
     if mesh is None or mesh.world > 600:
         return
     names = data.draw(st.sets(st.sampled_from(sorted(mesh.axes)), max_size=3))
-    over = mesh.factors(*names)
+    over = mesh.dims(*names)
     groups = list(mesh.groups(over))
     assert sorted(itertools.chain(*groups)) == list(range(mesh.world))
     assert [g[0] for g in groups] == sorted(g[0] for g in groups)
@@ -67,7 +67,7 @@ def test_groups_partition_the_world_and_agree_with_the_arithmetic(sizes: dict[st
             assert mesh.index(rank, over) == place and mesh.first(rank, over) == group[0]
     # Positions along all axes of either division tell the ranks apart.
     for division in (("pp", *mesh_module.DENSE), ("pp", "edp", "ep")):
-        points = {tuple(mesh.index(rank, mesh.factors(axis)) for axis in division) for rank in range(mesh.world)}
+        points = {tuple(mesh.index(rank, mesh.dims(axis)) for axis in division) for rank in range(mesh.world)}
         assert len(points) == mesh.world
 
 
@@ -112,9 +112,9 @@ def test_every_element_is_owned_once_however_state_is_spread(sizes: dict[str, An
     mesh = grid(**sizes)
     if mesh is None or mesh.world > 200:
         return
-    spread = mesh.factors(*SHARDED) if sharded else frozenset()
-    both = mesh.size(mesh.factors("tp") | mesh.factors("ep"))
-    shape = (2 * both * mesh.size(mesh.factors("tp")), 3)
+    zero_dims = mesh.dims(*SHARDED) if sharded else frozenset()
+    both = mesh.size(mesh.dims("tp") | mesh.dims("ep"))
+    shape = (2 * both * mesh.size(mesh.dims("tp")), 3)
     kinds: list[tuple[tuple[Shard, ...], tuple[str, ...]]] = [
         ((Shard(0, ("tp",)),), REPLICAS), ((Shard(0, ("kv_heads",)),), (*REPLICAS, "kv_copies")), ((), REPLICAS),
         ((), SEQUENCE), ((Shard(0, ("ep",)),), SEQUENCE),
@@ -124,8 +124,8 @@ def test_every_element_is_owned_once_however_state_is_spread(sizes: dict[str, An
         for rank in mesh.members(0, mesh.stage):
             record = make_record("w", shape, _context(mesh, rank), init=InitSpec("zeros"), decay=False, shards=shards,
                                  partial_over=partial)
-            mine = spread & record.replicated_over(mesh)
-            if record.is_owned(mesh, rank, spread=spread):
+            mine = zero_dims & record.replicated_over(mesh)
+            if record.is_owned(mesh, rank, zero_dims=zero_dims):
                 piece = mesh.index(rank, mine)
                 start = record.offset[0]
                 owned.update((element, piece) for element in range(start, start + record.extent[0]))
@@ -141,7 +141,7 @@ def test_each_token_counts_once_in_each_gradient(sizes: dict[str, Any]) -> None:
     if mesh is None or mesh.world > 200:
         return
     stage = mesh.members(0, mesh.stage)
-    tp, tokens = mesh.factors("tp"), mesh.factors(*REPLICAS)
+    tp, tokens = mesh.dims("tp"), mesh.dims(*REPLICAS)
 
     def parts(rank: int, *, sequence: bool) -> set[tuple[int, int]]:
         """(samples and positions, slice of the sequence) that a rank's own gradient has seen."""
@@ -187,4 +187,4 @@ def test_every_planned_set_exists_on_every_layout() -> None:
         topology = Topology(tp=tp, pp=pp, dp=dp, shard=shard, kv_copies=copies)
         made = {name for c in planned(topology) for name in c.names}
         for axes in SETS:
-            assert ("+".join(axes) in made) == (topology.mesh.size(topology.mesh.factors(*axes)) > 1)
+            assert ("+".join(axes) in made) == (topology.mesh.size(topology.mesh.dims(*axes)) > 1)

@@ -23,7 +23,7 @@ TOPOLOGIES = st.builds(Topology, tp=st.integers(1, 9), pp=st.integers(1, 9), dp=
 
 
 def groups_along(t: Topology, axis: str) -> list[tuple[int, ...]]:
-    return list(t.mesh.groups(t.mesh.factors(axis)))
+    return list(t.mesh.groups(t.mesh.dims(axis)))
 
 
 @settings(max_examples=80, deadline=None)
@@ -41,7 +41,7 @@ def test_ranks_and_coordinates_are_one_to_one(t: Topology) -> None:
 @settings(max_examples=80, deadline=None)
 @given(TOPOLOGIES, st.sampled_from(AXES))
 def test_groups_partition_the_world(t: Topology, axis: str) -> None:
-    over = t.mesh.factors(axis)
+    over = t.mesh.dims(axis)
     groups = list(t.mesh.groups(over))
     assert sorted(itertools.chain(*groups)) == list(range(t.world_size))
     assert {len(g) for g in groups} == {getattr(t, axis)}
@@ -68,7 +68,7 @@ def test_tensor_neighbours_are_adjacent_and_stages_far(t: Topology) -> None:
 @given(TOPOLOGIES, st.data())
 def test_stage_peers(t: Topology, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, t.world_size - 1))
-    stages = t.mesh.members(rank, t.mesh.factors("pp"))
+    stages = t.mesh.members(rank, t.mesh.dims("pp"))
     assert [t.stage_peer(rank, s) for s in range(t.pp)] == list(stages)
     assert t.stage_peer(rank, t.pp) == stages[0] and t.stage_peer(rank, -1) == stages[-1]
 

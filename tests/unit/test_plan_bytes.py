@@ -135,12 +135,13 @@ def kinds_of(bucket: Bucket, mesh: Mesh) -> dict[str, int]:
     plan = bucket.plan
     if plan.tied:
         return {"tied": plan.numel}
-    if plan.first not in (mesh.factors("dp", "cp"), mesh.factors("dp_shard", "cp")):
+    if plan.reduce_dims not in (mesh.dims("dp", "cp"), mesh.dims("dp_shard", "cp")):
         return {"experts": plan.numel}
     out = {"plain": plan.numel}
     for part in plan.partial:
-        own = max(min(part.stop, bucket.own.stop) - max(part.start, bucket.own.start), 0) * bucket.shards
-        kind = {mesh.factors("tp"): "partial", mesh.factors("expert_tp"): "experts"}.get(part.factors, "shared")
+        shard = bucket.shard_slice
+        own = max(min(part.stop, shard.stop) - max(part.start, shard.start), 0) * bucket.shards
+        kind = {mesh.dims("tp"): "partial", mesh.dims("expert_tp"): "experts"}.get(part.dims, "shared")
         out[kind] = out.get(kind, 0) + own
         out["plain"] -= own
     return out

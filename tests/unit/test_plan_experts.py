@@ -74,10 +74,10 @@ def test_ranks_of_experts_are_those_of_the_mesh() -> None:
         ep = draw.choice(expert_cuts(tp, cp, dp, shard)[1])
         case = Case(model=MODEL, engine=ENGINES["native"], tp=tp, cp=cp, dp=dp, shard=shard, ep=ep, zero_stage=1)
         mesh = Mesh.of({"tp": tp, "cp": cp, "dp_shard": shard, "dp_replicate": dp // shard}, ep=ep)
-        rest = mesh.stage - mesh.factors("ep")
+        rest = mesh.stage - mesh.dims("ep")
         found = (
-            mesh.size(rest & mesh.factors("cp", "dp_shard")), mesh.size(rest & mesh.factors("dp_replicate")),
-            mesh.size(rest & mesh.factors("tp")), mesh.size(rest & mesh.factors("dp", "cp")),
+            mesh.size(rest & mesh.dims("cp", "dp_shard")), mesh.size(rest & mesh.dims("dp_replicate")),
+            mesh.size(rest & mesh.dims("tp")), mesh.size(rest & mesh.dims("dp", "cp")),
         )
         copies = case.expert_copies if case.shards > 1 else case.expert_replicas
         assert (case.expert_shards, copies, case.expert_sums, case.expert_replicas) == found, case.label()

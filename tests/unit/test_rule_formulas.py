@@ -93,7 +93,7 @@ def trained(config: OptimizerConfig, dtype: torch.dtype = torch.float64) -> Iter
         pairs.append((record, attach(nn.Parameter(value), record)))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     sharded = ShardedParameters(
-        [[pairs]], ParallelContext.single(), ShardSettings(wide=wide, split_state=False, capacity=200),
+        [[pairs]], ParallelContext.single(), ShardSettings(master_dtype=wide, split_state=False, capacity=200),
         rule=rule_of(config),
     )
     for piece in sharded.pieces:

@@ -47,9 +47,9 @@ def run(pp: int, micro_batches: int, dtype: Any = "bf16", recompute: Any = "none
 def sizes(buckets: list[Bucket], pp: int, stage: int) -> tuple[int, dict[str, int]]:
     """Padded elements of a layer, and of the embedding, the head and a table by itself, where they are here."""
     by_unit: dict[int, int] = {}
-    out = {"table": sum(b.plan.numel for b in buckets if b.plan.late)}
+    out = {"table": sum(b.plan.numel for b in buckets if b.plan.dedicated_buffer)}
     for bucket in buckets:
-        if not bucket.plan.late:
+        if not bucket.plan.dedicated_buffer:
             by_unit[bucket.plan.unit] = by_unit.get(bucket.plan.unit, 0) + bucket.plan.numel
     units = sorted(by_unit)
     if stage == 0:

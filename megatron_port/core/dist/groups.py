@@ -39,8 +39,8 @@ from megatron_port.core.dist.mesh import (
     WORLD,
     Communicator,
     Coordinates,
-    Factors,
     Mesh,
+    MeshDims,
     Topology,
     communicators,
     purposes,
@@ -64,7 +64,7 @@ def _is_relation(name: str) -> bool:
 class ParallelContext:
     """Place, device and peers of one rank.
 
-    ``groups``: by the factors that their ranks differ along; None where nothing is connected (a dry run on meta
+    ``groups``: by the mesh dimensions that their ranks differ along; None where nothing is connected (a dry run on meta
     tensors, one process). ``relations``: the groups that are not over a set of axes, by name.
     """
 
@@ -72,7 +72,7 @@ class ParallelContext:
     rank: int
     device: torch.device
     coords: Coordinates
-    groups: Mapping[Factors, dist.ProcessGroup] | None = None
+    groups: Mapping[MeshDims, dist.ProcessGroup] | None = None
     relations: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
 
     @classmethod
@@ -165,11 +165,11 @@ class ParallelContext:
 
     def index(self, *axes: str) -> int:
         """Return this rank's position along a set of axes."""
-        return self.mesh.index(self.rank, self.mesh.factors(*axes))
+        return self.mesh.index(self.rank, self.mesh.dims(*axes))
 
     def size(self, *axes: str) -> int:
         """Return the number of ranks along a set of axes."""
-        return self.mesh.size(self.mesh.factors(*axes))
+        return self.mesh.size(self.mesh.dims(*axes))
 
     def over(self, *axes: str) -> dist.ProcessGroup | None:
         """Return the group of ranks that differ from this one along these axes only; None where this rank is alone.
@@ -179,15 +179,15 @@ class ParallelContext:
         Raises:
             KeyError: no group over this set was made (``mesh.SETS``), or the mesh has no such axis.
         """
-        return self.along(self.mesh.factors(*axes), "+".join(axes))
+        return self.along(self.mesh.dims(*axes), "+".join(axes))
 
-    def along(self, factors: Factors, name: str = "") -> dist.ProcessGroup | None:
-        """Return the group over a set of factors; see :meth:`over`."""
-        if not factors or self.groups is None:
+    def along(self, dims: MeshDims, name: str = "") -> dist.ProcessGroup | None:
+        """Return the group over a set of mesh dimensions; see :meth:`over`."""
+        if not dims or self.groups is None:
             return None
-        if factors not in self.groups:
-            raise KeyError(f"no communicator over {name or sorted(factors)} was made; add the set to mesh.SETS")
-        return self.groups[factors]
+        if dims not in self.groups:
+            raise KeyError(f"no communicator over {name or sorted(dims)} was made; add the set to mesh.SETS")
+        return self.groups[dims]
 
     @property
     def world_group(self) -> dist.ProcessGroup | None:
@@ -265,14 +265,14 @@ def planned(topology: Topology, *, two_way: bool = False) -> list[Communicator]:
 
 def _by_use(
     mesh: Mesh, mine: list[tuple[Communicator, dist.ProcessGroup]]
-) -> tuple[dict[Factors, dist.ProcessGroup], dict[str, dist.ProcessGroup]]:
-    """This rank's groups by the factors that they lie along, and the relations by name."""
-    groups: dict[Factors, dist.ProcessGroup] = {}
+) -> tuple[dict[MeshDims, dist.ProcessGroup], dict[str, dist.ProcessGroup]]:
+    """This rank's groups by the mesh dimensions that they lie along, and the relations by name."""
+    groups: dict[MeshDims, dist.ProcessGroup] = {}
     relations: dict[str, dist.ProcessGroup] = {}
     for communicator, group in mine:
         name = communicator.names[0]
         if _is_relation(name):
             relations[name] = group
         else:
-            groups[mesh.everything if name == WORLD else mesh.factors(*name.split("+"))] = group
+            groups[mesh.everything if name == WORLD else mesh.dims(*name.split("+"))] = group
     return groups, relations

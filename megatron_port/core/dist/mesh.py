@@ -3,13 +3,13 @@
 A pipeline stage has dp · cp · tp ranks, and two kinds of layer divide them differently. Dense layers see
 ``dp × cp × tp``, tp fastest; experts see ``edp × ep`` over the same ranks (parallel folding, Liu et al.,
 arXiv 2504.14960). Cut a stage at every boundary of either division. Where the cuts form a chain, each dividing the
-next, the ratios of neighbouring cuts are *factors* of one refined grid, and every axis is a run of neighbouring
-factors. With tp 4, cp 2, dp 6 and ep 16 the cuts are 1, 4, 8, 16, 48 and the factors (3, 2, 2, 4), slowest first:
-``dp`` is the first two, ``cp`` the third, ``tp`` the last, ``ep`` the last three, ``edp`` the first.
+next, the ratios of neighbouring cuts are the sizes of the *dimensions* of one refined grid, the mesh, and every axis is
+a run of neighbouring dimensions. With tp 4, cp 2, dp 6 and ep 16 the cuts are 1, 4, 8, 16, 48 and the mesh is
+3 × 2 × 2 × 4, slowest first: ``dp`` is its first two dimensions, ``cp`` the third, ``tp`` the last, ``ep`` the last
+three, ``edp`` the first.
 
-A set of axes is a set of factors. Groups, replicas and owners are arithmetic on such sets, and need to know neither
-how many axes there are nor what they are called.
-"""
+A set of axes is a set of mesh dimensions. Groups, replicas and owners are arithmetic on such sets, and need to know
+neither how many axes there are nor what they are called. """
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from math import prod
 from megatron_port.core.config.layout import sizes_text
 from megatron_port.core.errors import ConfigError
 
-Factors = frozenset[int]
-"""Indices of factors of a mesh, slowest first. Sizes of 1 make no factor, so an axis of one rank is the empty set."""
+MeshDims = frozenset[int]
+"""Indices of mesh dimensions, slowest first. Sizes of 1 make no dimension: an axis of one rank is the empty set."""
 
 DENSE = ("tp", "cp", "dp_shard", "dp_replicate")
 """Axes of a stage for dense layers, fastest first: tensor-parallel ranks are neighbours, so they share a node."""
@@ -41,7 +41,7 @@ BEYOND_EXPERTS: Mapping[str, tuple[str, ...]] = {
 class Mesh:
     """A grid of ranks.
 
-    ``sizes``: of its factors, slowest first; ``axes``: the factors that each axis is made of.
+    ``sizes``: of its dimensions, slowest first; ``axes``: the dimensions that each axis is made of.
     """
 
     sizes: tuple[int, ...]
@@ -108,57 +108,57 @@ class Mesh:
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
-        """Distance between neighbours along each factor, in ranks."""
+        """Distance between neighbours along each dimension, in ranks."""
         return tuple(prod(self.sizes[i + 1 :]) for i in range(len(self.sizes)))
 
-    def factors(self, *axes: str) -> Factors:
-        """Return the factors of a set of axes. Raises KeyError for an axis that the mesh does not have."""
+    def dims(self, *axes: str) -> MeshDims:
+        """Return the mesh dimensions of a set of axes. Raises KeyError for an axis that the mesh does not have."""
         return frozenset(i for axis in axes for i in self.axes[axis])
 
     @cached_property
-    def everything(self) -> Factors:
-        """All factors; their group is the world."""
+    def everything(self) -> MeshDims:
+        """All dimensions; their group is the world."""
         return frozenset(range(len(self.sizes)))
 
     @cached_property
-    def stage(self) -> Factors:
-        """All factors except the pipeline's; their group is a stage."""
-        return self.everything - self.factors("pp")
+    def stage(self) -> MeshDims:
+        """All dimensions except the pipeline's; their group is a stage."""
+        return self.everything - self.dims("pp")
 
-    def size(self, over: Factors) -> int:
-        """Return the number of ranks of a group over these factors."""
+    def size(self, over: MeshDims) -> int:
+        """Return the number of ranks of a group over these dimensions."""
         return prod(self.sizes[i] for i in over)
 
-    def index(self, rank: int, over: Factors) -> int:
-        """Return the position of a rank in its group over these factors; 0 is the first."""
+    def index(self, rank: int, over: MeshDims) -> int:
+        """Return the position of a rank in its group over these dimensions; 0 is the first."""
         at = 0
         for i in sorted(over):
             at = at * self.sizes[i] + rank // self.strides[i] % self.sizes[i]
         return at
 
-    def first(self, rank: int, over: Factors) -> int:
-        """Return the first rank of a rank's group over these factors."""
+    def first(self, rank: int, over: MeshDims) -> int:
+        """Return the first rank of a rank's group over these dimensions."""
         return rank - sum(rank // self.strides[i] % self.sizes[i] * self.strides[i] for i in over)
 
-    def _steps(self, over: Factors) -> list[int]:
+    def _steps(self, over: MeshDims) -> list[int]:
         """Distances of a group's members from its first, in order."""
         spans = (range(0, self.sizes[i] * self.strides[i], self.strides[i]) for i in sorted(over))
         return [sum(point) for point in product(*spans)]
 
-    def members(self, rank: int, over: Factors) -> tuple[int, ...]:
-        """Return the ranks that differ from ``rank`` along these factors only, itself among them, in order."""
+    def members(self, rank: int, over: MeshDims) -> tuple[int, ...]:
+        """Return the ranks that differ from ``rank`` along these dimensions only, itself among them, in order."""
         first = self.first(rank, over)
         return tuple(first + step for step in self._steps(over))
 
-    def groups(self, over: Factors) -> Iterator[tuple[int, ...]]:
-        """Yield all groups over these factors by their first ranks: the order in which every rank creates them."""
+    def groups(self, over: MeshDims) -> Iterator[tuple[int, ...]]:
+        """Yield all groups over these dimensions by their first ranks: the order in which every rank creates them."""
         steps = self._steps(over)
         for first in self._steps(self.everything - over):
             yield tuple(first + step for step in steps)
 
     def peer(self, rank: int, axis: str, position: int) -> int:
         """Return the rank at another position along one axis, with the other coordinates unchanged."""
-        over = self.factors(axis)
+        over = self.dims(axis)
         return self.first(rank, over) + self._steps(over)[position]
 
 
@@ -181,7 +181,7 @@ class Purpose:
     """
 
     name: str
-    over: Factors
+    over: MeshDims
     ends: tuple[int, ...] = ()
     queue: int = 0
 
@@ -201,7 +201,7 @@ def communicators(mesh: Mesh, purposes: Iterable[Purpose]) -> list[Communicator]
     The list is a function of mesh and purposes alone, so all ranks walk the same one. Purposes over the same ranks
     share a communicator; groups of one rank need none.
     """
-    found: dict[tuple[Factors, tuple[int, ...], int], list[str]] = {}
+    found: dict[tuple[MeshDims, tuple[int, ...], int], list[str]] = {}
     for purpose in purposes:
         size = mesh.size(purpose.over)
         ends = tuple(sorted({end % size for end in purpose.ends}))
@@ -247,17 +247,17 @@ def purposes(
         reverse: a second queue between stages, for gradients.
         shared: sets of stages that hold copies of the same layers.
     """
-    pipeline = mesh.factors("pp")
+    pipeline = mesh.dims("pp")
     # With cp the copies of the weights are on dp × cp, and nothing is summed over dp alone.
-    left_out = [("dp",)] if mesh.factors("cp") else []
+    left_out = [("dp",)] if mesh.dims("cp") else []
     # The order of this list is the order in which every rank creates them: tp, dp and pp first, the other sets last.
-    listed = [Purpose("+".join(axes), mesh.factors(*axes)) for axes in SETS[:3] if axes not in left_out]
+    listed = [Purpose("+".join(axes), mesh.dims(*axes)) for axes in SETS[:3] if axes not in left_out]
     if tied_ends:
         listed.append(Purpose(EMBEDDING, pipeline, ends=(0, -1), queue=2))  # its own, even with two stages
     listed += [Purpose(shared_name(stages), pipeline, ends=stages, queue=3) for stages in shared]
     if reverse:
         listed.append(Purpose(REVERSE, pipeline, queue=1))
-    listed += [Purpose("+".join(axes), mesh.factors(*axes)) for axes in SETS[3:]]
+    listed += [Purpose("+".join(axes), mesh.dims(*axes)) for axes in SETS[3:]]
     return [*listed, Purpose(WORLD, mesh.everything)]
 
 
@@ -344,7 +344,7 @@ class Topology:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
         axes = ("pp", "dp", "tp", "cp") if self.cp > 1 else ("pp", "dp", "tp")
-        return Coordinates(**{axis: self.mesh.index(rank, self.mesh.factors(axis)) for axis in axes})
+        return Coordinates(**{axis: self.mesh.index(rank, self.mesh.dims(axis)) for axis in axes})
 
     def first_rank(self, **at: int) -> int:
         """Return the first rank at these positions, e.g. ``first_rank(pp=1, tp=3)``; axes not named are at 0."""

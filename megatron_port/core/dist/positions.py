@@ -210,7 +210,7 @@ def sequence_partition(
     ``order``: ``layout.cp_order``; ``sequence_parallel``: tensor-parallel ranks divide the residual stream between
     them; what the rank *holds*, all that a loader needs, does not depend on it.
     """
-    tensor, context = mesh.factors("tp"), mesh.factors("cp")
+    tensor, context = mesh.dims("tp"), mesh.dims("cp")
     piece, pieces = (mesh.index(rank, tensor), mesh.size(tensor)) if sequence_parallel else (0, 1)
     ranks = mesh.size(context)
     division: Division = WHOLE if ranks == 1 else PARTS.function("divided sequences")(ranks, order)

@@ -20,7 +20,7 @@ import torch
 
 from megatron_port.core.dist.counter import key_of, normal_from_uniform, random_bits, uniform
 from megatron_port.core.dist.groups import ParallelContext
-from megatron_port.core.dist.mesh import REPLICAS, Factors, Mesh
+from megatron_port.core.dist.mesh import REPLICAS, Mesh, MeshDims
 
 # Slices of a run's state by canonical name: what engines yield, and the readers that they load it from.
 
@@ -131,21 +131,21 @@ class ParameterRecord:
 
     # -- on the mesh -------------------------------------------------------------------------------------------------
 
-    def shard_factors(self, mesh: Mesh) -> Factors:
-        """Factors along which ranks hold different values."""
-        return mesh.factors(*(axis for shard in self.shards for axis in shard.axes))
+    def sharded_over(self, mesh: Mesh) -> MeshDims:
+        """Mesh dimensions along which ranks hold different values."""
+        return mesh.dims(*(axis for shard in self.shards for axis in shard.axes))
 
-    def replicated_over(self, mesh: Mesh) -> Factors:
-        """Factors along which ranks of a stage hold copies, which a replica check compares."""
-        return mesh.stage - self.shard_factors(mesh)
+    def replicated_over(self, mesh: Mesh) -> MeshDims:
+        """Mesh dimensions along which ranks of a stage hold copies, which a replica check compares."""
+        return mesh.stage - self.sharded_over(mesh)
 
-    def reduces_over(self, mesh: Mesh) -> Factors:
-        """Factors along which gradients are summed.
+    def reduces_over(self, mesh: Mesh) -> MeshDims:
+        """Mesh dimensions along which gradients are summed.
 
         The ranks that share a parameter exchange tokens or activations within the layer, so the gradient of each is
         whole for its slice; it is summed only over copies.
         """
-        return mesh.factors(*self.partial_over) & self.replicated_over(mesh)
+        return mesh.dims(*self.partial_over) & self.replicated_over(mesh)
 
     def sums_query_heads(self, mesh: Mesh) -> bool:
         """Return whether the gradient is a sum over ranks that hold the same key/value heads.
@@ -153,14 +153,14 @@ class ParameterRecord:
         Engine deepspeed reduces them apart from others that are summed over the same ranks: with three ranks and more a
         ring rounds an element by its place in the buffer.
         """
-        return "kv_copies" in self.partial_over and bool(mesh.factors("kv_copies"))
+        return "kv_copies" in self.partial_over and bool(mesh.dims("kv_copies"))
 
-    def is_owned(self, mesh: Mesh, rank: int, *, spread: Factors = frozenset()) -> bool:
-        """Return whether this rank's copy is the one that is saved, recorded and counted in the norm.
+    def is_owned(self, mesh: Mesh, rank: int, *, zero_dims: MeshDims = frozenset()) -> bool:
+        """Return whether this rank's copy is the one that is saved, hashed and counted in the norm.
 
-        ``spread``: factors along which the optimizer state is divided (ZeRO); each rank along them owns its own piece.
+        ``zero_dims``: mesh dimensions along which ZeRO divides optimizer state; each rank along them owns its shard.
         """
-        return self.tied_primary and mesh.index(rank, self.replicated_over(mesh) - spread) == 0
+        return self.tied_primary and mesh.index(rank, self.replicated_over(mesh) - zero_dims) == 0
 
     @property
     def split_dim(self) -> int | None:
@@ -219,7 +219,7 @@ def make_record(
     """
     mesh, local, offset = ctx.mesh, list(shape), [0] * len(shape)
     for number, shard in enumerate(shards):
-        over = mesh.factors(*shard.axes)
+        over = mesh.dims(*shard.axes)
         ranks, total = mesh.size(over), local[shard.dim]
         if number == 0 and padded:
             total = padded

@@ -296,7 +296,8 @@ class PassRunner:
         return replace(shared, term_counts=counts, auxiliary=self.sums.auxiliary, tallies=self.sums.tallies)
 
 
-# Accumulation of the gradients that autograd returns (all but the linears' weights) in the engine's wide sums.
+# Accumulation of the gradients that autograd returns (all but the linears' weights) in the engine's sums, which are
+# fp32 or wider.
 
 AddRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Adds rows to the rows of a table (``layers.linear``)."""
@@ -317,15 +318,15 @@ class GradientSink:
 
     def accumulator(self) -> WgradAccumulator:
         """Return what adds the gradients of matrices and tables, which autograd does not see, to their sums."""
-        return WgradAccumulator(self.added, self.total, self.unwritten, self._add_rows)
+        return WgradAccumulator(self.added, self.main_grad_of, self.uninitialized_of, self._add_rows)
 
-    def total(self, parameter: torch.Tensor) -> torch.Tensor:
+    def main_grad_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the sum to add a gradient to; see ``ShardedParameters.gradient_of``."""
         return self._sharded().gradient_of(parameter)
 
-    def unwritten(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the sum to write a first gradient over; see ``ShardedParameters.unwritten_gradient_of``."""
-        return self._sharded().unwritten_gradient_of(parameter)
+    def uninitialized_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the sum to write a first gradient over; see ``ShardedParameters.uninitialized_gradient_of``."""
+        return self._sharded().uninitialized_gradient_of(parameter)
 
     def added(self, parameter: torch.Tensor) -> None:
         """Note that a gradient has been added to its sum."""
@@ -334,14 +335,14 @@ class GradientSink:
             sharded.added(parameter)
 
     def hook(self, parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        """Return the hook that adds to a parameter's wide sum what arrives as ``grad``, and frees it."""
+        """Return the hook that adds what arrives as ``grad`` to a parameter's sum, and frees it."""
         return self._add
 
     def _add(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:  # else layers.linear adds it itself
-            first = self.unwritten(parameter)
+            first = self.uninitialized_of(parameter)
             if first is None:
-                self.total(parameter).add_(parameter.grad)
+                self.main_grad_of(parameter).add_(parameter.grad)
             else:
                 first.copy_(parameter.grad)
             parameter.grad = None

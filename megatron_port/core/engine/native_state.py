@@ -36,8 +36,9 @@ def shard_parameters(
     """
     by_unit = parameters_by_unit(chunks)
     settings = ShardSettings(
-        wide=torch.float64 if dtype == torch.float64 else torch.float32, split_state=config.layout.zero_stage > 0,
-        capacity=config.layout.reduce_bucket_size, reduce_dtype=REDUCE_DTYPES[config.precision.grad_reduce_dtype],
+        master_dtype=torch.float64 if dtype == torch.float64 else torch.float32,
+        split_state=config.layout.zero_stage > 0, capacity=config.layout.reduce_bucket_size,
+        reduce_dtype=REDUCE_DTYPES[config.precision.grad_reduce_dtype],
         shard_gradients=_shards_gradients(config, ctx),
     )
     shared = _shared(chunks)
@@ -96,9 +97,9 @@ def _shared(chunks: Sequence[Any]) -> list[nn.Parameter]:
 
 def state_pieces(sharded: ShardedParameters) -> Iterator[StatePiece]:
     """Yield the masters and the optimizer's state that this rank owns."""
-    sharded.settle_state()
+    sharded.wait_for_state()
     for piece in sharded.pieces:
-        if not piece.record.is_owned(sharded.ctx.mesh, sharded.ctx.rank, spread=sharded.spread):
+        if not piece.record.is_owned(sharded.ctx.mesh, sharded.ctx.rank, zero_dims=sharded.zero_dims):
             continue
         yield from logical_pieces(piece.record, WEIGHT, piece.master.detach(), piece.start)
         for kind in sharded.rule.state(piece.record):
@@ -124,11 +125,11 @@ def load_state(
 ) -> None:
     """Set masters, weights and optimizer state. Each rank reads its own slices, without communication."""
     sharded.wait()
-    sharded.settle_state()
+    sharded.wait_for_state()
     pieces: dict[tuple[str, tuple[int, ...]], list[StateShard]] = {}
-    for piece in (*sharded.pieces, *sharded.frozen_pieces):
+    for piece in (*sharded.pieces, *sharded.frozen_shards):
         pieces.setdefault(piece.record.place, []).append(piece)
-    scratch = ScratchBuffer(sharded.wide)
+    scratch = ScratchBuffer(sharded.master_dtype)
     for record, p in parameters:
         mine = pieces.get(record.place, [])
         whole = _place(sharded, p, mine, scratch)

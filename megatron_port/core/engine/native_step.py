@@ -217,7 +217,7 @@ class Norm:
         self, sharded: ShardedParameters, ctx: ParallelContext, update: Update, progress: ProgressTracker
     ) -> None:
         self.ctx, self.square_norm, self.progress = ctx, update.square_norm, progress
-        self.owned = owned_gradients(((p.record, p.gradient) for p in sharded.pieces), ctx, spread=sharded.spread)
+        self.owned = owned_gradients(((p.record, p.gradient) for p in sharded.pieces), ctx, zero_dims=sharded.zero_dims)
 
     def run(self, state: StepState) -> None:
         """Run the part."""

@@ -90,7 +90,7 @@ class HostUpdate(ABC):
         self._clip(self.pieces, factor)
         self._apply(values.host.lr)
         self._steps += 1
-        self.sharded.publish()
+        self.sharded.copy_masters_to_weights()
         return norm, veto
 
     def _decide(

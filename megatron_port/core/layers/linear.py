@@ -181,19 +181,18 @@ class WgradAccumulator:
     """Adds weight gradients to an engine's sums, at once or deferred; weights carry it as ``wgrad_accumulator``.
 
     ``main_grad_of(weight)`` returns the sum to add to, contiguous, of the weight's shape, in float32 or wider, when the
-    product runs. ``unwritten_of(weight)`` returns the same while it holds nothing: the first product of a step is then
-    written over it, and nobody has to clear it. ``on_added(weight)`` is called after each product added to it. While
-    ``deferred`` is a list, products are appended to it and computed later by :meth:`flush`: the weight part of a
+    product runs. ``uninitialized_of(weight)`` returns the same while it is uninitialized: the first product of a step
+    is then written over it, and nobody has to clear it. ``on_added(weight)`` is called after each product added to it.
+    While ``deferred`` is a list, products are appended to it and computed later by :meth:`flush`: the weight part of a
     backward pass split in two (zero-bubble pipelines, Qi et al., arXiv 2401.10241). ``add_rows(main_grad, tokens,
-    rows)`` adds the gradients of looked-up rows to a table's sum.
-    """
+    rows)`` adds the gradients of looked-up rows to a table's sum. """
 
     def __init__(
         self, on_added: Callable[[torch.Tensor], None], main_grad_of: Callable[[torch.Tensor], torch.Tensor],
-        unwritten_of: Callable[[torch.Tensor], torch.Tensor | None] = lambda weight: None,
+        uninitialized_of: Callable[[torch.Tensor], torch.Tensor | None] = lambda weight: None,
         add_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = torch_add_rows,
     ) -> None:
-        self.on_added, self.main_grad_of, self.unwritten_of = on_added, main_grad_of, unwritten_of
+        self.on_added, self.main_grad_of, self.uninitialized_of = on_added, main_grad_of, uninitialized_of
         self.add_rows = add_rows
         self.deferred: list[Callable[[], None]] | None = None
         self.computed = 0
@@ -219,11 +218,11 @@ class WgradAccumulator:
     def _compute(
         self, weight: torch.Tensor, add_to: Callable[..., None], overwrites: bool, *operands: Any, **settings: Any
     ) -> None:
-        unwritten = self.unwritten_of(weight) if overwrites else None
-        if unwritten is None:
+        uninitialized = self.uninitialized_of(weight) if overwrites else None
+        if uninitialized is None:
             add_to(_as_2d(self.main_grad_of(weight)), *operands, **settings)
         else:
-            add_to(_as_2d(unwritten), *operands, **settings, first=True)
+            add_to(_as_2d(uninitialized), *operands, **settings, first=True)
         self.computed += 1
         self.on_added(weight)
 

@@ -1,4 +1,4 @@
-"""Layout of a rank's parameters in flat buckets, and the part of them that each replica owns. Pure arithmetic.
+"""Layout of a rank's parameters in flat buckets and the shard of each that a replica owns; the memory of a bucket.
 
 A bucket is what one collective moves: parameters of one *unit* (embedding, layer, head), so that the weights of a unit
 can be gathered, and its gradients reduced, without those of another. Each tied parameter, and each that several units
@@ -17,7 +17,7 @@ from torch import nn
 
 from megatron_port.core.dist.collectives import all_gather_single
 from megatron_port.core.dist.groups import ParallelContext
-from megatron_port.core.dist.mesh import Factors, Mesh
+from megatron_port.core.dist.mesh import Mesh, MeshDims
 from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.optim.rules import ALIGN, OptimizerRule, StateKind
 
@@ -34,12 +34,12 @@ class BucketEntry:
 
 @dataclass(frozen=True)
 class PartialRange:
-    """Elements [start, stop) of a bucket whose gradients are still to be summed along ``factors``: tp under sequence
+    """Elements [start, stop) of a bucket whose gradients are still to be summed along ``dims``: tp under sequence
     parallelism, the copies of key/value heads."""
 
     start: int
     stop: int
-    factors: Factors
+    dims: MeshDims
 
 
 @dataclass(frozen=True)
@@ -50,21 +50,21 @@ class BucketPlan:
     numel: int
     unit: int = 0
     """Index of the unit whose parameters it holds; of a shared parameter, the first that uses it."""
-    first: Factors = frozenset()
-    """Factors of the first sum of its gradients."""
+    reduce_dims: MeshDims = frozenset()
+    """Mesh dimensions of the reduce-scatter of its gradients, or of the all-reduce where it is not sharded."""
     shards: int = 1
-    """Replicas along them that divide it."""
-    copies: Factors = frozenset()
-    """Replicas of the shards, over which all of it is still to be summed after the first sums."""
+    """Number of shards: ranks along ``reduce_dims``; 1 where each of them has all of it."""
+    copies: MeshDims = frozenset()
+    """Mesh dimensions along which each shard has copies, over which its gradients are all-reduced afterwards."""
     partial: tuple[PartialRange, ...] = ()
-    """Parts that are to be summed along the model's axes as well."""
+    """Ranges whose gradients are all-reduced along the model's axes as well."""
     tied: str | None = None
-    """Key of the stages that hold a copy, over which it is also to be summed (``ParallelContext.tied_group``)."""
-    late: bool = False
-    """Its gradients come all through a backward pass, as those of a parameter that several units use, or it is a table,
-    much larger than a layer's buckets: ZeRO stage 2 keeps a buffer for them."""
+    """Key of the stages that hold a copy, over which it is also all-reduced (``ParallelContext.tied_group``)."""
+    dedicated_buffer: bool = False
+    """ZeRO stage 2 keeps a gradient buffer for this bucket alone, in place of one of the pool: gradients arrive all
+    through a backward pass (several units use the parameter), or it is a table, much larger than a layer's buckets."""
     frozen: bool = False
-    """Nothing of it is trained: it has weights alone."""
+    """Nothing in it is trained: it has weights alone."""
 
 
 BucketParameter = tuple[int, ParameterRecord, int]
@@ -72,16 +72,16 @@ BucketParameter = tuple[int, ParameterRecord, int]
 
 
 def plan_buckets(
-    units: Sequence[Sequence[BucketParameter]], mesh: Mesh, *, first: Factors, split: bool, capacity: int,
+    units: Sequence[Sequence[BucketParameter]], mesh: Mesh, *, reduce_dims: MeshDims, split: bool, capacity: int,
     shared: Collection[int] = (), align: int = ALIGN,
 ) -> list[BucketPlan]:
     """Return buckets of at most ``capacity`` elements; a larger parameter has its own.
 
     Args:
         units: the parameters of each unit, in forward order, each parameter once.
-        first: factors of the first sum, of those along which a parameter has copies: experts that ranks divide have
-            fewer, and buckets of their own.
-        split: this sum leaves each replica along them its part.
+        reduce_dims: mesh dimensions of the reduce-scatter, of which a parameter takes those along which it has copies:
+            experts that ranks divide have fewer, and buckets of their own.
+        split: shard the buckets along them (ZeRO); else every replica keeps all.
         shared: indices of parameters that several units use.
         align: every parameter starts, and every part of a bucket ends, at a multiple.
     """
@@ -92,50 +92,50 @@ def plan_buckets(
         for entry in reversed(units[number]):
             index, record, _ = entry
             summed = record.reduces_over(mesh)
-            mine, beyond = summed & first, summed - first
-            copies = beyond & mesh.factors("dp_replicate")
+            mine, beyond = summed & reduce_dims, summed - reduce_dims
+            copies = beyond & mesh.dims("dp_replicate")
             if record.tied_key is not None or index in shared:
                 alone.append((sorted(beyond), entry))
             else:
                 key = tuple(sorted(copies)), tuple(sorted(mine))
                 together.setdefault(key, []).append((sorted(beyond), entry))
-        # What is partial lies together: at the end, in one range of each bucket for each set of factors.
+        # Partial gradients lie together, at the end of a bucket, in one range for each set of mesh dimensions.
         groups = [sorted(entries, key=lambda pair: pair[0]) for _, entries in sorted(together.items())]
         for entries in (*groups, *([one] for one in alone)):
-            factors = {entry[0]: frozenset(beyond) for beyond, entry in entries}
+            dims = {entry[0]: frozenset(beyond) for beyond, entry in entries}
             for slots, end in _filled([entry for _, entry in entries], capacity, align):
                 _, record, _ = entries[0][1]
-                summed = record.reduces_over(mesh) & first
+                summed = record.reduces_over(mesh) & reduce_dims
                 shards = mesh.size(summed) if split else 1
-                copies, partial = _further_sums(slots, factors, mesh)
+                copies, partial = _further_sums(slots, dims, mesh)
                 plans.append(BucketPlan(
                     slots, -(-end // (align * shards)) * align * shards, number, summed, shards, copies=copies,
                     partial=partial, tied=record.tied_key,
-                    late=record.tied_key is not None or slots[0].index in shared,
+                    dedicated_buffer=record.tied_key is not None or slots[0].index in shared,
                 ))
     return plans
 
 
 def _further_sums(
-    slots: Sequence[BucketEntry], beyond: Mapping[int, Factors], mesh: Mesh
-) -> tuple[Factors, tuple[PartialRange, ...]]:
-    """Return the replicas over which a bucket is summed after the first sums, and the parts of it that are summed along
-    the model's axes; ``beyond``: factors of further sums by parameter."""
-    replicas = mesh.factors("dp_replicate")
+    slots: Sequence[BucketEntry], beyond: Mapping[int, MeshDims], mesh: Mesh
+) -> tuple[MeshDims, tuple[PartialRange, ...]]:
+    """Return over what a bucket's gradients are all-reduced after the reduce-scatter: the mesh dimensions of the
+    shards' copies, and ranges along the model's axes. ``beyond``: the dimensions left, by parameter."""
+    replicas = mesh.dims("dp_replicate")
     ranges: list[PartialRange] = []
     for slot in slots:
-        factors, start = beyond[slot.index] - replicas, slot.start
-        if ranges and ranges[-1].factors == factors:
+        dims, start = beyond[slot.index] - replicas, slot.start
+        if ranges and ranges[-1].dims == dims:
             start = ranges.pop().start
-        if factors:
-            ranges.append(PartialRange(start, slot.start + slot.numel, factors))
+        if dims:
+            ranges.append(PartialRange(start, slot.start + slot.numel, dims))
     return beyond[slots[0].index] & replicas, tuple(ranges)
 
 
 def _filled(
     parameters: Sequence[BucketParameter], capacity: int, align: int
 ) -> Iterator[tuple[tuple[BucketEntry, ...], int]]:
-    """The entries of one bucket after another, and the elements that they take."""
+    """Yield the entries of each bucket, and the elements that they take."""
     slots: list[BucketEntry] = []
     end = 0
     for index, _, numel in parameters:
@@ -150,7 +150,7 @@ def _filled(
 
 @dataclass(frozen=True)
 class ShardRange:
-    """The part of a parameter that a shard holds: elements [start, start + numel) of its flattened local tensor,
+    """Range of a parameter that a shard holds: elements [start, start + numel) of its flattened local tensor, which lie
     from ``at`` on in the bucket."""
 
     index: int
@@ -160,7 +160,7 @@ class ShardRange:
 
 
 def shard_ranges(plan: BucketPlan, *, shard: int) -> list[ShardRange]:
-    """Return the parameter ranges of shard ``shard`` of a bucket, in order."""
+    """Return the parameters' ranges in shard ``shard`` of a bucket, in order."""
     size = plan.numel // plan.shards
     first, last = shard * size, (shard + 1) * size
     out = []
@@ -174,7 +174,7 @@ def shard_ranges(plan: BucketPlan, *, shard: int) -> list[ShardRange]:
 # Memory for gradients that live only until they are reduced (ZeRO stage 2).
 
 USUAL = 2
-"""Buffers: in a backward pass one bucket fills up while the one before is being reduced."""
+"""Buffers of the pool: one bucket fills up while the one before it is being reduced."""
 
 
 class GradBufferPool:
@@ -187,8 +187,8 @@ class GradBufferPool:
         """Buffers that exist."""
 
     def acquire(self, numel: int, free: Callable[[], bool]) -> torch.Tensor:
-        """Return a buffer of ``numel`` elements, whatever they hold. With ``USUAL`` buffers lent out, ``free()`` is
-        called until one has been released; if it returns false, one more is allocated."""
+        """Return an uninitialized buffer of ``numel`` elements. With ``USUAL`` buffers lent out, ``free()`` is called
+        until one has been released; if it returns false, one more is allocated."""
         while not self._free and self.made >= USUAL and free():
             pass
         if not self._free:
@@ -207,18 +207,18 @@ class GradBufferPool:
             self.made -= 1
 
 
-# Counting of the gradients added to each bucket, to find when it is full.
+# Counting of the gradients added to each bucket: a bucket that has all of them can be reduced.
 
 class GradReadyTracker:
-    """Tracker of buckets that fill up together, in one round after another.
+    """Finds the buckets whose gradients are complete; a round is one step, or under ZeRO stage 2 one backward pass.
 
-    Each use of a parameter adds to its gradient once. The first round counts the uses in one pass, so none of its
-    buckets is full before it ends. From then on a bucket is full as soon as each of its parameters has received that
-    count times the number of passes in the round. Buckets are reported as full in their given order only: the order is
-    then the same on all replicas, whatever the order in which gradients arrive.
+    Each use of a parameter adds to its gradient once. The first round counts the uses in one pass, so no bucket is
+    complete before the round ends. From then on a bucket is complete when each of its parameters has received that
+    count times the number of passes in the round. Buckets are reported in their given order only: replicas then start
+    their collectives in one order, whatever the order in which gradients arrive.
 
     Args:
-        buckets: (number, its parameters' indices), in the order in which they are to be full.
+        buckets: (number, its parameters' indices), in the order in which they are reported.
         name: of a parameter, for messages.
     """
 
@@ -235,7 +235,7 @@ class GradReadyTracker:
         self._missing: list[int] = []
 
     def begin(self, passes: int, *, early: bool) -> None:
-        """Begin a round of so many passes. ``early``: buckets may be full before its end."""
+        """Begin a round of ``passes`` passes. ``early``: report buckets before its end."""
         self._passes, self._next = passes, 0
         self._seen = dict.fromkeys(self._place, 0)
         self._early = early and self._uses is not None
@@ -243,10 +243,10 @@ class GradReadyTracker:
             self._missing = [sum(self._uses[i] > 0 for i in indices) for indices in self._indices]
 
     def added(self, index: int) -> list[int]:
-        """Count a gradient added to a parameter; return the numbers of the buckets that are full now.
+        """Count a gradient added to a parameter; return the numbers of the buckets that are complete now.
 
         Raises:
-            RuntimeError: it comes after the bucket may have been full; it would be lost.
+            RuntimeError: the gradient comes after its bucket was reported and may have been reduced; it would be lost.
         """
         self._seen[index] += 1
         if not self._early:
@@ -268,7 +268,7 @@ class GradReadyTracker:
         return out
 
     def rest(self) -> list[int]:
-        """End the round; return the numbers of the buckets that have not been full in it."""
+        """End the round; return the numbers of the buckets that it has not reported."""
         if self._uses is None:
             self._uses = {index: n // self._passes for index, n in self._seen.items()}
         out, self._next = self.numbers[self._next :], len(self.numbers)
@@ -277,9 +277,9 @@ class GradReadyTracker:
 
 # The memory of one bucket: weights, gradients, masters and optimizer state, each a flat tensor, and views of them.
 
-Recorded = tuple[ParameterRecord, nn.Parameter]
+RecordedParameter = tuple[ParameterRecord, nn.Parameter]
 UNCLEARED = 1 << 8
-"""Elements from which the sum of a matrix's gradient is not cleared: its first gradient is written over it."""
+"""Matrices of at least this many elements: a step does not clear their gradients, it writes the first one over them."""
 
 
 # Where the optimizer's state of a bucket lies: one flat tensor for each kind, and the range of each parameter in it.
@@ -308,7 +308,7 @@ class StateRange:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Flat tensor of one kind: ``numel`` elements, and the ranges in it, in the order of the bucket."""
+    """Layout of one kind of state in a flat tensor of ``numel`` elements: its ranges, in the order of the bucket."""
 
     kind: StateKind
     numel: int
@@ -329,7 +329,7 @@ def state_layouts(
     for kind in dict.fromkeys(kind for each in kinds.values() for kind in each):
         for slot in plan.slots:
             if kind in kinds[slot.index]:
-                kind.place(records[slot.index])  # refuses what it cannot hold, alike on every shard
+                kind.place(records[slot.index])  # raises for a block that would be cut, alike on every shard
         if kind.divided:
             having = [f for f in owned if kind in kinds[f.index]]
             everywhere = all(kind in each for each in kinds.values())
@@ -341,7 +341,7 @@ def state_layouts(
 
 
 def _aligned(plan: BucketPlan, shard: int, kind: StateKind, owned: Sequence[ShardRange]) -> StateLayout:
-    """The layout of the masters, padding included."""
+    """Return the layout of state that lies as the masters do, padding included."""
     size, b = plan.numel // plan.shards, kind.block
     ranges = [StateRange(f.index, f.start // b, -(-f.numel // b), (f.at - shard * size) // b) for f in owned]
     return StateLayout(kind, size // b, tuple(ranges))
@@ -367,7 +367,7 @@ def _whole(kind: StateKind, indices: Sequence[int], records: Sequence[ParameterR
 
 @dataclass(frozen=True)
 class StateShard:
-    """Range of one parameter that this rank owns; its tensors are 1-D views of equal length."""
+    """Range of one parameter that this rank owns and updates; its tensors are 1-D views of equal length."""
 
     record: ParameterRecord
     start: int
@@ -375,16 +375,16 @@ class StateShard:
     weight: torch.Tensor
     """In the model's dtype."""
     master: torch.Tensor
-    """fp32 or wider; the same memory as ``weight`` where that is as wide."""
+    """fp32 or wider; the same memory as ``weight`` where that has this dtype."""
     gradient: torch.Tensor
-    """fp32 or wider: the sum over micro-batches and replicas, once ``finish`` has returned; empty where frozen."""
+    """fp32 or wider: the sum over micro-batches and replicas after ``ShardedParameters.finish``; empty where frozen."""
     state: Mapping[str, torch.Tensor]
-    """The optimizer rule's tensors of this range, by kind: of its elements, and of its blocks."""
+    """The optimizer rule's tensors of this range, by kind: one value per element, or per block."""
 
 
 @dataclass(frozen=True)
 class ReducedState:
-    """State of a parameter's rows or columns, which every rank of its bucket holds whole."""
+    """State of a parameter's rows or columns (Adafactor), which ZeRO does not shard."""
 
     record: ParameterRecord
     """Record of the parameter."""
@@ -394,32 +394,32 @@ class ReducedState:
 
 
 def clear(views: list[torch.Tensor]) -> None:
-    """Make tensors of one device zero, in few launches."""
+    """Zero tensors of one device, in few launches."""
     if views:
         torch._foreach_zero_(views)
 
 
 class BucketMemory:
-    """Where a bucket's weights, masters and state lie: on the device, this rank's part of the weights within the whole.
-    """
+    """Allocation of a bucket's weights, masters and state; this one has all on the device, the shard of the weights a
+    view of all weights. ``ext.memory.held`` has others."""
 
     def weights(self, plan: BucketPlan, like: torch.Tensor) -> torch.Tensor:
-        """Return memory for all weights, as wide as ``like`` and on its device."""
+        """Return memory for all weights, in the dtype and on the device of ``like``."""
         return torch.zeros(plan.numel, dtype=like.dtype, device=like.device)
 
-    def part(self, plan: BucketPlan, weights: torch.Tensor, own: slice) -> torch.Tensor:
-        """Return this rank's part of the weights, which have their values, where it lasts."""
-        return weights[own]
+    def part(self, plan: BucketPlan, weights: torch.Tensor, shard_slice: slice) -> torch.Tensor:
+        """Return the persistent memory of this rank's shard; ``weights`` have their values already."""
+        return weights[shard_slice]
 
     def state(
-        self, part: torch.Tensor, layouts: Sequence[StateLayout], wide: torch.dtype
+        self, part: torch.Tensor, layouts: Sequence[StateLayout], master_dtype: torch.dtype
     ) -> tuple[torch.Tensor, dict[StateKind, torch.Tensor]]:
-        """Return the masters of this rank's part, the weights themselves where those are as wide, and the rule's flat
-        tensors: zeros."""
-        masters = part if part.dtype == wide else torch.zeros_like(part, dtype=wide)
+        """Return the masters of this rank's shard (the weights themselves where those have ``master_dtype``) and the
+        rule's flat tensors: zeros."""
+        masters = part if part.dtype == master_dtype else torch.zeros_like(part, dtype=master_dtype)
         # The rule's state lies flat too, so that all of it can be hashed with a few kernels a bucket.
         return masters, {
-            layout.kind: torch.zeros(layout.numel, dtype=layout.kind.dtype or wide, device=masters.device)
+            layout.kind: torch.zeros(layout.numel, dtype=layout.kind.dtype or master_dtype, device=masters.device)
             for layout in layouts
         }
 
@@ -427,84 +427,84 @@ class BucketMemory:
 class Bucket:
     """Memory of one bucket and the collectives in flight on it.
 
-    ``weights``: all of them; ``shard``: this rank's part. The one is part of the other, unless ``memory`` has the
-    weights whole only now and then.
+    ``weights``: all of them; ``shard``: this rank's. The shard is a view of the weights, unless ``memory`` gathers them
+    only while they are used (ZeRO stage 3).
 
-    ``gradients``: of all its parameters; ``sums``: this rank's part. With ``lasting`` the one is part of the other;
-    else there are gradients only while they are in a buffer, ``grad_buffer`` or, where that is None, one of the pool's:
-    those of tables and of what several units share have their own.
+    ``gradients``: of all its parameters; ``sums``: this rank's shard of them, reduced. With ``persistent`` the sums are
+    a view of the gradients; else (ZeRO stage 2) gradients exist only while a buffer holds them: ``grad_buffer``, where
+    the plan asks for a dedicated one, or one of the pool's.
 
-    ``unwritten``: parameters whose gradients hold nothing yet, by index: neither a sum nor zeros.
+    ``uninitialized``: parameters whose gradients hold neither a sum nor zeros yet, by index.
     """
 
     def __init__(
-        self, plan: BucketPlan, parameters: Sequence[Recorded], wide: torch.dtype, ctx: ParallelContext, *,
-        lasting: bool, state: Sequence[StateLayout], memory: BucketMemory,
+        self, plan: BucketPlan, parameters: Sequence[RecordedParameter], master_dtype: torch.dtype,
+        ctx: ParallelContext, *, persistent: bool, state: Sequence[StateLayout], memory: BucketMemory,
     ) -> None:
         first = parameters[plan.slots[0].index][1]
-        self.plan, self.shards, self.lasting = plan, plan.shards, lasting
-        self.group = ctx.along(plan.first)
-        """Ranks of the first sum, among which the bucket is divided if it is; None: this rank alone."""
+        self.plan, self.shards, self.persistent = plan, plan.shards, persistent
+        self.group = ctx.along(plan.reduce_dims)
+        """Ranks that gradients are reduced over, and a sharded bucket is sharded over; None: this rank alone."""
         self.gather_group = self.group if plan.shards > 1 else None
-        """Ranks that hold the parts; None: this rank holds all of it."""
-        self.index = ctx.mesh.index(ctx.rank, plan.first) if plan.shards > 1 else 0
-        """Number of this rank's part."""
+        """Ranks that hold the shards; None: this rank holds all of it."""
+        self.index = ctx.mesh.index(ctx.rank, plan.reduce_dims) if plan.shards > 1 else 0
+        """Number of this rank's shard."""
         self.weights = memory.weights(plan, first)
         size = plan.numel // plan.shards
-        self.own = slice(self.index * size, (self.index + 1) * size)
+        self.shard_slice = slice(self.index * size, (self.index + 1) * size)
         self.gradients: torch.Tensor | None = None
         if plan.frozen:
-            self.sums = torch.empty(0, dtype=wide, device=first.device)
-        elif lasting:
-            self.gradients = torch.zeros(plan.numel, dtype=wide, device=first.device)
-            self.sums = self.gradients[self.own]
+            self.sums = torch.empty(0, dtype=master_dtype, device=first.device)
+        elif persistent:
+            self.gradients = torch.zeros(plan.numel, dtype=master_dtype, device=first.device)
+            self.sums = self.gradients[self.shard_slice]
         else:
-            self.sums = torch.zeros(size, dtype=wide, device=first.device)
+            self.sums = torch.zeros(size, dtype=master_dtype, device=first.device)
         self.grad_buffer: torch.Tensor | None = None
-        if not lasting and plan.late and not plan.frozen:
-            self.grad_buffer = torch.empty(plan.numel, dtype=wide, device=first.device)
+        if not persistent and plan.dedicated_buffer and not plan.frozen:
+            self.grad_buffer = torch.empty(plan.numel, dtype=master_dtype, device=first.device)
         for slot in plan.slots:
             p = parameters[slot.index][1]
             span = slice(slot.start, slot.start + slot.numel)
             if p.untyped_storage().nbytes():  # else it was built without memory
                 self.weights[span].copy_(p.detach().reshape(-1))
             p.data = self.weights[span].view(p.shape)
-        self.shard = self.masters = memory.part(plan, self.weights, self.own)
+        self.shard = self.masters = memory.part(plan, self.weights, self.shard_slice)
         self.layouts = {layout.kind: layout for layout in state}
         self.state: dict[StateKind, torch.Tensor] = {}
         """The rule's flat tensors, each as its layout says."""
         if not plan.frozen:
-            self.masters, self.state = memory.state(self.shard, state, wide)
+            self.masters, self.state = memory.state(self.shard, state, master_dtype)
         self.reducing: dist.Work | None = None
-        self.narrow: torch.Tensor | None = None
+        self.reduce_buffer: torch.Tensor | None = None
         self.gathering: dist.Work | None = None
         self.summed = False
-        """Whether ``sums``, where they are memory of their own, hold what has been reduced in this step."""
-        self.unwritten: dict[int, BucketEntry] = {}
+        """Whether something has been added to ``sums`` in this step, where these are no view of the gradients."""
+        self.uninitialized: dict[int, BucketEntry] = {}
         self._large = [s for s in plan.slots if s.numel >= UNCLEARED and parameters[s.index][1].dim() > 1]
 
     def begin(self) -> list[torch.Tensor]:
-        """Begin a step's sums; return as :meth:`forget` does."""
+        """Begin a step; return the views to clear, as :meth:`forget` does."""
         self.summed = False
         return [] if self.gradients is None else self.forget()
 
     def forget(self) -> list[torch.Tensor]:
-        """Make ``gradients`` those of a new step. Return the views of them that the caller has to clear: all but the
-        large ones, which are ``unwritten``."""
+        """Discard the values of ``gradients``. Return the views of them that the caller has to clear: all but the large
+        ones, which become ``uninitialized``."""
         assert self.gradients is not None
-        self.unwritten = {slot.index: slot for slot in self._large}
+        self.uninitialized = {slot.index: slot for slot in self._large}
         ends = [0, *(at for slot in self._large for at in (slot.start, slot.start + slot.numel)), self.plan.numel]
         return [self.gradients[a:b] for a, b in zip(ends[::2], ends[1::2]) if a < b]
 
     def close(self) -> None:
-        """Clear what nothing has been written to: gradients are complete."""
-        for slot in self.unwritten.values():
+        """Clear what is still uninitialized, before the bucket is reduced."""
+        for slot in self.uninitialized.values():
             assert self.gradients is not None
             self.gradients[slot.start : slot.start + slot.numel].zero_()
-        self.unwritten = {}
+        self.uninitialized = {}
 
     def add_reduced(self, reduced: torch.Tensor) -> None:
-        """Add this rank's part of reduced gradients to sums that are memory of their own; a step's first is copied."""
+        """Add this rank's shard of reduced gradients to sums that are no view of them; a step's first is copied."""
         if self.summed:
             self.sums.add_(reduced)
         else:
@@ -512,16 +512,16 @@ class Bucket:
         self.summed = True
 
     def end(self) -> None:
-        """End a step's sums: those that nothing was added to are zero."""
-        if not (self.lasting or self.summed):
+        """End a step: clear sums that nothing was added to."""
+        if not (self.persistent or self.summed):
             self.sums.zero_()
 
 
 @torch.no_grad()
 def whole_gradients(
-    buckets: Sequence[Bucket], parameters: Sequence[Recorded]
+    buckets: Sequence[Bucket], parameters: Sequence[RecordedParameter]
 ) -> list[tuple[ParameterRecord, torch.Tensor]]:
-    """Return the gradients of buckets whose sums are final, gathered where they are divided. Collective."""
+    """Return the full gradients of buckets whose sums are final, gathered from the shards. Collective."""
     out: dict[int, torch.Tensor] = {}
     for bucket in buckets:
         flat = bucket.sums

@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from megatron_port.core.config.schema import OptimizerConfig, PrecisionConfig
 from megatron_port.core.dist.groups import ParallelContext
-from megatron_port.core.dist.mesh import Factors
+from megatron_port.core.dist.mesh import MeshDims
 from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.errors import NumericsError
 from megatron_port.core.optim.rules import StepValues
 
-RecordedGrad = tuple[ParameterRecord, torch.Tensor]
+RecordedGradient = tuple[ParameterRecord, torch.Tensor]
 
 
 def all_reduce_flat(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
@@ -33,15 +33,15 @@ def all_reduce_flat(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> No
 
 
 def owned_gradients(
-    grads: Iterable[RecordedGrad], ctx: ParallelContext, *, spread: Factors = frozenset()
+    grads: Iterable[RecordedGradient], ctx: ParallelContext, *, zero_dims: MeshDims = frozenset()
 ) -> list[torch.Tensor]:
     """Return the gradients of which this rank owns the parameter (``ParameterRecord.is_owned``).
 
     Those of all ranks hold each logical element once; of padding the gradient is zero.
 
-    ``spread``: factors along which each rank gives its own pieces of the gradients (ZeRO).
+    ``zero_dims``: mesh dimensions along which each rank gives its shard of the gradients (ZeRO).
     """
-    return [g.detach() for record, g in grads if record.is_owned(ctx.mesh, ctx.rank, spread=spread)]
+    return [g.detach() for record, g in grads if record.is_owned(ctx.mesh, ctx.rank, zero_dims=zero_dims)]
 
 
 def global_square_norm(

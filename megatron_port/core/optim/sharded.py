@@ -1,16 +1,16 @@
-"""Weights and gradients in flat buckets: gradients are reduced to shards during the backward passes, weights gathered
-during the next forward pass (ZeRO stages 0 to 2, Rajbhandari et al., arXiv 1910.02054).
+"""Weights and gradients in flat buckets: gradients are reduce-scattered during the backward passes, weights
+all-gathered during the next forward pass (ZeRO stages 0 to 2, Rajbhandari et al., arXiv 1910.02054).
 
 A step moves, for each parameter of a rank, one reduce-scatter of its gradient (fp32, or ``reduce_dtype``) and one
 all-gather of its weight, in its own dtype: the least there is. Buffers are made once. With one shard (stage 0, or one
 replica) the same code all-reduces, or moves nothing.
 
-Stage 1 reduces a bucket when it has had the gradients of all the step's micro-batches (``buckets.GradReadyTracker``).
+Stage 1 reduces a bucket when it has the gradients of all the step's micro-batches (``buckets.GradReadyTracker``).
 Stage 2 (``shard_gradients``) keeps sums of this rank's shard only: a bucket's gradients live in a buffer of a pool
 (``buckets.GradBufferPool``) while one backward pass of its chunk fills it, are reduced, and added to the shard. That is
 one reduce-scatter per micro-batch, and less memory: 4 bytes per parameter become 4 / dp and two buffers.
 
-What a run holds elsewhere (stage 3, offload) derives from :class:`ShardedParameters` (``memory.held``).
+Stage 3 and offload derive from :class:`ShardedParameters` (``ext.memory.held``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import nn
 from megatron_port.core.dist.collectives import all_gather_single, reduce_scatter_single
 from megatron_port.core.dist.device_streams import COMPUTE, access, in_flight
 from megatron_port.core.dist.groups import ParallelContext
-from megatron_port.core.dist.mesh import REPLICAS, SHARDED, Factors
+from megatron_port.core.dist.mesh import REPLICAS, SHARDED, MeshDims
 from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.optim.buckets import (
     Bucket,
@@ -35,7 +35,7 @@ from megatron_port.core.optim.buckets import (
     BucketPlan,
     GradBufferPool,
     GradReadyTracker,
-    Recorded,
+    RecordedParameter,
     ReducedState,
     ShardRange,
     StateLayout,
@@ -56,24 +56,24 @@ from megatron_port.core.pipeline.schedules import Action
 class ShardSettings:
     """How a rank's parameters are sharded over replicas."""
 
-    wide: torch.dtype
-    """Dtype of masters and gradient sums."""
+    master_dtype: torch.dtype
+    """Dtype of masters and of gradient sums: fp32, or fp64 in an fp64 run."""
     split_state: bool
-    """Masters and optimizer state are split over the ranks of ``dp_shard``; else each replica has all."""
+    """Shard masters and optimizer state over ``mesh.SHARDED`` (stages 1 to 3); else each replica has all."""
     capacity: int
-    """Elements of a bucket."""
+    """Elements of a bucket, at most."""
     reduce_dtype: torch.dtype | None = None
-    """Dtype of gradients between replicas; None: ``wide``."""
+    """Dtype of gradients between replicas; None: ``master_dtype``."""
     shard_gradients: bool = False
-    """Stage 2; for schedules whose backward passes are whole (not split in two)."""
+    """Stage 2; for schedules that do not split backward passes in two."""
 
 
 class ShardedParameters:
     """Parameters of one rank, in buckets.
 
     Args:
-        chunks: the recorded parameters of each unit of each chunk, in forward order, each parameter once.
-        rule: of the update, which says what state each parameter has.
+        chunks: parameters with their records, by unit of each chunk, in forward order, each parameter once.
+        rule: the optimizer's, which says what state each parameter has.
         shared: parameters that several units use.
     """
 
@@ -81,35 +81,36 @@ class ShardedParameters:
     """The part of a step that makes the update, by name (``registry.STEP_PARTS``); empty: the rule's own."""
 
     def __init__(
-        self, chunks: Sequence[Sequence[Sequence[Recorded]]], ctx: ParallelContext, settings: ShardSettings, *,
+        self, chunks: Sequence[Sequence[Sequence[RecordedParameter]]], ctx: ParallelContext, settings: ShardSettings, *,
         rule: OptimizerRule = ADAMW, shared: Collection[torch.Tensor] = (),
     ) -> None:
-        self.ctx, self.wide, self.rule = ctx, settings.wide, rule
-        self.spread = ctx.mesh.factors(*SHARDED) if settings.split_state else frozenset()
-        self.shards = ctx.mesh.size(self.spread)
-        self.reduce_dtype = settings.reduce_dtype or settings.wide
+        self.ctx, self.master_dtype, self.rule = ctx, settings.master_dtype, rule
+        self.zero_dims = ctx.mesh.dims(*SHARDED) if settings.split_state else frozenset()
+        self.shards = ctx.mesh.size(self.zero_dims)
+        self.reduce_dtype = settings.reduce_dtype or settings.master_dtype
         self.shard_gradients = settings.shard_gradients and self.shards > 1
         self.parameters = [pair for chunk in chunks for unit in chunk for pair in unit]
         self._index = {id(p): i for i, (_, p) in enumerate(self.parameters)}
-        first = self.spread or ctx.mesh.factors(*REPLICAS)
-        self.replicas = ctx.along(first)
-        """Those of dense layers; the copies of experts are some of them (``Bucket.group``)."""
-        trained, frozen = self._plans(chunks, first, {self._index[id(p)] for p in shared}, settings.capacity)
+        reduce_dims = self.zero_dims or ctx.mesh.dims(*REPLICAS)
+        self.replicas = ctx.along(reduce_dims)
+        """Replicas of dense layers; the copies of experts are some of them (``Bucket.group``)."""
+        trained, frozen = self._plans(chunks, reduce_dims, {self._index[id(p)] for p in shared}, settings.capacity)
         self._make_buckets(trained, frozen)
         self._make_shards()
         self.watch = StateWatch(ctx.device)
-        """Looks at gradients and weights on their way."""
+        """Checks gradients and state; the base class is a no-op."""
         self._make_rounds(trained, [c for c, chunk in enumerate(chunks) for unit in chunk for _ in unit])
         self._hold = self._deferred = False
         self._open: list[Bucket] = []
         self._reducing: deque[Bucket] = deque()
         self.grad_buffer_pool: GradBufferPool | None = None
         if self.shard_gradients:
-            size = max((plan.numel for plan in trained if not plan.late and plan.shards > 1), default=0)
-            self.grad_buffer_pool = GradBufferPool(size, self.wide, self.buckets[0].weights.device)
+            size = max((plan.numel for plan in trained if not plan.dedicated_buffer and plan.shards > 1), default=0)
+            self.grad_buffer_pool = GradBufferPool(size, self.master_dtype, self.buckets[0].weights.device)
 
     def _plans(
-        self, chunks: Sequence[Sequence[Sequence[Recorded]]], first: Factors, shared: set[int], capacity: int
+        self, chunks: Sequence[Sequence[Sequence[RecordedParameter]]], reduce_dims: MeshDims, shared: set[int],
+        capacity: int,
     ) -> tuple[list[BucketPlan], list[BucketPlan]]:
         """Plan the buckets of trained and of frozen parameters; ``shared``: numbers of those that several units use."""
         units = [
@@ -118,14 +119,15 @@ class ShardedParameters:
         trained, frozen = (
             plan_buckets(
                 [[entry for entry in unit if entry[1].trainable is trainable] for unit in units], self.ctx.mesh,
-                first=first, split=bool(self.spread), capacity=capacity, shared=shared, align=self.rule.alignment,
+                reduce_dims=reduce_dims, split=bool(self.zero_dims), capacity=capacity, shared=shared,
+                align=self.rule.alignment,
             )
             for trainable in (True, False)
         )
         return list(trained), [replace(plan, frozen=True) for plan in frozen]
 
     def _memory(self, trained: Sequence[BucketPlan], frozen: Sequence[BucketPlan]) -> Sequence[BucketMemory]:
-        """Return where the tensors of each bucket lie."""
+        """Return the allocation of each bucket's tensors."""
         return [BucketMemory()] * (len(trained) + len(frozen))
 
     def _make_buckets(self, trained: Sequence[BucketPlan], frozen: Sequence[BucketPlan]) -> None:
@@ -133,37 +135,37 @@ class ShardedParameters:
         plans, ctx = [*trained, *frozen], self.ctx
         self.buckets = [
             Bucket(
-                plan, self.parameters, self.wide, ctx, lasting=not (self.shard_gradients and plan.shards > 1),
-                state=self._layouts(plan), memory=memory,
+                plan, self.parameters, self.master_dtype, ctx, state=self._layouts(plan), memory=memory,
+                persistent=not (self.shard_gradients and plan.shards > 1),
             )
             for plan, memory in zip(plans, self._memory(trained, frozen))
         ]
         self.trained, self.frozen = self.buckets[: len(trained)], self.buckets[len(trained) :]
-        """Those of the buckets that updates change, and those of weights that stay as they are."""
+        """Buckets that updates change, and buckets of frozen weights."""
         self._tied = sorted((bucket for bucket in self.trained if ctx.tied_group(bucket.plan.tied) is not None),
                             key=lambda b: self.parameters[b.plan.slots[0].index][0].place)
         self._slot_of = {slot.index: (b, slot) for b, plan in enumerate(plans) for slot in plan.slots}
         self._bucket_of = {index: self.buckets[number] for index, (number, _) in self._slot_of.items()}
 
     def _make_shards(self) -> None:
-        """Make the views of what this rank owns, and of the gradients that last."""
-        self._lasting = {
+        """Make the views of this rank's shards, and of persistent gradients."""
+        self._persistent = {
             id(p): flat[slot.start : slot.start + slot.numel].view(p.shape)
             for bucket in self.buckets if (flat := bucket.gradients) is not None
             for slot in bucket.plan.slots for p in [self.parameters[slot.index][1]]
         }
-        """By parameter: where its gradients are added up, if that lasts."""
+        """By parameter: its view of the persistent gradients, if it has one."""
         owned = [(bucket, f) for bucket in self.buckets for f in shard_ranges(bucket.plan, shard=bucket.index)]
         self.pieces = [self._shard(bucket, f) for bucket, f in owned if not bucket.plan.frozen]
-        self.owners = [bucket for bucket, _ in owned if not bucket.plan.frozen]  # of the pieces
-        self.frozen_pieces = [self._frozen_shard(bucket, f) for bucket, f in owned if bucket.plan.frozen]
-        """Weights alone, which are their own masters."""
+        self.shard_buckets = [bucket for bucket, _ in owned if not bucket.plan.frozen]  # by piece
+        self.frozen_shards = [self._frozen_shard(bucket, f) for bucket, f in owned if bucket.plan.frozen]
+        """Shards of frozen weights, which are their own masters."""
         self.reduced = [one for bucket in self.trained for one in self._reduced(bucket)]
-        """State of rows and columns of all parameters of this rank's buckets."""
+        """State of rows and columns of the parameters of this rank's buckets."""
 
     def _make_rounds(self, trained: Sequence[BucketPlan], chunk_of: Sequence[int]) -> None:
-        """Group buckets by when they are reduced: stage 1 has one round a step, of every bucket; stage 2 one a backward
-        pass, of its chunk's buckets. ``chunk_of``: each parameter's."""
+        """Group buckets into rounds: stage 1 has one round per step, of all buckets; stage 2 one per backward pass, of
+        its chunk's buckets. ``chunk_of``: each parameter's chunk."""
         groups: dict[int, list[tuple[int, list[int]]]] = {}
         for b, plan in enumerate(trained):
             c = chunk_of[plan.slots[0].index] if self.shard_gradients else 0
@@ -173,10 +175,10 @@ class ShardedParameters:
         self._round_of = [self._rounds[c if self.shard_gradients else 0] for c in chunk_of]
 
     def _layouts(self, plan: BucketPlan) -> list[StateLayout]:
-        """Where the state of a bucket's parameters lies on this rank."""
+        """Return the layouts of the optimizer state of this rank's shard of a bucket."""
         if plan.frozen:
             return []
-        shard = self.ctx.mesh.index(self.ctx.rank, plan.first) if plan.shards > 1 else 0
+        shard = self.ctx.mesh.index(self.ctx.rank, plan.reduce_dims) if plan.shards > 1 else 0
         return state_layouts(plan, shard, [record for record, _ in self.parameters], self.rule)
 
     def _reduced(self, bucket: Bucket) -> Iterator[ReducedState]:
@@ -186,16 +188,16 @@ class ShardedParameters:
                 yield ReducedState(record, kind, bucket.state[kind][r.span].view(kind.place(record).local_shape))
 
     def _shard(self, bucket: Bucket, f: ShardRange) -> StateShard:
-        own = slice(f.at - bucket.own.start, f.at - bucket.own.start + f.numel)
+        local = slice(f.at - bucket.shard_slice.start, f.at - bucket.shard_slice.start + f.numel)
         record = self.parameters[f.index][0]
         state = {
             kind.name: bucket.state[kind][r.span] for kind in self.rule.state(record) if kind.divided
             for r in bucket.layouts[kind].ranges if r.index == f.index
         }
-        return StateShard(record, f.start, bucket.shard[own], bucket.masters[own], bucket.sums[own], state)
+        return StateShard(record, f.start, bucket.shard[local], bucket.masters[local], bucket.sums[local], state)
 
     def _frozen_shard(self, bucket: Bucket, f: ShardRange) -> StateShard:
-        weight = bucket.shard[f.at - bucket.own.start : f.at - bucket.own.start + f.numel]
+        weight = bucket.shard[f.at - bucket.shard_slice.start : f.at - bucket.shard_slice.start + f.numel]
         return StateShard(self.parameters[f.index][0], f.start, weight, weight, bucket.sums, {})
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -206,8 +208,8 @@ class ShardedParameters:
         return True
 
     def permanent(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return a parameter's memory, if that lasts and is as wide as the masters."""
-        return parameter.detach() if parameter.dtype == self.wide else None
+        """Return a parameter's memory if it is persistent and in the masters' dtype; else None."""
+        return parameter.detach() if parameter.dtype == self.master_dtype else None
 
     def set_weight(self, parameter: torch.Tensor, value: torch.Tensor, pieces: Sequence[StateShard]) -> None:
         """Set a parameter, of which this rank owns ``pieces``, to a value of its shape."""
@@ -218,15 +220,15 @@ class ShardedParameters:
         """Note that weights, masters and state were set from outside. ``on_final``: changes the final gradients of a
         bucket whose state is not on the device."""
 
-    def settle_state(self) -> None:
+    def wait_for_state(self) -> None:
         """Wait until masters and state may be read where they live."""
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def begin(self, micro_batches: int, *, early: bool) -> None:
-        """Clear the gradients of a step. ``early``: reduce buckets as they fill up; else all at the end, for which
-        stage 2 needs, this once, as much memory as stage 1."""
+        """Clear the gradients of a step. ``early``: reduce buckets as they become complete; else all in :meth:`finish`,
+        for which stage 2 needs, this once, as much memory as stage 1."""
         self._hold = not early
         self.watch.begin(early=early)
         for bucket in self.trained:
@@ -238,33 +240,34 @@ class ShardedParameters:
 
     def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the view to add a gradient to, in the parameter's shape; call :meth:`added` when it has been added."""
-        gradient, holds_nothing = self._gradient_of(parameter)
-        return gradient.zero_() if holds_nothing else gradient
+        gradient, uninitialized = self._gradient_of(parameter)
+        return gradient.zero_() if uninitialized else gradient
 
-    def unwritten_gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return :meth:`gradient_of` to write over, where this step has added nothing to it; None: where it has."""
+    def uninitialized_gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return :meth:`gradient_of` to write over, while it is uninitialized; else None."""
         bucket = self._bucket_of[index := self._index[id(parameter)]]
-        # Where a bucket has no memory for its gradients, the first of them gives it one.
-        if index not in bucket.unwritten and bucket.gradients is not None and bucket.reducing is None:
+        # A bucket without memory for its gradients gets a buffer at its first one.
+        if index not in bucket.uninitialized and bucket.gradients is not None and bucket.reducing is None:
             return None
-        gradient, holds_nothing = self._gradient_of(parameter)
-        return gradient if holds_nothing else None
+        gradient, uninitialized = self._gradient_of(parameter)
+        return gradient if uninitialized else None
 
     def _gradient_of(self, parameter: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Return a parameter's gradient and whether it held nothing. From now on it does."""
-        gradient = self._lasting.get(id(parameter))
+        """Return a parameter's gradient and whether it is uninitialized, which it no longer counts as from now on."""
+        gradient = self._persistent.get(id(parameter))
         if gradient is None:
             gradient = self._buffered_gradient(parameter)
         access(COMPUTE, "a gradient is added", writes=[gradient])
         index = self._index[id(parameter)]
-        return gradient, self._bucket_of[index].unwritten.pop(index, None) is not None
+        return gradient, self._bucket_of[index].uninitialized.pop(index, None) is not None
 
     def _buffered_gradient(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return :meth:`gradient_of` where gradients are in a buffer while there are any: this gives them one."""
+        """Return the view of a gradient that is not persistent, in a buffer that its bucket gets here if it has
+        none."""
         number, slot = self._slot_of[self._index[id(parameter)]]
         bucket = self.buckets[number]
         while bucket.reducing is not None:
-            self._settle()
+            self._finish_reduction()
         if bucket.gradients is None:
             if bucket.grad_buffer is not None:
                 bucket.gradients = bucket.grad_buffer
@@ -276,7 +279,7 @@ class ShardedParameters:
         return bucket.gradients[slot.start : slot.start + slot.numel].view(parameter.shape)
 
     def reduced_with(self, parameter: torch.Tensor) -> int:
-        """Return the number of the bucket in which a gradient is reduced; 0 of all without other replicas."""
+        """Return the number of the bucket with which a gradient is reduced; always 0 without other replicas."""
         return 0 if self.replicas is None else self._slot_of[self._index[id(parameter)]][0]
 
     def added(self, parameter: torch.Tensor) -> None:
@@ -286,7 +289,7 @@ class ShardedParameters:
             self._full(self.buckets[number])
 
     def _full(self, bucket: Bucket) -> None:
-        """Reduce a bucket that has had all its gradients."""
+        """Reduce a bucket whose gradients are complete."""
         self._start(bucket)
 
     def end_pass(self, chunk: int) -> None:
@@ -298,14 +301,14 @@ class ShardedParameters:
             part.begin(1, early=True)
 
     def _free_grad_buffer(self) -> bool:
-        """Release a gradient buffer; return whether one could be. If no reduction is under way, the bucket that was
-        opened first is reduced as it is; what is added to it later is reduced later, and the sum is the same. All
-        replicas do this at the same place."""
+        """Release a gradient buffer; return whether one could be. If no reduction is under way, reduce the bucket that
+        was opened first as it is; gradients added to it later are reduced again and added to the same sum. All replicas
+        do this at the same place."""
         if self._hold:
             return False
         if not self._reducing and self._open:
             self._start(self._open[0])
-        return self._settle()
+        return self._finish_reduction()
 
     @torch.no_grad()
     def _start(self, bucket: Bucket) -> None:
@@ -317,18 +320,18 @@ class ShardedParameters:
             self._open.remove(bucket)
         flat = bucket.gradients
         if self.reduce_dtype != flat.dtype:
-            bucket.narrow = flat = flat.to(self.reduce_dtype)
+            bucket.reduce_buffer = flat = flat.to(self.reduce_dtype)
         self.watch.starting(bucket, flat)
         if bucket.shards == 1:
             work = dist.all_reduce(flat, group=group, async_op=True)
         else:
-            work = reduce_scatter_single(flat[bucket.own], flat, group=group, async_op=True)
-        bucket.reducing = in_flight(work, "gradient reduction", reads=[flat], writes=[flat[bucket.own]])
+            work = reduce_scatter_single(flat[bucket.shard_slice], flat, group=group, async_op=True)
+        bucket.reducing = in_flight(work, "gradient reduction", reads=[flat], writes=[flat[bucket.shard_slice]])
         self._reducing.append(bucket)
 
     @torch.no_grad()
-    def _settle(self) -> bool:
-        """End the oldest reduction under way; return whether there was one."""
+    def _finish_reduction(self) -> bool:
+        """Wait for the oldest reduction under way and add its result to the sums; return whether there was one."""
         if not self._reducing:
             return False
         bucket = self._reducing.popleft()
@@ -336,73 +339,75 @@ class ShardedParameters:
         bucket.reducing.wait()
         bucket.reducing = None
         access(COMPUTE, "reduced gradients are added up", reads=[bucket.gradients], writes=[bucket.sums])
-        reduced = bucket.gradients[bucket.own] if bucket.narrow is None else bucket.narrow[bucket.own]
-        if not bucket.lasting:
+        flat = bucket.gradients if bucket.reduce_buffer is None else bucket.reduce_buffer
+        reduced = flat[bucket.shard_slice]
+        if not bucket.persistent:
             assert self.grad_buffer_pool is not None
             self.watch.release([bucket])
             bucket.add_reduced(reduced)
             if bucket.grad_buffer is None:
                 self.grad_buffer_pool.release(bucket.gradients)
             bucket.gradients = None
-        elif bucket.narrow is not None:
+        elif bucket.reduce_buffer is not None:
             bucket.sums.copy_(reduced)
-        bucket.narrow = None
-        self._settled(bucket)
+        bucket.reduce_buffer = None
+        self._reduction_finished(bucket)
         self.watch.hold([bucket])
         return True
 
-    def _settled(self, bucket: Bucket) -> None:
-        """Take note of a bucket whose first sums are complete."""
+    def _reduction_finished(self, bucket: Bucket) -> None:
+        """Hook of subclasses: a bucket has been reduced."""
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Start what has not been started, wait for all, and sum partial, shared and tied gradients: shards only."""
+        """Start the reductions left, wait for all, then all-reduce the shards of replicated, partial and tied
+        gradients."""
         for part in self._rounds.values():
             for number in part.rest():
                 self._start(self.buckets[number])
-        while self._settle():
+        while self._finish_reduction():
             pass
         if self.grad_buffer_pool is not None:
             self.grad_buffer_pool.trim()
         self.watch.reduced(self.trained)
-        self._sum_further()
+        self._reduce_shards()
         self.watch.hold(self.trained)
 
-    def _sum_further(self) -> None:
-        """Sum this rank's shards over the replicas of the shards, along the model's axes where they are partial, and
-        over the stages that hold a tied copy."""
+    def _reduce_shards(self) -> None:
+        """All-reduce this rank's shards over their copies, along the model's axes where they are partial, and over the
+        stages that hold a tied copy."""
         ctx = self.ctx
-        partial: dict[Factors, list[torch.Tensor]] = {}
+        partial: dict[MeshDims, list[torch.Tensor]] = {}
         for bucket in self.trained:
             bucket.end()
             copies = ctx.along(bucket.plan.copies)
             if copies is not None:
                 dist.all_reduce(bucket.sums, group=copies)
             for part in bucket.plan.partial:
-                start, stop = max(part.start, bucket.own.start), min(part.stop, bucket.own.stop)
-                if start < stop:  # alike on the ranks that sum: their buckets are alike, and they hold the same shard
-                    own = bucket.sums[start - bucket.own.start : stop - bucket.own.start]
-                    partial.setdefault(part.factors, []).append(own)
-        for factors in sorted(partial, key=sorted):
-            group = ctx.along(factors)
+                start, stop = max(part.start, bucket.shard_slice.start), min(part.stop, bucket.shard_slice.stop)
+                if start < stop:  # alike in the group: its ranks have equal buckets and the same shard
+                    local = bucket.sums[start - bucket.shard_slice.start : stop - bucket.shard_slice.start]
+                    partial.setdefault(part.dims, []).append(local)
+        for dims in sorted(partial, key=sorted):
+            group = ctx.along(dims)
             if group is not None:
-                all_reduce_flat(partial[factors], group)
+                all_reduce_flat(partial[dims], group)
         for bucket in self._tied:  # in one order on every stage, since a bucket holds one tied parameter
             dist.all_reduce(bucket.sums, group=ctx.tied_group(bucket.plan.tied))
 
     def whole_gradients(self) -> list[tuple[ParameterRecord, torch.Tensor]]:
-        """Return the summed gradient of each parameter on every rank (for comparisons: moves all). Collective."""
+        """Return the full reduced gradient of each parameter (for comparisons: gathers all shards). Collective."""
         return whole_gradients(self.trained, self.parameters)
 
     def local_gradients(self) -> list[tuple[ParameterRecord, torch.Tensor]]:
-        """Return this rank's own sums, unsharded; only before ``finish``, and after ``begin(early=False)``."""
+        """Return this rank's unreduced gradients; only after ``begin(early=False)`` and before ``finish``."""
         return [(record, self.gradient_of(p)) for record, p in self.parameters if record.trainable]
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Round the masters on the device into this rank's weights, unless the update already has."""
+    def copy_masters_to_weights(self) -> None:
+        """Copy the masters on the device to this rank's shard of the weights, in the weights' dtype."""
         for bucket in self._updated_here():
             if bucket.masters.dtype != bucket.shard.dtype:
                 bucket.shard.copy_(bucket.masters)
@@ -422,15 +427,15 @@ class ShardedParameters:
         return True
 
     def plan_gathers(self, chunks: Sequence[Any], actions: Sequence[Action]) -> None:
-        """Prepare for the weights that the actions of a stage use, whose weights are not all there."""
+        """Hook of stage 3: plan the gathers of the weights that the actions of a stage use."""
 
     def defer_gather(self) -> None:
-        """Let the updated weights be gathered when somebody waits for them, or by :meth:`start_gather`: a recorded step
-        gathers them at its beginning, since a recording cannot end with work under way."""
+        """Gather the updated weights at the first :meth:`wait`, or at :meth:`start_gather`. A captured step gathers
+        them at its beginning, since a CUDA graph cannot end with work under way."""
         self._deferred = self.shards > 1
 
     def gathers_itself(self) -> None:
-        """Note that a replay gathers the weights."""
+        """Note that a replayed graph gathers the weights, so that :meth:`wait` need not."""
         self._deferred = False
 
     @torch.no_grad()
@@ -439,9 +444,9 @@ class ShardedParameters:
         self._deferred = False
         for bucket in reversed(self.trained):
             if bucket.shards > 1:
-                own = bucket.weights[bucket.own]
-                work = all_gather_single(bucket.weights, own, group=bucket.group, async_op=True)
-                bucket.gathering = in_flight(work, "weight gather", reads=[own], writes=[bucket.weights])
+                shard = bucket.weights[bucket.shard_slice]
+                work = all_gather_single(bucket.weights, shard, group=bucket.group, async_op=True)
+                bucket.gathering = in_flight(work, "weight gather", reads=[shard], writes=[bucket.weights])
 
     def wait(self, buckets: Sequence[Bucket] | None = None) -> None:
         """Wait until the weights of these buckets (default: all) have been gathered."""
@@ -459,12 +464,12 @@ class ShardedParameters:
         return sorted({self._slot_of[self._index[id(p)]][0] for p in unit.parameters()})
 
     def wait_before(self, unit: nn.Module) -> None:
-        """Make every forward pass of a module wait for its weights, and for nothing else."""
+        """Register a forward pre-hook on a unit that waits for the gathers of its buckets alone."""
         mine = [self.buckets[n] for n in self._buckets_of(unit)]
         if mine:
             unit.register_forward_pre_hook(lambda module, inputs: self.wait(mine))
 
-    def named_weights(self) -> Iterator[Recorded]:
-        """Yield each parameter while its weights are whole; collective where they have to be gathered for that."""
+    def named_weights(self) -> Iterator[RecordedParameter]:
+        """Yield each parameter with its full weights there; collective where they are gathered for that (stage 3)."""
         self.wait()
         yield from self.parameters

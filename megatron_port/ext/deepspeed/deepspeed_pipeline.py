@@ -74,7 +74,7 @@ class SingleStagePipelineModule(PipelineModule):  # type: ignore[misc] # DeepSpe
             # Its norm counts a parameter on every tp rank if split, on tp rank 0 otherwise, and never if "replicated".
             split = record.split_dim is not None
             p.tensor_model_parallel = split
-            owned = record.is_owned(ctx.mesh, ctx.rank, spread=ctx.mesh.factors(*REPLICAS))
+            owned = record.is_owned(ctx.mesh, ctx.rank, zero_dims=ctx.mesh.dims(*REPLICAS))
             p.ds_pipe_replicated = (split and not owned) or not record.tied_primary
 
 
@@ -251,9 +251,9 @@ def _fragments(zero: Any) -> Iterator[tuple[int, ParameterRecord, torch.nn.Param
 
 def state_pieces(zero: Any, ctx: ParallelContext) -> Iterator[StatePiece]:
     """The pieces this rank owns; see ``engine.api.StatePiece``."""
-    masters, replicas = flat_masters(zero), ctx.mesh.factors(*REPLICAS)
+    masters, replicas = flat_masters(zero), ctx.mesh.dims(*REPLICAS)
     for group, record, _, mapping in _fragments(zero):
-        if not record.is_owned(ctx.mesh, ctx.rank, spread=replicas):
+        if not record.is_owned(ctx.mesh, ctx.rank, zero_dims=replicas):
             continue
         inside, local = mapping.hp_fragment_address, mapping.lp_fragment_address
         state = zero.optimizer.state.get(masters[group], {})

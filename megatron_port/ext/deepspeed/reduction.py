@@ -8,18 +8,18 @@ import torch
 import torch.distributed as dist
 
 from megatron_port.core.dist.groups import ParallelContext
-from megatron_port.core.dist.mesh import REPLICAS, Factors
-from megatron_port.core.optim.gradients import RecordedGrad, all_reduce_flat
+from megatron_port.core.dist.mesh import REPLICAS, MeshDims
+from megatron_port.core.optim.gradients import RecordedGradient, all_reduce_flat
 
 
-def reduce_partial_gradients(grads: Iterable[RecordedGrad], ctx: ParallelContext) -> None:
+def reduce_partial_gradients(grads: Iterable[RecordedGradient], ctx: ParallelContext) -> None:
     """Sum the gradients that are partial along more axes than those of the data, in place.
 
     Along tp where sequence parallelism gives each rank its own tokens; along the copies of key/value heads, each of
     which has only its query heads' part.
     """
-    data = ctx.mesh.factors(*REPLICAS)
-    alike: dict[tuple[bool, Factors], list[torch.Tensor]] = {}
+    data = ctx.mesh.dims(*REPLICAS)
+    alike: dict[tuple[bool, MeshDims], list[torch.Tensor]] = {}
     for record, g in grads:
         alike.setdefault((record.sums_query_heads(ctx.mesh), record.reduces_over(ctx.mesh) - data), []).append(g)
     for heads, beyond in sorted(alike, key=lambda kind: (kind[0], sorted(kind[1]))):
@@ -28,7 +28,7 @@ def reduce_partial_gradients(grads: Iterable[RecordedGrad], ctx: ParallelContext
             all_reduce_flat(alike[heads, beyond], group)
 
 
-def reduce_tied_gradients_first(grads: Iterable[RecordedGrad], ctx: ParallelContext) -> None:
+def reduce_tied_gradients_first(grads: Iterable[RecordedGradient], ctx: ParallelContext) -> None:
     """Sum gradients of tied parameters over the stages that hold a copy, for an engine that sums over replicas later.
 
     The two stages' replica groups may add in different orders (their buffers differ), and copies whose gradients differ

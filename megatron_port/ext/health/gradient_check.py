@@ -26,7 +26,7 @@ from megatron_port.core.dist.agree import gather_names
 from megatron_port.core.dist.collectives import reduce_scatter_single
 from megatron_port.core.dist.counter import key_of, random_bits
 from megatron_port.core.dist.groups import ParallelContext
-from megatron_port.core.dist.mesh import Factors
+from megatron_port.core.dist.mesh import MeshDims
 from megatron_port.core.dist.row_hashes import RowHashes, odd_ones
 from megatron_port.core.io.logging import ranks_text
 from megatron_port.core.optim.buckets import Bucket
@@ -304,7 +304,7 @@ def allowed(squares: torch.Tensor, summands: int, dtype: torch.dtype) -> torch.T
 def _summed_further(bucket: Bucket, ctx: ParallelContext) -> bool:
     """Return whether anything is added to a bucket's first sums."""
     plan = bucket.plan
-    groups = [ctx.along(plan.copies), ctx.tied_group(plan.tied), *(ctx.along(part.factors) for part in plan.partial)]
+    groups = [ctx.along(plan.copies), ctx.tied_group(plan.tied), *(ctx.along(part.dims) for part in plan.partial)]
     return any(group is not None for group in groups)
 
 
@@ -315,10 +315,10 @@ def _copies(
     ways: list[dict[tuple[str, ...], tuple[dist.ProcessGroup | None, list[StateTensor]]]] = [{}, {}, {}, {}]
     for bucket in buckets:
         plan, whole = bucket.plan, tensors[id(bucket)]
-        uses = [(0, _key(plan.first), bucket.group if plan.shards == 1 else None, whole),
+        uses = [(0, _key(plan.reduce_dims), bucket.group if plan.shards == 1 else None, whole),
                 (1, _key(plan.copies), ctx.along(plan.copies), whole),
                 (3, (str(plan.tied),), ctx.tied_group(plan.tied), whole)]
-        uses += [(2, _key(part.factors), ctx.along(part.factors), t) for part in plan.partial
+        uses += [(2, _key(part.dims), ctx.along(part.dims), t) for part in plan.partial
                  if (t := _part(bucket, whole, part.start, part.stop)) is not None]
         for way, key, group, tensor in uses:
             if group is not None:
@@ -329,13 +329,14 @@ def _copies(
             yield group, found
 
 
-def _key(factors: Factors) -> tuple[str, ...]:
-    return tuple(sorted(map(str, factors)))
+def _key(dims: MeshDims) -> tuple[str, ...]:
+    return tuple(sorted(map(str, dims)))
 
 
 def _part(bucket: Bucket, whole: StateTensor, start: int, stop: int) -> StateTensor | None:
     """Return the elements of a bucket from ``start`` to ``stop`` that this rank owns; None: it owns none."""
-    low, high = max(start, bucket.own.start) - bucket.own.start, min(stop, bucket.own.stop) - bucket.own.start
+    begin, end = bucket.shard_slice.start, bucket.shard_slice.stop
+    low, high = max(start, begin) - begin, min(stop, end) - begin
     if low >= high:
         return None
     inside = [e for e in whole.entries if e.start < high and e.start + e.numel > low]

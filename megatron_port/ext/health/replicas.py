@@ -132,9 +132,9 @@ def check_replicas(engine: Engine, ctx: ParallelContext, *, step: int) -> None:
     compared: list[tuple[str, dist.ProcessGroup | None, list[bool]]] = []
     left = [record.replicated_over(mesh) for record, _ in pairs]
     for axes in COPIES:
-        factors = mesh.factors(*axes)
-        use = [bool(factors) and factors <= copies for copies in left]
-        left = [copies - factors if chosen else copies for copies, chosen in zip(left, use)]
+        dims = mesh.dims(*axes)
+        use = [bool(dims) and dims <= copies for copies in left]
+        left = [copies - dims if chosen else copies for copies, chosen in zip(left, use)]
         compared.append((axes[0], ctx.over(*axes), use))
     for key in sorted({r.tied_key for r, _ in pairs if r.tied_key is not None}):
         compared.append((key, ctx.tied_group(key), [r.tied_key == key for r, _ in pairs]))

@@ -81,7 +81,7 @@ class CheckedState(StateWatch):
     def verify_state(self) -> torch.Tensor:
         """Compare the state with what was recorded after the last update."""
         if self.state.recorded:
-            self._parameters.settle_state()
+            self._parameters.wait_for_state()
             self.state.verify()
         return self.state.differing
 
@@ -89,7 +89,7 @@ class CheckedState(StateWatch):
         """Hash what this rank owns after an update; its weights too, unless a gather is still to bring them."""
         sharded = self._parameters
         if self.state.begin():
-            sharded.settle_state()
+            sharded.wait_for_state()
             self.state.record(self._owned_tensors(sharded))
             if self.gradients.recorded and not gathering:  # a recorded step gathers weights at its beginning
                 sharded.wait()
@@ -130,6 +130,6 @@ class CheckedState(StateWatch):
 def _entries(sharded: ShardedParameters, bucket: Bucket) -> list[StateEntry]:
     """Where a bucket's parameters are in this rank's part of it."""
     return [
-        StateEntry(f.at - bucket.own.start, f.numel, sharded.parameters[f.index][0].name, f.start)
+        StateEntry(f.at - bucket.shard_slice.start, f.numel, sharded.parameters[f.index][0].name, f.start)
         for f in shard_ranges(bucket.plan, shard=bucket.index)
     ]

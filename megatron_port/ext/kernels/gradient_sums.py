@@ -26,7 +26,7 @@ class SumsTogether(GradientSink):
         self._bucket: int | None = None
 
     def hook(self, parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        """Return the hook that adds to a parameter's wide sum what arrives as ``grad``, now or with the next
+        """Return the hook that adds what arrives as ``grad`` to a parameter's sum, now or with the next
         :meth:`flush`, and frees it."""
         if parameter.numel() > _LARGEST_DEFERRED:
             return self._add

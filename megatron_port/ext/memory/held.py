@@ -18,7 +18,14 @@ from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.engine.native_state import Units
 from megatron_port.core.errors import ConfigError
-from megatron_port.core.optim.buckets import Bucket, BucketMemory, BucketPlan, Recorded, StateLayout, StateShard
+from megatron_port.core.optim.buckets import (
+    Bucket,
+    BucketMemory,
+    BucketPlan,
+    RecordedParameter,
+    StateLayout,
+    StateShard,
+)
 from megatron_port.core.optim.rules import OptimizerRule, StateKind, rule_of
 from megatron_port.core.optim.sharded import ShardedParameters, ShardSettings
 from megatron_port.core.pipeline.schedules import Action, Kind
@@ -41,20 +48,20 @@ class HeldMemory(BucketMemory):
         """Return memory for all weights, as wide as ``like``."""
         return super().weights(plan, like) if self.window is None else self.window
 
-    def part(self, plan: BucketPlan, weights: torch.Tensor, own: slice) -> torch.Tensor:
+    def part(self, plan: BucketPlan, weights: torch.Tensor, shard_slice: slice) -> torch.Tensor:
         """Return this rank's part of the weights: in memory of its own, if they are in a window."""
-        part = super().part(plan, weights, own) if self.window is None else weights[own].clone()
+        part = super().part(plan, weights, shard_slice) if self.window is None else weights[shard_slice].clone()
         if self.offload is not None and self.offload.weights_on_host and (plan.frozen or self._offloaded):
             part = self.offload.host_zeros(part.numel(), part.dtype).copy_(part)
         return part
 
     def state(
-        self, part: torch.Tensor, layouts: Sequence[StateLayout], wide: torch.dtype
+        self, part: torch.Tensor, layouts: Sequence[StateLayout], master_dtype: torch.dtype
     ) -> tuple[torch.Tensor, dict[StateKind, torch.Tensor]]:
         """Return the masters of this rank's part and the rule's flat tensors: zeros."""
         if self.offload is not None and self._offloaded:
             return self.offload.allocate(self.number)
-        return super().state(part, layouts, wide)
+        return super().state(part, layouts, master_dtype)
 
 
 class HeldParameters(ShardedParameters):
@@ -66,7 +73,7 @@ class HeldParameters(ShardedParameters):
     """
 
     def __init__(
-        self, chunks: Sequence[Sequence[Sequence[Recorded]]], ctx: ParallelContext, settings: ShardSettings, *,
+        self, chunks: Sequence[Sequence[Sequence[RecordedParameter]]], ctx: ParallelContext, settings: ShardSettings, *,
         rule: OptimizerRule, shared: Collection[torch.Tensor], weights: WeightSharding | None, offload: OffloadConfig,
     ) -> None:
         self._weights, self._offload_config = weights, offload
@@ -124,7 +131,7 @@ class HeldParameters(ShardedParameters):
             self.offload.on_final = on_final
             self.offload.changed()
 
-    def settle_state(self) -> None:
+    def wait_for_state(self) -> None:
         """Wait until offloaded state may be read where it lives."""
         if self.offload is not None:
             self.offload.settle()
@@ -135,15 +142,15 @@ class HeldParameters(ShardedParameters):
         """Reduce a bucket, and end the reductions that are complete, so that offloaded ones start their way to the
         host."""
         super()._full(bucket)
-        while self.offload is not None and self._reducing and self._reducing[0].lasting:
+        while self.offload is not None and self._reducing and self._reducing[0].persistent:
             work = self._reducing[0].reducing
             if work is None or not work.is_completed():
                 break
-            self._settle()
+            self._finish_reduction()
 
-    def _settled(self, bucket: Bucket) -> None:
+    def _reduction_finished(self, bucket: Bucket) -> None:
         plan = bucket.plan
-        if self.offload is not None and bucket.lasting and not (plan.copies or plan.partial or plan.tied):
+        if self.offload is not None and bucket.persistent and not (plan.copies or plan.partial or plan.tied):
             self.offload.reduced(bucket)  # nothing will be added to these sums
 
     # -- weights -----------------------------------------------------------------------------------------------------
@@ -185,7 +192,7 @@ class HeldParameters(ShardedParameters):
         elif numbers := self._buckets_of(unit):
             self.unit_gather.register(unit, numbers)
 
-    def named_weights(self) -> Iterator[Recorded]:
+    def named_weights(self) -> Iterator[RecordedParameter]:
         """Yield each parameter while its weights are whole: under stage 3 until the next one is asked for.
 
         Collective over the shard group under stage 3.

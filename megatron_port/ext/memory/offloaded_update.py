@@ -53,7 +53,7 @@ class PieceRange(NamedTuple):
 
     record: ParameterRecord
     start: int
-    own: slice
+    span: slice
     """In this rank's share."""
     state: dict[StateKind, slice]
 
@@ -69,7 +69,7 @@ class HostPieces:
     def _of(sharded: ShardedParameters, bucket: Bucket) -> list[PieceRange]:
         out = []
         for f in shard_ranges(bucket.plan, shard=bucket.index):
-            at = f.at - bucket.own.start
+            at = f.at - bucket.shard_slice.start
             state = {
                 kind: r.span for kind, layout in bucket.layouts.items() for r in layout.ranges if r.index == f.index
             }
@@ -79,10 +79,10 @@ class HostPieces:
     def _gaps(self, bucket: Bucket) -> list[slice]:
         """The ranges of this rank's share of a bucket that hold no parameter."""
         end, out = 0, []
-        for taken in sorted((place.own for place in self._places[id(bucket)]), key=lambda r: r.start):
+        for taken in sorted((place.span for place in self._places[id(bucket)]), key=lambda r: r.start):
             out.append(slice(end, taken.start))
             end = taken.stop
-        out.append(slice(end, bucket.own.stop - bucket.own.start))
+        out.append(slice(end, bucket.shard_slice.stop - bucket.shard_slice.start))
         return [gap for gap in out if gap.start < gap.stop]
 
     def of(self, staged: StagedBucket) -> list[StateShard]:
@@ -91,8 +91,8 @@ class HostPieces:
             staged.weights[gap].zero_()  # else what the staging buffer held before would reach the device
         return [
             StateShard(
-                place.record, place.start, staged.weights[place.own], staged.masters[place.own],
-                staged.gradient[place.own], {kind.name: staged.state[kind][span] for kind, span in place.state.items()},
+                place.record, place.start, staged.weights[place.span], staged.masters[place.span],
+                staged.gradient[place.span], {kind.name: staged.state[kind][at] for kind, at in place.state.items()},
             ) for place in self._places[id(staged.bucket)]
         ]
 
@@ -167,7 +167,7 @@ class OffloadedRuleUpdate(RuleUpdate):
             for piece in pieces:
                 piece.weight.copy_(piece.master)
         self._steps += 1
-        self.sharded.publish()
+        self.sharded.copy_masters_to_weights()
         return norm, veto
 
 
@@ -219,7 +219,7 @@ def _by_kernels(rule: OptimizerRule, asked: UpdateRequest) -> OffloadedUpdate | 
 
 def _on_device(sharded: ShardedParameters) -> list[StateShard]:
     offload = _offload_of(sharded)
-    return [p for b, p in zip(sharded.owners, sharded.pieces) if not offload.has(b)]
+    return [p for b, p in zip(sharded.shard_buckets, sharded.pieces) if not offload.has(b)]
 
 
 def _offload(asked: UpdateRequest) -> Offload:

@@ -53,7 +53,7 @@ class ShardedBucket(Protocol):
     """All of it, in a window."""
     shard: torch.Tensor
     """This rank's part, in memory of its own."""
-    own: slice
+    shard_slice: slice
     """The part's place in ``weights``."""
     gather_group: dist.ProcessGroup | None
     """Ranks that hold the parts; None: this one alone."""
@@ -275,7 +275,7 @@ class UnitGather:
 
         The host updates a shard after its gradient has come, which is after compute has used what is gathered here.
         """
-        own = bucket.weights[bucket.own]
+        own = bucket.weights[bucket.shard_slice]
         self.streams.record(self._computed, COMPUTE)
         self.streams.wait(COPY_IN, self._computed)
         access(COPY_IN, "weights to the device", reads=[bucket.shard], writes=[own])
@@ -300,7 +300,7 @@ def _groups(plans: Sequence[BucketPlan], sharding: WeightSharding) -> list[Gathe
     for number, plan in enumerate(plans):
         if plan.shards == 1 and not sharding.on_host:
             continue
-        if plan.late:
+        if plan.dedicated_buffer:
             out.append(GatherGroup(Window(), [number]))
             continue
         if plan.unit not in units:

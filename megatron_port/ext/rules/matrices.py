@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from megatron_port.core.config.optimizer import LAMBOptions, MuonOptions
 from megatron_port.core.config.schema import OptimizerConfig
-from megatron_port.core.dist.mesh import Factors
+from megatron_port.core.dist.mesh import MeshDims
 from megatron_port.core.dist.record import ParameterRecord
 from megatron_port.core.engine.native_update import HostUpdate, Update, UpdateRequest, device_update, settings_of
 from megatron_port.core.optim.buckets import Bucket, StateShard, shard_ranges
@@ -154,10 +154,10 @@ class MatrixExchange:
         self.tp = ctx.over("tp")
         self.tp_size = ctx.size("tp")
         self.matrices = self._collect()
-        by_group: dict[Factors, list[Matrix]] = {}
+        by_group: dict[MeshDims, list[Matrix]] = {}
         for matrix in self.matrices:
             bucket = matrix.parts[0].bucket
-            by_group.setdefault(bucket.plan.first if bucket.plan.shards > 1 else frozenset(), []).append(matrix)
+            by_group.setdefault(bucket.plan.reduce_dims if bucket.plan.shards > 1 else frozenset(), []).append(matrix)
         self.hops = [_Hop(members, dtype) for members in by_group.values()]
         for hop in self.hops:
             for matrix, owner in zip(hop.matrices, assign([cost_of(m.record) for m in hop.matrices], hop.size)):
@@ -175,14 +175,14 @@ class MatrixExchange:
 
     def _collect(self) -> list[Matrix]:
         mesh, found = self.sharded.ctx.mesh, dict[tuple[str, int], Matrix]()
-        tp = mesh.factors("tp")
+        tp = mesh.dims("tp")
         for bucket in self.sharded.trained:
             for slot in bucket.plan.slots:
                 record = self.sharded.parameters[slot.index][0]
                 if not self.rule.takes(record):
                     continue
                 size, lead = prod(record.local_shape[-2:]), len(record.shape) - 2
-                split = any(shard.dim >= lead and mesh.factors(*shard.axes) for shard in record.shards)
+                split = any(shard.dim >= lead and mesh.dims(*shard.axes) for shard in record.shards)
                 copies = bool(tp) and not split and tp <= record.replicated_over(mesh)
                 for number in range(prod(record.local_shape[:-2])):
                     part = Part(bucket, slot.index, record, number * size, (number + 1) * size)
@@ -280,7 +280,7 @@ class MatrixExchange:
         """Return whether this rank's slice is the first of its copies."""
         mesh = self.sharded.ctx.mesh
         copied = any("kv_heads" in shard.axes for shard in record.shards)
-        return not copied or mesh.index(self.sharded.ctx.rank, mesh.factors("kv_copies")) == 0
+        return not copied or mesh.index(self.sharded.ctx.rank, mesh.dims("kv_copies")) == 0
 
     def _empty(self, i: int) -> torch.Tensor:
         record = self.matrices[i].record
@@ -335,7 +335,7 @@ class _Hop:
         self.theirs: list[list[tuple[int, int, int, int]]] = [[] for _ in range(self.size)]
         for m, matrix in enumerate(self.matrices):
             for p, part in enumerate(matrix.parts):
-                start = part.bucket.own.start
+                start = part.bucket.shard_slice.start
                 for low, high, at in part.ranges(self.index):
                     place = slice(at - start, at - start + high - low)
                     self.mine[matrix.owner].append((m, p, low - part.low, high - part.low, place))
@@ -391,7 +391,7 @@ class MatrixUpdate(HostUpdate):
         super().__init__(sharded, config)
         narrow = sharded.buckets[0].weights.dtype in (torch.bfloat16, torch.float16)
         self.rule, self.seed = rule, seed
-        self.exchange = MatrixExchange(sharded, rule, torch.bfloat16 if narrow else sharded.wide)
+        self.exchange = MatrixExchange(sharded, rule, torch.bfloat16 if narrow else sharded.master_dtype)
         self._factors: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
 
     @torch.no_grad()

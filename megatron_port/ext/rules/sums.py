@@ -197,7 +197,7 @@ class LogicalTensor:
 
     def _divided(self, dims: set[int]) -> bool:
         """Whether tensor-parallel ranks have parts of some of these dimensions, so that sums are over all of them."""
-        return any(shard.dim in dims and self.ctx.mesh.factors(*shard.axes) for shard in self.record.shards)
+        return any(shard.dim in dims and self.ctx.mesh.dims(*shard.axes) for shard in self.record.shards)
 
     def _counts(self, place: LocalSlice) -> bool:
         mesh = self.ctx.mesh
@@ -205,7 +205,7 @@ class LogicalTensor:
         # Where all ranks have all of a single head's, nothing is summed over them, and each counts its own.
         if not self._divided(set(range(len(self.record.shape)))):
             return True
-        return not copied or mesh.index(self.ctx.rank, mesh.factors("kv_copies")) == 0
+        return not copied or mesh.index(self.ctx.rank, mesh.dims("kv_copies")) == 0
 
 
 Rounds = Generator[Sequence[Request], None, None]
@@ -263,7 +263,7 @@ def _place(
         return LocalSlice(record, empty, bucket.sums[:0], {}, reduced, rows), []
     (f,) = found
     numel = min(f.start + f.numel, logical) - f.start  # padding lies at the end
-    at = slice(f.at - bucket.own.start, f.at - bucket.own.start + numel)
+    at = slice(f.at - bucket.shard_slice.start, f.at - bucket.shard_slice.start + numel)
     state = {
         kind.name: bucket.state[kind][r.span][:numel] for kind in sharded.rule.state(record) if kind.divided
         for r in bucket.layouts[kind].ranges if r.index == index

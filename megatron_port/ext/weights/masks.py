@@ -33,7 +33,7 @@ class GradientMasks:
     def loaded(self) -> None:
         """Make the masks, when the masters have been loaded."""
         self._masks = {}
-        for bucket, piece in zip(self.sharded.owners, self.sharded.pieces):
+        for bucket, piece in zip(self.sharded.shard_buckets, self.sharded.pieces):
             if is_sparse(self.sparsity, piece.record.name):
                 mask = (piece.master != 0).to(piece.gradient.device)
                 self._masks.setdefault(id(bucket), []).append((piece.gradient, mask))
@@ -145,6 +145,6 @@ class WeightAverage:
             average, masters = bucket.state[AVERAGE], bucket.masters.clone()
             bucket.masters.copy_(average)
             average.copy_(masters)
-        self.sharded.publish()
+        self.sharded.copy_masters_to_weights()
         self.sharded.start_gather()
         self.sharded.wait()

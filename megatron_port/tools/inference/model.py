@@ -416,7 +416,7 @@ class InferenceModel:
     def __init__(self, session: Session, read: StateReader) -> None:
         self.ctx, config = session.ctx, session.config
         mesh = self.ctx.mesh
-        self.in_step = bool(mesh.factors("dp") & mesh.factors("ep"))
+        self.in_step = bool(mesh.dims("dp") & mesh.dims("ep"))
         layout = replace(config.layout, sequence_parallel=False, virtual_pipeline_size=1, cp_method="gather")
         model = replace(config.model, mtp_layers=0)  # which predict further tokens in training alone
         self.config = replace(config, layout=layout, activations=ActivationsConfig(), model=model)
@@ -459,8 +459,8 @@ class InferenceModel:
         """Return the tokens int64 [batch] that the first context-parallel rank drew. Where these ranks share experts,
         each expert sees their rows at other places of one product, whose last bits may differ."""
         group, mesh = self.ctx.over("cp"), self.ctx.mesh
-        if group is not None and mesh.factors("cp") & mesh.factors("ep"):
-            dist.broadcast(drawn, src=mesh.first(self.ctx.rank, mesh.factors("cp")), group=group)
+        if group is not None and mesh.dims("cp") & mesh.dims("ep"):
+            dist.broadcast(drawn, src=mesh.first(self.ctx.rank, mesh.dims("cp")), group=group)
         return drawn
 
     @property

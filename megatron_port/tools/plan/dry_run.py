@@ -118,7 +118,7 @@ def group_lines(topology: Topology, gpus_per_node: int) -> list[str]:
     for axis, what in AXES:
         if axis == "cp" and topology.cp == 1:
             continue
-        first = topology.mesh.members(0, topology.mesh.factors(axis))
+        first = topology.mesh.members(0, topology.mesh.dims(axis))
         size = len(first)
         nodes = len({rank // gpus_per_node for rank in first})
         lines.append(
