@@ -21,7 +21,7 @@ from megatron_port.core.config.schema import BatchConfig, LayoutConfig, ModelCon
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.engine.api import StepResult
-from megatron_port.core.engine.loss_reduction import refused_loss
+from megatron_port.core.engine.loss_reduction import skip_for_loss
 from megatron_port.ext.health.numerics import NumericsGuard
 from megatron_port.ext.health.replicas import BitsHash
 from megatron_port.ext.kernels.choose import choose_providers
@@ -74,7 +74,7 @@ def main() -> None:
     def healthy() -> None:
         for _ in range(100):
             limits = guard.limits()
-            torch.maximum(refused_loss(sums, limits.largest[0]), sums[0].float())
+            torch.maximum(skip_for_loss(sums, limits.largest[0]), sums[0].float())
             guard.judge(result, limits)
             guard.accept(result)
 

@@ -31,12 +31,12 @@ from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.process import ProgressTracker
-from megatron_port.core.engine.native_passes import BackwardTarget, Passes, Stages, StepWork
+from megatron_port.core.engine.native_passes import BackwardTarget, PassWorker, Stages, StepWork
 from megatron_port.core.io.files import write_text
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.linear import WgradAccumulator
 from megatron_port.core.layers.step import StepSlot
-from megatron_port.core.pipeline.runner import Boundary, Runner, StageLink
+from megatron_port.core.pipeline.runner import Boundary, ScheduleRunner, StageLink
 from megatron_port.core.pipeline.schedules import Action, Span, make_schedule
 from megatron_port.tools.charts.page import Bar, colour, drawing, gantt, legend, standalone, text
 from megatron_port.tools.plan.simulate import bubble_fraction, simulate, unit_cost
@@ -132,13 +132,14 @@ def steps_of(rank: int, args: argparse.Namespace, name: str, chunks: int) -> lis
     ctx = ParallelContext.create(topology, "cpu")
     gradients = WgradAccumulator(lambda p: None, lambda p: p)  # nothing is added: the products only sleep
     mine = [Chunk(gradients, args.unit / chunks) for _ in range(chunks)]
-    runner, boundary = Runner(StageLink(ctx), ProgressTracker()), Boundary.of({"hidden": ((1, 8), torch.float32)})
-    runner.record = True
+    runner = ScheduleRunner(StageLink(ctx), ProgressTracker())
+    boundary = Boundary.of({"hidden": ((1, 8), torch.float32)})
+    runner.timed = True
     tokens = torch.zeros(1, 8)
     batches = [MicroBatch((i,), tokens=tokens, labels=tokens) for i in range(args.micro_batches)]
     schedule, out = make_schedule(name, args.stages, args.micro_batches, chunks), []
     for step in range(args.repeats + 1):
-        passes = Passes(
+        passes = PassWorker(
             Stages(mine, ctx, StepSlot(DropoutStream(0, ctx.device)), ProgressTracker()),
             StepWork(micro_batches=batches, step=step), BackwardTarget(gradients, torch.ones(())),
         )

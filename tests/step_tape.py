@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_port.ext.kernels.step_graphs import Recording
+from megatron_port.ext.kernels.step_graphs import CapturedGraph
 
 Result = TypeVar("Result")
 
@@ -93,18 +93,18 @@ def _collectives_apart(tape: Tape) -> Iterator[None]:
         dist.Work.wait = wait  # type: ignore[method-assign]
 
 
-class TapeRecorder:
-    """``kernels.step_graphs.Recorder`` by a :class:`Tape`. ``recorded``: functions so far."""
+class TapeCapturer:
+    """``kernels.step_graphs.GraphCapturer`` by a :class:`Tape`. ``captured``: functions so far."""
 
     def __init__(self) -> None:
-        self.recorded = 0
+        self.captured = 0
 
     def run(self, function: Callable[[], Result]) -> Result:
         return function()
 
-    def record(self, function: Callable[[], Result]) -> Recording[Result]:
-        self.recorded += 1
+    def capture(self, function: Callable[[], Result]) -> CapturedGraph[Result]:
+        self.captured += 1
         with _collectives_apart(tape := Tape()), tape:
             result = function()
         tape.restore()
-        return Recording(result, tape.replay)
+        return CapturedGraph(result, tape.replay)

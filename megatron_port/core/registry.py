@@ -210,8 +210,8 @@ STEP_PARTS = Registry("part of a step", "", {
     "averaged rule": "megatron_port.ext.weights.masks:Averaged",
     "average of weights": "megatron_port.ext.weights.masks:WeightAverage",
     "probed step": "megatron_port.ext.health.probed_step:probed_step",
-    "recorder": "megatron_port.ext.kernels.step_graphs:cuda_recorder",
-    "recorded steps": "megatron_port.ext.kernels.step_graphs:RecordedSteps",
+    "graph capturer": "megatron_port.ext.kernels.step_graphs:cuda_graph_capturer",
+    "captured steps": "megatron_port.ext.kernels.step_graphs:CapturedSteps",
 })
 """What makes the parts of engine native's step that few runs have, each imported when a run asks for it."""
 PARTS = Registry("part", "", {
@@ -303,7 +303,7 @@ CONFLICTS = Registry("table of conflicts", "", {setting: target for target, sett
     "megatron_port.ext.deepspeed.settings:CONFLICTS": ("engine",),
     "megatron_port.ext.objectives.settings:LOSSES": ("training.loss", "training.z_loss"),
     "megatron_port.ext.memory.settings:OFFLOAD": ("offload",),
-    "megatron_port.ext.kernels.settings:RECORDED": ("backend.graphs",),
+    "megatron_port.ext.kernels.settings:GRAPHS": ("backend.graphs",),
     "megatron_port.ext.weights.settings:ADAPTERS": ("fine_tuning",),
     "megatron_port.ext.objectives.settings:TEACHER": ("distillation",),
     "megatron_port.ext.weights.settings:MASKS": ("sparsity",),
@@ -322,7 +322,7 @@ REGISTRIES = (
 """Every registry of the package."""
 
 
-def own_choices(field: str) -> tuple[str, ...]:
+def builtin_choices(field: str) -> tuple[str, ...]:
     """Return the package's own choices of a configuration field, of all registries."""
     return tuple(name for registry in REGISTRIES if registry.field == field for name in registry.builtin)
 
@@ -335,4 +335,4 @@ def choices_added(field: str) -> tuple[str, ...]:
 def unknown_choices(field: str, value: Any) -> list[Any]:
     """Return which names of a configuration field, one or a list, are none of its choices."""
     names = value if isinstance(value, (tuple, list)) else (value,)
-    return [name for name in names if name not in (*own_choices(field), *choices_added(field))]
+    return [name for name in names if name not in (*builtin_choices(field), *choices_added(field))]

@@ -113,11 +113,11 @@ def _building(config: RunConfig) -> AbstractContextManager[None]:
     return without_memory()
 
 
-def why_not_recorded(config: RunConfig, device: torch.device, optimizer: str) -> str:
-    """Return why the steps of a run are not recorded and replayed; empty: they are. ``optimizer``: its provider."""
+def why_not_captured(config: RunConfig, device: torch.device, optimizer: str) -> str:
+    """Return why the steps of a run are not captured and replayed; empty: they are. ``optimizer``: its provider."""
     if config.engine != "native" or device.type != "cuda":
         return "nothing is launched on a CPU" if device.type == "cpu" else f"{config.engine} drives its steps itself"
-    from megatron_port.ext.kernels.settings import why_not_recorded as refusal  # for runs on a GPU
+    from megatron_port.ext.kernels.settings import why_not_captured as refusal  # for runs on a GPU
 
     return refusal(config, amd=torch.version.hip is not None, optimizer=optimizer)
 
@@ -134,7 +134,7 @@ def build_engine(
     if (config.precision.fp8 != "none") != (providers.fp8 is not None):
         raise ValueError(f"precision.fp8 is {config.precision.fp8!r}, and the providers were chosen for another")
     check_parameter_groups(config)
-    if config.backend.graphs == "auto" and not why_not_recorded(config, ctx.device, providers.optimizer):
+    if config.backend.graphs == "auto" and not why_not_captured(config, ctx.device, providers.optimizer):
         config = replace(config, backend=replace(config.backend, graphs="step"))
     step = StepSlot(DropoutStream(config.seed, ctx.device))
     with _building(config):

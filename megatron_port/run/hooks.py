@@ -367,7 +367,7 @@ class Closing(LoopHook):
             return
         c, step, log = self.state.config, self.state.progress.step, self.state.session.logger.log
         if ending.stopped:
-            log(f"stopped by {ending.own_signal or 'another rank'} after step {step}")
+            log(f"stopped by {ending.local_signal or 'another rank'} after step {step}")
         else:
             log(finished_line(c, step, self._begun_at))
         if self._reporting.rates:

@@ -24,7 +24,7 @@ from megatron_port.ext.health.numerics import NumericsGuard
 from megatron_port.ext.memory.sites import layer_choices
 from megatron_port.ext.telemetry.flops import counted
 from megatron_port.ext.telemetry.reporting import Reporting
-from megatron_port.run.build import build_engine, why_not_recorded
+from megatron_port.run.build import build_engine, why_not_captured
 from megatron_port.run.hooks import Closing, DamageCheck, PeriodicSave, Recovery, SaveInFlight
 from megatron_port.run.provenance import record_start, settle
 from megatron_port.run.state import batch_schedule, find_checkpoints
@@ -132,7 +132,7 @@ def load_model(state: LoopState) -> None:
 
         loaded = load_weights(state)
     if fresh:
-        state.engine.record_state()
+        state.engine.hash_state()
     _announce(state, time.perf_counter() - started, loaded)
 
 
@@ -146,8 +146,8 @@ def _announce(state: LoopState, seconds: float, begun_at: Checkpoint | None) -> 
         f"{c.precision.dtype}, engine {c.engine}; model built in {seconds:.1f} s"
     )
     if state.ctx.device.type == "cuda":
-        why = why_not_recorded(c, state.ctx.device, state.session.providers.optimizer)
-        log(f"steps are not recorded: {why}" if why else "steps are recorded, and replayed from the fourth on")
+        why = why_not_captured(c, state.ctx.device, state.session.providers.optimizer)
+        log(f"steps are not captured: {why}" if why else "steps are captured, and replayed from the fourth on")
     interval = state.engine.state_check_interval
     if interval != 1:
         log(f"state check every {interval} updates (numerics.state_check_interval)" if interval else "no state check")

@@ -13,11 +13,11 @@ from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.process import ProgressTracker
-from megatron_port.core.engine.native_passes import BackwardTarget, Passes, Stages, StepWork
+from megatron_port.core.engine.native_passes import BackwardTarget, PassWorker, Stages, StepWork
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.linear import WgradAccumulator
 from megatron_port.core.layers.step import StepSlot
-from megatron_port.core.pipeline.runner import Boundary, Runner, StageLink
+from megatron_port.core.pipeline.runner import Boundary, ScheduleRunner, StageLink
 from megatron_port.core.pipeline.schedules import make_schedule
 
 WIDTH, SEQ, MICRO_BATCHES = 6, 5, 4
@@ -65,12 +65,12 @@ def _step(schedule: str, chunks: int, boundary: Boundary = BOUNDARY) -> dict[str
     numbers = [topology.virtual_stage(ctx.coords.pp, c) for c in range(chunks)]
     mine, progress = [Part(n, 2 * chunks) for n in numbers], ProgressTracker()
     unused = WgradAccumulator(lambda p: None, lambda p: p)  # autograd keeps the gradients of these parts
-    passes = Passes(
+    passes = PassWorker(
         Stages(mine, ctx, StepSlot(DropoutStream(0, ctx.device)), progress),
         StepWork(micro_batches=_batches(), step=0), BackwardTarget(unused, torch.tensor(0.5)),
     )
     try:
-        Runner(StageLink(ctx), progress).run(
+        ScheduleRunner(StageLink(ctx), progress).run(
             make_schedule(schedule, 2, MICRO_BATCHES, chunks), passes, lambda m: boundary
         )
     finally:

@@ -1,4 +1,4 @@
-"""Recorded steps on several ranks: collectives of replicas and of tensor parallelism are part of what is replayed."""
+"""Captured steps on several ranks: collectives of replicas and of tensor parallelism are part of what is replayed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from cases import make_batches
 from offload_matrix import State, Steps, advance, case, engine_of, state_of
 from pool import RankPool
-from step_tape import TapeRecorder
+from step_tape import TapeCapturer
 
 from megatron_port.core.config.features import FineTuningConfig
 from megatron_port.core.config.schema import PrecisionConfig, RunConfig
@@ -15,7 +15,7 @@ from megatron_port.core.dist.mesh import Topology
 
 CASES = {
     "zero 1": (replace(
-        case("fp16", 1), precision=PrecisionConfig(  # overflows at first, and not in the step that is recorded
+        case("fp16", 1), precision=PrecisionConfig(  # overflows at first, and not in the step that is captured
             dtype="fp16", initial_loss_scale=2.0**18, loss_scale_hysteresis=1, loss_scale_window=3)
     ), Topology(1, 1, 2)),
     "zero 2, shared table apart": (case("bf16", 2, tied=False), Topology(1, 1, 2)),
@@ -32,24 +32,24 @@ CASES = {
 
 
 def both(cases: list[tuple[RunConfig, Topology]]) -> list[tuple[tuple[Steps, State], tuple[Steps, State]]]:
-    """Each run without and with recordings."""
+    """Each run without and with graphs."""
     out = []
     for config, topology in cases:
         found = []
-        for recorded in (False, True):
+        for captured in (False, True):
             with engine_of(config, topology) as engine:
-                if recorded:
-                    engine.record_steps(TapeRecorder())
+                if captured:
+                    engine.capture_steps(TapeCapturer())
                 steps = advance(engine, range(6))
                 steps.append((engine.eval_step(make_batches(config, engine.ctx)(9)).loss,))  # of gathered weights
                 assert engine.state_damage(now=True) is None
                 found.append((steps, state_of(engine)))
-                assert engine.recorded is None or engine.recorded.graphs.replays
+                assert engine.captured is None or engine.captured.graphs.replays
         out.append((found[0], found[1]))
     return out
 
 
 def test_replayed_steps_are_the_steps_on_every_rank(ranks: RankPool) -> None:
     for rank, results in enumerate(ranks.run(2, both, list(CASES.values()), timeout=240.0)):
-        for name, (plain, recorded) in zip(CASES, results, strict=True):
-            assert recorded == plain, (rank, name)
+        for name, (plain, captured) in zip(CASES, results, strict=True):
+            assert captured == plain, (rank, name)

@@ -159,7 +159,7 @@ def updated(
                     (piece.master if step < 0 else piece.gradient).copy_(mine)
                 if step >= 0:
                     values.set(StepNumbers(lr=0.1))
-                    update.step(torch.ones((), dtype=torch.float64), values, veto=torch.zeros(()))
+                    update.step(torch.ones((), dtype=torch.float64), values, skip=torch.zeros(()))
             out.append([replace(p, tensor=p.tensor.clone()) for p in state_pieces(sharded)])
     finally:
         ctx.close()

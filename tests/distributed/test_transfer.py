@@ -27,7 +27,7 @@ def _most_payloads(config: RunConfig, stages: int) -> tuple[int, int, int]:
     topology = Topology(pp=stages, vp=layout.virtual_pipeline_size, folded=layout.pipeline_schedule == "zb-v")
     ctx = ParallelContext.create(topology, "cpu")
     engine: Any = build_engine(config, ctx, providers_of(config))
-    link, most = engine.pass_runner.runner.link, [0, 0]
+    link, most = engine.forward_backward.runner.link, [0, 0]
     sent: list[StorageWeakRef] = []
     evaluating = False
     start = link.send

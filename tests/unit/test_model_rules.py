@@ -93,7 +93,7 @@ def test_an_update_without_gradient_is_decay_alone(provider: str, bias: bool) ->
         piece.master.add_(0.5)  # biases too
         piece.gradient.zero_()
         before[piece.record.name] = piece.master.clone()
-    _, refused = update.step(torch.zeros(()), values, veto=torch.zeros(()))
+    _, refused = update.step(torch.zeros(()), values, skip=torch.zeros(()))
     assert not bool(refused)
     for piece in engine.sharded.pieces:
         name = piece.record.name

@@ -187,7 +187,7 @@ def test_zero_bubble_computes_no_weight_gradient_in_the_input_pass(recompute: st
     """4 layers of 4 linears, the head, and the rows of the table: once each a micro-batch, all in WEIGHT passes."""
     engine = make_engine("zb-h1", recompute=recompute)
     seen: list[tuple[str, int]] = []
-    real = engine.pass_runner.runner.run
+    real = engine.forward_backward.runner.run
 
     def watching(schedule, worker, shape_of):  # type: ignore[no-untyped-def]
         inner = worker.run
@@ -201,7 +201,7 @@ def test_zero_bubble_computes_no_weight_gradient_in_the_input_pass(recompute: st
         worker.run = run
         real(schedule, worker, shape_of)
 
-    engine.pass_runner.runner.run = watching  # type: ignore[method-assign]
+    engine.forward_backward.runner.run = watching  # type: ignore[method-assign]
     engine.train_step(batches(), step=0, lr=1e-2)
     assert {n for kind, n in seen if kind in "FI"} == {0}
     assert [n for kind, n in seen if kind == "W"] == [4 * 4 + 2] * 3

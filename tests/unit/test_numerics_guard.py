@@ -119,7 +119,7 @@ def test_the_start_of_recorded_runs(name: str) -> None:
 def test_anomalies_in_a_row_are_counted() -> None:
     g = guard()
     for at in (3, 7, 8, 9):
-        g.record(at)
+        g.count_anomaly(at)
     assert g.steps_in_a_row == 3 and guard().steps_in_a_row == 0
 
 
@@ -189,7 +189,7 @@ def test_the_loss_scale_learns_from_overflow_only() -> None:
 
 def test_too_many_anomalies_are_counted_within_a_thousand_steps() -> None:
     g = guard(max_anomalies=3)
-    assert [g.record(s) for s in (1, 500, 1001, 1400)] == [False, False, False, True]
+    assert [g.count_anomaly(s) for s in (1, 500, 1001, 1400)] == [False, False, False, True]
     assert g.anomalies_total == 4
 
 
@@ -226,12 +226,12 @@ def test_the_state_comes_back_through_json() -> None:
     g = guard(window=4)
     for loss in (1.1, 2.2, math.pi):
         g.accept(step(loss=loss, grad_norm=loss / 3))
-    g.record(7)
+    g.count_anomaly(7)
     g.leave_out(24, 8)
     other = guard(window=4)
     other.load(json.loads(json.dumps(g.state())))
     assert other.state() == g.state() and other.limits() == g.limits()
-    g.record(9)
+    g.count_anomaly(9)
     g.load({"losses": [5.0]}, medians_only=True)
     assert list(g.losses) == [5.0] and g.anomaly_steps == [7, 9] and g.left_out == [LeftOut(24, 8)]
     other.load({})

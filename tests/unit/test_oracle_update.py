@@ -97,7 +97,7 @@ def test_clipping_by_norm_is_torchs(size: float, share: float, scale: float) -> 
     for piece in sharded.pieces:
         piece.gradient.copy_(true[number_of(piece.record)] * scale)
     reported, _ = make_update("torch", sharded, config).step(
-        square, values_of(lr=1.0, scale=scale), veto=torch.zeros(()))
+        square, values_of(lr=1.0, scale=scale), skip=torch.zeros(()))
     assert float(reported) == pytest.approx(norm, rel=1e-12)
     for piece in sharded.pieces:  # the first momentum is the gradient
         torch.testing.assert_close(-piece.master, wanted[number_of(piece.record)], rtol=1e-12, atol=0)
@@ -108,20 +108,20 @@ def test_no_clipping_without_a_limit() -> None:
     assert (float(factor), float(skip), float(norm)) == (0.5, 0.0, 2.0**19)
 
 
-@pytest.mark.parametrize(("square", "limit", "veto", "skips"), [
+@pytest.mark.parametrize(("square", "limit", "skip", "skips"), [
     (4.0, 2.0, 0.0, False), (4.0, math.nextafter(2.0, 0.0), 0.0, True), (math.inf, FAR, 0.0, True),
     (math.nan, FAR, 0.0, True), (4.0, FAR, 1.0, True), (4.0, FAR, 0.0, False),
 ])
-def test_which_updates_are_refused(square: float, limit: float, veto: float, skips: bool) -> None:
+def test_which_updates_are_skipped(square: float, limit: float, skip: float, skips: bool) -> None:
     """A norm at its limit is not, neither on the device nor on the host."""
     given = torch.tensor(square, dtype=torch.float64)
-    _, skip, _ = clip_factor(given, max_norm=1.0, inv_scale=1.0, limit=limit, veto=torch.tensor(veto))
-    assert bool(skip) is skips
+    _, skipped, _ = clip_factor(given, max_norm=1.0, inv_scale=1.0, limit=limit, skip=torch.tensor(skip))
+    assert bool(skipped) is skips
     config = OptimizerConfig(name="sgd")
     sharded = sharded_of(config, torch.zeros(3, dtype=torch.float64))
     sharded.pieces[0].gradient.fill_(1.0)
     _, refused = make_update("torch", sharded, config).step(
-        given, values_of(lr=1.0, largest_norm=limit), veto=torch.tensor(veto))
+        given, values_of(lr=1.0, largest_norm=limit), skip=torch.tensor(skip))
     assert bool(refused) is skips and bool(sharded.pieces[0].master.any()) is not skips
 
 

@@ -110,7 +110,7 @@ def trained(config: OptimizerConfig, dtype: torch.dtype = torch.float64) -> Iter
         for piece in sharded.pieces:
             piece.gradient.copy_(gradients[piece.record.name].reshape(-1))
         values.set(StepNumbers(lr=config.lr))
-        update.step(torch.ones((), dtype=torch.float64), values, veto=torch.zeros(()))
+        update.step(torch.ones((), dtype=torch.float64), values, skip=torch.zeros(()))
     yield {p.record.name: p.master.view(p.record.shape).clone() for p in sharded.pieces}, None, sharded
 
 

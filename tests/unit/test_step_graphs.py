@@ -1,4 +1,4 @@
-"""Recorded steps: a replay does what the step would have done, and what cannot be recorded is refused by name."""
+"""Captured steps: a replay does what the step would have done, and what cannot be captured is refused by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from step_tape import TapeRecorder
+from step_tape import TapeCapturer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -33,9 +33,9 @@ from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.registry import MIXERS
 from megatron_port.ext.kernels.choose import choose_providers
-from megatron_port.ext.kernels.settings import RECORDED as CONFLICTS
-from megatron_port.ext.kernels.settings import why_not_recorded
-from megatron_port.ext.kernels.step_graphs import WARM_UP, Recording
+from megatron_port.ext.kernels.settings import GRAPHS as CONFLICTS
+from megatron_port.ext.kernels.settings import why_not_captured
+from megatron_port.ext.kernels.step_graphs import WARM_UP, CapturedGraph
 from megatron_port.ext.kernels.step_inputs import FIELDS, StepInputs, tensors_of
 from megatron_port.run.build import DTYPES, build_engine
 from megatron_port.run.device import choose_device
@@ -90,58 +90,58 @@ def train(engine: NativeEngine) -> list[Any]:
 
 def test_replayed_steps_are_the_steps() -> None:
     """With dropout, masks, loss scale, skipped updates, learning rate, an evaluation and a step of another shape."""
-    plain, recorded, recorder = engine_of("fp16"), engine_of("fp16"), TapeRecorder()
-    recorded.record_steps(recorder)
+    plain, captured, capturer = engine_of("fp16"), engine_of("fp16"), TapeCapturer()
+    captured.capture_steps(capturer)
     want = train(plain)
-    assert train(recorded) == want
-    assert recorder.recorded == 4  # two recordings before the step without masks, two after it
-    assert recorded.recorded is not None and recorded.recorded.graphs.replays
+    assert train(captured) == want
+    assert capturer.captured == 4  # two graphs before the step without masks, two after it
+    assert captured.captured is not None and captured.captured.graphs.replays
     skipped = [one[0].skipped for one in want if isinstance(one, tuple)]
     assert any(skipped[:3]) and not all(skipped)
 
 
-class FalseRecorder(TapeRecorder):
-    """Replays what was recorded but for one launch, which got lost: what it makes is never written."""
+class FalseCapturer(TapeCapturer):
+    """Replays what was captured but for one launch, which got lost: what it makes is never written."""
 
     def __init__(self, lost: str) -> None:
         super().__init__()
         self.lost = lost
 
-    def record(self, function: Callable[[], Any]) -> Recording[Any]:
-        recording = super().record(function)
-        calls = recording.replay.__self__.calls  # type: ignore[attr-defined]  # those of the tape
+    def capture(self, function: Callable[[], Any]) -> CapturedGraph[Any]:
+        graph = super().capture(function)
+        calls = graph.replay.__self__.calls  # type: ignore[attr-defined]  # those of the tape
         for lost in [call for call in calls if str(call[0]) == self.lost][-1:]:  # an update has none
             calls[:] = [call for call in calls if call is not lost]
             for made in filter(torch.is_tensor, tree_leaves(lost[3])):
                 made.zero_()
-        return recording
+        return graph
 
 
 @pytest.mark.parametrize(("lost", "named"), [
     ("aten.embedding.default", "loss"), ("megatron_port.add_rows_.default", "gradient norm"),
 ])
 def test_a_wrong_replay_is_found_said_and_not_used(lost: str, named: str, capsys: Any) -> None:
-    """The run goes on as if nothing had been recorded."""
-    plain, recorded = engine_of("fp16"), engine_of("fp16")
-    recorder = FalseRecorder(lost)
-    recorded.record_steps(recorder)
-    assert train(recorded) == train(plain)
-    assert recorder.recorded == 1
+    """The run goes on as if nothing had been captured."""
+    plain, captured = engine_of("fp16"), engine_of("fp16")
+    capturer = FalseCapturer(lost)
+    captured.capture_steps(capturer)
+    assert train(captured) == train(plain)
+    assert capturer.captured == 1
     said = capsys.readouterr().out
-    assert said.count("warning: the replay of a recorded step has") == 1 and named in said
+    assert said.count("warning: the replay of a captured step has") == 1 and named in said
 
 
 def test_state_that_changed_between_replays_is_found() -> None:
     engine = engine_of("fp32")
-    engine.record_steps(TapeRecorder())
+    engine.capture_steps(TapeCapturer())
     for step in range(WARM_UP + 3):
         if step == WARM_UP + 2:
             engine.sharded.pieces[3].master[0] += 1.0
         engine.train_step(batches_of(step), step=step, lr=1e-3)
         assert (engine.state_damage() is not None) == (step == WARM_UP + 2)
     # NCCL waits for graphs that use a communicator, so they must go with the engine, without a garbage collection.
-    assert engine.recorded is not None
-    alive = weakref.ref(engine.recorded.graphs)
+    assert engine.captured is not None
+    alive = weakref.ref(engine.captured.graphs)
     del engine
     assert alive() is None
 
@@ -243,14 +243,14 @@ def test_a_device_without_launches_is_refused() -> None:
     ({"layout": LayoutConfig(zero_stage=3)}, "layout.zero_stage 3"),
     ({"optimizer": OptimizerConfig(name="lion")}, 'optimizer.name "lion"'),
 ])
-def test_steps_are_recorded_where_nothing_refuses_them(change: dict[str, Any], named: str) -> None:
+def test_steps_are_captured_where_nothing_refuses_them(change: dict[str, Any], named: str) -> None:
     config = dataclasses.replace(RunConfig(), **change)  # of which other checks have something to say
-    why = why_not_recorded(config, amd=False, optimizer="own")
+    why = why_not_captured(config, amd=False, optimizer="own")
     assert (named in why) if named else not why
-    assert "AMD" in why_not_recorded(RunConfig(), amd=True, optimizer="own")
-    assert "apex" in why_not_recorded(RunConfig(), amd=False, optimizer="apex")
+    assert "AMD" in why_not_captured(RunConfig(), amd=True, optimizer="own")
+    assert "apex" in why_not_captured(RunConfig(), amd=False, optimizer="apex")
 
 
-def test_a_plugin_asks_for_recorded_steps_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_asks_for_captured_steps_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(MIXERS), "added", property(lambda self: ("delta",) if self is MIXERS else ()))
-    assert "plugin" in why_not_recorded(RunConfig(), amd=False, optimizer="own")
+    assert "plugin" in why_not_captured(RunConfig(), amd=False, optimizer="own")

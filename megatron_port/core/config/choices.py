@@ -12,7 +12,7 @@ from typing import Any
 from megatron_port.core.config.ranges import Range
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.errors import ConfigError
-from megatron_port.core.registry import REGISTRIES, SECTIONS, own_choices, unknown_choices
+from megatron_port.core.registry import REGISTRIES, SECTIONS, builtin_choices, unknown_choices
 
 
 # Legal values of configuration fields, from their types: values of a ``Literal`` or of a registry, and ranges.
@@ -45,7 +45,7 @@ def ranges_of(cls: Any) -> dict[str, Range]:
 
 CHOICES: dict[str, tuple[str | int, ...]] = {
     **literal_choices(RunConfig),
-    **{field: own for field in {r.field: r for r in REGISTRIES} if (own := own_choices(field))},
+    **{field: own for field in {r.field: r for r in REGISTRIES} if (own := builtin_choices(field))},
 }
 """The package's own values of each field that has a list, by dotted name; plugins add to those of the registries
 (``registry.choices_added``)."""

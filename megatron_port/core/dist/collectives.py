@@ -229,7 +229,8 @@ def to_device_async(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-# State of a model that no gradient changes, recorded like a parameter: a router's balance bias, a running statistic.
+# State of a model that no gradient changes, with a record like a parameter: a router's balance bias, a running
+# statistic.
 #
 # A buffer is float32 in every run, whatever the weights are. It is saved with the training state, loaded with the
 # weights, and never cast or reduced; keeping the copies of several ranks equal is up to the module that changes it.

@@ -88,7 +88,7 @@ class StepProbe(Protocol):
     ) -> None:
         """Take the sums that parameters hold after this micro-batch, and what goes to the stage before."""
 
-    def own_gradients(self, gradients: Sequence[tuple[ParameterRecord, torch.Tensor]]) -> None:
+    def local_gradients(self, gradients: Sequence[tuple[ParameterRecord, torch.Tensor]]) -> None:
         """Take this rank's gradients over all micro-batches, before any sum over ranks."""
 
 
@@ -121,7 +121,7 @@ class Engine(Protocol):
         the probe looks at, no update, and the loss scale stays. Collective.
         """
 
-    def record_state(self) -> None:
+    def hash_state(self) -> None:
         """Hash the current state as the baseline of the next check, after weights were set from outside."""
 
     def state_damage(self, *, now: bool = False) -> Damage | None:

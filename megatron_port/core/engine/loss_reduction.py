@@ -121,9 +121,9 @@ def reduced_auxiliary(sums: AuxiliarySums, ctx: ParallelContext) -> torch.Tensor
     return values
 
 
-def refused_loss(sums: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
-    """Return 1 if the mean of (loss sum, tokens) is not finite or above a finite ``limit``, else 0: float32 scalar.
+def skip_for_loss(sums: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+    """Return 1, to skip the update, if the mean of (loss sum, tokens) is above ``limit`` or not finite; else 0.
 
-    ``limit``: float64 scalar on the device.
+    ``limit``: finite float64 scalar on the device, as the result, which is float32.
     """
     return (~(sums[0] / sums[1].clamp(min=1.0) <= limit)).float()

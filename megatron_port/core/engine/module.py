@@ -29,8 +29,8 @@ class StageModule(Protocol):
     def loss_sum(self, logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Sum of token losses (last stage)."""
 
-    def after_update(self, totals: Mapping[str, torch.Tensor], refused: torch.Tensor) -> None:
-        """Change state that no gradient changes, by the tallies' sums over all ranks; ``refused`` is a scalar on the
+    def after_update(self, totals: Mapping[str, torch.Tensor], skipped: torch.Tensor) -> None:
+        """Change state that no gradient changes, by the tallies' sums over all ranks; ``skipped`` is a scalar on the
         device: 1 where the step's update was not applied, and nothing may change."""
 
     def boundary(self, batch: int, seq: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -26,18 +26,17 @@ from megatron_port.core.engine import native_state
 from megatron_port.core.engine.api import NO_LIMITS, EvalResult, StepLimits, StepProbe, StepResult
 from megatron_port.core.engine.loss_reduction import global_count, shared_sums
 from megatron_port.core.engine.module import buffer_pieces, load_buffers, recorded_parameters, zero_moments
-from megatron_port.core.engine.native_passes import GradientSink, PassRunner, ShardTarget, Stages
+from megatron_port.core.engine.native_passes import ForwardBackward, GradientSink, ShardTarget, Stages
 from megatron_port.core.engine.native_state import shard_parameters
 from megatron_port.core.engine.native_step import (
     ApplyUpdate,
     Average,
-    Check,
+    CapturedParts,
     Count,
     GradientHook,
+    GradNorm,
+    HashState,
     Masks,
-    Norm,
-    Record,
-    RecordedParts,
     Reduce,
     RunPasses,
     Show,
@@ -45,6 +44,7 @@ from megatron_port.core.engine.native_step import (
     StepParts,
     StepState,
     SumLoss,
+    VerifyState,
     run_parts,
 )
 from megatron_port.core.engine.native_update import make_update
@@ -59,7 +59,7 @@ class NativeEngine:
     """Engine (``engine.api.Engine``) without DeepSpeed. ``chunks``: this rank's stage modules, one per virtual stage.
 
     ``objective``: what the step's mean divides by, and which frozen weights the run's checkpoints do not hold.
-    A step is a list of parts (``native_step``): those of ``StepParts.plain``, unless steps are recorded.
+    A step is a list of parts (``native_step``): those of ``StepParts.plain``, unless steps are captured (CUDA graphs).
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class NativeEngine:
         own = optimizer_provider == "own"
         gradients: GradientSink = (STEP_PARTS.function("own sums of gradients") if own else GradientSink)(self.sharded)
         self.target = ShardTarget(gradients, self.sharded, self.values.loss_factor)
-        self.pass_runner = PassRunner(
+        self.forward_backward = ForwardBackward(
             Stages(self.chunks, ctx, step_slot, self.progress), config, objective, self.target, self.sharded,
             self.values, self.sums,
         )
@@ -99,14 +99,14 @@ class NativeEngine:
         if config.numerics.state_check_interval:
             self.watch = self.sharded.watch = STEP_PARTS.function("state watch")(config, self.sharded)
         self._differing = 0
-        self.recorded: RecordedParts | None = None
+        self.captured: CapturedParts | None = None
         self.parts = self._make_parts()
         if config.backend.graphs == "step":
-            self.record_steps(STEP_PARTS.function("recorder")(config, ctx, optimizer_provider))
+            self.capture_steps(STEP_PARTS.function("graph capturer")(config, ctx, optimizer_provider))
 
     def _attach(self, gradients: GradientSink) -> None:
         """Let backward passes add to the sums of gradients, and forward passes wait for their weights."""
-        copies = self.pass_runner.weight_copies
+        copies = self.forward_backward.weight_copies
         for _, p in self.parameters:
             p.wgrad_accumulator = self.target.accumulator  # type: ignore[attr-defined]  # see layers.linear
             if copies is not None:
@@ -127,12 +127,12 @@ class NativeEngine:
             self._masks = STEP_PARTS.function("gradient masks")(sharded, self.config.sparsity)
         self._show = Show(sharded, self.scaler)
         gradients: list[StepPart] = [
-            RunPasses(self.pass_runner, sharded, self.sums, self.stage), Reduce(sharded, progress),
+            RunPasses(self.forward_backward, sharded, self.sums, self.stage), Reduce(sharded, progress),
             *([] if self._masks is None else [self._masks]), self._show,
-            SumLoss(ctx, self.values, self.sums, progress), Norm(sharded, ctx, self.update, progress),
+            SumLoss(ctx, self.values, self.sums, progress), GradNorm(sharded, ctx, self.update, progress),
         ]
         apply = ApplyUpdate(self.update, self.values, self.average, self.chunks, self.sums, sharded)
-        return StepParts(count, gradients, Check(self.watch), apply, Record(self.watch))
+        return StepParts(count, gradients, VerifyState(self.watch), apply, HashState(self.watch))
 
     @property
     def on_gradients(self) -> GradientHook | None:
@@ -143,10 +143,10 @@ class NativeEngine:
     def on_gradients(self, hook: GradientHook | None) -> None:
         self._show.hook = hook
 
-    def record_steps(self, recorder: Any) -> None:
-        """Record steps by a ``kernels.step_graphs.Recorder`` and replay them, from the fourth on. Before the first
-        step."""
-        self.recorded = STEP_PARTS.function("recorded steps")(recorder, self.sharded, seed=self.config.seed)
+    def capture_steps(self, capturer: Any) -> None:
+        """Capture the fourth step as CUDA graphs, by a ``kernels.step_graphs.GraphCapturer``, and replay them from then
+        on. To be called before the first step."""
+        self.captured = STEP_PARTS.function("captured steps")(capturer, self.sharded, seed=self.config.seed)
         self.watch.replays()
 
     def train_step(
@@ -160,10 +160,10 @@ class NativeEngine:
         state = StepState(micro_batches, step, lr=lr, limits=limits)
         plain = self.parts if probe is None else STEP_PARTS.function("probed step")(self.parts, probe)
         replayed = probe is None and self.on_gradients is None
-        if self.recorded is None:
+        if self.captured is None:
             run_parts(plain.plain(self.sharded), state)
         else:
-            run_parts(self.recorded.parts(plain, replayed=replayed), state)
+            run_parts(self.captured.parts(plain, replayed=replayed), state)
         self._losses = state.losses
         # The step's one host synchronisation (one more for each mask's count and torch's AdamW).
         found, auxiliary = state.read_outcome()
@@ -185,9 +185,9 @@ class NativeEngine:
         """Updates between checks of the state; see ``engine.api.Engine``."""
         return self.watch.interval
 
-    def record_state(self) -> None:
+    def hash_state(self) -> None:
         self.sharded.wait()
-        self.watch.record_state()
+        self.watch.hash_state()
 
     def state_damage(self, *, now: bool = False) -> Damage | None:
         """What changed since the last update; see ``engine.api.Engine``."""
@@ -215,7 +215,7 @@ class NativeEngine:
             micro_batches, self.objective, self.ctx, seq_length=self.config.model.seq_length
         )
         self.values.set(StepNumbers(tokens=tokens))
-        passes = self.pass_runner.run(micro_batches, 0)
+        passes = self.forward_backward.run(micro_batches, 0)
         self._losses = passes.losses
         self.progress.at(REDUCE, "loss of the batch")
         self.stream.enabled = True
@@ -256,7 +256,7 @@ class NativeEngine:
         if self.average is not None:
             self.average.restore(self.update.steps)
         self.scaler.load(scalars)
-        self.watch.record_state()
+        self.watch.hash_state()
 
     def load_weights(self, read: StateReader) -> None:
         """Set weights and buffers; optimizer state and counters start afresh."""

@@ -1,4 +1,4 @@
-"""The passes of one rank's chunks: what the native engine computes for each action of a schedule."""
+"""Forward and backward passes of one rank's chunks: what the native engine computes for each action of a schedule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_port.core.layers.linear import WeightCopies, WgradAccumulator, tor
 from megatron_port.core.layers.step import ModuleSums, StepShared, StepSlot
 from megatron_port.core.optim.rules import StepValues
 from megatron_port.core.optim.sharded import ShardedParameters
-from megatron_port.core.pipeline.runner import Boundary, Payload, Runner, StageLink
+from megatron_port.core.pipeline.runner import Boundary, Payload, ScheduleRunner, StageLink
 from megatron_port.core.pipeline.schedules import (
     Action,
     Kind,
@@ -38,12 +38,12 @@ PassKey = tuple[int, int]
 
 
 def _floating(payload: Payload) -> Payload:
-    """The tensors that have gradients."""
+    """Return the tensors that have gradients."""
     return tuple(tensor for tensor in payload if tensor.is_floating_point())
 
 
 def _gradients_of(inputs: Payload) -> Payload:
-    """The gradients of a chunk's inputs, zero for one that it did not use; empty: it used none."""
+    """Return the gradients of a chunk's inputs, zeros for an unused one; empty where it used none."""
     found = _floating(inputs)
     if all(tensor.grad is None for tensor in found):
         return ()
@@ -51,7 +51,7 @@ def _gradients_of(inputs: Payload) -> Payload:
 
 
 def reserve_swap(chunks: Sequence[Any], actions: Sequence[Action]) -> None:
-    """Tell each layer's swap space how many of a step's micro-batches wait in it at most."""
+    """Tell each layer's swap space how many micro-batches it holds at most (activation offload)."""
     for chunk, held in most_held(actions).items():
         for unit in chunks[chunk].units:
             parking = getattr(unit, "parking", None)
@@ -61,43 +61,44 @@ def reserve_swap(chunks: Sequence[Any], actions: Sequence[Action]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """Micro-batches of a step or an evaluation, and what their modules are told."""
+    """Micro-batches of a step or an evaluation, and the context of their modules."""
 
     micro_batches: Sequence[MicroBatch]
     step: int
     shared: StepShared = field(default_factory=StepShared)
     keys: Sequence[torch.Tensor] = ()
-    """Memory with the dropout keys of each micro-batch's samples, in a recorded step."""
+    """Memory with the dropout keys of each micro-batch's samples, in a captured step."""
 
     def announce(self, number: int, slot: StepSlot) -> None:
-        """Tell the modules which micro-batch comes; in a recorded step not its samples, which differ in each replay."""
-        batch, recorded = self.micro_batches[number], bool(self.keys)
+        """Set the modules' context to a micro-batch; in a captured step without its samples, which differ per
+        replay."""
+        batch, captured = self.micro_batches[number], bool(self.keys)
         slot.announce(
-            self.step, () if recorded else batch.sample_ids, self.shared, document_starts=batch.document_starts,
-            division=batch.division, side=batch.side, keys=self.keys[number] if recorded else None,
+            self.step, () if captured else batch.sample_ids, self.shared, document_starts=batch.document_starts,
+            division=batch.division, side=batch.side, keys=self.keys[number] if captured else None,
         )
 
 
 class BackwardTarget:
-    """Target of the gradients of backward passes. This one leaves them with autograd.
+    """Target of the gradients of backward passes. The base class leaves them in ``grad``.
 
     Args:
         accumulator: adds the gradients of matrices, at once or deferred.
-        loss_gradient: what the loss of the step is multiplied by for its gradient, a scalar on the device: loss scale
-            over tokens. The modules are told the number, ``StepShared.loss_factor``.
+        loss_gradient: gradient of the sum of losses, a scalar on the device: loss scale over tokens. Modules have the
+            same number as ``StepShared.loss_factor``.
     """
 
     def __init__(self, accumulator: WgradAccumulator, loss_gradient: torch.Tensor) -> None:
         self.accumulator, self.loss_gradient = accumulator, loss_gradient
 
     def flush(self) -> None:
-        """Add what autograd returned in a backward pass to the sums."""
+        """Add gradients that wait to the sums; called at the end of each backward pass."""
 
     def end_pass(self, chunk: int) -> None:
         """Note that a backward pass of a chunk has ended."""
 
     def sums(self) -> list[torch.Tensor]:
-        """Return the gradients summed so far, for a probe."""
+        """Return the gradients accumulated so far, for a probe."""
         return []
 
 
@@ -105,23 +106,23 @@ class PassWatch:
     """Hooks around the passes of a rank's chunks. The base class is a no-op."""
 
     def forward(self, action: Action, stage: int) -> AbstractContextManager[None]:
-        """Return the context of a chunk's forward pass; ``stage``: the virtual one that it is."""
+        """Return the context of a chunk's forward pass; ``stage``: its virtual stage."""
         return nullcontext()
 
     def loss(self, action: Action, loss_sum: torch.Tensor) -> None:
         """Take the sum of token losses of a micro-batch (last stage)."""
 
     def backward_pass(self, action: Action) -> AbstractContextManager[None]:
-        """Return the context of a chunk's backward pass, or of its two parts: gradients of inputs, and of weights."""
+        """Return the context of a backward pass, or of either part of a split one (gradients of inputs; of weights)."""
         return nullcontext()
 
     def backward(self, action: Action, stage: int, target: BackwardTarget, gradients: Payload) -> None:
-        """Take what a backward pass has left in ``target``, and the gradients of the chunk's inputs."""
+        """Take the gradients that a backward pass has added to ``target``, and those of the chunk's inputs."""
 
 
 @dataclass(frozen=True)
 class Stages:
-    """One rank's chunks of the model, and where their modules find the micro-batch in flight."""
+    """One rank's chunks of the model, and the slot that holds the context of the micro-batch in flight."""
 
     chunks: Sequence[Any]
     ctx: ParallelContext
@@ -129,14 +130,14 @@ class Stages:
     progress: ProgressTracker
 
 
-class Passes:
-    """Forward and backward passes of one step; a ``pipeline.runner.Worker``.
+class PassWorker:
+    """Computes the forward and backward passes of one step; a ``pipeline.runner.Worker``.
 
     Args:
         stages: this rank's chunks, in order; any module that follows ``engine.module.StageModule``.
         target: where gradients go.
-        watch: looks on.
-        filled_by: by forward pass, the weight pass that fills its exchanges of rows (``pipeline.schedules``).
+        watch: hooks around the passes.
+        filled_by: by forward pass, the weight pass that runs during its expert all-to-alls (``pipeline.schedules``).
     """
 
     def __init__(
@@ -165,8 +166,8 @@ class Passes:
             return self._backward(action, received)
 
     def _filled(self, action: Action) -> AbstractContextManager[None]:
-        """Compute weight products of the pass that fills a forward pass while that exchanges rows of experts; where it
-        exchanges none, before it."""
+        """Compute a deferred weight pass during the expert all-to-alls of a forward pass; before it where it has
+        none."""
         weight = self.filled_by.get(action)
         if weight is None:
             return nullcontext()
@@ -202,7 +203,7 @@ class Passes:
         return outputs
 
     def _stage_of(self, action: Action) -> int:
-        """The virtual stage whose pass an action is."""
+        """Return the virtual stage of an action."""
         return self.ctx.topology.virtual_stage(self.ctx.coords.pp, action.chunk)
 
     def _loss_sum(self, chunk: Any, logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
@@ -231,14 +232,14 @@ class Passes:
         return gradients or None
 
 
-class PassRunner:
-    """Runs the schedule of a step, or of an evaluation where no gradients are wanted.
+class ForwardBackward:
+    """Runs the pipeline schedule of a step's forward and backward passes; without gradients, of an evaluation.
 
     Args:
         target: where gradients go.
         sharded: the stages' weights and gradients.
         values: numbers of the step, set before :meth:`run`.
-        sums: what the modules add to.
+        sums: named sums that modules add to.
     """
 
     def __init__(
@@ -247,21 +248,21 @@ class PassRunner:
     ) -> None:
         self.stages, self.config, self.objective, self.target = stages, config, objective, target
         self.sharded, self.values, self.sums = sharded, values, sums
-        self.runner = Runner(StageLink(stages.ctx), stages.progress)
+        self.runner = ScheduleRunner(StageLink(stages.ctx), stages.progress)
         self.weight_copies: WeightCopies | None = stages.chunks[0].weight_copies
         self.watch = PassWatch()
 
     def run(
         self, micro_batches: Sequence[MicroBatch], step: int, *, keys: Sequence[torch.Tensor] = (),
         watch: PassWatch | None = None,
-    ) -> Passes:
-        """Run all passes. ``keys``: of a recorded step; ``watch``: looks on, in place of the runner's own."""
+    ) -> PassWorker:
+        """Run all passes. ``keys``: of a captured step; ``watch``: hooks in place of ``self.watch``."""
         stages, schedule = self.stages, self._schedule(len(micro_batches))
         plan = schedule.plans[stages.ctx.coords.pp]
-        passes = Passes(
+        passes = PassWorker(
             stages,
             StepWork(
-                micro_batches=micro_batches, step=step, shared=self._shared(micro_batches, recorded=bool(keys)),
+                micro_batches=micro_batches, step=step, shared=self._shared(micro_batches, captured=bool(keys)),
                 keys=keys,
             ),
             self.target, watch or self.watch, filled_by=fillers(plan),
@@ -269,7 +270,7 @@ class PassRunner:
         sizes, length = [len(b.sample_ids) for b in micro_batches], self.config.model.seq_length
         self.sharded.plan_gathers(stages.chunks, plan)
         boundaries = {size: Boundary.of(stages.chunks[0].boundary(size, length)) for size in set(sizes)}
-        # Copies that lasted through the step would be whole weights again.
+        # Under ZeRO stage 3, cached 8-bit copies would keep full weights through the step.
         copies = self.weight_copies if self.sharded.keeps_weights else None
         with nullcontext() if copies is None else copies.active():
             self.runner.run(schedule, passes, lambda m: boundaries[sizes[m]])
@@ -285,8 +286,8 @@ class PassRunner:
         reserve_swap(self.stages.chunks, schedule.plans[self.stages.ctx.coords.pp])
         return schedule
 
-    def _shared(self, micro_batches: Sequence[MicroBatch], *, recorded: bool) -> StepShared:
-        values = self.values if recorded else self.values.host
+    def _shared(self, micro_batches: Sequence[MicroBatch], *, captured: bool) -> StepShared:
+        values = self.values if captured else self.values.host
         shared = StepShared(
             loss_factor=values.loss_factor, sample_factor=values.sample_factor, global_tokens=values.tokens
         )
@@ -304,9 +305,8 @@ AddRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class GradientSink:
-    """Sink of gradients for autograd's hooks, which must not keep the parameters' holder alive: a reference cycle
-    through them is collected late, and so are the process groups and their threads.
-    """
+    """Adds to the engine's sums what autograd's hooks hand over. It holds the parameters weakly: a reference cycle
+    through hooks is collected late, and with it the process groups and their threads. """
 
     def __init__(self, sharded: ShardedParameters, add_rows: AddRows = torch_add_rows) -> None:
         self._alive, self._add_rows = weakref.ref(sharded), add_rows
@@ -317,7 +317,7 @@ class GradientSink:
         return sharded
 
     def accumulator(self) -> WgradAccumulator:
-        """Return what adds the gradients of matrices and tables, which autograd does not see, to their sums."""
+        """Return the accumulator of the gradients of matrices and tables, which bypass autograd."""
         return WgradAccumulator(self.added, self.main_grad_of, self.uninitialized_of, self._add_rows)
 
     def main_grad_of(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -349,11 +349,11 @@ class GradientSink:
             self.added(parameter)
 
     def flush(self) -> None:
-        """Add what waits to the sums: nothing does. To be called at the end of every backward pass."""
+        """Add gradients that wait to the sums (here none do). To be called at the end of every backward pass."""
 
 
 class ShardTarget(BackwardTarget):
-    """Passes' target that adds gradients to the engine's sums, which are reduced as they fill up."""
+    """Target that adds gradients to the engine's sums, whose buckets are reduced as they become complete."""
 
     def __init__(self, sink: GradientSink, sharded: ShardedParameters, loss_gradient: torch.Tensor) -> None:
         super().__init__(sink.accumulator(), loss_gradient)
@@ -364,9 +364,9 @@ class ShardTarget(BackwardTarget):
         self.sink.flush()
 
     def end_pass(self, chunk: int) -> None:
-        """Note that a backward pass has ended: under ZeRO stage 2 the chunk's gradients are reduced."""
+        """End a backward pass: under ZeRO stage 2 the chunk's gradients are reduced."""
         self.sharded.end_pass(chunk)
 
     def sums(self) -> list[torch.Tensor]:
-        """Return this rank's own sums."""
+        """Return this rank's unreduced sums."""
         return [gradient for _, gradient in self.sharded.local_gradients()]

@@ -1,8 +1,8 @@
 """An optimizer step of the native engine as a list of parts, which run one after the other on a :class:`StepState`.
 
-A plain step (``StepParts.plain``): count, passes, reduce, show, loss, norm, check, update, record, gather. ZeRO
+A plain step (``StepParts.plain``): count, passes, reduce, show, loss, norm, verify, update, hash, gather. ZeRO
 stages 0 to 3 differ in what their ``ShardedParameters`` do at reduce and gather, rules and offload in the update that
-is applied. A recorded step (``kernels.step_graphs``) has the same parts, in two of its own.
+is applied. A captured step (``kernels.step_graphs``) runs the same parts within two of its own, each a CUDA graph.
 
 No part keeps the engine: a cycle of references would keep process groups alive until a garbage collection.
 """
@@ -29,9 +29,9 @@ from megatron_port.core.engine.loss_reduction import (
     global_samples,
     loss_weight,
     reduced_auxiliary,
-    refused_loss,
+    skip_for_loss,
 )
-from megatron_port.core.engine.native_passes import PassRunner
+from megatron_port.core.engine.native_passes import ForwardBackward
 from megatron_port.core.engine.native_update import Update
 from megatron_port.core.layers.step import ModuleSums
 from megatron_port.core.optim.gradients import LossScaler, NormStatistics, global_square_norm, owned_gradients
@@ -52,7 +52,7 @@ class StepOutcome(NamedTuple):
     norm: float
     """Gradient norm, without loss scale and before clipping."""
     skipped: float
-    """Not 0: nothing was applied."""
+    """Not 0: the update was skipped."""
     differing: float
     """Rows of the state that changed though no update did it."""
 
@@ -71,7 +71,7 @@ class StepState:
     lr: float = 0.0
     limits: StepLimits = NO_LIMITS
     keys: Sequence[torch.Tensor] = ()
-    """Memory with the dropout keys of each micro-batch's samples, in a recorded step."""
+    """Memory with the dropout keys of each micro-batch's samples, in a captured step."""
     losses: list[torch.Tensor] = field(default_factory=list)
     """Sum of token losses of each micro-batch; empty but on the last stage."""
     total: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
@@ -80,8 +80,8 @@ class StepState:
     """Loss and count of the global batch, float64 [2], on the device as the tensors below."""
     auxiliary: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     """Sums of what modules added, float64 [names]."""
-    veto: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    """Not zero: the update is not to be applied (float32 scalar)."""
+    skip: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    """Not zero: the update is to be skipped, whatever the norm (float32 scalar)."""
     square: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
     """Squared norm of all gradients, with the loss scale (float64 scalar)."""
     totals: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -124,8 +124,8 @@ class Average(Protocol):
     def restore(self, steps: int) -> None:
         """Continue after ``steps`` updates, when the state has been loaded."""
 
-    def update(self, refused: torch.Tensor) -> None:
-        """Take in the masters after a step, unless ``refused`` (scalar on the device) is not 0."""
+    def update(self, skipped: torch.Tensor) -> None:
+        """Take in the masters after a step, unless ``skipped`` (scalar on the device) is not 0."""
 
     def as_weights(self) -> AbstractContextManager[None]:
         """Let the model compute with the average. Collective."""
@@ -158,7 +158,7 @@ class RunPasses:
     """Runs the forward and backward passes, whose gradients are reduced meanwhile."""
 
     def __init__(
-        self, runner: PassRunner, sharded: ShardedParameters, sums: ModuleSums, stage: torch.nn.Module
+        self, runner: ForwardBackward, sharded: ShardedParameters, sums: ModuleSums, stage: torch.nn.Module
     ) -> None:
         self.runner, self.sharded, self.sums, self.stage = runner, sharded, sums, stage
 
@@ -207,10 +207,10 @@ class SumLoss:
         self.progress.at(REDUCE, "loss of the step")
         state.sums = sums = device_sums([state.total, self.values.replica_tokens], self.ctx)
         state.auxiliary = reduced_auxiliary(self.sums.auxiliary, self.ctx)
-        state.veto = refused_loss(sums, self.values.largest_loss)
+        state.skip = skip_for_loss(sums, self.values.largest_loss)
 
 
-class Norm:
+class GradNorm:
     """Sums the squares of all gradients over all ranks."""
 
     def __init__(
@@ -225,8 +225,8 @@ class Norm:
         state.square = global_square_norm(self.owned, self.ctx, self.square_norm)
 
 
-class Check:
-    """Compares the state with what was recorded after the last update, before this one changes it."""
+class VerifyState:
+    """Compares the state with its hashes after the last update, before this one changes it."""
 
     def __init__(self, watch: StateWatch) -> None:
         self.watch = watch
@@ -249,32 +249,32 @@ class ApplyUpdate:
     def run(self, state: StepState) -> None:
         """Run the part."""
         self.watch.verify_gradients()
-        norm, refused = self.update.step(state.square, self.values, veto=state.veto)
+        norm, skipped = self.update.step(state.square, self.values, skip=state.skip)
         if self.average is not None:
-            self.average.update(refused)
+            self.average.update(skipped)
         state.totals = self.sums.tallies.totals(self.world) if self.sums.tallies.specs else {}
         for chunk in self.chunks if state.totals else ():
-            chunk.after_update(state.totals, refused)
+            chunk.after_update(state.totals, skipped)
         loss_sum, counted = state.sums
         state.outcome = pack_outcome(
-            state.auxiliary, loss_sum=loss_sum, counted=counted, norm=norm, skipped=refused,
+            state.auxiliary, loss_sum=loss_sum, counted=counted, norm=norm, skipped=skipped,
             differing=self.watch.differing,
         )
 
 
-class Record:
-    """Takes the state after an update, to compare it before the next: a part of recorded steps, which gather weights at
-    their beginning. A plain step has :class:`RecordAndGather`."""
+class HashState:
+    """Hashes the state after an update, for the next :class:`VerifyState`: a part of captured steps, which gather
+    weights at their beginning. A plain step has :class:`HashAndGather`."""
 
     def __init__(self, watch: StateWatch) -> None:
         self.watch = watch
 
     def run(self, state: StepState) -> None:
         """Run the part."""
-        self.watch.record_state()
+        self.watch.hash_state()
 
 
-class RecordAndGather:
+class HashAndGather:
     """Hashes the state and starts to gather the updated weights, beside the next step's first passes."""
 
     def __init__(self, sharded: ShardedParameters) -> None:
@@ -282,7 +282,7 @@ class RecordAndGather:
 
     def run(self, state: StepState) -> None:
         """Run the part."""
-        self.sharded.watch.record_state(gathering=self.sharded.gathers_after_update)
+        self.sharded.watch.hash_state(gathering=self.sharded.gathers_after_update)
         self.sharded.start_gather()
 
 
@@ -293,21 +293,21 @@ class StepParts:
     count: StepPart
     gradients: Sequence[StepPart]
     """From the passes to the gradient norm."""
-    check: StepPart
+    verify: StepPart
     apply: StepPart
-    record: StepPart
+    hash_state: StepPart
 
     def plain(self, sharded: ShardedParameters) -> list[StepPart]:
         """Return the parts of a step, in order."""
-        return [self.count, *self.gradients, self.check, self.apply, RecordAndGather(sharded)]
+        return [self.count, *self.gradients, self.verify, self.apply, HashAndGather(sharded)]
 
 
-class RecordedParts(Protocol):
-    """Steps that are recorded once and replayed (``kernels.step_graphs.RecordedSteps``)."""
+class CapturedParts(Protocol):
+    """Parts of steps that are captured once and replayed (``kernels.step_graphs.CapturedSteps``)."""
 
     graphs: Any
-    """The recordings."""
+    """The CUDA graphs."""
 
     def parts(self, plain: StepParts, *, replayed: bool) -> list[StepPart]:
-        """Return the parts of a step, in order; ``plain``: of one that is not recorded, ``replayed``: this one may be
-        recorded and replayed."""
+        """Return the parts of a step, in order. ``plain``: of a step that is not captured; ``replayed``: this one may
+        be captured and replayed."""

@@ -50,10 +50,10 @@ class Update(Protocol):
         """Continue after ``steps`` updates, when masters and state have been loaded."""
 
     def step(
-        self, square: torch.Tensor, values: StepValues, *, veto: torch.Tensor
+        self, square: torch.Tensor, values: StepValues, *, skip: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Apply the pieces' gradients, which carry the loss scale; nothing happens if their norm is not finite or above
-        its limit, or ``veto`` (float32 scalar on the device) is not zero.
+        """Update with the pieces' gradients, which carry the loss scale. The update is skipped if their norm is not
+        finite or above its limit, or ``skip`` (float32 scalar on the device) is not zero.
 
         ``square``: squared global L2 norm of the gradients as they are, a scalar on the device.
 
@@ -82,26 +82,26 @@ class HostUpdate(ABC):
         self._steps = steps
 
     def step(
-        self, square: torch.Tensor, values: StepValues, *, veto: torch.Tensor
+        self, square: torch.Tensor, values: StepValues, *, skip: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        norm, factor = self._decide(square, values, veto)
+        norm, factor = self._decide(square, values, skip)
         if factor is None:
-            return norm, torch.ones_like(veto)
+            return norm, torch.ones_like(skip)
         self._clip(self.pieces, factor)
         self._apply(values.host.lr)
         self._steps += 1
         self.sharded.copy_masters_to_weights()
-        return norm, veto
+        return norm, skip
 
     def _decide(
-        self, square: torch.Tensor, values: StepValues, veto: torch.Tensor
+        self, square: torch.Tensor, values: StepValues, skip: torch.Tensor
     ) -> tuple[torch.Tensor, float | None]:
-        """Return the norm without loss scale, a scalar on the device, and the factor that takes the loss scale from
-        gradients and clips them; None: nothing is to happen."""
+        """Return the norm without loss scale, a scalar on the device, and the factor that unscales and clips gradients;
+        None: the update is skipped."""
         scale = values.host.scale
         norm = square.sqrt() / scale
-        size, vetoed = torch.stack([norm.double(), veto.double()]).tolist()
-        if vetoed or not size <= values.host.largest_norm:
+        size, skipped = torch.stack([norm.double(), skip.double()]).tolist()
+        if skipped or not size <= values.host.largest_norm:
             return norm, None
         return norm, self._clip_factor(size, values) / scale
 

@@ -83,7 +83,7 @@ class SampleKey:
     sample_ids: tuple[int, ...]
     device: torch.device
     filled: torch.Tensor | None = field(default=None, compare=False)
-    """The keys, where the engine fills them in for each replay of a recorded step; there are no sample_ids then."""
+    """The keys, where the engine fills them in for each replay of a captured step; there are no sample_ids then."""
 
     @cached_property
     def keys(self) -> torch.Tensor:
@@ -112,7 +112,7 @@ class DropoutStream:
     def set_micro_batch(
         self, step: int, sample_ids: Sequence[int], keys: torch.Tensor | None = None
     ) -> SampleKey:
-        """Set the samples of the next forward pass. ``keys``: memory with their keys, of a recorded step."""
+        """Set the samples of the next forward pass. ``keys``: memory with their keys, of a captured step."""
         self.samples = SampleKey(self.seed, step, tuple(int(i) for i in sample_ids), self.device, keys)
         return self.samples
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatron_port.core.layers.attention import AttentionMask
 
 
-class Norm(Protocol):
+class NormOp(Protocol):
     """(norm(x + residual) · weight + bias, x + residual); without residual the second is x. x [..., h], weight [h].
 
     The second is for what else uses the sum: a provider may then add the gradient of that in the norm's backward pass.
@@ -112,7 +112,7 @@ class CausalSoftmax(Protocol):
 def torch_layer_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Layer normalization in torch ops (:class:`Norm`); statistics in fp32 or wider."""
+    """Layer normalization in torch ops (:class:`NormOp`); statistics in fp32 or wider."""
     total = x if residual is None else x + residual
     return F.layer_norm(total, weight.shape, weight, bias, eps), total
 
@@ -120,7 +120,7 @@ def torch_layer_norm(
 def torch_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """RMS normalization in torch ops (:class:`Norm`): x / sqrt(mean(x²) + eps) · weight; there is no bias."""
+    """RMS normalization in torch ops (:class:`NormOp`): x / sqrt(mean(x²) + eps) · weight; there is no bias."""
     total = x if residual is None else x + residual
     return F.rms_norm(total, weight.shape, weight, eps), total
 

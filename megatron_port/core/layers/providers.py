@@ -25,8 +25,8 @@ class Providers:
     """The chosen implementations; ``kernels.choose`` makes them."""
 
     attention: Attention
-    layer_norm: fused.Norm
-    rms_norm: fused.Norm
+    layer_norm: fused.NormOp
+    rms_norm: fused.NormOp
     bias_gelu: fused.BiasGelu
     swiglu: fused.SwiGLU
     split_rotary: fused.SplitRotary

@@ -126,7 +126,7 @@ def earliest_start(starts: torch.Tensor, position: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StepShared:
-    """Part of the context that all micro-batches of a step share. In a recorded step the numbers are float64 scalars on
+    """Part of the context that all micro-batches of a step share. In a captured step the numbers are float64 scalars on
     the device."""
 
     loss_factor: float | torch.Tensor = 1.0
@@ -245,8 +245,8 @@ class StepSlot:
     ) -> None:
         """Set the context of the next forward pass; see :class:`StepContext`.
 
-        ``document_starts``, ``side``: on the host, or of a recorded step memory on the device; ``keys``: memory with
-        the samples' keys, of a recorded step.
+        ``document_starts``, ``side``: on the host, or of a captured step memory on the device; ``keys``: memory with
+        the samples' keys, of a captured step.
         """
         stream, starts = self.stream, document_starts
         samples = stream.set_micro_batch(step, sample_ids, keys)
@@ -255,7 +255,7 @@ class StepSlot:
             side={name: to_device_async(x, stream.device) for name, x in side.items()},
             document_starts=None if starts is None else to_device_async(starts, stream.device),
             packed_documents=None if starts is None else cache(partial(_packed, starts, stream.device)),
-            # Starts of a recorded step are on the device, and the host does not wait for them.
+            # Starts of a captured step are on the device, and the host does not wait for them.
             earliest_key=None if starts is None or not starts.is_cpu else cache(partial(earliest_start, starts)),
         )
 

@@ -115,10 +115,10 @@ class GPTStage(nn.Module):
             self.on_logits(logits, context)
         return self.objective.loss(self, logits, labels, mask, context)
 
-    def after_update(self, totals: Mapping[str, torch.Tensor], refused: torch.Tensor) -> None:
+    def after_update(self, totals: Mapping[str, torch.Tensor], skipped: torch.Tensor) -> None:
         """Let feed-forward blocks change their buffers by the step's tallies, after each step's update."""
         for layer in (*self.layers, *(part.layer for part in self.predictions)):
-            layer.mlp.after_update(totals, refused)
+            layer.mlp.after_update(totals, skipped)
 
     def boundary(self, batch: int, seq: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return the name → (shape, dtype) of each tensor that passes between stages."""

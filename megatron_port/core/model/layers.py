@@ -40,7 +40,8 @@ class Norm(nn.Module):
         self.bias: nn.Parameter | None = bias[0] if bias else None
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None, *, by: fused.Norm | None = None, pair: bool = False
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, *, by: fused.NormOp | None = None,
+        pair: bool = False,
     ) -> Any:
         """Return the norm of x + residual; with ``pair``, (norm of x + residual, x + residual).
 
@@ -57,7 +58,7 @@ class Norm(nn.Module):
         return both
 
     def add(
-        self, x: torch.Tensor, residual: torch.Tensor, *, by: fused.Norm | None = None
+        self, x: torch.Tensor, residual: torch.Tensor, *, by: fused.NormOp | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (norm of x + residual, x + residual), in one pass where the provider, or ``by``, can."""
         both: tuple[torch.Tensor, torch.Tensor] = self(x, residual, by=by, pair=True)
@@ -71,7 +72,7 @@ class Norm(nn.Module):
         return weight + 1 if self.zero_centered else weight
 
     @property
-    def _norm(self) -> fused.Norm:
+    def _norm(self) -> fused.NormOp:
         return self.providers.rms_norm if self.kind == "rmsnorm" else self.providers.layer_norm
 
 

@@ -70,8 +70,8 @@ class FeedForwardBlock(nn.Module):
         """Return what the block of a spec counts in a step, of a model of ``layers``."""
         return {}
 
-    def after_update(self, totals: Mapping[str, torch.Tensor], refused: torch.Tensor) -> None:
-        """Change buffers by the sums of a step's tallies over all ranks, unless its update was ``refused`` (1; else
+    def after_update(self, totals: Mapping[str, torch.Tensor], skipped: torch.Tensor) -> None:
+        """Change buffers by the sums of a step's tallies over all ranks, unless its update was ``skipped`` (1; else
         0)."""
 
 

@@ -1,4 +1,4 @@
-"""A layer's operations (``model.ops``) as a program that is made once: its forward pass, and that on a site tape."""
+"""Program of a layer: its operations (``model.ops``) as calls, made once and run in each forward pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Watch = Callable[[str, Any], None]
 
 
 class Tape(Protocol):
-    """What runs a layer's operations and decides what autograd holds of them (``memory.site_tape.SiteTape``)."""
+    """Runs a layer's operations and decides what autograd saves of each (``memory.site_tape.SiteTape``)."""
 
     def run(self, site: Site, function: Callable[..., Any], *inputs: torch.Tensor) -> Any:
         """Return ``function(*inputs)``, of one site."""
@@ -32,9 +32,9 @@ class Tape(Protocol):
 
 
 @dataclass(frozen=True)
-class Step:
-    """What runs one operation, or the two that one kernel may compute. It finds its modules at each pass, as attributes
-    are found: a copy of the layer runs its own, and what is replaced in a module is seen."""
+class OpCall:
+    """Call of one operation, or of two that one kernel may compute. Modules are looked up by path at each pass, so that
+    a copy of the layer runs its own and a replaced module is seen."""
 
     op: Op
 
@@ -50,21 +50,21 @@ class Step:
 
     @property
     def holds(self) -> tuple[str, ...]:
-        """Names of values that stay until it has run."""
+        """Names of values that it keeps alive until it has run."""
         return self.op.holds
 
     @property
     def path(self) -> str:
-        """Dotted path from the layer to what the forward pass calls."""
+        """Dotted path from the layer to the callable."""
         return self.op.run
 
     def on_tape(self, layer: nn.Module, tape: Tape, inputs: Sequence[torch.Tensor]) -> Any:
-        """Run the operation on ``inputs``, with its site's decision for what autograd saves; return its results."""
+        """Run the operation on ``inputs`` under the tape's decision for its site; return its results."""
         return tape.run(self.op.site, attrgetter(self.op.run)(layer), *inputs)
 
 
-class NormStep(Step):
-    """A norm of the residual stream; its second result is the stream, whose gradients are then added in one pass."""
+class NormCall(OpCall):
+    """A norm of the residual stream, which also returns the stream: one kernel then adds the stream's two gradients."""
 
     @property
     def path(self) -> str:
@@ -72,13 +72,13 @@ class NormStep(Step):
 
     def on_tape(self, layer: nn.Module, tape: Tape, inputs: Sequence[torch.Tensor]) -> Any:
         norm, (x,), site = attrgetter(self.op.run)(layer), inputs, self.op.site
-        if not norm.fuses_add:  # torch's norm has x itself for the second
+        if not norm.fuses_add:  # torch's norm returns x itself
             return tape.run(site, norm, x), x
         return tape.run_fused(norm.fork, (x,), lambda y, same: ((site, norm, (x,)), None))
 
 
 @dataclass(frozen=True)
-class AddNormStep(Step):
+class AddNormCall(OpCall):
     """The addition ``op`` and the norm of the sum, which one kernel may compute."""
 
     norm: Op
@@ -110,21 +110,21 @@ class AddNormStep(Step):
 
 
 class Program:
-    """The steps of a layer, and the values that are let go after each."""
+    """The calls of a layer's operations, and the values that are freed after each."""
 
     def __init__(self, ops: Iterable[Op]) -> None:
-        steps: list[Step] = []
+        calls: list[OpCall] = []
         for op in ops:
-            before = steps[-1].op if steps else None
-            # An addition and the norm of its sum are one step: a provider may have one kernel for both.
+            before = calls[-1].op if calls else None
+            # An addition and the norm of its sum are one call: a provider may have one kernel for both.
             if op.kind != "norm":
-                steps.append(Step(op))
+                calls.append(OpCall(op))
             elif before is not None and before.kind in ("add", "biased add") and before.writes == op.reads:
-                steps[-1] = AddNormStep(before, op)
+                calls[-1] = AddNormCall(before, op)
             else:
-                steps.append(NormStep(op))
-        self._steps = tuple(zip(steps, last_uses(steps)))
-        self._forward = tuple((attrgetter(s.path), s.reads, s.writes, dead) for s, dead in self._steps)
+                calls.append(NormCall(op))
+        self._calls = tuple(zip(calls, last_uses(calls)))
+        self._forward = tuple((attrgetter(c.path), c.reads, c.writes, dead) for c, dead in self._calls)
 
     def run(self, layer: nn.Module, x: torch.Tensor, watch: Watch | None = None) -> torch.Tensor:
         """Return the layer's output for the input x [seq(/tp), batch, hidden]; show each value to ``watch``."""
@@ -139,10 +139,10 @@ class Program:
         return _result(values)
 
     def run_on_tape(self, layer: nn.Module, x: torch.Tensor, tape: Tape) -> torch.Tensor:
-        """Return the same, each operation under the name of what it leaves behind."""
+        """Return the same as :meth:`run`, each operation run by ``tape``."""
         values: Values = {INPUT: x}
-        for step, dead in self._steps:
-            _note(values, step.writes, step.on_tape(layer, tape, _arguments(values, step.reads)), dead)
+        for call, dead in self._calls:
+            _note(values, call.writes, call.on_tape(layer, tape, _arguments(values, call.reads)), dead)
         return _result(values)
 
 
@@ -158,7 +158,7 @@ def _arguments(values: Values, reads: tuple[str, ...]) -> list[torch.Tensor]:
 
 
 def _note(values: Values, writes: tuple[str, ...], out: Any, dead: tuple[str, ...]) -> None:
-    """Name what an operation has returned; let go of what nobody uses any more."""
+    """Store an operation's results by name; free the ``dead`` values, which no later one reads."""
     if len(writes) == 1:
         values[writes[0]] = out
     else:

@@ -115,14 +115,14 @@ def norm_target(config: OptimizerConfig, values: StepValues) -> Callable[[torch.
 
 def clip_factor(
     square_norm: torch.Tensor, *, max_norm: float, inv_scale: float | torch.Tensor,
-    limit: float | torch.Tensor = sys.float_info.max, veto: torch.Tensor | None = None,
+    limit: float | torch.Tensor = sys.float_info.max, skip: torch.Tensor | None = None,
     target: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(grad_scale, skip, norm) for an update (``ops.optimizer.adamw_``), scalars on the device; nothing is read back.
+    """Return (grad_scale, skip, norm) for an update (``ops.optimizer.adamw_``): scalars on the device, not read back.
 
     ``square_norm`` is that of gradients which ``inv_scale`` (1 / loss scale) unscales, summed over all ranks.
     norm (float64) = sqrt(square_norm) * inv_scale; grad_scale (float32) = inv_scale, times max_norm / (norm + 1e-6)
-    where norm > max_norm > 0; skip (float32) = 1 where norm is not finite, above the finite ``limit``, or ``veto``
+    where norm > max_norm > 0; skip (float32) = 1 where norm is not finite, above the finite ``limit``, or ``skip``
     (float32 scalar on the device) is not zero, else 0. ``inv_scale`` and ``limit``: numbers, or float64 scalars on the
     device. ``target``: of the norm, what it is clipped to before max_norm (:func:`norm_target`).
     """
@@ -134,17 +134,17 @@ def clip_factor(
         factor = torch.where(norm > wanted, factor * (wanted / (norm + 1e-6)), factor)
     elif max_norm > 0.0:
         factor = torch.where(norm > max_norm, factor * (max_norm / (norm + 1e-6)), factor)
-    skip = (~(norm <= limit)).float()
-    return factor.float(), skip if veto is None else torch.maximum(skip, veto), norm
+    above = (~(norm <= limit)).float()  # NaN too
+    return factor.float(), above if skip is None else torch.maximum(above, skip), norm
 
 
 def step_factor(
-    config: OptimizerConfig, square: torch.Tensor, values: StepValues, veto: torch.Tensor
+    config: OptimizerConfig, square: torch.Tensor, values: StepValues, skip: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return :func:`clip_factor`'s (grad_scale, skip, norm) under the configuration's limits, from the ``square`` of
     the norm over all ranks."""
     return clip_factor(
-        square, max_norm=config.clip_grad, inv_scale=values.inv_scale, limit=values.largest_norm, veto=veto,
+        square, max_norm=config.clip_grad, inv_scale=values.inv_scale, limit=values.largest_norm, skip=skip,
         target=norm_target(config, values),
     )
 

@@ -284,7 +284,7 @@ def grouped(pairs: Iterable[tuple[ParameterRecord, T]], weight_decay: float) -> 
 
 # The numbers in which one optimizer step differs from the next, for kernels to read on the device.
 #
-# What a kernel takes by value is fixed when its launch is recorded (a CUDA graph); what it reads from memory is the
+# What a kernel takes by value is fixed when its launch is captured (a CUDA graph); what it reads from memory is the
 # replayed step's own. One copy per step brings all of them, and no kernel is launched for a single number.
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""What a step may tell of gradients and state, to find what anything but an update has changed.
+"""Hooks of a step that find silent corruption: gradients or state that anything but the step itself has changed.
 
-The base class is a no-op. ``health.state_watch`` has the checks, where ``numerics.state_check_interval`` asks for them.
+:class:`StateWatch` is a no-op; ``ext.health.state_watch`` has the checks of ``numerics.state_check_interval``.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Damage(Protocol):
 
 
 class StateWatch:
-    """Looks whether anything but a reduction changes gradients, and anything but an update the state; this one does
-    not look. Nothing waits for the device but :meth:`damage`."""
+    """Checks that only reductions change gradients and only updates change state; this one checks nothing. No method
+    but :meth:`damage` waits for the device."""
 
     interval = 0
     """Updates between checks; 0: never."""
@@ -65,22 +65,22 @@ class StateWatch:
         """Begin a step; ``early`` False: a replay, which changes nothing."""
 
     def starting(self, bucket: Any, flat: torch.Tensor) -> None:
-        """Look at gradients that are about to be reduced to shards."""
+        """Take row sums of local gradients that are about to be reduced."""
 
     def hold(self, buckets: Sequence[Any]) -> None:
-        """Take reduced gradients that nobody may change until they are released."""
+        """Hash reduced gradients, which nobody may change until they are released."""
 
     def release(self, buckets: Sequence[Any]) -> None:
-        """Compare held gradients with what they were: something is to be added to them, or the update reads them."""
+        """Compare held gradients with their hashes, before something is added to them or the update reads them."""
 
     def reduced(self, buckets: Sequence[Any]) -> None:
-        """Check the first sums of a step, all of which are complete, before any further ones."""
+        """Check the row sums of reduced gradients, before shards are reduced any further."""
 
     def verify_gradients(self) -> None:
         """Release everything and compare copies over their groups: right before the update. Collective."""
 
     def replays(self) -> None:
-        """Note that steps are recorded and replayed, so that their reductions cannot be looked at."""
+        """Note that steps are captured and replayed, so that their reductions cannot be looked at."""
 
     def verify_replayed(self) -> None:
         """Compare copies after the passes of a replayed step. Collective."""
@@ -88,23 +88,20 @@ class StateWatch:
     # -- state -------------------------------------------------------------------------------------------------------
 
     def verify_state(self) -> torch.Tensor:
-        """Compare the state with what was recorded after the last update, before this one changes it.
+        """Compare the state with its hashes after the last update, before this one changes it.
 
-        Returns the rows of it that differed in any check so far, an int64 scalar on the device.
+        Returns the number of rows that differed in any check so far, an int64 scalar on the device.
         """
         return self._none
 
-    def record_state(self, *, gathering: bool = False) -> None:
-        """Take what this rank owns after an update; its weights too, unless a gather is still to bring them.
-
-        ``gathering``: weights are yet to be gathered.
-        """
+    def hash_state(self, *, gathering: bool = False) -> None:
+        """Hash what this rank owns after an update. ``gathering``: its weights are hashed by :meth:`gathered`."""
 
     def gathered(self, bucket: Any) -> None:
-        """Take a bucket's weights, which have come from the other replicas (on a GPU: in the stream's order)."""
+        """Hash a bucket's weights, which have been gathered (on a GPU: in the stream's order)."""
 
     def damage(self) -> Damage | None:
-        """Return what this rank has to say of the last checks; None: nothing.
+        """Return what the last checks found on this rank; None: nothing.
 
         Waits for the device. Where copies differ, collective over their group.
         """

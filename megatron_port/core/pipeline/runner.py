@@ -169,8 +169,8 @@ class StageLink:
 
     def send(self, tensors: Payload, to: int, *, downstream: bool = True) -> Departure:
         """Start sending; the tensors are kept alive until the send has ended."""
-        recording = self.ctx.device.type == "cuda" and torch.cuda.is_current_stream_capturing()  # nothing may be asked
-        for queue in () if recording else self._pending.values():
+        capturing = self.ctx.device.type == "cuda" and torch.cuda.is_current_stream_capturing()  # nothing may be asked
+        for queue in () if capturing else self._pending.values():
             while queue and queue[0].free_if_done():
                 queue.popleft()
         payload = tuple(tensor.detach().contiguous() for tensor in tensors)
@@ -208,13 +208,14 @@ class Worker(Protocol):
         """
 
 
-class Runner:
-    """The pipeline of one rank. ``record`` turned on, ``spans`` holds the times of each pass of the last run."""
+class ScheduleRunner:
+    """Runs the passes and transfers of one pipeline stage. With ``timed``, ``spans`` has the times of each pass of the
+    last run."""
 
     def __init__(self, link: StageLink, progress: ProgressTracker) -> None:
         self.link, self.progress = link, progress
         self.stage = link.ctx.coords.pp
-        self.record = False
+        self.timed = False
         self.spans: list[Span] = []
 
     def run(self, schedule: Schedule, worker: Worker, boundary_of: Callable[[int], Boundary]) -> None:
@@ -258,10 +259,10 @@ class Runner:
         self.link.drain()
 
     def _timed(self, worker: Worker, action: Action, received: Payload | None) -> Payload | None:
-        """One pass, with its span where spans are recorded."""
-        started = time.perf_counter() if self.record else 0.0
+        """Run one pass; with ``timed``, note its span."""
+        started = time.perf_counter() if self.timed else 0.0
         result = worker.run(action, received)
-        if self.record:
+        if self.timed:
             self.spans.append(Span(action, started, time.perf_counter()))
         return result
 

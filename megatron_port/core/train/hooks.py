@@ -95,7 +95,7 @@ class StepGuard(Protocol):
     def judge(self, result: StepResult, limits: StepLimits) -> str:
         """Return why a step cannot be trusted; empty: it can."""
 
-    def record(self, step: int) -> bool:
+    def count_anomaly(self, step: int) -> bool:
         """Count an anomaly at ``step``; return whether there were too many."""
 
     def accept(self, result: StepResult) -> None:
@@ -195,7 +195,7 @@ class Ending:
     """Stop level that the ranks agreed on (``dist.process``); 0: none."""
     stopped: bool
     """A signal stopped the run before ``training.steps``."""
-    own_signal: str | None
+    local_signal: str | None
     """Signal that this rank got."""
 
     @property

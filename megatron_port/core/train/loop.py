@@ -101,5 +101,5 @@ class Loop:
         p.samples += size
         p.skipped += result.skipped
         reason = state.numerics.judge(result, limits)
-        too_many = state.numerics.record(p.step) if reason else False
+        too_many = state.numerics.count_anomaly(p.step) if reason else False
         return TakenStep(p.step, result, micro_batches, first, size, lr, limits, seconds, reason, too_many)

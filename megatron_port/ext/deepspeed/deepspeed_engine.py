@@ -169,7 +169,7 @@ class DeepSpeedEngine:
         self._probe: StepProbe | None = None
         self._tokens = 0.0
         self._loss_sum = self._counted = 0.0
-        self._refused = False
+        self._skipped = False
         self.state_check: Any = STEP_PARTS.function("state check")(config, ctx)
         self._differing = 0.0
         self._loss_total = torch.zeros((), dtype=torch.float64, device=ctx.device)
@@ -283,7 +283,7 @@ class DeepSpeedEngine:
 
     def _reduce_shared(self, grads: list[tuple[ParameterRecord, torch.Tensor]]) -> None:
         if self._probe is not None:
-            self._probe.own_gradients(grads)
+            self._probe.local_gradients(grads)
         reduce_partial_gradients(grads, self.ctx)
         reduce_tied_gradients_first(grads, self.ctx)
 
@@ -315,11 +315,11 @@ class DeepSpeedEngine:
         return iter([(b.tokens, b.labels) for b in micro_batches])
 
     def _may_not_update(self) -> bool:
-        """Return whether the update is refused, once norm and loss are known; alike on all ranks."""
+        """Return whether the update is skipped, once norm and loss are known; alike on all ranks."""
         largest_loss, largest_norm = self._limits.largest
         fits = self._mean_loss <= largest_loss and float(self.engine.optimizer._global_grad_norm) <= largest_norm
-        self._refused = self._probe is not None or not fits
-        return self._refused
+        self._skipped = self._probe is not None or not fits
+        return self._skipped
 
     @property
     def _mean_loss(self) -> float:
@@ -342,26 +342,26 @@ class DeepSpeedEngine:
             micro_batches, self.objective, self.ctx, seq_length=self.config.model.seq_length
         )
         self._loss_factor = loss_weight(tokens)
-        self._tokens, self._limits, self._probe, self._refused = tokens, limits, probe, False
+        self._tokens, self._limits, self._probe, self._skipped = tokens, limits, probe, False
         used_scale = self.scaler.scale
         # Weights change at the batch's very end, after its passes.
         watching = contextlib.nullcontext() if probe is None else probe.watch(self.stage)
         with self._copying(), watching:
             self.engine.train_batch(self._begin(micro_batches, step))
         self._probe = None
-        self.record_state()
+        self.hash_state()
         overflow = bool(self.engine.optimizer.overflow)
         totals = self.sums.tallies.totals(self.ctx.world_group) if self.sums.tallies.specs else {}
         if totals:
-            refused = torch.tensor(float(overflow or self._refused))
-            self.stage.after_update(totals, to_device_async(refused, self.ctx.device))
+            skipped = torch.tensor(float(overflow or self._skipped))
+            self.stage.after_update(totals, to_device_async(skipped, self.ctx.device))
         norm = math.inf if overflow else float(self.engine.get_global_grad_norm())
         if probe is None:
-            self.scaler.account(self._mean_loss, norm, applied=not (overflow or self._refused))
+            self.scaler.account(self._mean_loss, norm, applied=not (overflow or self._skipped))
             self._push_scale()
         return StepResult(
             loss=self._mean_loss, tokens=round(self._counted), grad_norm=None if overflow else norm,
-            skipped=overflow or self._refused, loss_scale=used_scale, auxiliary=self._auxiliary,
+            skipped=overflow or self._skipped, loss_scale=used_scale, auxiliary=self._auxiliary,
             tallies={name: total.cpu() for name, total in totals.items()},
         )
 
@@ -374,7 +374,7 @@ class DeepSpeedEngine:
         """Keep a step's 8-bit copies of the weights, where layers make any."""
         return contextlib.nullcontext() if self._copies is None else self._copies.active(backward=backward)
 
-    def record_state(self) -> None:
+    def hash_state(self) -> None:
         """Hash what this rank holds; see ``engine.api.Engine``. After an update its weights have been gathered."""
         if self.state_check.begin():
             self.state_check.record(self._state.state_tensors(self.engine.optimizer))
@@ -434,7 +434,7 @@ class DeepSpeedEngine:
         load_buffers(self.buffers, read)
         self.scaler.load(scalars)
         self._push_scale()
-        self.record_state()
+        self.hash_state()
 
     def load_weights(self, read: StateReader) -> None:
         """Set weights; moments and counters start afresh."""

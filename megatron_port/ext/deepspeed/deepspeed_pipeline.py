@@ -41,13 +41,13 @@ from megatron_port.core.optim.rules import AdamW
 from megatron_port.core.optim.state_watch import StateEntry, StateTensor
 
 
-def skip_step_when(inner: torch.optim.Optimizer, refused: Callable[[], bool]) -> None:
-    """Let ``inner.step`` do nothing where ``refused()``. Its owner then publishes and gathers weights that are as
+def skip_step_when(inner: torch.optim.Optimizer, skipped: Callable[[], bool]) -> None:
+    """Let ``inner.step`` do nothing where ``skipped()``. Its owner then publishes and gathers weights that are as
     they were, and clears gradients as after any step."""
     real = inner.step
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        return None if refused() else real(*args, **kwargs)
+        return None if skipped() else real(*args, **kwargs)
 
     inner.step = step  # type: ignore[method-assign]
 

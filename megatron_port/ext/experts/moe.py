@@ -164,7 +164,7 @@ class MoE(FeedForwardBlock):
         """Return what the routers count (:func:`tally_specs`)."""
         return tally_specs(layers, spec.num_experts)
 
-    def after_update(self, totals: Mapping[str, torch.Tensor], refused: torch.Tensor) -> None:
+    def after_update(self, totals: Mapping[str, torch.Tensor], skipped: torch.Tensor) -> None:
         """Change what balances the experts; see :meth:`Router.after_update`."""
-        self.router.after_update(totals, refused)
+        self.router.after_update(totals, skipped)
 

@@ -345,14 +345,14 @@ class Router(Buffered):
                 context.add_tally("dropped", self.index, (~kept).sum())
 
     @torch.no_grad()
-    def after_update(self, totals: Mapping[str, torch.Tensor], refused: torch.Tensor) -> None:
-        """Change what balances by the step's counts, unless its update was ``refused`` (1; else 0): alike on all ranks,
+    def after_update(self, totals: Mapping[str, torch.Tensor], skipped: torch.Tensor) -> None:
+        """Change what balances by the step's counts, unless its update was ``skipped`` (1; else 0): alike on all ranks,
         because the counts are exact."""
         counts = totals["expert_tokens"][self.index]
         total = counts.sum()
         if self.balance_bias is not None and record_of(self.balance_bias).trainable:
             direction = torch.sign(total - counts * self.moe.num_experts).float()
-            self.balance_bias.add_(direction * (self.moe.bias_rate * (1.0 - refused.float())))
+            self.balance_bias.add_(direction * (self.moe.bias_rate * (1.0 - skipped.float())))
         if self.load is not None:
             share = (counts.double() * self.moe.num_experts / total.clamp(min=1).double()).float()
-            self.load.copy_(torch.where(refused > 0, self.load, share))
+            self.load.copy_(torch.where(skipped > 0, self.load, share))

@@ -99,8 +99,8 @@ class GradientCheck:
         self._dtype, self._ctx, self.interval = dtype, ctx, interval
         self.active = False
         """Whether this step is checked."""
-        self.recorded = False
-        """Steps are recorded and replayed: their reductions cannot be looked at, copies can."""
+        self.captured = False
+        """steps are captured and replayed: their reductions cannot be looked at, copies can."""
         self.differing = torch.zeros((), dtype=torch.int64, device=ctx.device)
         """Rows and copies that differed in any check so far; on the device."""
         self._tensors = {id(b): StateTensor(KIND, b.sums, entries[id(b)]) for b in buckets}
@@ -127,7 +127,7 @@ class GradientCheck:
     def begin(self, *, early: bool) -> None:
         """Begin a step; ``early`` False: a replay, which changes nothing."""
         self.active = False
-        if early and not self.recorded and self._due():
+        if early and not self.captured and self._due():
             self.active = True
             self._forget()
 
@@ -195,9 +195,9 @@ class GradientCheck:
             self._compare_copies()
             self.active = False
 
-    def verify_recorded(self) -> None:
-        """Compare copies after the passes of a recorded step. Collective."""
-        if self.recorded and self._due():
+    def verify_replayed(self) -> None:
+        """Compare copies after the passes of a captured step. Collective."""
+        if self.captured and self._due():
             self._forget()
             self._compare_copies()
 

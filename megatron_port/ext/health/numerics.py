@@ -119,7 +119,7 @@ class NumericsGuard:
             count += 1
         return count
 
-    def record(self, step: int) -> bool:
+    def count_anomaly(self, step: int) -> bool:
         """Count an anomaly at ``step``; return whether there were too many."""
         self.anomalies_total += 1
         self.anomaly_steps = [s for s in self.anomaly_steps if s > step - MEMORY_STEPS] + [step]

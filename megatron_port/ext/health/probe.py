@@ -123,7 +123,7 @@ class Probe:
             self._backward[micro_batch, place] = torch.isfinite(get_total_norm(held, norm_type=math.inf))
 
     @torch.no_grad()
-    def own_gradients(self, gradients: Sequence[tuple[ParameterRecord, torch.Tensor]]) -> None:
+    def local_gradients(self, gradients: Sequence[tuple[ParameterRecord, torch.Tensor]]) -> None:
         """Take this rank's gradients over all micro-batches, before any sum over ranks."""
         self._gradients = [(r.name, torch.isfinite(g).all(), g.float().norm()) for r, g in gradients]
 

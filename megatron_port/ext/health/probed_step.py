@@ -49,16 +49,16 @@ class RunProbed:
             passes = self.plain.runner.run(
                 state.micro_batches, state.step, keys=state.keys, watch=_ProbedPasses(self.probe)
             )
-        self.probe.own_gradients(sharded.local_gradients())
+        self.probe.local_gradients(sharded.local_gradients())
         state.losses, state.total = passes.losses, passes.total
 
 
-class Refuse:
-    """Refuses the update."""
+class SkipUpdate:
+    """Skips the update."""
 
     def run(self, state: StepState) -> None:
         """Run the part."""
-        state.veto = torch.ones_like(state.veto)
+        state.skip = torch.ones_like(state.skip)
 
 
 def probed_step(parts: StepParts, probe: StepProbe) -> StepParts:
@@ -70,4 +70,4 @@ def _probed(parts: StepParts, probe: StepProbe) -> Iterator[StepPart]:
     for part in parts.gradients:
         yield RunProbed(part, probe) if isinstance(part, RunPasses) else part
         if isinstance(part, SumLoss):
-            yield Refuse()
+            yield SkipUpdate()

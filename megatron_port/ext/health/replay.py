@@ -74,7 +74,7 @@ class ReplayProbe(Probe):
     ) -> None:
         """Do nothing: all gradients are hashed at the end."""
 
-    def own_gradients(self, gradients: Sequence[tuple[ParameterRecord, torch.Tensor]]) -> None:
+    def local_gradients(self, gradients: Sequence[tuple[ParameterRecord, torch.Tensor]]) -> None:
         """Hash this rank's gradients over all micro-batches, before any sum over ranks."""
         for record, gradient in reversed(list(gradients)):  # backward begins at the last stage and layer
             self._add(f"the gradient of {record.name}", GRADIENTS, self.stages - 1 - self.stage, gradient)

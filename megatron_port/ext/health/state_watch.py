@@ -69,12 +69,12 @@ class CheckedState(StateWatch):
         self.gradients.verify()
 
     def replays(self) -> None:
-        """Note that steps are recorded and replayed."""
-        self.gradients.recorded = True
+        """Note that steps are captured and replayed."""
+        self.gradients.captured = True
 
     def verify_replayed(self) -> None:
         """Compare copies after the passes of a replayed step. Collective."""
-        self.gradients.verify_recorded()
+        self.gradients.verify_replayed()
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -85,22 +85,22 @@ class CheckedState(StateWatch):
             self.state.verify()
         return self.state.differing
 
-    def record_state(self, *, gathering: bool = False) -> None:
+    def hash_state(self, *, gathering: bool = False) -> None:
         """Hash what this rank owns after an update; its weights too, unless a gather is still to bring them."""
         sharded = self._parameters
         if self.state.begin():
             sharded.wait_for_state()
             self.state.record(self._owned_tensors(sharded))
-            if self.gradients.recorded and not gathering:  # a recorded step gathers weights at its beginning
+            if self.gradients.captured and not gathering:  # a captured step gathers weights at its beginning
                 sharded.wait()
             # Experts that no other rank holds are not gathered.
             here = [b for b in sharded.buckets if not gathering or b.plan.frozen or b.shards == 1]
             self.state.record(self._weight_tensor(sharded, b) for b in here)
 
     def gathered(self, bucket: Bucket) -> None:
-        """Hash a bucket's weights; those of a recorded step with the rest of the state, once all are gathered."""
+        """Hash a bucket's weights; those of a captured step with the rest of the state, once all are gathered."""
         sharded = self._sharded()
-        if self.state.recording and not self.gradients.recorded and sharded is not None:
+        if self.state.recording and not self.gradients.captured and sharded is not None:
             self.state.record([self._weight_tensor(sharded, bucket)])
 
     def damage(self) -> Damage | None:

@@ -1,1 +1,1 @@
-"""Providers of ops, chosen once at start; own compiled kernels; fp8; recorded steps; the guard against JIT."""
+"""Providers of ops, chosen once at start; own compiled kernels; fp8; captured steps; the guard against JIT."""

@@ -125,7 +125,7 @@ class Chooser:
 
     # ---- the ops, each giving what it chose and its row
 
-    def norm(self) -> tuple[tuple[fused.Norm, fused.Norm], ProviderRow]:
+    def norm(self) -> tuple[tuple[fused.NormOp, fused.NormOp], ProviderRow]:
         """Choose LayerNorm and RMSNorm."""
         return self.pick("norm", [
             self.own(_own_norms), Candidate("apex", self._apex_norm_problem(), _apex_norms, "the residual add: torch"),
@@ -222,7 +222,7 @@ class Chooser:
         return optional_import(f"deepspeed.ops.adam.{op}_op")[1]
 
 
-def _own_norms() -> tuple[fused.Norm, fused.Norm]:
+def _own_norms() -> tuple[fused.NormOp, fused.NormOp]:
     from megatron_port.ext.kernels.ops import norm
 
     def layer_norm(
@@ -242,7 +242,7 @@ def _own_norms() -> tuple[fused.Norm, fused.Norm]:
     return layer_norm, rms_norm
 
 
-def _apex_norms() -> tuple[fused.Norm, fused.Norm]:
+def _apex_norms() -> tuple[fused.NormOp, fused.NormOp]:
     """apex's fused norms; LayerNorm without bias and the residual add are torch's."""
     module, _ = optional_import("apex.normalization.fused_layer_norm")
     assert module is not None

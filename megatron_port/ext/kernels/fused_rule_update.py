@@ -148,9 +148,9 @@ class FusedRuleUpdate:
 
     @torch.no_grad()
     def step(
-        self, square: torch.Tensor, values: StepValues, *, veto: torch.Tensor
+        self, square: torch.Tensor, values: StepValues, *, skip: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        factor, skip, norm = step_factor(self.config, square, values, veto)
+        factor, skip, norm = step_factor(self.config, square, values, skip)
         if self.config.clip_value:
             clamp_(self.sums, self.config.clip_value, factor)
         self.apply(factor, skip, lr=values.lr)

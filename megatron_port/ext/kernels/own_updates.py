@@ -139,16 +139,16 @@ class FusedAdamW:
 
     def clipped_step(
         self, grads: Sequence[Sequence[Tensor]], *, lr: float | Tensor, square_norm: Tensor, max_norm: float,
-        inv_scale: float | Tensor = 1.0, limit: float | Tensor = sys.float_info.max, veto: Tensor | None = None,
+        inv_scale: float | Tensor = 1.0, limit: float | Tensor = sys.float_info.max, skip: Tensor | None = None,
         target: Callable[[Tensor], Tensor] | None = None, before: Callable[[Tensor], None] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Unscale and clip gradients and update, unless their norm is not finite; return (norm, skip).
 
         ``square_norm`` is of the whole model's gradients as they are given here; see ``clip_factor``, also for
-        ``limit``, ``veto`` and ``target``. ``before``: told grad_scale before the update.
+        ``limit``, ``skip`` and ``target``. ``before``: told grad_scale before the update.
         """
         grad_scale, skip, norm = clip_factor(
-            square_norm, max_norm=max_norm, inv_scale=inv_scale, limit=limit, veto=veto, target=target
+            square_norm, max_norm=max_norm, inv_scale=inv_scale, limit=limit, skip=skip, target=target
         )
         if before is not None:
             before(grad_scale)
@@ -186,11 +186,11 @@ class OwnUpdate:
 
     @torch.no_grad()
     def step(
-        self, square: torch.Tensor, values: StepValues, *, veto: torch.Tensor
+        self, square: torch.Tensor, values: StepValues, *, skip: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.optimizer.clipped_step(
             self._gradients(), lr=values.lr, square_norm=square, max_norm=self.config.clip_grad,
-            inv_scale=values.inv_scale, limit=values.largest_norm, veto=veto, target=norm_target(self.config, values),
+            inv_scale=values.inv_scale, limit=values.largest_norm, skip=skip, target=norm_target(self.config, values),
             before=self._clamp if self.config.clip_value else None,
         )
 

@@ -1,4 +1,4 @@
-"""Settings of kernels: which attention masks each provider supports, matmuls in 8 bits, recorded steps, narrow state.
+"""Settings of kernels: which attention masks each provider supports, matmuls in 8 bits, captured steps, narrow state.
 
 The settings that contradict each are in tables (``registry.CONFLICTS``).
 """
@@ -168,7 +168,7 @@ FP8 = (
           rows=(Conflict("precision.fp8", "a chunk would have scales of its own", 'use 1, or fp8 = "none"',
                          allowed=("none",)),)),
 )
-RECORDED = (Table(
+GRAPHS = (Table(
     asked='backend.graphs "step"', on=lambda c: c.backend.graphs == "step", end=' (or graphs = "off")', rows=(
         native_only("whose step the host drives"),
         Conflict("backend.device", "where nothing is launched", "use a GPU", refused=("cpu",)),
@@ -192,8 +192,8 @@ RECORDED = (Table(
 ),)
 
 
-def why_not_recorded(config: RunConfig, *, amd: bool, optimizer: str) -> str:
-    """Return why the steps of a run on a GPU are not recorded; empty: they are. ``optimizer``: the chosen provider."""
+def why_not_captured(config: RunConfig, *, amd: bool, optimizer: str) -> str:
+    """Return why the steps of a run on a GPU are not captured; empty: they are. ``optimizer``: the chosen provider."""
     graphs = config.backend.graphs
     if graphs != "auto":
         return "" if graphs == "step" else 'backend.graphs "off"'

@@ -1,14 +1,14 @@
-"""A step's work recorded once and replayed: a CUDA or HIP graph in place of thousands of launches by the host.
+"""Steps captured once and replayed: CUDA or HIP graphs in place of thousands of launches by the host.
 
-A step is two recordings: the passes with all that follows them up to the gradient norm, and the update. What differs
+A step is two graphs: the passes with all that follows them up to the gradient norm, and the update. What differs
 between steps is at fixed addresses and is filled in before a replay (``step_inputs``, ``optim.rules``); what a
 kernel takes by value must be alike in every step. Between the two the engine may look at the state.
 
-The first ``WARM_UP`` steps run without a recording: they allocate what is made at first use, count the gradients of
-each bucket, and let libraries choose their kernels. Steps of another shape are recorded anew.
+The first ``WARM_UP`` steps run without a graph: they allocate what is made at first use, count the gradients of
+each bucket, and let libraries choose their kernels. Steps of another shape are captured anew.
 
-A new recording of passes proves itself: the step's passes run once more without it, and where the replay has another
-loss or gradient norm, steps are not recorded from then on, and a warning says so. The update has no such proof, since
+A new graph of the passes proves itself: the step's passes run once more without it, and where the replay has another
+loss or gradient norm, steps are not captured from then on, and a warning says so. The update has no such proof, since
 it would have to be taken back.
 """
 
@@ -34,32 +34,32 @@ from megatron_port.core.optim.state_watch import StateWatch
 from megatron_port.ext.kernels.step_inputs import StepInputs, shapes_of
 
 WARM_UP = 3
-"""Steps before the first recording."""
+"""Steps before the first capture."""
 LOSS_BOUND, NORM_BOUND = 1e-6, 1e-3
 """Relative differences between passes and their replay that rounding explains."""
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Recording(Generic[Result]):
-    """Recorded work. ``result``: the tensors that each ``replay`` fills."""
+class CapturedGraph(Generic[Result]):
+    """Captured kernels. ``result``: the tensors that each ``replay`` fills."""
 
     result: Result
     replay: Callable[[], Any]
 
 
-class Recorder(Protocol):
-    """Recorder of the kernels that a function launches."""
+class GraphCapturer(Protocol):
+    """Captures the kernels that a function launches."""
 
     def run(self, function: Callable[[], Result]) -> Result:
-        """Run a function as it will be recorded: once to warm up."""
+        """Run a function as it will be captured: once to warm up."""
 
-    def record(self, function: Callable[[], Result]) -> Recording[Result]:
+    def capture(self, function: Callable[[], Result]) -> CapturedGraph[Result]:
         """Call a function and capture its kernels; they need not run before the first replay."""
 
 
-class CudaRecorder:
-    """Records CUDA and HIP graphs of one memory pool, on a stream of their own."""
+class CudaGraphCapturer:
+    """Captures CUDA and HIP graphs of one memory pool, on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
@@ -73,7 +73,7 @@ class CudaRecorder:
         current.wait_stream(self._stream)
         return result
 
-    def record(self, function: Callable[[], Result]) -> Recording[Result]:
+    def capture(self, function: Callable[[], Result]) -> CapturedGraph[Result]:
         graph = torch.cuda.CUDAGraph()
         try:
             # NCCL's watchdog and a save in the background may call CUDA meanwhile, from their own threads.
@@ -81,15 +81,15 @@ class CudaRecorder:
                 result = function()
         except RuntimeError as error:
             said = str(error).partition("\n")[0]
-            raise ConfigError(f'this step cannot be recorded ({said}); use backend.graphs = "off"') from error
-        return Recording(result, graph.replay)
+            raise ConfigError(f'this step cannot be captured ({said}); use backend.graphs = "off"') from error
+        return CapturedGraph(result, graph.replay)
 
 
-def cuda_recorder(config: RunConfig, ctx: ParallelContext, optimizer: str) -> CudaRecorder:
-    """Return the recorder of a run.
+def cuda_graph_capturer(config: RunConfig, ctx: ParallelContext, optimizer: str) -> CudaGraphCapturer:
+    """Return the graph capturer of a run.
 
     Raises:
-        ConfigError: its device or the provider of its optimizer cannot be recorded.
+        ConfigError: its device or the provider of its optimizer cannot be captured.
     """
     if ctx.device.type != "cuda":
         raise ConfigError(
@@ -100,13 +100,13 @@ def cuda_recorder(config: RunConfig, ctx: ParallelContext, optimizer: str) -> Cu
             f'backend.graphs "step" and the optimizer\'s provider is {optimizer}, on whose updates the host decides; '
             'build the own kernels (make kernels), or use graphs = "off"'
         )
-    return CudaRecorder(ctx.device)
+    return CudaGraphCapturer(ctx.device)
 
 
 class StepGraphs(Generic[Result]):
-    """The recordings of one engine's steps, whose passes give a ``Result`` that lasts.
+    """The graphs of one engine's steps, whose passes give a ``Result`` in persistent memory.
 
-    It keeps no function of the engine: a cycle of references would keep recordings and process groups alive, and NCCL
+    It keeps no function of the engine: a cycle of references would keep graphs and process groups alive, and NCCL
     does not end a communicator that a graph still uses.
 
     Args:
@@ -114,18 +114,18 @@ class StepGraphs(Generic[Result]):
     """
 
     def __init__(
-        self, recorder: Recorder, device: torch.device, proof: Callable[[Result], tuple[float, float]]
+        self, capturer: GraphCapturer, device: torch.device, proof: Callable[[Result], tuple[float, float]]
     ) -> None:
-        self.recorder, self.device, self.proof = recorder, device, proof
+        self.capturer, self.device, self.proof = capturer, device, proof
         self.differing = ""
-        """Numbers that a replay had otherwise than the passes; steps are then no longer recorded."""
+        """Numbers that a replay had otherwise than the passes; steps are then no longer captured."""
         self.release()
 
     def release(self) -> None:
-        """Drop the recordings and their memory. The next steps warm up and record again."""
+        """Drop the graphs and their memory. The next steps warm up and are captured again."""
         self.inputs: StepInputs | None = None
-        self._gradients: Recording[Result] | None = None
-        self._update: Recording[torch.Tensor] | None = None
+        self._gradients: CapturedGraph[Result] | None = None
+        self._update: CapturedGraph[torch.Tensor] | None = None
         self._warmed = 0
 
     @property
@@ -137,7 +137,7 @@ class StepGraphs(Generic[Result]):
         self, micro_batches: Sequence[MicroBatch], keys: Sequence[Sequence[int]],
         function: Callable[[StepInputs], Result],
     ) -> Result:
-        """Run a step's passes: ``function`` of the inputs at fixed addresses, or its recording.
+        """Run a step's passes: ``function`` of the inputs at fixed addresses, or its graph.
 
         ``keys``: of the samples of each micro-batch.
         """
@@ -148,38 +148,38 @@ class StepGraphs(Generic[Result]):
         inputs = self.inputs
         inputs.load(micro_batches, keys)
         if self._warmed < WARM_UP:
-            return self.recorder.run(lambda: function(inputs))
+            return self.capturer.run(lambda: function(inputs))
         if self._gradients is not None:
             self._gradients.replay()
             return self._gradients.result
-        result = self.recorder.run(lambda: function(inputs))
+        result = self.capturer.run(lambda: function(inputs))
         called = self.proof(result)
         if not all(map(math.isfinite, called)):  # fp16 overflowed: this step would prove nothing
             return result
-        recording = self.recorder.record(lambda: function(inputs))
-        recording.replay()
-        self.differing = differences(called, self.proof(recording.result))
+        graph = self.capturer.capture(lambda: function(inputs))
+        graph.replay()
+        self.differing = differences(called, self.proof(graph.result))
         if not self.differing:
-            self._gradients = recording
-            return recording.result
+            self._gradients = graph
+            return graph.result
         self.release()
-        return self.recorder.run(lambda: function(inputs))
+        return self.capturer.run(lambda: function(inputs))
 
     def update(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Run a step's update, or its recording, after the passes of the same step."""
+        """Run a step's update, or its graph, after the passes of the same step."""
         if self._warmed < WARM_UP:
             self._warmed += 1
-            return self.recorder.run(function)
+            return self.capturer.run(function)
         if self._update is None:
-            self._update = self.recorder.record(function)
+            self._update = self.capturer.capture(function)
         self._update.replay()
         return self._update.result
 
 
-# Parts of a step whose work is recorded once and replayed (``step_graphs``): each stands for parts of a plain one.
+# Parts of a captured step, each in place of parts of a plain one.
 
 class Gather:
-    """Gathers the updated weights, at the beginning of a recorded step: a recording cannot end with work under way."""
+    """Gathers the updated weights, at the beginning of a captured step: a graph cannot end with work under way."""
 
     def __init__(self, sharded: ShardedParameters) -> None:
         self.sharded = sharded
@@ -207,8 +207,7 @@ def differences(called: tuple[float, float], replayed: tuple[float, float]) -> s
 
 
 class ReplayGradients:
-    """Runs ``parts`` up to the gradient norm from inputs at fixed addresses, or their recording. ``seed``: the
-    run's."""
+    """Runs ``parts`` up to the gradient norm from inputs at fixed addresses, or their graph. ``seed``: the run's."""
 
     def __init__(
         self, graphs: StepGraphs[StepState], parts: Sequence[StepPart], sharded: ShardedParameters, seed: int
@@ -222,11 +221,11 @@ class ReplayGradients:
         found = self.graphs.gradients(state.micro_batches, keys, self._passes)
         if self.graphs.differing:
             Logger(self.sharded.ctx.rank).log(
-                f"warning: the replay of a recorded step has {self.graphs.differing}; the step was computed without "
-                'it, and no further one is recorded (backend.graphs = "off" leaves this out; please report it)'
+                f"warning: the replay of a captured step has {self.graphs.differing}; the step was computed without "
+                'it, and no further one is captured (backend.graphs = "off" leaves this out; please report it)'
             )
         state.losses, state.sums, state.auxiliary = found.losses, found.sums, found.auxiliary
-        state.veto, state.square = found.veto, found.square
+        state.skip, state.square = found.skip, found.square
 
     def _passes(self, inputs: StepInputs) -> StepState:
         found = StepState(inputs.batches, -1, keys=inputs.keys)
@@ -246,7 +245,7 @@ class CheckReplayed:
 
 
 class ReplayUpdate:
-    """Runs the update, or its recording."""
+    """Runs the update, or its graph."""
 
     def __init__(self, graphs: StepGraphs[StepState], update: StepPart) -> None:
         self.graphs, self.update = graphs, update
@@ -262,7 +261,7 @@ def _updated(update: StepPart, state: StepState) -> torch.Tensor:
 
 
 class Release:
-    """Drops the recordings before a step that is not replayed, which needs their memory."""
+    """Drops the graphs before a step that is not replayed, which needs their memory."""
 
     def __init__(self, graphs: StepGraphs[StepState]) -> None:
         self.graphs = graphs
@@ -283,27 +282,27 @@ class DeferGather:
         self.sharded.defer_gather()
 
 
-class RecordedSteps:
-    """The parts of an engine's steps, recorded and replayed where they can be.
+class CapturedSteps:
+    """The parts of an engine's steps, captured and replayed where they can be.
 
     Args:
-        recorder: of the work.
+        capturer: captures the kernels.
         seed: of the run.
     """
 
-    def __init__(self, recorder: Recorder, sharded: ShardedParameters, *, seed: int) -> None:
-        self.graphs = StepGraphs[StepState](recorder, sharded.ctx.device, proof_of)
+    def __init__(self, capturer: GraphCapturer, sharded: ShardedParameters, *, seed: int) -> None:
+        self.graphs = StepGraphs[StepState](capturer, sharded.ctx.device, proof_of)
         self.sharded, self.seed = sharded, seed
 
     def parts(self, plain: StepParts, *, replayed: bool) -> list[StepPart]:
-        """Return the parts of a step, in order. ``plain``: of one that is not recorded; ``replayed``: work is recorded
+        """Return the parts of a step, in order. ``plain``: of one that is not captured; ``replayed``: captured
         and replayed."""
         sharded, graphs = self.sharded, self.graphs
-        ending: list[StepPart] = [DeferGather(sharded), plain.record]
+        ending: list[StepPart] = [DeferGather(sharded), plain.hash_state]
         if not replayed or graphs.differing:
-            return [plain.count, Release(graphs), *plain.gradients, plain.check, plain.apply, *ending]
+            return [plain.count, Release(graphs), *plain.gradients, plain.verify, plain.apply, *ending]
         gradients: list[StepPart] = [Gather(sharded), *plain.gradients]
         return [
-            plain.count, ReplayGradients(graphs, gradients, sharded, self.seed), plain.check,
+            plain.count, ReplayGradients(graphs, gradients, sharded, self.seed), plain.verify,
             CheckReplayed(sharded.watch), ReplayUpdate(graphs, plain.apply), *ending,
         ]

@@ -1,4 +1,4 @@
-"""Micro-batches at fixed addresses on the device, for recorded steps."""
+"""Micro-batches at fixed addresses on the device, for captured steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def with_tensors(batch: MicroBatch, tensors: Mapping[str, torch.Tensor]) -> Micr
 
 
 def shapes_of(micro_batches: Sequence[MicroBatch]) -> Shapes:
-    """Return what must be alike in two steps for the one's recording to serve the other."""
+    """Return what must be alike in two steps for the one's graph to serve the other."""
     out: list[tuple[int, ...] | int | str] = []
     for batch in micro_batches:
         out.append(len(batch.sample_ids))

@@ -122,9 +122,9 @@ class OffloadedUpdate:
 
     @torch.no_grad()
     def step(
-        self, square: torch.Tensor, values: StepValues, *, veto: torch.Tensor
+        self, square: torch.Tensor, values: StepValues, *, skip: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        factor, skip, norm = step_factor(self.config, square, values, veto)
+        factor, skip, norm = step_factor(self.config, square, values, skip)
         self.on_device.apply(factor, skip, lr=values.lr)
         host_factor, skipped = torch.stack([factor, skip]).cpu().unbind()
         if skipped:
@@ -152,12 +152,12 @@ class OffloadedRuleUpdate(RuleUpdate):
 
     @torch.no_grad()
     def step(
-        self, square: torch.Tensor, values: StepValues, *, veto: torch.Tensor
+        self, square: torch.Tensor, values: StepValues, *, skip: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        norm, factor = self._decide(square, values, veto)
+        norm, factor = self._decide(square, values, skip)
         if factor is None:
             self.offload.discard()
-            return norm, torch.ones_like(veto)
+            return norm, torch.ones_like(skip)
         self._clip(self.pieces, factor)
         self._update(self.pieces, values.host.lr)
         for staged in self.offload.updates():
@@ -168,7 +168,7 @@ class OffloadedRuleUpdate(RuleUpdate):
                 piece.weight.copy_(piece.master)
         self._steps += 1
         self.sharded.copy_masters_to_weights()
-        return norm, veto
+        return norm, skip
 
 
 @singledispatch

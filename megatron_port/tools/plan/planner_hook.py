@@ -97,7 +97,7 @@ class ActivationPlanner(LoopHook):
     def _watch_passes(self, watch: PassWatch) -> None:
         """Let ``watch`` look on at the engine's passes."""
         if isinstance(self.state.engine, NativeEngine):
-            self.state.engine.pass_runner.watch = watch
+            self.state.engine.forward_backward.watch = watch
 
     def _layers_of(self) -> list[TransformerLayer]:
         """Return this rank's layers, without those that predict further tokens."""
