@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from benchmarks.compare.peer import About, Unable
 from benchmarks.compare.sizes import OPTIMIZER, Size
 from benchmarks.compare.weights import Weights
-from megatron_port.core.config.conflicts import contradictions
 from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.dist.groups import ParallelContext
@@ -113,7 +112,7 @@ def build(
     """See ``peer.build``."""
     if graphs != "off" and (size.layers_only or device.type == "cpu"):
         raise Unable("steps are recorded on a GPU, and whole")
-    found = contradictions(FP8, size.run_config(fp8))
+    found = [text for table in FP8 for text in table.problems(size.run_config(fp8))]
     if found:
         raise Unable(found[0])
     info = choose_device("cpu" if device.type == "cpu" else "auto")

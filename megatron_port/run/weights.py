@@ -142,12 +142,12 @@ def open_weights(path: Path | str, *, base: str = "", averaged: bool = False) ->
 
 
 def _is_hugging_face(path: Path) -> bool:
-    return bool(PARTS.function("is a folder of Hugging Face")(path))
+    return bool(PARTS.function("is a Hugging Face folder")(path))
 
 
 def _hugging_face(path: Path) -> Any:
     """Return the reader of a Hugging Face folder. Raises CheckpointError: it cannot be read."""
-    return PARTS.function("folder of Hugging Face")(path)
+    return PARTS.function("Hugging Face folder")(path)
 
 
 def _opened(path: Path, averaged: bool) -> Checkpoint:
@@ -308,7 +308,7 @@ def _with_adapters(config: RunConfig, read: StateReader) -> StateReader:
     begin = InitialAdapters(config.model, tuning, config.seed, read)
     if not tuning.adapters:
         return begin
-    folder = PARTS.function("folder of PEFT")(tuning.adapters, config.model, tuning)
+    folder = PARTS.function("PEFT folder")(tuning.adapters, config.model, tuning)
     return over_base(begin, folder.read, folder.adapters)
 
 

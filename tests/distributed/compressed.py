@@ -18,12 +18,12 @@ from typing import Any
 import drawing
 import factored
 from cases import make_config
+from contradictions import contradictions
 from distilled import WIDE, teacher_folder, with_drawn_teacher
 from drawing import Draw
 from fuzz import record, record_parser
 
 from megatron_port.core.config.checks import problems
-from megatron_port.core.config.conflicts import contradictions
 from megatron_port.core.config.features import DistillationConfig, OffloadConfig
 from megatron_port.core.config.schema import MoEConfig, QuantisationConfig, RunConfig, SparsityConfig
 from megatron_port.core.dist.mesh import Topology

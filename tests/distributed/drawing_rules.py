@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from megatron_port.core.config.conflicts import contradictions
+from contradictions import contradictions
+
 from megatron_port.core.config.optimizer import (
     AdafactorOptions,
     AdagradOptions,

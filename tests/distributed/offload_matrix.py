@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from cases import LR, make_batches, make_config, providers_of
+from contradictions import contradictions
 from pool import RankPool
 
-from megatron_port.core.config.conflicts import contradictions
 from megatron_port.core.config.features import OffloadConfig
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.groups import ParallelContext

@@ -8,8 +8,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from contradictions import contradictions
 
-from megatron_port.core.config.conflicts import Above, Conflict, Rule, Table, contradictions, native_only
+from megatron_port.core.config.conflicts import Above, Conflict, Rule, Table, native_only
 from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.registry import CONFLICTS

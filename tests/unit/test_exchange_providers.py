@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from contradictions import contradictions
 
-from megatron_port.core.config.conflicts import contradictions
 from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.schema import BackendConfig

@@ -55,6 +55,9 @@ MODELS = {
     "llama, further tokens": replace(LLAMA, mtp_layers=2),
     "gpt, a further token": replace(SMALL, position_embedding="rope", mtp_layers=1, head_bias=True),
     "experts": replace(LLAMA, moe=MoEConfig(num_experts=4, shared_ffn_hidden_size=16)),
+    "experts, a gated shared block": replace(
+        LLAMA, moe=MoEConfig(num_experts=4, shared_ffn_hidden_size=16, shared_gate=True)
+    ),
     "experts, a further token": replace(LLAMA, mtp_layers=1, moe=MoEConfig(num_experts=4, router_bias=True)),
     "gpt, shared layers": replace(SMALL, num_layers=3, shared_layers=2),
     "gpt, factored": replace(SMALL, qkv_rank=5, output_rank=7, up_rank=9, down_rank=11),

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from contradictions import contradictions
 from step_tape import TapeCapturer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_port.core.config.conflicts import contradictions
 from megatron_port.core.config.features import OffloadConfig
 from megatron_port.core.config.schema import (
     ActivationsConfig,

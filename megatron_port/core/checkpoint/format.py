@@ -33,6 +33,7 @@ import xxhash
 from megatron_port.core.checkpoint.slices import FlatRange, cover_fault, stacked
 from megatron_port.core.errors import CheckpointError, DamagedCheckpoint
 from megatron_port.core.io.files import open_regular
+from megatron_port.core.registry import FORMER_NAMES
 
 # What a manifest may hold beside its files and pieces: one table of fields and their types.
 #
@@ -638,21 +639,18 @@ class _Parser:
 
 
 def with_present_names(manifest: Manifest) -> Manifest:
-    """Return the manifest with the names that parameters have now.
-
-    To version 0.2 the experts and the router of the modules of multi-token prediction were saved as those of layers
-    after the last, ``layers.N.mlp.…``, beside ``mtp.0.layer.attention.…``.
-    """
-    model = manifest.state.config.get("model") if isinstance(manifest.state.config, dict) else None
-    if not isinstance(model, dict) or not model.get("mtp_layers"):
+    """Return the manifest with parameters' present names, where a feature's former ones differ (``FORMER_NAMES``)."""
+    config, prefixes = manifest.state.config, dict[str, str]()
+    for setting in FORMER_NAMES.names:
+        table, _, key = setting.partition(".")
+        section = config.get(table) if isinstance(config, dict) else None
+        if isinstance(section, dict) and section.get(key):
+            prefixes |= FORMER_NAMES.function(setting)(config)
+    if not prefixes:
         return manifest
-    layers, modules = model.get("num_layers"), model["mtp_layers"]
-    if type(layers) is not int or type(modules) is not int:
-        return manifest
-    begins = {f"layers.{layers + i}.mlp.": f"mtp.{i}.layer.mlp." for i in range(min(modules, 64))}
 
     def now(name: str) -> str:
-        return next((new + name[len(old):] for old, new in begins.items() if name.startswith(old)), name)
+        return next((new + name[len(old):] for old, new in prefixes.items() if name.startswith(old)), name)
 
     state = replace(
         manifest.state, kinds={now(name): kinds for name, kinds in manifest.state.kinds.items()},

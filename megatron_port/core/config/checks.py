@@ -44,7 +44,7 @@ def problems(config: RunConfig, *, world_size: int | None = None) -> list[str]:
     found = [*_unknown_choices(config, choices), *sizes, *others, *layout]
     found += [text for table in tables_of(config) if not (table.sized and sizes) for text in table.problems(config)]
     found += secret_problems(config)
-    neighbour = PARTS.function("nearest layout")(config, world_size) if sizes or layout else None
+    neighbour = PARTS.function("nearest legal layout")(config, world_size) if sizes or layout else None
     if neighbour:
         found[-1] += f"\nThe nearest layout that is legal: {neighbour}."
     return found
@@ -87,7 +87,7 @@ def _unknown_choices(config: RunConfig, choices_of: Mapping[str, tuple[str | int
         allowed, value = (*own, *choices_added(name)), values[name]
         if value not in allowed:
             choices = [str(a) for a in allowed]
-            refused = PARTS.function("word from elsewhere")(str(value), of=name)
+            refused = PARTS.function("name in another framework")(str(value), of=name)
             # A word with another first letter is more likely another word than a misspelt one: relu, gelu.
             alike = [c for c in choices if c[:1] == str(value).lower()[:1]]
             near = did_you_mean(value, alike) if isinstance(value, str) and not refused else ""

@@ -146,11 +146,6 @@ class Table:
         return found + [text for check in self.more for text in check(config)]
 
 
-def contradictions(tables: tuple[Table, ...], config: RunConfig) -> list[str]:
-    """Return a sentence for everything that the tables find."""
-    return [text for table in tables for text in table.problems(config)]
-
-
 NO_ENGINE = 'use engine = "native"'
 
 

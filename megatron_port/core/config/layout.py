@@ -274,7 +274,7 @@ def _expert_problems(layout: LayoutConfig, replicas: int) -> list[str]:
     """Whether experts can be divided over the ranks of a stage."""
     found: list[str] = []
     if layout.expert_parallel_size > 1:
-        found = PARTS.function("checks of divided experts")(layout, replicas)
+        found = PARTS.function("expert-parallel checks")(layout, replicas)
     return found
 
 
@@ -329,5 +329,5 @@ def context_problems(config: RunConfig) -> list[str]:
     """Name what does not go with ``layout.context_parallel_size`` above 1."""
     found: list[str] = []
     if config.layout.context_parallel_size > 1:
-        found = PARTS.function("checks of divided sequences")(config)
+        found = PARTS.function("context-parallel checks")(config)
     return found

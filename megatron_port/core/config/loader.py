@@ -244,7 +244,7 @@ class _Reader:
                 continue
             if key not in hints:
                 moved = f"; it is {MOVED[dotted]} now" if dotted in MOVED else self._suggest(key, hints)
-                refused = PARTS.function("word from elsewhere")(dotted, of="key")
+                refused = PARTS.function("name in another framework")(dotted, of="key")
                 self.problems.append(f"{origin(dotted)}: {dotted!r}{refused}" if refused else
                                      f"{origin(dotted)}: unknown key {dotted!r}{moved}")
                 continue

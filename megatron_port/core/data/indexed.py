@@ -280,7 +280,7 @@ class IndexedDataset:
         found = mapped(bin_path(self.prefix), self.dtype, 0, self.num_tokens)
         if self.meta is None:
             return found  # there are no hashes to compare it with
-        tokens: Tokens = PARTS.function("checked tokens")(self.prefix, found, self.meta, checks)
+        tokens: Tokens = PARTS.function("token hash checks")(self.prefix, found, self.meta, checks)
         return tokens
 
     def _map_mask(self) -> np.ndarray:
@@ -377,7 +377,7 @@ def open_all(prefixes: Sequence[str | Path], cache: RemoteCache | None = None, *
         DataError: one of them is missing or damaged, or too many files are open.
     """
     allow_open_files((3 + further) * len(prefixes))
-    checks = PARTS.function("time for checks of corpora")()
+    checks = PARTS.function("time limit of corpus checks")()
     return [IndexedDataset(prefix, cache, checks) for prefix in prefixes]
 
 
@@ -385,7 +385,7 @@ def check_local(corpora: Sequence[IndexedDataset]) -> None:
     """Compare corpora on this machine with their hashes where that is quick. Raises DataError: they differ."""
     local = [(c.prefix, c.meta, c._tokens) for c in corpora if c.remote is None and c.meta is not None]
     if local:
-        PARTS.function("checks of corpora at the start")(local)
+        PARTS.function("corpus checks at start")(local)
 
 
 def bad_token(prefix: Path, position: int, token: int, vocab_size: int) -> DataError:

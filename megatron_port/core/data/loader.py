@@ -60,7 +60,7 @@ class RankView:
         """Return the view of a rank that a run's stage and division give these."""
         ranks, divide = partition.division.ranks, None
         if ranks > 1:
-            divide = PARTS.function("divisions by documents")(config, ranks)
+            divide = PARTS.function("balanced context-parallel divisions")(config, ranks)
         return cls(need_tokens, need_labels, partition, divide, objective_of(config))
 
     @classmethod
@@ -234,7 +234,7 @@ class StepLoader:
             raise ValueError(f"replica {self.dp_rank} of {self.dp_size}, micro-batch {self.micro_batch_size}")
         self.dataset, self.seq_length, self.seed, self.eod_id = dataset, seq_length, seed, eod_id
         self.view, self.documents = view, documents
-        self.ahead = PARTS.function("read ahead")(lambda k: dataset.draw(seed, k)) if remote else None
+        self.ahead = PARTS.function("prefetch of remote corpora")(lambda k: dataset.draw(seed, k)) if remote else None
 
     def sample_ids(self, first_sample: int, global_batch: int) -> list[tuple[int, ...]]:
         """Return the sample numbers of each micro-batch: n + (m·D + d)·b + i."""
@@ -362,7 +362,7 @@ def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tok
     remote = False
     sets: list[TokenDataset | None]
     if data.source in SOURCES.added:
-        sets = PARTS.function("plugin source")(run, SPLITS)
+        sets = PARTS.function("plugin data source")(run, SPLITS)
     elif data.synthetic:
         sets = synthetic_datasets(run)
     else:
@@ -373,10 +373,10 @@ def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tok
                             "give one for each, or none")
         corpora = open_corpora(run)
         remote = any(corpus.remote for corpus in corpora)
-        name, eod, tokenizer = PARTS.function("tokenizer of corpora")(run, corpora)
+        name, eod, tokenizer = PARTS.function("corpus tokenizer")(run, corpora)
         fingerprint = data_fingerprint(corpora, view.objective.fingerprint_of)
         if dp_rank == 0 and need_tokens:  # a few ranks are enough, and files are not read by thousands
-            PARTS.function("check of tokenizers")(corpora)
+            PARTS.function("tokenizer check")(corpora)
         sets = corpus_datasets(run, corpora, drawn_samples(run, train_samples))
         if run.training.eval_batches and sets[1] is None:
             raise DataError(f"data.split = {list(data.split)} leaves validation without a sample of "

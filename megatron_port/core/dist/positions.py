@@ -213,5 +213,5 @@ def sequence_partition(
     tensor, context = mesh.dims("tp"), mesh.dims("cp")
     piece, pieces = (mesh.index(rank, tensor), mesh.size(tensor)) if sequence_parallel else (0, 1)
     ranks = mesh.size(context)
-    division: Division = WHOLE if ranks == 1 else PARTS.function("divided sequences")(ranks, order)
+    division: Division = WHOLE if ranks == 1 else PARTS.function("context-parallel division")(ranks, order)
     return SequencePartition(division, mesh.index(rank, context), piece, pieces)

@@ -79,8 +79,8 @@ class NativeEngine:
         self.sums = ModuleSums(
             AuxiliarySums(self.chunks[0].auxiliary_names, ctx.device), Tallies(self.chunks[0].tally_specs, ctx.device)
         )
-        own = optimizer_provider == "own"
-        gradients: GradientSink = (STEP_PARTS.function("own sums of gradients") if own else GradientSink)(self.sharded)
+        sink = STEP_PARTS.function("own gradient accumulation") if optimizer_provider == "own" else GradientSink
+        gradients: GradientSink = sink(self.sharded)
         self.target = ShardTarget(gradients, self.sharded, self.values.loss_factor)
         self.forward_backward = ForwardBackward(
             Stages(self.chunks, ctx, step_slot, self.progress), config, objective, self.target, self.sharded,
@@ -90,7 +90,7 @@ class NativeEngine:
         self.update = make_update(optimizer_provider, self.sharded, config.optimizer, seed=config.seed)
         self.norms, self.scaler = NormStatistics(), LossScaler(config.precision)
         if config.optimizer.clip_zscore:
-            self.norms = STEP_PARTS.function("norm statistics")(config.optimizer)
+            self.norms = STEP_PARTS.function("adaptive clipping")(config.optimizer)
         self.average: Average | None = None
         if config.optimizer.ema_decay:
             self.average = STEP_PARTS.function("average of weights")(self.sharded, config.optimizer.ema_decay)

@@ -44,7 +44,8 @@ def shard_parameters(
     shared = _shared(chunks)
     if config.layout.zero_stage < 3 and config.offload.optimizer == "none":
         return ShardedParameters(by_unit, ctx, settings, rule=rule_of(config.optimizer), shared=shared)
-    made: ShardedParameters = STEP_PARTS.function("held parameters")(chunks, by_unit, config, ctx, settings, shared)
+    make = STEP_PARTS.function("stage 3 or offloaded parameters")
+    made: ShardedParameters = make(chunks, by_unit, config, ctx, settings, shared)
     return made
 
 

@@ -44,9 +44,8 @@ def rank_rows(groups: Groups, tp: int, rank: int) -> tuple[Rows, Rows]:
 
 def _head_norm(layer: str, spec: NormSpec, build: BuildContext) -> Norm:
     """Build a norm of each head's queries or keys, or of those of all heads at once."""
-    made: Norm = Norm(layer, spec, build) if spec.split is None else PARTS.function("norm of all heads")(
-        layer, spec, build
-    )
+    make = Norm if spec.split is None else PARTS.function("query and key norm over all heads")
+    made: Norm = make(layer, spec, build)
     return made
 
 

@@ -115,18 +115,20 @@ class BuildContext:
         self._rotary: dict[Rotation, RotaryTables | None] = {}
 
     def _parking(self) -> Any:
-        """Return where activations wait (``memory.site_tape.ParkingPlaces``); None: nothing is decided of them."""
+        """Return where single activations are swapped to or partitioned (``memory.site_tape.ParkingPlaces``); None: no
+        layer does either."""
         if not self.layer_activations:
             return None
-        # Under sequence parallelism tensor-parallel ranks hold nothing alike.
-        return PARTS.function("parking")(self.ctx.device, None if self.sequence_parallel else self.ctx.over("tp"))
+        # Under sequence parallelism tensor-parallel ranks hold no copies that could be partitioned.
+        group = None if self.sequence_parallel else self.ctx.over("tp")
+        return PARTS.function("activation swap and partition")(self.ctx.device, group)
 
     def recompute(self, what: str) -> Recompute | None:
         """Return what computes ``what`` again in backward passes: selective (attention's core) or full (a layer);
         None: it keeps its activations."""
         found: Recompute | None = None
         if self._recompute == what:
-            found = PARTS.function("recompute")
+            found = PARTS.function("activation recompute")
         return found
 
     def context_attention(self) -> ContextAttention | None:
@@ -138,7 +140,7 @@ class BuildContext:
         group = self.ctx.over("cp")
         if group is None:  # one rank, or none are connected: nothing is computed then
             return None
-        found: ContextAttention = PARTS.function("attention of divided sequences")(
+        found: ContextAttention = PARTS.function("context-parallel attention")(
             self.cp_method, group, self.providers
         )
         return found
@@ -156,11 +158,12 @@ class BuildContext:
     ) -> Linear:
         """Build the linear layer of a spec with its outputs split over the tensor-parallel ranks."""
         if spec.rank:
-            factored: Linear = PARTS.function("factored column")(layer, spec, self, rows=rows, skip_bias=skip_bias)
+            make = PARTS.function("low-rank column linear")
+            factored: Linear = make(layer, spec, self, rows=rows, skip_bias=skip_bias)
             return factored
         adapter = self.adapter(layer, spec)
         chunked = self.chunks > 1 and adapter is None
-        make = partial(PARTS.function("chunked column"), self.chunks) if chunked else ColumnParallelLinear
+        make = partial(PARTS.function("chunked column linear"), self.chunks) if chunked else ColumnParallelLinear
         made: ColumnParallelLinear = make(layer, spec, self.linears, rows=rows, skip_bias=skip_bias)
         made.adapter = adapter
         return made
@@ -168,11 +171,11 @@ class BuildContext:
     def row(self, layer: str, spec: LinearSpec) -> Linear:
         """Build the linear layer of a spec with inputs split over tensor-parallel ranks; the caller adds its bias."""
         if spec.rank:
-            factored: Linear = PARTS.function("factored row")(layer, spec, self)
+            factored: Linear = PARTS.function("low-rank row linear")(layer, spec, self)
             return factored
         adapter = self.adapter(layer, spec)
         chunked = self.chunks > 1 and adapter is None
-        make = partial(PARTS.function("chunked row"), self.chunks) if chunked else RowParallelLinear
+        make = partial(PARTS.function("chunked row linear"), self.chunks) if chunked else RowParallelLinear
         made: RowParallelLinear = make(layer, spec, self.linears, skip_bias=True)
         made.adapter = adapter
         return made
@@ -244,7 +247,7 @@ def _kernels(providers: Providers, quantisation: QuantisationConfig) -> LinearKe
     """Return the products of the layers' linears: in the compute dtype, in 8 bits, or of weights of few bits."""
     found: LinearKernels = PLAIN
     if quantisation.enabled:
-        found = PARTS.function("products of few bits")(quantisation)
+        found = PARTS.function("few-bit matmuls")(quantisation)
     elif providers.fp8 is not None:
         found = providers.fp8.linear_kernels()
     return found

@@ -68,7 +68,7 @@ class GPTStage(nn.Module):
         if build.model.shared_layers > 1:
             if shared is None and build.ctx.topology.virtual_stages > 1:
                 raise ValueError("layers share weights over stages, and nothing says which hold them")
-            share = PARTS.function("shared weights")
+            share = PARTS.function("weight sharing between layers")
             share(self.layers, build.model, shared, build.ctx.index("pp"), {} if held is None else held)
         self.head: Head | None = None
         further: list[nn.Module] = []
@@ -77,7 +77,7 @@ class GPTStage(nn.Module):
                 table = self.embedding.word.weight
             self.head = Head(spec.head, build, table if spec.head.weight.tied else None)
             if spec.head.predictions:
-                further = PARTS.function("predictions")(spec.head, build, self.head, table)
+                further = PARTS.function("multi-token prediction modules")(spec.head, build, self.head, table)
         self.predictions = nn.ModuleList(further)
         self.objective, self.step = build.objective, build.step
         self.auxiliary_names = self.objective.sums

@@ -130,7 +130,7 @@ def _layer(model: ModelConfig, index: int) -> LayerSpec:
 def _feed_forward(model: ModelConfig, index: int) -> FeedForward:
     if not model.moe.has_experts(index):
         return mlp_spec(model)
-    found: FeedForward = PARTS.function("experts of a layer")(model)
+    found: FeedForward = PARTS.function("expert layer spec")(model)
     return found
 
 

@@ -232,7 +232,7 @@ def rule_of(config: OptimizerConfig) -> OptimizerRule:
     rule = OPTIMIZERS.get(config.name, OptimizerRule)  # type: ignore[type-abstract]  # only isinstance is asked
     rule = rule.configured(config)
     if config.ema_decay:
-        rule = STEP_PARTS.function("averaged rule")(rule)
+        rule = STEP_PARTS.function("rule with averaged weights")(rule)
     return rule
 
 

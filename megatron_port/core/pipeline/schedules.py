@@ -438,5 +438,5 @@ def make_schedule(
             plans = [actions.filled(plan) for plan in plans]
     schedule = Schedule(name, grid, micro_batches, tuple(tuple(plan) for plan in plans))
     if name in SCHEDULES.added:
-        PARTS.function("check of a schedule")(schedule)
+        PARTS.function("pipeline schedule check")(schedule)
     return schedule

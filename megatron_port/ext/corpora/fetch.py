@@ -297,7 +297,7 @@ class RemoteCorpus:
     def __init__(self, url: str, cache: RemoteCache) -> None:
         base, _, name = url.rstrip("/").rpartition("/")
         self.url, self.limit = url, cache.limit
-        self._store, self._bin = PARTS.function("store")(base, DataError), f"{name}.bin"
+        self._store, self._bin = PARTS.function("object store")(base, DataError), f"{name}.bin"
         try:
             infos = {end: self._store.info(name + end) for end in (".idx", ".bin")}
         except FileNotFoundError as error:
@@ -349,7 +349,7 @@ class RemoteCorpus:
     def tokens(self, dtype: np.dtype) -> RemoteTokens:
         """Return the tokens as stored."""
         block, hashes = _blocks_of(self._meta)
-        return RemoteTokens(PARTS.function("blocks of an object")(
+        return RemoteTokens(PARTS.function("object blocks")(
             self._store, self._bin, self.bin_bytes, self._folder / self._bin, block_bytes=block, hashes=hashes,
             hash_of=block_hash, limit=self.limit,
         ), dtype)

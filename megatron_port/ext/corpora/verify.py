@@ -323,7 +323,7 @@ def _check_pairs(prefix: str | Path, index: _Index, meta: CorpusMeta, report: Re
     report.checked.append(f"{meta.pairs} pairs")
     if reference_path(prefix).exists():
         try:
-            header = PARTS.function("reference of pairs")(IndexedDataset(prefix)).header
+            header = PARTS.function("reference of preference pairs")(IndexedDataset(prefix)).header
         except DataError as error:
             report.add(reference_path(prefix), -1, str(error), "the log-probabilities of this corpus", "others")
         else:

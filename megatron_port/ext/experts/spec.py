@@ -63,10 +63,10 @@ class MoESpec(FeedForward):
 
     @property
     def parameters(self) -> tuple[ParameterSpec, ...]:
-        """In the order of the modules."""
+        """In the order of the module: its own before those of its parts."""
         gate = () if self.shared_gate is None else self.shared_gate.parameters
         shared = () if self.shared is None else self.shared.parameters
-        return (*self.router_parameters, *self.expert_parameters, *gate, *shared)
+        return (*gate, *self.router_parameters, *self.expert_parameters, *shared)
 
     @property
     def router_parameters(self) -> tuple[ParameterSpec, ...]:

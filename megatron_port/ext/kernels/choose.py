@@ -376,11 +376,11 @@ def choose_providers(
         rows.insert(1, softmax_row)
     experts = row_exchange = None
     if moe is not None and moe.enabled:
-        experts, row_exchange, of_experts = PARTS.function("kernels of experts")(chooser, moe)
+        experts, row_exchange, of_experts = PARTS.function("expert kernels")(chooser, moe)
         rows += of_experts
     products = None
     if fp8 != "none":
-        products, of_products = PARTS.function("products in 8 bits")(chooser, fp8)
+        products, of_products = PARTS.function("8-bit matmuls")(chooser, fp8)
         rows += of_products
     return Providers(
         attention=attention, layer_norm=layer_norm, rms_norm=rms_norm, bias_gelu=bias_gelu, swiglu=swiglu,

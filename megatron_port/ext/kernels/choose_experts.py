@@ -105,7 +105,7 @@ def choose_exchange(
             f'backend.experts_exchange = "{asked}" cannot serve: {problem}; set backend.experts_exchange = "torch"'
         )
     modules = [module for module, _ in found]
-    made = PARTS.function(f"exchange of rows, {asked}")(*modules)
+    made = PARTS.function(f"token dispatch, {asked}")(*modules)
     return made, ProviderRow("experts_exchange", asked, "asked for; a row for each copy of a token, as torch's")
 
 

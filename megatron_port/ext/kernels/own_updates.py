@@ -211,5 +211,5 @@ def own_update(
     """Return the update of ``pieces`` by own kernels; None: the rule has none. ``sums``: their flat gradients."""
     if isinstance(rule, AdamW):
         return OwnUpdate(pieces, asked.config, asked.sharded.ctx.device, sums)
-    made: Update | None = STEP_PARTS.function("own update of a narrow rule")(rule, asked, pieces, sums)
+    made: Update | None = STEP_PARTS.function("own update with narrow moments")(rule, asked, pieces, sums)
     return made

@@ -332,7 +332,7 @@ def open_teacher(config: RunConfig) -> Any:
     """
     asked = config.distillation.teacher
     try:
-        weights = PARTS.function("weights at a path")(asked)
+        weights = PARTS.function("weight folder reader")(asked)
     except CheckpointError as error:
         raise CheckpointError(f'distillation.teacher = "{asked}": {error}') from None
     weights = replace(weights, model=as_teacher(weights.model))

@@ -50,7 +50,7 @@ class PairObjective(Objective):
 
     def datasets(self, corpus: IndexedDataset) -> Callable[..., TokenDataset]:
         """Return what makes the datasets of pairs of a corpus, with the reference that lies beside it."""
-        return partial(PARTS.function("pairs of a corpus"), corpus, read_reference(corpus).sums)
+        return partial(PARTS.function("preference pairs"), corpus, read_reference(corpus).sums)
 
     def fingerprint_of(self, corpus: IndexedDataset) -> dict[str, str]:
         """Return the hash of the reference, where there is one."""

@@ -108,11 +108,11 @@ class Telemetry:
         if chosen.tensorboard:
             self._add("TensorBoard", lambda: PARTS.function("TensorBoard")(run_dir / "tensorboard", resumed_step))
         if config.model.moe.enabled:
-            self._counts_of = PARTS.function("counts of experts")
+            self._counts_of = PARTS.function("expert token counts")
             self._add("experts.jsonl", lambda: self._expert_sink(run_dir, config, resumed_step, guard))
         for kind, mode in (("wandb", chosen.wandb), ("mlflow", chosen.mlflow)):
             if mode != "off":
-                make = PARTS.function("tracker")
+                make = PARTS.function("experiment tracker")
                 self._sinks.append(make(kind, run_dir, config, mode=mode, resumed_step=resumed_step, warn=warn))
 
     def step(self, record: Record, tallies: Mapping[str, Any] | None = None) -> None:
@@ -155,7 +155,7 @@ class Telemetry:
             self._warn(f"{run_dir}: {error}; reports will not show what plugins measure")
 
     def _expert_sink(self, run_dir: Path, config: RunConfig, resumed_step: int, guard: Callable[[], None]) -> Sink:
-        sink: Sink = PARTS.function("file of experts")(run_dir, config, resumed_step, self._warn, guard)
+        sink: Sink = PARTS.function("expert token file")(run_dir, config, resumed_step, self._warn, guard)
         self._experts = sink
         return sink
 
