@@ -115,7 +115,7 @@ def _resolved(reference: str, what: str) -> Any:
 
 
 def _shown(target: Any) -> str:
-    """Where a target is, for messages."""
+    """Return the location of a target, for messages."""
     if isinstance(target, str):
         return target
     named = target if hasattr(target, "__qualname__") else type(target)
@@ -184,7 +184,7 @@ FAMILIES = Registry("model family", "model.family", {
 })
 """By ``model_type`` of Hugging Face. ``auto`` is the first of the others that computes a model."""
 MIXERS = Registry("mixer", "model.mixer", {"attention": None})
-"""Of the positions of a layer (``config.model.MixerKind``)."""
+"""Sequence mixers of a layer (``config.model.MixerKind``)."""
 PROVIDERS = {
     op: Registry(f"provider of {op}", f"backend.{op}", dict.fromkeys(("auto", "own", *others, "torch")))
     for op, others in {
@@ -194,7 +194,7 @@ PROVIDERS = {
 """By op. ``auto`` never takes a plugin's: it is used where a configuration asks for it."""
 
 LOOP_HOOKS = Registry("loop hook", "training.hooks", {})
-"""Of a run's training loop: what makes a ``train.hooks.LoopHook`` from the loop's state, its class as a rule."""
+"""Hooks of a run's training loop: functions, as a rule classes, from the loop's state to a ``train.hooks.LoopHook``."""
 
 STEP_PARTS = Registry("part of a step", "", {
     "own update": "megatron_port.ext.kernels.own_updates:own_update",
@@ -213,7 +213,7 @@ STEP_PARTS = Registry("part of a step", "", {
     "graph capturer": "megatron_port.ext.kernels.step_graphs:cuda_graph_capturer",
     "captured steps": "megatron_port.ext.kernels.step_graphs:CapturedSteps",
 })
-"""What makes the parts of engine native's step that few runs have, each imported when a run asks for it."""
+"""Factories of the parts of engine native's step that few runs have, imported when a run asks for them."""
 PARTS = Registry("part", "", {
     "8-bit matmuls": "megatron_port.ext.kernels.choose_fp8:choose_products",
     "activation plan": "megatron_port.tools.plan.activation_plan:with_activation_plan",
@@ -278,8 +278,8 @@ PARTS = Registry("part", "", {
     "weight folder reader": "megatron_port.run.weights:open_weights",
     "weight sharing between layers": "megatron_port.ext.weights.shared_layers:share_weights",
 })
-"""What the core, or a package of ext, has another package make where a setting or a file asks for it, and else never
-imports."""
+"""Functions of other packages that the core, or a package of ext, calls where a setting or a file asks for them, and
+else never imports."""
 
 FORMER_NAMES = Registry("former names of parameters", "", {
     "model.mtp_layers": "megatron_port.ext.objectives.former_names:mtp_experts",

@@ -1,4 +1,4 @@
-"""What a checkpoint looks like on disk, and the strict parser of its manifest.
+"""Layout of a checkpoint on disk, and the strict parser of its manifest.
 
 ::
 

@@ -1,8 +1,7 @@
-"""One record for a parameter: the single source of its identity and its placement on the mesh.
+"""Records of parameters: identity, logical shape and placement on the mesh, as DTensor's spec has them.
 
-Initialisation, gradient reduction, grad norm, ZeRO ownership, checkpoints, the
-Hugging Face mapping and replica checks all read this record and decide nothing
-themselves.
+Initialisation, gradient reduction, grad norm, ZeRO ownership, checkpoints, the Hugging Face mapping and replica checks
+read a parameter's record and decide nothing themselves.
 
 Two independent facts are stated. **Shards** say which ranks hold which part of the values. **partial_over** says along
 which axes each rank's gradient is only a part of the sum. Ranks along any other axis hold copies that compute the same
@@ -106,7 +105,7 @@ class ParameterRecord:
     extent: tuple[int, ...]
     """Logical elements of this rank's slice, by dimension (may be 0)."""
     shards: tuple[Shard, ...]
-    """How the values are split, in this order; along all other axes of a stage ranks hold copies."""
+    """Splits of the values, applied in this order; along all other axes of a stage ranks hold copies."""
     init: InitSpec
     decay: bool
     """Weight decay applies."""
@@ -124,8 +123,8 @@ class ParameterRecord:
     trainable: bool = True
     """Whether updates change it. A frozen parameter has no gradient, no master and no state, and is not saved."""
     row_runs: tuple[int, ...] = ()
-    """Where one matrix packs several: how many rows of each follow one another, a pattern that repeats (queries, key
-    and value of each key/value group)."""
+    """Of a matrix that packs several: rows of each in turn, a pattern that repeats (queries, key and value of each
+    key/value group)."""
     kind: str = WEIGHT
     """``WEIGHT``, or ``BUFFER``: state that no gradient changes, float32 in every run (``dist.collectives``)."""
 

@@ -1,1 +1,1 @@
-"""The protocol of an engine, and the native one: a step as a list of parts."""
+"""Protocol of an engine, and the native engine: a step as a list of parts."""

@@ -1,4 +1,4 @@
-"""What an engine is: the one interface that the loop, checkpoints and tests know.
+"""Interface of an engine, the only one that the loop, checkpoints and tests use.
 
 Nothing above ``engine/`` knows which engine runs, and no engine knows the model
 beyond its list of layers and their parameter records.
@@ -33,7 +33,7 @@ class StepResult:
     grad_norm: float | None
     """Global L2 norm before clipping, loss scale and batch weighting removed; None if it is not finite."""
     skipped: bool = False
-    """The update was not applied: a loss or gradient that is not finite or above its limit, or a replay."""
+    """The update was skipped: loss or gradient norm not finite or above its limit, or a replay."""
     loss_scale: float = 1.0
     """Scale that this step's backward used."""
     auxiliary: Mapping[str, float] = field(default_factory=dict)
@@ -44,14 +44,14 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StepLimits:
-    """Limits of loss and gradient norm with which an update is applied; what is not finite never is."""
+    """Limits of loss and gradient norm, above which an update is skipped; it always is where one is not finite."""
 
     loss: float = math.inf
     grad_norm: float = math.inf
 
     @property
     def largest(self) -> tuple[float, float]:
-        """The limits as finite numbers, so that ``x <= limit`` alone refuses infinity and NaN."""
+        """The limits as finite numbers, so that ``x <= limit`` is false for infinity and NaN."""
         return min(self.loss, sys.float_info.max), min(self.grad_norm, sys.float_info.max)
 
 
@@ -72,10 +72,10 @@ class EvalResult:
 
 
 class StepProbe(Protocol):
-    """Looks on while a step is run once more (``health.probe``); an engine calls it around each pass."""
+    """Observer of a step that is run once more (``health.probe``); an engine calls it around each pass."""
 
     def watch(self, module: torch.nn.Module) -> AbstractContextManager[None]:
-        """Look at the output of every submodule in the context."""
+        """Return a context in which the output of every submodule is looked at."""
 
     def forward(self, micro_batch: int, virtual: int | None = None) -> AbstractContextManager[None]:
         """Watch the forward pass of a micro-batch in the context; ``virtual``: the stage, if not the rank's own."""
@@ -86,18 +86,18 @@ class StepProbe(Protocol):
     def after_backward(
         self, micro_batch: int, gradients: Sequence[torch.Tensor | None], virtual: int | None = None
     ) -> None:
-        """Take the sums that parameters hold after this micro-batch, and what goes to the stage before."""
+        """Take the gradients accumulated up to this micro-batch, and those of the stage's inputs."""
 
     def local_gradients(self, gradients: Sequence[tuple[ParameterRecord, torch.Tensor]]) -> None:
-        """Take this rank's gradients over all micro-batches, before any sum over ranks."""
+        """Take this rank's gradients over all micro-batches, before they are reduced."""
 
 
 class Engine(Protocol):
-    """A model, split as the layout says, that can take optimizer steps."""
+    """One rank's part of a model, with the optimizer, that takes steps together with the other ranks."""
 
     @property
     def state_check_interval(self) -> int:
-        """Updates between the checks whose findings :meth:`state_damage` returns; 0: never."""
+        """Updates between checks of the state (:meth:`state_damage`); 0: never."""
 
     @property
     def buffers(self) -> Sequence[tuple[ParameterRecord, torch.Tensor]]:
@@ -113,28 +113,29 @@ class Engine(Protocol):
     ) -> StepResult:
         """Take one optimizer step over this replica's micro-batches. ``step`` keys dropout.
 
-        Where every label of the global batch is masked, the gradient is zero and the update is applied to it: moments
-        and weights decay.
+        Where every label of the global batch is masked, gradients are zero and the update is applied: moments and
+        weights decay.
 
-        The update is not applied, and nothing but the loss scale changes, where the loss or the gradient norm is not
-        finite or above ``limits`` (alike on all ranks). With ``probe`` the step is a replay: the same numbers, which
-        the probe looks at, no update, and the loss scale stays. Collective.
+        The update is skipped, and nothing but the loss scale changes, where the loss or the gradient norm is not finite
+        or above ``limits`` (alike on all ranks). With ``probe`` the step is a replay: the same numbers, shown to the
+        probe, no update, and an unchanged loss scale. Collective.
         """
 
     def hash_state(self) -> None:
-        """Hash the current state as the baseline of the next check, after weights were set from outside."""
+        """Hash the current state, for the next check to compare with, after weights were set from outside."""
 
     def state_damage(self, *, now: bool = False) -> Damage | None:
-        """What changed in this rank's weights, masters or moments between the last two updates, though no update did
-        it; None: nothing, or ``numerics.state_check_interval`` left it out. ``now``: look at what is held now instead
-        (before a save; costs a pass over the state and a host synchronisation)."""
+        """Return the damage to this rank's weights, masters or moments between the last two updates (changes that no
+        update made); None: none, or not checked (``numerics.state_check_interval``). ``now``: check the current state
+        instead, as before a save, which costs a pass over the state and a host synchronisation."""
 
     def micro_batch_losses(self) -> Sequence[torch.Tensor]:
-        """The sum of token losses of each micro-batch of the last step, in engine native also of the last evaluation
-        (scalars; empty but on the last stage)."""
+        """Return the sum of token losses of each micro-batch of the last step, in engine native also of the last
+        evaluation: scalars; empty on all stages but the last."""
 
     def nonfinite_gradients(self) -> list[str]:
-        """Parameters whose gradient, summed over replicas by the last step, is not finite; empty where it is gone."""
+        """Return the names of parameters whose reduced gradient in the last step is not finite; empty where gradients
+        are no longer there."""
 
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         """Evaluate: forward only, dropout off; sums over all replicas."""
@@ -144,13 +145,13 @@ class Engine(Protocol):
         before the first update with the weights. Collective."""
 
     def named_parameters(self) -> Iterator[tuple[ParameterRecord, torch.nn.Parameter]]:
-        """This rank's parameters, tied copies included."""
+        """Yield this rank's parameters, tied copies included."""
 
     def state_pieces(self) -> Iterator[StatePiece]:
-        """The training state that this rank saves. Over all ranks: every element of every kind exactly once."""
+        """Yield the training state that this rank saves. Over all ranks: every element of every kind exactly once."""
 
     def scalar_state(self) -> dict[str, float | int]:
-        """Small state equal on all ranks: optimizer step count, loss scale and its counters."""
+        """Return small state, equal on all ranks: optimizer step count, loss scale and its counters."""
 
     def load_state(self, read: StateReader, scalars: dict[str, float | int]) -> None:
         """Set weights, moments and scalars, whatever layout or engine saved them."""

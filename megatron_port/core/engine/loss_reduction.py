@@ -1,4 +1,4 @@
-"""Counts and sums that both engines need: once per step, over replicas, known to all stages."""
+"""Token counts and loss sums of a step, reduced over replicas and known to all stages; both engines use them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from megatron_port.core.layers.step import AuxiliarySums
 def global_count(
     micro_batches: Sequence[MicroBatch], objective: Objective, ctx: ParallelContext, *, seq_length: int
 ) -> float:
-    """Return what the mean of a step divides by (loss tokens, or pairs), over all replicas, on every rank before its
+    """Return the denominator of a step's mean loss (loss tokens, or pairs) over all replicas, on every rank before its
     first forward pass.
 
-    Where nothing is masked the count is known. Masks are on the last stage only, which sums them over its replicas and
-    tells the other stages: 8 bytes, and a host synchronisation, because the loss factor is a number. Collective.
+    Where nothing is masked, every rank knows the count. Masks are on the last stage only, which all-reduces the count
+    over its replicas and broadcasts it to the other stages: 8 bytes, and a host synchronisation, because the loss
+    factor is a number. Collective.
     """
     if ctx.size("pp") > 1 and any(b.loss_mask is not None and not b.labels_masked for b in micro_batches):
         raise ValueError(
@@ -44,15 +45,15 @@ def global_count(
 
 
 def global_samples(micro_batches: Sequence[MicroBatch], ctx: ParallelContext) -> int:
-    """Samples of a step over all replicas."""
+    """Return the number of samples of a step over all replicas."""
     return sum(len(b.sample_ids) for b in micro_batches) * ctx.size("dp")
 
 
 def term_counts(
     micro_batches: Sequence[MicroBatch], objective: Objective, ctx: ParallelContext
 ) -> tuple[float, ...]:
-    """Return the counts of the objective's further terms over all replicas; empty on all stages but the last, which
-    alone uses them. Collective over its replicas."""
+    """Return the denominators of the objective's additional terms over all replicas; empty on all stages but the last,
+    which alone uses them. Collective over its replicas."""
     if not (objective.terms and ctx.is_last_stage):
         return ()
     counts, divided = torch.zeros(objective.terms, dtype=torch.float64), ctx.size("cp") > 1
@@ -67,7 +68,7 @@ def term_counts(
 
 
 def loss_weight(tokens: float) -> float:
-    """Return what the sum of token losses is multiplied by to give the mean; ``tokens``: of :func:`global_count`.
+    """Return the factor from the sum of token losses to their mean; ``tokens``: of :func:`global_count`.
 
     Where every label is masked it is 1, as in Megatron-LM, which takes at least one token: the sum is 0 and so is
     every gradient.
@@ -76,10 +77,10 @@ def loss_weight(tokens: float) -> float:
 
 
 def device_sums(values: Sequence[torch.Tensor | float], ctx: ParallelContext) -> torch.Tensor:
-    """Sum over replicas the values that the last stage knows; float64 [n] on the device of every rank.
+    """Sum values of the last stage over replicas; float64 [n] on the device of every rank.
 
-    The tensor-parallel ranks computed them each for itself; all take the first's, so that no fault in one of them
-    makes them decide differently on a step.
+    Tensor-parallel ranks each computed them; all take those of the first, so that a fault on one of them cannot make
+    ranks decide differently about a step.
     """
     packed = torch.stack([
         v.double() if isinstance(v, torch.Tensor) else torch.full((), v, dtype=torch.float64, device=ctx.device)
@@ -106,9 +107,9 @@ def shared_sums(values: Sequence[torch.Tensor | float], ctx: ParallelContext) ->
 
 
 def reduced_auxiliary(sums: AuxiliarySums, ctx: ParallelContext) -> torch.Tensor:
-    """Sums over replicas and stages of what modules added in a step, on every rank: float64 [names] on the device.
+    """Return modules' named sums of a step over replicas and stages, on every rank: float64 [names] on the device.
 
-    Tensor-parallel ranks take the first's, as in :func:`device_sums`. Collective, unless the model has no names.
+    Tensor-parallel ranks take those of the first, as in :func:`device_sums`. Collective, unless the model has no names.
     """
     values = sums.values.clone()
     if sums.names:

@@ -1,4 +1,4 @@
-"""What an engine asks of a model's stage, and helpers over its parameter records."""
+"""Protocol of a pipeline stage's module, and helpers over its parameter records."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ class StageModule(Protocol):
     """Shapes and dtypes of the counts and sums that they add to, by name, likewise."""
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Tokens, or the boundary's tensors, in; the boundary's tensors (one may stand alone), or logits, out."""
+        """Map tokens, or the boundary's tensors, to the boundary's tensors (a single one without a tuple), or
+        logits."""
 
     def loss_sum(self, logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Sum of token losses (last stage)."""
+        """Return the sum of token losses (last stage)."""
 
     def after_update(self, totals: Mapping[str, torch.Tensor], skipped: torch.Tensor) -> None:
-        """Change state that no gradient changes, by the tallies' sums over all ranks; ``skipped`` is a scalar on the
-        device: 1 where the step's update was not applied, and nothing may change."""
+        """Change state that no gradient changes, by the tallies' sums over all ranks. ``skipped``: scalar on the
+        device, 1 where the step's update was skipped and nothing may change."""
 
     def boundary(self, batch: int, seq: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Name → (shape, dtype) of what passes between stages, in order; the same on every stage."""
+        """Return name → (shape, dtype) of the tensors between stages, in order; the same on every stage."""
 
 
 def recorded_parameters(stage: nn.Module) -> list[tuple[ParameterRecord, nn.Parameter]]:
@@ -76,7 +77,7 @@ class ScratchBuffer:
         """Return an uninitialized tensor of that shape and device; the one returned before is overwritten."""
         size = math.prod(shape)
         if self._flat.numel() < size or self._flat.device != device:
-            self._flat = torch.empty(0, dtype=self._dtype)  # first let go, so that two never exist
+            self._flat = torch.empty(0, dtype=self._dtype)  # freed first, so that two never exist
             self._flat = torch.empty(size, dtype=self._dtype, device=device)
         return self._flat[:size].view(tuple(shape))
 
@@ -122,7 +123,7 @@ def logical_pieces(
 def buffer_pieces(
     buffers: Sequence[tuple[ParameterRecord, torch.Tensor]], ctx: ParallelContext
 ) -> Iterator[StatePiece]:
-    """Yield the buffers of which this rank's copy is the one that is saved; not those that are frozen."""
+    """Yield the buffers that this rank saves: those of which it owns a copy, unless frozen."""
     for record, buffer in buffers:
         if record.trainable and record.is_owned(ctx.mesh, ctx.rank):
             yield from logical_pieces(record, BUFFER, buffer.detach().reshape(-1), 0)
@@ -135,7 +136,7 @@ def load_buffers(buffers: Sequence[tuple[ParameterRecord, torch.Tensor]], read: 
 
 
 def zero_moments(read: StateReader) -> StateReader:
-    """A reader whose optimizer state is zero: weights and buffers from a checkpoint, optimizer fresh."""
+    """Return a reader whose optimizer state is zero: weights and buffers from a checkpoint, optimizer fresh."""
 
     def wrapped(
         name: str, kind: str, offset: tuple[int, ...], shape: tuple[int, ...], /, *, out: torch.Tensor | None = None

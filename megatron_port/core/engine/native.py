@@ -1,4 +1,4 @@
-"""The native engine: schedules as data, ZeRO-1 and ZeRO-2 that overlap with compute, every layout and dtype.
+"""The native engine: pipeline schedules as data, ZeRO that overlaps with compute, every layout and dtype.
 
 It needs nothing but torch, runs in fp64 for proofs, and on one process it is
 the reference that every layout of either engine is compared with.
@@ -58,7 +58,7 @@ from megatron_port.core.registry import STEP_PARTS
 class NativeEngine:
     """Engine (``engine.api.Engine``) without DeepSpeed. ``chunks``: this rank's stage modules, one per virtual stage.
 
-    ``objective``: what the step's mean divides by, and which frozen weights the run's checkpoints do not hold.
+    ``objective``: the loss's denominator, and the frozen weights that the run's checkpoints do not hold.
     A step is a list of parts (``native_step``): those of ``StepParts.plain``, unless steps are captured (CUDA graphs).
     """
 
@@ -105,7 +105,7 @@ class NativeEngine:
             self.capture_steps(STEP_PARTS.function("graph capturer")(config, ctx, optimizer_provider))
 
     def _attach(self, gradients: GradientSink) -> None:
-        """Let backward passes add to the sums of gradients, and forward passes wait for their weights."""
+        """Register the hooks: gradients are added to the engine's sums, forward passes wait for gathered weights."""
         copies = self.forward_backward.weight_copies
         for _, p in self.parameters:
             p.wgrad_accumulator = self.target.accumulator  # type: ignore[attr-defined]  # see layers.linear
@@ -136,7 +136,7 @@ class NativeEngine:
 
     @property
     def on_gradients(self) -> GradientHook | None:
-        """What sees every final gradient (summed over dp, unclipped, unscaled); costs a gather of all of them."""
+        """Hook that sees every final gradient (reduced, unclipped, unscaled); costs a gather of all of them."""
         return self._show.hook
 
     @on_gradients.setter
@@ -154,7 +154,7 @@ class NativeEngine:
         probe: StepProbe | None = None,
     ) -> StepResult:
         """Take one optimizer step (``engine.api.Engine``)."""
-        if not self.stage.training:  # walking through all modules takes as long as a layer's launches
+        if not self.stage.training:  # train() walks all modules, as long as a layer's launches take
             self.stage.train()
         self.stream.enabled = True
         state = StepState(micro_batches, step, lr=lr, limits=limits)
@@ -190,7 +190,7 @@ class NativeEngine:
         self.watch.hash_state()
 
     def state_damage(self, *, now: bool = False) -> Damage | None:
-        """What changed since the last update; see ``engine.api.Engine``."""
+        """Return what changed since the last update; see ``engine.api.Engine``."""
         if now:
             self.sharded.wait()
             self._differing = int(self.watch.verify_state())
@@ -223,13 +223,13 @@ class NativeEngine:
         return EvalResult(loss_sum=loss_sum, tokens=round(count))
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
-        """Compute with the weights that evaluations are of; see ``engine.api.Engine``."""
+        """Evaluate the averaged weights where that is asked for; see ``engine.api.Engine``."""
         wanted = self.average is not None and self.config.optimizer.ema_evaluate
         return self.average.as_weights() if wanted and self.average is not None else nullcontext()
 
     def named_parameters(self) -> Iterator[tuple[ParameterRecord, nn.Parameter]]:
-        """Yield this rank's parameters. Under ZeRO stage 3 collective, and a parameter's values are there until the
-        next one is asked for."""
+        """Yield this rank's parameters. Under ZeRO stage 3 collective, and a parameter's weights stay gathered only
+        until the next one is asked for."""
         yield from self.sharded.named_weights()
 
     def state_pieces(self) -> Iterator[StatePiece]:
@@ -238,7 +238,7 @@ class NativeEngine:
         yield from native_state.state_pieces(self.sharded)
 
     def scalar_state(self) -> dict[str, float | int]:
-        """Optimizer steps taken, and the loss scale."""
+        """Return the optimizer steps taken, and the loss scale."""
         return {"optimizer_steps": self.update.steps, **self.norms.state(), **self.scaler.state()}
 
     @torch.no_grad()

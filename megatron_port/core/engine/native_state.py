@@ -1,5 +1,5 @@
-"""The native engine's state: a rank's parameters put into buckets, and masters and moments as pieces of logical tensors
-for checkpoints, and back."""
+"""The native engine's state: sharding of a rank's parameters into buckets, and masters and moments to and from the
+pieces of logical tensors that checkpoints hold."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def shard_parameters(
 
 
 def _shards_gradients(config: RunConfig, ctx: ParallelContext) -> bool:
-    """Whether gradient sums are sharded: from ZeRO stage 2 on. Where the schedule splits backward passes, stage 3
-    keeps whole sums, as stage 1 does.
+    """Return whether gradient sums are sharded: from ZeRO stage 2 on. Where the schedule splits backward passes, stage
+    3 keeps unsharded sums, as stage 1 does.
 
-    Raises ConfigError for stage 2 with such a schedule, each part of whose passes it would reduce by itself.
+    Raises ConfigError for stage 2 with such a schedule: each half of a backward pass would be reduced by itself.
     ``config.checks`` knows the package's own schedules, not a plugin's.
     """
     layout, batch, topology = config.layout, config.batch, ctx.topology
@@ -71,8 +71,8 @@ def _shards_gradients(config: RunConfig, ctx: ParallelContext) -> bool:
 
 
 def parameters_by_unit(chunks: Sequence[Any]) -> list[Units]:
-    """Return the parameters of each unit of each chunk, each with the first unit that has it: a table that
-    embedding and head share is in two. What is in no unit of a chunk comes before them."""
+    """Return the parameters of each unit of each chunk. One that several units use, as a tied table, is with the first
+    of them; those in no unit come before the chunk's units."""
     seen: set[int] = set()
     out = []
     for chunk in chunks:
@@ -88,7 +88,7 @@ def parameters_by_unit(chunks: Sequence[Any]) -> list[Units]:
 
 
 def _shared(chunks: Sequence[Any]) -> list[nn.Parameter]:
-    """Parameters that several units of this rank use."""
+    """Return the parameters that several units of this rank use."""
     units = [{id(p) for p in unit.parameters()} for chunk in chunks for unit in chunk.units]
     stage = nn.ModuleList(chunks)
     return [p for _, p in recorded_parameters(stage) if sum(id(p) in unit for unit in units) > 1]
@@ -156,7 +156,7 @@ def _load_rule_state(sharded: ShardedParameters, piece: StateShard, read: StateR
 def _place(
     sharded: ShardedParameters, p: torch.Tensor, mine: Sequence[StateShard], scratch: ScratchBuffer
 ) -> torch.Tensor:
-    """Return a tensor in the masters' dtype to read a parameter into: its permanent one where there is one."""
+    """Return a tensor in the masters' dtype to read a parameter into: its own memory, its master, or scratch."""
     permanent = sharded.permanent(p)
     if permanent is not None:
         return permanent

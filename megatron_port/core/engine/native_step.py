@@ -48,13 +48,13 @@ class StepOutcome(NamedTuple):
     loss_sum: float
     """Sum of the losses of the global batch."""
     counted: float
-    """What their mean divides by."""
+    """Denominator of their mean."""
     norm: float
     """Gradient norm, without loss scale and before clipping."""
     skipped: float
     """Not 0: the update was skipped."""
     differing: float
-    """Rows of the state that changed though no update did it."""
+    """Rows of the state that something other than an update changed."""
 
 
 def pack_outcome(auxiliary: torch.Tensor, **numbers: torch.Tensor) -> torch.Tensor:
@@ -64,7 +64,7 @@ def pack_outcome(auxiliary: torch.Tensor, **numbers: torch.Tensor) -> torch.Tens
 
 @dataclass
 class StepState:
-    """Inputs of a step, and what its parts hand on to later ones."""
+    """Inputs of a step, and results that its parts hand on to later ones."""
 
     micro_batches: Sequence[MicroBatch]
     step: int
@@ -75,11 +75,11 @@ class StepState:
     losses: list[torch.Tensor] = field(default_factory=list)
     """Sum of token losses of each micro-batch; empty but on the last stage."""
     total: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    """Sum of this replica's losses."""
+    """Sum of this replica's losses, on the device."""
     sums: torch.Tensor = field(default_factory=lambda: torch.zeros(2))
     """Loss and count of the global batch, float64 [2], on the device as the tensors below."""
     auxiliary: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
-    """Sums of what modules added, float64 [names]."""
+    """Modules' named sums, float64 [names]."""
     skip: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
     """Not zero: the update is to be skipped, whatever the norm (float32 scalar)."""
     square: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
@@ -99,7 +99,7 @@ class StepPart(Protocol):
     """One part of a step."""
 
     def run(self, state: StepState) -> None:
-        """Do it, reading and setting ``state``."""
+        """Run the part, which reads and sets ``state``."""
 
 
 def run_parts(parts: Sequence[StepPart], state: StepState) -> None:
@@ -109,17 +109,17 @@ def run_parts(parts: Sequence[StepPart], state: StepState) -> None:
 
 
 class Masks(StepPart, Protocol):
-    """Clears the gradients of weights that stay zero, between their reduction and the norm (``weights.masks``)."""
+    """Clears the gradients of pruned weights, between their reduction and the norm (``weights.masks``)."""
 
     def loaded(self) -> None:
-        """Find the weights that stay zero, when they have been loaded."""
+        """Find the pruned weights (zeros), after weights have been loaded."""
 
     def apply_to(self, bucket: Any) -> None:
         """Clear the gradients of a bucket whose sums are final, before they go to the host."""
 
 
 class Average(Protocol):
-    """A running mean of the weights (``weights.masks.WeightAverage``)."""
+    """Exponential moving average of the weights (``weights.masks.WeightAverage``)."""
 
     def restore(self, steps: int) -> None:
         """Continue after ``steps`` updates, when the state has been loaded."""
@@ -132,7 +132,7 @@ class Average(Protocol):
 
 
 class Count:
-    """Counts what the step's mean divides by, and sets the numbers that kernels read."""
+    """Counts the step's loss tokens, and sets the numbers that kernels read (:class:`StepValues`)."""
 
     def __init__(
         self, objective: Objective, ctx: ParallelContext, seq_length: int, values: StepValues, scaler: LossScaler,
@@ -155,7 +155,7 @@ class Count:
 
 
 class RunPasses:
-    """Runs the forward and backward passes, whose gradients are reduced meanwhile."""
+    """Runs the forward and backward passes; buckets of gradients are reduced meanwhile."""
 
     def __init__(
         self, runner: ForwardBackward, sharded: ShardedParameters, sums: ModuleSums, stage: torch.nn.Module
@@ -171,7 +171,7 @@ class RunPasses:
 
 
 class Reduce:
-    """Ends the sums of gradients over replicas, and of partial and tied ones."""
+    """Finishes the reduction of gradients over replicas, and reduces partial and tied ones."""
 
     def __init__(self, sharded: ShardedParameters, progress: ProgressTracker) -> None:
         self.sharded, self.progress = sharded, progress
@@ -183,7 +183,7 @@ class Reduce:
 
 
 class Show:
-    """Shows every final gradient to ``hook``, where there is one; costs a gather of all of them."""
+    """Calls ``hook``, if there is one, with every final gradient; costs a gather of all of them."""
 
     def __init__(self, sharded: ShardedParameters, scaler: LossScaler) -> None:
         self.sharded, self.scaler = sharded, scaler
@@ -197,7 +197,7 @@ class Show:
 
 
 class SumLoss:
-    """Sums the loss and the modules' sums over all ranks; decides whether the loss refuses the update."""
+    """Reduces the loss and the modules' named sums over all ranks; sets ``skip`` where the loss is above its limit."""
 
     def __init__(self, ctx: ParallelContext, values: StepValues, sums: ModuleSums, progress: ProgressTracker) -> None:
         self.ctx, self.values, self.sums, self.progress = ctx, values, sums, progress
@@ -211,7 +211,7 @@ class SumLoss:
 
 
 class GradNorm:
-    """Sums the squares of all gradients over all ranks."""
+    """Computes the squared norm of all gradients, over all ranks."""
 
     def __init__(
         self, sharded: ShardedParameters, ctx: ParallelContext, update: Update, progress: ProgressTracker
@@ -237,7 +237,7 @@ class VerifyState:
 
 
 class ApplyUpdate:
-    """Updates masters and weights, the average of weights, and what modules change by their tallies."""
+    """Updates masters and weights, their moving average, and modules' buffers by their tallies."""
 
     def __init__(
         self, update: Update, values: StepValues, average: Average | None, chunks: Sequence[Any],
@@ -275,7 +275,7 @@ class HashState:
 
 
 class HashAndGather:
-    """Hashes the state and starts to gather the updated weights, beside the next step's first passes."""
+    """Hashes the state and starts gathering the updated weights, which overlaps the next step's first passes."""
 
     def __init__(self, sharded: ShardedParameters) -> None:
         self.sharded = sharded

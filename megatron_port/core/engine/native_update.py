@@ -1,6 +1,6 @@
-"""The native engine's optimizer update in torch's ops: AdamW, rules of elements and of blocks.
+"""The native engine's optimizer update in torch's ops: AdamW, element-wise and block-wise rules.
 
-The host decides about skipping and clipping. ``kernels.own_updates`` has the updates that decide on the device.
+Here the host decides about skipping and clipping; ``kernels.own_updates`` has updates that decide on the device.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ from megatron_port.core.optim.rules import (
 from megatron_port.core.optim.sharded import ShardedParameters
 from megatron_port.core.registry import STEP_PARTS
 
-# What an optimizer step of the native engine is, and one whose skipping and clipping the host decides.
-
 SquareNorm = Callable[[list[torch.Tensor]], torch.Tensor] | None
 
 
@@ -44,7 +42,7 @@ class Update(Protocol):
 
     @property
     def steps(self) -> int:
-        """Updates taken; reading it may wait for the device."""
+        """Number of updates applied; reading it may wait for the device."""
 
     def restore(self, steps: int) -> None:
         """Continue after ``steps`` updates, when masters and state have been loaded."""
@@ -70,11 +68,11 @@ class HostUpdate(ABC):
     def __init__(self, sharded: ShardedParameters, config: OptimizerConfig) -> None:
         self.config, self.sharded, self._steps = config, sharded, 0
         self.pieces: Sequence[StateShard] = sharded.pieces
-        """Those whose state is on the device."""
+        """Shards whose state is on the device."""
 
     @property
     def steps(self) -> int:
-        """Updates taken."""
+        """Number of updates applied."""
         return self._steps
 
     def restore(self, steps: int) -> None:
@@ -114,7 +112,7 @@ class HostUpdate(ABC):
             clamp_((piece.gradient for piece in pieces), self.config.clip_value)
 
     def _clip_factor(self, norm: float, values: StepValues) -> float:
-        """Factor of gradients of this norm, by ``clip_grad`` and ``clip_zscore``."""
+        """Return the clipping factor of gradients of this norm, by ``clip_grad`` and ``clip_zscore``."""
         target, clip = norm, self.config.clip_grad
         if self.config.clip_zscore:
             target = limited(norm, values.host.norm_mean, values.host.norm_deviation, self.config.clip_zscore)
@@ -130,7 +128,7 @@ class HostUpdate(ABC):
 def settings_of(
     config: OptimizerConfig, *, step: int, lr: float, seed: int
 ) -> Callable[[ParameterRecord], UpdateSettings]:
-    """Return the hyperparameters of each parameter in update ``step``."""
+    """Return a function from a parameter's record to its hyperparameters in update ``step``."""
 
     @cache
     def made(settings: GroupSettings) -> UpdateSettings:
@@ -143,7 +141,7 @@ def settings_of(
 
 
 class RuleUpdate(HostUpdate):
-    """An element-wise rule, or one of blocks, piece by piece."""
+    """Update by an element-wise or block-wise rule, piece by piece."""
 
     def __init__(
         self, sharded: ShardedParameters, config: OptimizerConfig, rule: ElementwiseRule | BlockRule, *, seed: int
@@ -161,22 +159,21 @@ class RuleUpdate(HostUpdate):
             self.rule.update_piece(p, settings(p.record))
 
 
-# The native engine's optimizer step: clip by the global norm, update this rank's pieces of the masters and their state
-# by the optimizer rule, round the masters into its pieces of the weights.
+# An update clips by the global norm, updates this rank's shards of masters and state by the rule, and copies the
+# masters to its shards of the weights.
 #
-# AdamW has two providers: torch's, whose skipping and clipping the host decides, and the own multi-tensor kernel,
-# which reads learning rate, loss scale, clip factor and overflow on the device, so that no step waits for it
-# (``kernels.own_updates``). Rules of elements and blocks are updated by ``RuleUpdate``, the host deciding. A kind of
-# rule that is not the core's brings its own update (``device_update.register``).
+# AdamW has two providers: torch's, and this project's multi-tensor kernel (``kernels.own_updates``), which reads
+# learning rate, loss scale, clip factor and overflow on the device, so that no step waits for it. A kind of rule that
+# is not the core's registers its own update (``device_update.register``).
 
 class TorchUpdate(HostUpdate):
-    """torch.optim.AdamW."""
+    """Update by torch.optim.AdamW."""
 
     def __init__(self, sharded: ShardedParameters, config: OptimizerConfig) -> None:
         super().__init__(sharded, config)
         found = grouped(((p.record, p.master) for p in sharded.pieces), config.weight_decay)
         groups = [{"params": masters, **settings._asdict()} for settings, masters in found.items()]
-        # A replica may own nothing but padding; the optimizer wants something.
+        # A replica may own nothing but padding; torch refuses an empty list.
         nothing = [{"params": [torch.zeros(1)], "lr_factor": 1.0}]
         self.optimizer = torch.optim.AdamW(
             groups or nothing, lr=config.lr, betas=(config.beta1, config.beta2),
@@ -203,7 +200,7 @@ class TorchUpdate(HostUpdate):
 
 
 class UpdateRequest(NamedTuple):
-    """What an update is made for. ``provider``: own | torch, where there are kernels; ``seed``: of the run."""
+    """Arguments of :func:`make_update`. ``provider``: own (this project's kernels) | torch; ``seed``: the run's."""
 
     provider: str
     sharded: ShardedParameters
@@ -212,8 +209,8 @@ class UpdateRequest(NamedTuple):
 
 
 def make_update(provider: str, sharded: ShardedParameters, config: OptimizerConfig, *, seed: int = 0) -> Update:
-    """Return the update of ``sharded.rule``; where there are kernels, that of a provider, ``own`` or ``torch``.
-    ``seed``: of the run.
+    """Return the update of ``sharded.rule`` by a provider: ``own`` (this project's kernels, where the rule has one) or
+    ``torch``. ``seed``: the run's.
 
     Raises:
         ConfigError: the rule is of a kind that this engine has no update for.

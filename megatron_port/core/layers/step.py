@@ -49,16 +49,16 @@ class AuxiliarySums:
 
 @dataclass(frozen=True)
 class TallySpec:
-    """Shape and dtype of a tally: int64 where counts must be exact, float64 for sums."""
+    """Shape and dtype of a tally: int64 for exact counts, float64 for sums."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.int64
 
 
 class Tallies:
-    """Named tensors that modules add to during a step: each rank what no other rank adds, its own share of the tokens.
+    """Named tensors that modules add to during a step, each rank for its share of the tokens alone.
 
-    :meth:`totals` sums them over all ranks, exactly where they are counts.
+    :meth:`totals` sums them over all ranks, counts exactly.
 
     ``specs``: of the whole model, the same on every rank.
     """
@@ -102,7 +102,7 @@ class Tallies:
 
 
 class ModuleSums(NamedTuple):
-    """What modules add to during a step."""
+    """Sums that modules add to during a step."""
 
     auxiliary: AuxiliarySums
     tallies: Tallies
@@ -137,7 +137,7 @@ class StepShared:
     global_tokens: float | torch.Tensor = 1.0
     """Loss tokens of the step over all replicas; 0 where every label is masked."""
     term_counts: tuple[float, ...] = ()
-    """The same of each further term of the objective (``data.objective``), in training; last stage only."""
+    """Denominators of the objective's additional terms (``data.objective``), in training; last stage only."""
     auxiliary: AuxiliarySums | None = None
     """None: nobody reads them (evaluation)."""
     tallies: Tallies | None = None
@@ -160,13 +160,13 @@ class StepContext(StepShared):
     division: Division | None = None
     """How this micro-batch's sequences are divided between context-parallel ranks; None: as the layout says."""
     side: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """What the objective's loss needs beside labels, on the device; last stage only."""
+    """The objective's tensors beside labels, on the device; last stage only."""
     recomputing: bool = False
     """The forward pass runs again, for its backward pass."""
     kept: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
-    """What the recomputed pass is to find as it was, by the name of its place (:meth:`keep`)."""
+    """Values that the recomputed pass reuses, by the name of their place (:meth:`keep`)."""
     keepers: Mapping[str, Any] = field(default_factory=dict)
-    """What takes or fixes decisions of modules while training, by a name that it shares with them."""
+    """Objects that note or dictate decisions of modules in training passes (a router's choices), by name."""
 
     @property
     def sample_ids(self) -> tuple[int, ...]:
@@ -204,12 +204,12 @@ class StepContext(StepShared):
 
 
 class PassState(NamedTuple):
-    """What a forward pass sees beside its inputs: it runs again with the same."""
+    """State of a forward pass beside its inputs, restored when it is recomputed."""
 
     context: StepContext | None
     samples: SampleKey | None
     dropout: bool
-    """Whether anything is dropped."""
+    """Whether dropout is on."""
 
     def again(self) -> PassState:
         """Return the state of the recomputed pass."""
@@ -231,7 +231,7 @@ class StepSlot:
         self.current: StepContext | None = None
         """None before the first micro-batch, and in inference, which has no engine."""
         self.keepers: dict[str, Any] = {}
-        """What training passes find as ``StepContext.keepers``."""
+        """``StepContext.keepers`` of training passes."""
 
     @property
     def division(self) -> Division | None:

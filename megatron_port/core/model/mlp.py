@@ -61,7 +61,7 @@ class FeedForwardBlock(nn.Module):
     """Module of a ``model.spec.FeedForward``."""
 
     bias: nn.Parameter | None
-    """What the caller adds to the result."""
+    """Bias that the caller adds to the result."""
     exchanges = 0
     """Exchanges of rows between ranks in a forward pass."""
 

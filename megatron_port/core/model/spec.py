@@ -1,4 +1,4 @@
-"""What the model is made of: each part states its parameters and its cost once. Plain Python, without torch.
+"""Specs of the model's parts: each states its parameters and its cost once. Plain Python, without torch.
 
 Modules are built from these specs, and parameter counts, FLOPs, memory, the pipeline's split, the planner and the
 Hugging Face mapping read them. A part that is stated here is therefore counted, planned, saved and exported; a
@@ -58,7 +58,7 @@ class MixerSpec(ABC):
 
     @abstractmethod
     def ops(self, source: str) -> tuple[Op, ...]:
-        """What makes ``mixed``, which ``output`` reads, of the value ``source``."""
+        """Return the operations from the value ``source`` to ``mixed``, which ``output`` reads."""
 
     def build(self, layer: str, build: Any) -> Any:
         """Return the module (torch.nn.Module). ``layer``: before the names of its parameters; ``build``: the context
@@ -117,8 +117,7 @@ class MixerSpec(ABC):
 # Specs of softmax attention: grouped-query with a fused projection, and by way of latents. Plain Python.
 
 Rotation = Literal["none", "usual", "window"]
-"""Of queries and keys by their positions: not at all, or with the model's frequencies, or with those that layers with a
-window have for themselves."""
+"""Rotation of queries and keys: none, by the model's frequencies, or by those of layers with a window."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +137,7 @@ class AttentionSpec(MixerSpec):
 
     @property
     def _own_parameters(self) -> tuple[ParameterSpec, ...]:
-        """Those that come before the projections'."""
+        """Parameters that come before the projections'."""
         return () if self.sinks is None else (self.sinks,)
 
     @property
@@ -278,12 +277,12 @@ class FeedForward(ABC):
 
     @property
     def dense_block(self) -> MLPSpec | None:
-        """What every token passes and tensor-parallel ranks divide; None: nothing."""
+        """Block that every token passes and tensor parallelism splits; None: there is none."""
         return None
 
     @abstractmethod
     def ops(self, source: str) -> tuple[Op, ...]:
-        """What makes the value ``mlp`` of ``source``."""
+        """Return the operations from the value ``source`` to ``mlp``."""
 
     def tallies(self, layers: int) -> Mapping[str, Any]:
         """Return what the block counts in a step (``layers.step.TallySpec`` by name), of a model of ``layers``."""
@@ -342,7 +341,7 @@ class MLPSpec(FeedForward):
         return (*self.up.parameters, *self.down.parameters)
 
     def ops(self, source: str, module: str = "mlp") -> tuple[Op, ...]:
-        """What makes the value ``module``, which has the module's name, of ``source``."""
+        """Return the operations from the value ``source`` to the value named ``module``, as its module is."""
         hidden, active = f"{module} hidden", f"{module} active"
 
         def op(kind: str, run: str, site: Site, reads: str, writes: str, part: LinearSpec | MLPSpec) -> Op:
@@ -366,7 +365,7 @@ class LayerSpec:
 
     norm1: NormSpec | None
     mixer: MixerSpec
-    """What mixes positions: attention, unless a plugin's."""
+    """Sequence mixer: attention, latent attention or a plugin's."""
     post_norm1: NormSpec | None
     """Norm of what attention adds to the residual stream."""
     norm2: NormSpec | None
@@ -379,7 +378,7 @@ class LayerSpec:
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        """What the layer does, in the order of the forward pass."""
+        """The layer's operations, in the order of the forward pass."""
         out: list[Op] = []
         entry, stream = _normed(out, "norm1", self.norm1, INPUT)
         out += self.mixer.ops(entry)
@@ -476,7 +475,7 @@ def _branch(out: list[Op], name: str, bias: bool, norm: NormSpec | None, site: S
 
 
 def _add(name: str, branch: str, stream: str, bias: bool, site: Site) -> Op:
-    """What adds a branch to the residual stream."""
+    """Return the operation that adds a branch to the residual stream."""
     kind = "biased add" if bias else "add"
     return Op(kind=kind, run=f"add_{name}", site=site, reads=(branch, stream), writes=(f"{site} sum",))
 

@@ -1,1 +1,1 @@
-"""Optimizer rules by what they need, flat buckets, ZeRO, norms, schedules of rate and batch."""
+"""Optimizer rules, flat buckets, ZeRO, gradient norms and clipping, schedules of learning rate and batch size."""

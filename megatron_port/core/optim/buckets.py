@@ -404,7 +404,7 @@ class BucketMemory:
     view of all weights. ``ext.memory.held`` has others."""
 
     def weights(self, plan: BucketPlan, like: torch.Tensor) -> torch.Tensor:
-        """Return memory for all weights, in the dtype and on the device of ``like``."""
+        """Return memory for all weights, of the dtype and device of ``like``."""
         return torch.zeros(plan.numel, dtype=like.dtype, device=like.device)
 
     def part(self, plan: BucketPlan, weights: torch.Tensor, shard_slice: slice) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What happens to gradients between the last backward pass and the update: norm, clipping, loss scale."""
+"""Gradients between the last backward pass and the update: norm, clipping, loss scale."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RecordedGradient = tuple[ParameterRecord, torch.Tensor]
 
 
 def all_reduce_flat(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Sum a list of small tensors in place with one collective a dtype."""
+    """All-reduce a list of small tensors in place, with one collective per dtype."""
     for dtype in sorted({t.dtype for t in tensors}, key=str):
         same = [t for t in tensors if t.dtype == dtype]
         flat = torch.cat([t.reshape(-1) for t in same])
@@ -35,9 +35,9 @@ def all_reduce_flat(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> No
 def owned_gradients(
     grads: Iterable[RecordedGradient], ctx: ParallelContext, *, zero_dims: MeshDims = frozenset()
 ) -> list[torch.Tensor]:
-    """Return the gradients of which this rank owns the parameter (``ParameterRecord.is_owned``).
+    """Return the gradients of parameters that this rank owns (``ParameterRecord.is_owned``).
 
-    Those of all ranks hold each logical element once; of padding the gradient is zero.
+    Over all ranks they hold each logical element once; gradients of padding are zero.
 
     ``zero_dims``: mesh dimensions along which each rank gives its shard of the gradients (ZeRO).
     """
@@ -53,14 +53,14 @@ def global_square_norm(
 
     Args:
         owned: this rank's ``owned_gradients``.
-        square_norm: of a list of tensors; None: torch's ops.
+        square_norm: squared norm of a list of tensors; None: in torch's ops.
     """
     if square_norm is not None and owned:
         total = square_norm(list(owned))
     else:
-        wide = torch.float64 if owned and owned[0].dtype == torch.float64 else torch.float32
-        squares = [g.to(wide).square().sum() for g in owned]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=wide, device=ctx.device)
+        dtype = torch.float64 if owned and owned[0].dtype == torch.float64 else torch.float32
+        squares = [g.to(dtype).square().sum() for g in owned]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=dtype, device=ctx.device)
     total = total.double()  # one dtype on all ranks, also where a rank has nothing to add
     # Owners may lie anywhere on the mesh, so one sum over all ranks is right whatever axes a parameter lies along.
     if ctx.world_group is not None:
@@ -73,16 +73,15 @@ OFF = (0.0, sys.float_info.max)
 
 
 class NormStatistics:
-    """Norms of the updates so far, by which the next may be clipped; this one keeps none
-    (``rules.adaptive_clipping``)."""
+    """Statistics of gradient norms for adaptive clipping; the base class keeps none (``rules.adaptive_clipping``)."""
 
     @property
     def now(self) -> tuple[float, float]:
-        """Mean and standard deviation by which the next norm is clipped."""
+        """Mean and standard deviation of earlier norms, by which the next is clipped."""
         return OFF
 
     def account(self, norm: float) -> None:
-        """Take in the norm of an update that was applied, before clipping."""
+        """Account for the norm of an applied update, before clipping."""
 
     def state(self) -> dict[str, float | int]:
         """Return what a checkpoint holds."""
@@ -93,8 +92,8 @@ class NormStatistics:
 
 
 def limited(norm: float, mean: float, deviation: float, threshold: float) -> float:
-    """Return what a norm is clipped to: itself up to ``threshold`` deviations above the mean; z > threshold of them
-    above, the mean and threshold² / z deviations."""
+    """Return what a norm is clipped to: itself up to ``threshold`` deviations above the mean; at z > threshold of them,
+    the mean plus threshold² / z deviations."""
     above = norm - mean
     if above <= threshold * deviation:
         return norm
@@ -102,7 +101,7 @@ def limited(norm: float, mean: float, deviation: float, threshold: float) -> flo
 
 
 def norm_target(config: OptimizerConfig, values: StepValues) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return :func:`limited` as a function of a scalar on the device; None: norms are not clipped so."""
+    """Return :func:`limited` as a function of a scalar on the device; None without ``clip_zscore``."""
     if not config.clip_zscore:
         return None
 
@@ -185,8 +184,8 @@ class LossScaler:
     def account(self, loss: float, grad_norm: float, *, applied: bool) -> None:
         """Account for a step by its outcome.
 
-        Only a gradient that overflowed under a finite loss says something of the scale: the loss is computed without
-        it, so a loss that is not finite, or a spike, leaves scale and counters as they are.
+        Only gradients that overflow under a finite loss are due to the scale. The loss is computed without it, so a
+        loss that is not finite, or a spike, leaves scale and counters as they are.
         """
         if applied:
             self.update(False)
@@ -223,7 +222,7 @@ class LossScaler:
         }
 
     def load(self, state: dict[str, float | int]) -> None:
-        """Undo ``state``; absent entries keep their defaults."""
+        """Load a result of :meth:`state`; absent entries get their defaults."""
         self.scale = float(state.get("loss_scale", self.scale))
         self.good_steps = int(state.get("loss_scale_good_steps", 0))
         self.hysteresis_left = int(state.get("loss_scale_hysteresis_left", self.config.loss_scale_hysteresis))

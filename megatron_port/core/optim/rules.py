@@ -1,9 +1,9 @@
 """Optimizer rules: the state of each parameter, and the update of a parameter and its state.
 
-A rule is a formula and nothing else. Which rank owns which elements, the reduction of gradients, clipping, the loss
-scale, skipped steps, the rounding of masters into weights and checkpoints are the engine's; they hold for every rule.
+A rule is a formula and nothing else. Sharding, reduction, clipping, loss scaling, skipped steps, the rounding of
+masters and checkpoints are the engine's, alike for every rule.
 
-A rule says what its update needs to see, and is defined on the *logical* tensor, without padding. So its result does
+A rule states what its update needs to see, and is defined on the *logical* tensor, without padding. So its result does
 not depend on how parameters are split over ranks:
 
 * :class:`ElementwiseRule`: one element at a time; the engine may give it any range of any parameter.
@@ -60,27 +60,27 @@ class UpdateSettings:
 class StateKind:
     """A state tensor of a parameter.
 
-    ``of``: what each of its elements belongs to.
+    ``of``: what it has one value for.
 
-    * ``element``: an element of the parameter, whose shape it has;
-    * ``block``: ``block`` neighbouring elements of a row: the last dimension is that much shorter;
-    * ``row``: a row (along the last dimension), which is left out of the shape;
-    * ``column``: a column of a matrix; the last dimension but one is left out. Further dimensions in front are a stack
-      of matrices.
+    * ``element``: each element of the parameter, whose shape it has;
+    * ``block``: each ``block`` neighbouring elements of a row: the last dimension is that much shorter;
+    * ``row``: each row: the last dimension is left out;
+    * ``column``: each column of a matrix: the last dimension but one is left out. Dimensions in front of the two are a
+      stack of matrices.
 
-    State of elements and blocks is divided like the parameter itself; that of rows and columns is held by every rank
-    that has a part of them, and one of these saves it.
+    State of elements and blocks is sharded like the parameter; every rank that has a part of a row or column holds its
+    state, and one of them saves it.
     """
 
     name: str
     of: Literal["element", "block", "row", "column"] = "element"
     dtype: torch.dtype | None = None
-    """None: as wide as the master (fp32; fp64 in an fp64 run)."""
+    """None: the master's (fp32; fp64 in an fp64 run)."""
     block: int = 1
 
     @property
     def divided(self) -> bool:
-        """Whether ranks that divide a parameter's elements divide it too."""
+        """Whether it is sharded with the parameter's elements."""
         return self.of in ("element", "block")
 
     def _reduced(self, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ class StateKind:
         """Return the record of the state: its logical shape and this rank's slice of it.
 
         Raises:
-            ConfigError: a block of elements would be cut, because a rank holds a part of a row that is no multiple.
+            ConfigError: a rank's part of a row is no multiple of the block, which would be cut.
         """
         if self.of == "element":
             return record
@@ -113,7 +113,7 @@ class StateKind:
                 "layout.tensor_parallel_size that leaves multiples, or another optimizer"
             )
         at = {d: i for i, d in enumerate(self._kept(len(record.shape)))}
-        local = record.local_shape if self.divided else record.extent  # nobody reduces padding
+        local = record.local_shape if self.divided else record.extent  # padding has no row or column state
         return replace(
             record, shape=self.shape(record), local_shape=self._reduced(local), offset=self._reduced(record.offset),
             extent=self._reduced(record.extent),
@@ -126,7 +126,7 @@ class OptimizerRule(ABC):
 
     @property
     def formula(self) -> OptimizerRule:
-        """The rule that updates, of whatever kind it is: itself, unless this one only adds state."""
+        """The rule that updates: itself, unless this one wraps another to add state."""
         return self
 
     @property
@@ -142,8 +142,8 @@ class OptimizerRule(ABC):
         """
 
     def state(self, record: ParameterRecord) -> tuple[StateKind, ...]:
-        """Return the state tensors of a parameter, in the order of :meth:`kinds`: by default each has the parameter's
-        shape and is as wide as its master."""
+        """Return the state tensors of a parameter, in the order of :meth:`kinds`: by default of the parameter's shape
+        and the master's dtype."""
         return tuple(StateKind(name) for name in self.kinds(record))
 
     def configured(self, config: OptimizerConfig) -> OptimizerRule:
@@ -175,9 +175,8 @@ class ElementwiseRule(OptimizerRule):
 class BlockRule(OptimizerRule):
     """A rule that updates whole blocks of ``block`` neighbouring elements of a row.
 
-    A parameter whose logical rows are no multiple of the block must have other state than such of blocks; :meth:`state`
-    sees the logical shape only, so that every layout agrees. Where a rank would hold a part of a row that is no
-    multiple, the layout is refused.
+    A parameter whose logical rows are no multiple of the block must have state of elements; :meth:`state` may depend on
+    the logical shape only, so that every layout agrees. A layout that gives a rank part of a block is refused.
     """
 
     block: int
@@ -282,14 +281,14 @@ def grouped(pairs: Iterable[tuple[ParameterRecord, T]], weight_decay: float) -> 
     return {settings: found for settings, found in out.items() if found}
 
 
-# The numbers in which one optimizer step differs from the next, for kernels to read on the device.
+# Numbers that differ from step to step, for kernels to read on the device.
 #
 # What a kernel takes by value is fixed when its launch is captured (a CUDA graph); what it reads from memory is the
 # replayed step's own. One copy per step brings all of them, and no kernel is launched for a single number.
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """The numbers of a step, as the host knows them."""
+    """The numbers of a step, on the host."""
 
     lr: float = 0.0
     """Learning rate."""
@@ -313,7 +312,7 @@ class StepNumbers:
 
 
 class StepValues:
-    """The step's numbers as float64 scalars at fixed addresses on the device. ``host``: the numbers themselves."""
+    """The step's numbers as float64 scalars at fixed addresses on the device; ``host``: the same on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self.host = StepNumbers()

@@ -1,4 +1,4 @@
-"""What a hook of the training loop is, and what hooks and loop share.
+"""Hooks of the training loop, and the state that hooks and loop share.
 
 The loop takes steps. All else that a run does (checks, evaluations, saves, reports) is a :class:`LoopHook` in one list
 (``run.trainer``), which is asked in its order. A plugin adds one by ``registry.LOOP_HOOKS`` and ``training.hooks``.
@@ -76,7 +76,7 @@ class Progress:
 
 
 class StepGuard(Protocol):
-    """Judge of a run's steps (``health.numerics``), with the same state on every rank."""
+    """Detects steps that cannot be trusted (``health.numerics``); its state is the same on every rank."""
 
     anomaly_steps: list[int]
     """Steps (1 is the first) at which an anomaly was met lately."""
@@ -140,7 +140,7 @@ class LoopState:
     committer: Committer
     """Order of the run's commits."""
     checkpoints: Sequence[Path]
-    """Where the run may start from, best first; empty: afresh."""
+    """Checkpoints to start from, best first; empty: afresh."""
     choices: tuple[tuple[str, ...], ...]
     """Activations that each layer does not keep (``memory.sites``)."""
     progress: Progress = field(default_factory=Progress)
@@ -152,7 +152,7 @@ class LoopState:
     base: dict[str, Any] | None = None
     """Which weights are frozen (``weights.readers``)."""
     learns_from: Mapping[str, Any] = field(default_factory=dict)
-    """What the run learns from beside the corpora (``data.objective.Objective.identity``)."""
+    """Sources of the run's loss beside the corpora (``data.objective.Objective.identity``)."""
     validation_loss: float | None = None
     """Mean loss of the last evaluation."""
 
@@ -184,7 +184,7 @@ class TakenStep:
     too_many: bool = False
     """As many anomalies as ``numerics.max_anomalies`` have been met."""
     anomaly: Anomaly | None = None
-    """What was found out about a step that cannot be trusted, for the hooks after recovery."""
+    """Findings about a step that cannot be trusted, for the hooks after recovery."""
 
 
 @dataclass(frozen=True)
