@@ -123,7 +123,7 @@ class ParameterRecord:
     trainable: bool = True
     """Whether updates change it. A frozen parameter has no gradient, no master and no state, and is not saved."""
     row_runs: tuple[int, ...] = ()
-    """Of a matrix that packs several: rows of each in turn, a pattern that repeats (queries, key and value of each
+    """Rows of each matrix in turn, where one packs several: a pattern that repeats (queries, key and value of each
     key/value group)."""
     kind: str = WEIGHT
     """``WEIGHT``, or ``BUFFER``: state that no gradient changes, float32 in every run (``dist.collectives``)."""
