@@ -9,7 +9,8 @@ a run of neighbouring dimensions. With tp 4, cp 2, dp 6 and ep 16 the cuts are 1
 three, ``edp`` the first.
 
 A set of axes is a set of mesh dimensions. Groups, replicas and owners are arithmetic on such sets, and need to know
-neither how many axes there are nor what they are called. """
+neither how many axes there are nor what they are called.
+"""
 
 from __future__ import annotations
 

@@ -306,7 +306,8 @@ AddRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 class GradientSink:
     """Adds to the engine's sums what autograd's hooks hand over. It holds the parameters weakly: a reference cycle
-    through hooks is collected late, and with it the process groups and their threads. """
+    through hooks is collected late, and with it the process groups and their threads.
+    """
 
     def __init__(self, sharded: ShardedParameters, add_rows: AddRows = torch_add_rows) -> None:
         self._alive, self._add_rows = weakref.ref(sharded), add_rows

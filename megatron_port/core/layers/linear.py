@@ -185,7 +185,8 @@ class WgradAccumulator:
     is then written over it, and nobody has to clear it. ``on_added(weight)`` is called after each product added to it.
     While ``deferred`` is a list, products are appended to it and computed later by :meth:`flush`: the weight part of a
     backward pass split in two (zero-bubble pipelines, Qi et al., arXiv 2401.10241). ``add_rows(main_grad, tokens,
-    rows)`` adds the gradients of looked-up rows to a table's sum. """
+    rows)`` adds the gradients of looked-up rows to a table's sum.
+    """
 
     def __init__(
         self, on_added: Callable[[torch.Tensor], None], main_grad_of: Callable[[torch.Tensor], torch.Tensor],
