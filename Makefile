@@ -72,7 +72,7 @@ gpu-check: setup  ## build the kernels, the tests marked gpu, times and rates of
 gpu-session: setup  ## ten minutes on a GPU: checks, rates, MFU beside others (NO_SETUP=1; ARGS='--minutes 10')
 	@$(VENV) scripts/gpu_session.py $(ARGS)
 
-ghost-check: setup  ## CUDA's torch and NCCL without a GPU: layouts, resume, budgets, recorded steps (3 GB to download)
+ghost-check: setup  ## CUDA's torch and NCCL without a GPU: layouts, resume, budgets, captured steps (3 GB to download)
 	@$(VENV) tests/ghost/check.py $(ARGS)
 	@$(VENV) tests/ghost/budgets.py
 	@$(VENV) tests/ghost/refused.py

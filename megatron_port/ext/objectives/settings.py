@@ -112,7 +112,7 @@ TEACHER = (
              "{asked} with training.loss {c.training.loss!r}, of which the teacher knows nothing; use cross_entropy"),
         Conflict("training.z_loss", "which is not in its loss", "leave one of the two out",
                  when=lambda c: c.training.z_loss > 0),
-        Conflict("backend.graphs", "recorded steps have no place for distillation.logits", 'use graphs = "off"',
+        Conflict("backend.graphs", "captured steps have no place for distillation.logits", 'use graphs = "off"',
                  refused=("step",), when=lambda c: c.distillation.logits),
         Conflict("model.mtp_layers", "the teacher predicts one token ahead", "set 0",
                  when=lambda c: c.model.mtp_layers > 0),
