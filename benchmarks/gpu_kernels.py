@@ -357,6 +357,8 @@ def cases(tiny: bool = False) -> list[Callable[[], list[Case]]]:
         ]
     return [
         lambda: norm_cases(16384, 1600), lambda: norm_cases(16384, 4096), lambda: norm_cases(16384, 8192),
+        # Few rows, as a rank has with small micro-batches or sequence parallelism.
+        *(partial(norm_cases, rows, hidden) for rows in (256, 1024, 2048, 4096) for hidden in (1600, 8192)),
         lambda: norm_cases(8192, 12288), lambda: activation_cases(16384, 6400), lambda: activation_cases(16384, 14336),
         lambda: attention_side_cases(4096, 4, 32, 1, 128), lambda: attention_side_cases(4096, 4, 8, 4, 128),
         lambda: residual_cases(4096, 4, 4096), lambda: [loss_case(8192, 50304)], lambda: [loss_case(8192, 128256)],

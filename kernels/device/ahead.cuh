@@ -18,7 +18,7 @@ constexpr bool kCopiesAhead = true;
 #endif
 
 // Starts a copy of 16 bytes to shared memory; zeros where `there` is false, and nothing is read. The place is the
-// thread's own, and what it held must have been read before the block's last barrier.
+// thread's own, and what it held must have been read before the block's last barrier, or the last reads_done().
 __device__ inline void copy_ahead(void* place, const void* from, bool there) {
 #ifdef MP_EMULATOR
   emulator::copy_ahead(place, from, there);
@@ -37,6 +37,16 @@ __device__ inline void copies_arrived() {
 #endif
 }
 
+// Orders what the lanes of a warp have read before the copies that they start next. PTX does not order a thread's own
+// read before its later copy to the same place; for several warps the barrier between does.
+__device__ inline void reads_done() {
+#ifdef MP_EMULATOR
+  emulator::reads_done();
+#elif !defined(MP_NO_COPIES_AHEAD)
+  __syncwarp();
+#endif
+}
+
 // KINDS tensors' pieces of a row, PIECES of each a thread.
 template <typename T, int N, int KINDS, int PIECES>
 struct Ahead {
@@ -49,7 +59,13 @@ struct Ahead {
   }
   // The piece, which has arrived.
   __device__ Pack<T, N> take(int kind, int piece, const T* from, bool there) const {
-    if (kCopiesAhead) return mine[(kind * PIECES + piece) * blockDim.x];
+    if (kCopiesAhead) {
+      const Pack<T, N>* place = mine + (kind * PIECES + piece) * blockDim.x;
+#ifdef MP_EMULATOR
+      emulator::read_copy(place);
+#endif
+      return *place;
+    }
     return there ? load<N>(from) : Pack<T, N>{};
   }
 };

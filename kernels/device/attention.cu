@@ -198,8 +198,7 @@ extern "C" int32_t mp_attention_forward(
     using T = decltype(zero);
     constexpr int HEAD = decltype(width)::value;
     const int64_t tiles = 2 * kKeys<HEAD> > kRows ? 2 * kKeys<HEAD> : kRows;
-    return launch_shared(
-        &attention_forward<T, HEAD>, blocks, kThreads, tiles * kStride<HEAD> * 2, stream, a);
+    return launch_shared<&attention_forward<T, HEAD>>(blocks, kThreads, tiles * kStride<HEAD> * 2, stream, a);
   });
 #endif
 }

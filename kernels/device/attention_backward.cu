@@ -347,13 +347,12 @@ extern "C" int32_t mp_attention_backward(
       const int64_t each = 256 / kTeam;
       code = launch(&attention_along<T>, static_cast<unsigned>((count + each - 1) / each), 256, stream, sums);
       if (code != MP_OK) return code;
-      code = launch_shared(
-          &attention_backward_queries<T, HEAD>, blocks_of(shape->seq, columns), kThreads, kRows * row_bytes, stream, a);
+      code = launch_shared<&attention_backward_queries<T, HEAD>>(
+          blocks_of(shape->seq, columns), kThreads, kRows * row_bytes, stream, a);
       if (code != MP_OK) return code;
     }
-    return launch_shared(
-        &attention_backward_keys<T, HEAD>, blocks_of(shape->keys, shape->batch * shape->groups), kThreads,
-        kSharedRows<HEAD> * row_bytes, stream, a);
+    return launch_shared<&attention_backward_keys<T, HEAD>>(
+        blocks_of(shape->keys, shape->batch * shape->groups), kThreads, kSharedRows<HEAD> * row_bytes, stream, a);
   });
 #endif
 }

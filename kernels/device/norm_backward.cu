@@ -4,9 +4,10 @@
 // The threads of a block form teams of a row each. While a team works on a row, the next one is copied to shared memory
 // (ahead.cuh); where a thread has one piece of a row, two blocks fit a multiprocessor besides. The sums of dweight and
 // dbias over all rows of a block stay in registers and go to its slot at the end. Bytes: (dy, sum, dsum) in, dx out, and
-// 8 bytes a column of a slot for each of the two, written and read. A slot has at least
-// kLeastRows rows, and there are at most kSlotsEach slots a multiprocessor, so that in half precision this is at most
-// 1.09 times the least (LayerNorm without dsum: 1/2 byte beside 6; with it beside 8: 1.07).
+// 8 bytes a column of a slot for each of the two, written and read. Where there are many rows, a slot has kLeastRows of
+// them or more, so that in half precision this is at most 1.09 times the least (LayerNorm without dsum: 1/2 byte beside
+// 6; with it beside 8: 1.07). Fewer rows get more slots than that, because the rows of a block follow one another:
+// slots_of weighs that time against these bytes.
 //
 // Rows of more than kMaxPieces pieces a thread (16,384 columns in half precision, 8,192 in fp32), and unaligned ones, are
 // norm_backward_wide.cu's.
@@ -29,6 +30,12 @@ constexpr int kThreads = kNormThreads;
 constexpr int kTeamThreads = 448;
 constexpr int kSlotsEach = 2;  // no more than are resident at once
 constexpr int kLeastRows = 32;
+// Two blocks a multiprocessor of an MI210, which has the fewest, 104: up to kLeastRows rows in each of these slots the sums
+// do not depend on the GPU.
+constexpr int64_t kSlotsAnywhere = 208;
+// What memory moves while the blocks of a GPU work on a row each: 2 us (1.7 to 2.5, counted; an H200 took 2.5 before
+// rows were copied ahead) at the 3 TB/s of an H100.
+constexpr int64_t kTurnBytes = 6000000;
 
 // Tensors whose rows are loaded early: sum, dy, and dsum while registers are left for it.
 template <int PIECES>
@@ -60,7 +67,7 @@ __device__ inline float half_sum(float value) {
 
 // Two sums over a team of `warps` warps, at most half a warp's lanes of them, from warp `first` on: half a warp works on
 // each. All teams of a block call both functions together; where a team has several warps, the block passes a barrier in
-// the first. `scratch`: shared, 2 * kMaxWarps; not that of the call before, of which others may still be reading.
+// the first; one warp alone has done its reads. `scratch`: shared, 2 * kMaxWarps; not that of the call before, of which others may still be reading.
 __device__ inline float warp_sums(const float (&total)[2], float* scratch, int warps) {
   constexpr int HALF = MP_WARP / 2;
   const int lane = threadIdx.x % MP_WARP;
@@ -69,6 +76,8 @@ __device__ inline float warp_sums(const float (&total)[2], float* scratch, int w
   if (warps > 1) {
     if (lane % HALF == 0) scratch[lane / HALF * kMaxWarps + threadIdx.x / MP_WARP] = sum;
     __syncthreads();
+  } else {
+    reads_done();
   }
   return sum;
 }
@@ -233,7 +242,25 @@ __global__ void __launch_bounds__(PIECES == 1 ? kTeamThreads : kThreads, PIECES 
   }
 }
 
-int64_t slots_of(int64_t rows) { return persistent_blocks(rows / kLeastRows, kSlotsEach); }
+// Slots of partial sums, a block each. Modelled time, in bytes: rows in half precision, of which four tensors move while
+// the blocks take their turns, whichever lasts longer; then two sums of each slot, written and read.
+int64_t slots_of(int64_t rows, int64_t cols) {
+  const int64_t full = rows / kLeastRows, many = persistent_blocks(full, kSlotsEach);
+  if (full >= kSlotsAnywhere) return many > kSlotsAnywhere ? many : kSlotsAnywhere;
+  const int64_t fewest = full < 1 ? 1 : full;
+  const int64_t teams = kTeamThreads / block_threads(cols / kVector<bf16>, kTeamThreads);
+  const int64_t moved = 4 * 2 * rows * cols, slot = 2 * 8 * cols;
+  int64_t least = INT64_MAX, chosen = fewest, slots = rows;
+  for (int64_t turns = 1; slots > fewest; turns++) {
+    const int64_t enough = (rows + turns * teams - 1) / (turns * teams);
+    slots = enough < fewest ? fewest : enough;
+    const int64_t time = (moved > turns * kTurnBytes ? moved : turns * kTurnBytes) + slots * slot;
+    if (slots > kSlotsAnywhere || time >= least) continue;
+    least = time;
+    chosen = slots;
+  }
+  return chosen;
+}
 
 template <typename T>
 bool fits(const Backward& a, const void* dx_branch = nullptr) {
@@ -253,15 +280,15 @@ int32_t backward_of(void* stream, unsigned blocks, unsigned threads, const typen
   constexpr int N = kVector<T>;
   const int64_t copies = threads * Ahead<T, N, kKinds<PIECES>, PIECES>::kBytes;
   const int64_t teams = PIECES == 1 ? static_cast<int64_t>(threads) * N * sizeof(float) : 0;  // sum_teams
-  return launch_shared(
-      backward_registers<T, RMS, PIECES, BRANCH>, blocks, threads, copies > teams ? copies : teams, stream, a);
+  return launch_shared<backward_registers<T, RMS, PIECES, BRANCH>>(
+      blocks, threads, copies > teams ? copies : teams, stream, a);
 }
 
 // BRANCH: at most kMaxBranchPieces pieces; the caller looks first.
 template <typename T, bool RMS, bool BRANCH>
 int32_t backward(void* stream, typename ArgumentsOf<BRANCH>::type a, void* dweight, void* dbias, void* dx_bias) {
   constexpr int N = kVector<T>;
-  const int64_t slots = slots_of(a.rows);
+  const int64_t slots = slots_of(a.rows, a.cols);
   const unsigned blocks = static_cast<unsigned>(slots);
   const int pieces = pieces_of<T>(a);
   a.team = static_cast<int>(block_threads((a.cols / N + pieces - 1) / pieces, kThreads));
@@ -285,7 +312,7 @@ int32_t backward(void* stream, typename ArgumentsOf<BRANCH>::type a, void* dweig
 }  // namespace
 }  // namespace mp
 
-extern "C" int64_t mp_norm_workspace(int64_t rows, int64_t cols) { return mp::slots_of(rows) * 2 * cols; }
+extern "C" int64_t mp_norm_workspace(int64_t rows, int64_t cols) { return mp::slots_of(rows, cols) * 2 * cols; }
 
 extern "C" int32_t mp_norm_backward(
     void* stream, int32_t dtype, int32_t rms, int64_t rows, int64_t cols, const void* dy, const void* dsum,
@@ -302,7 +329,7 @@ extern "C" int32_t mp_norm_backward(
 }
 
 extern "C" int64_t mp_residual_norm_workspace(int64_t rows, int64_t cols) {
-  const int64_t together = mp::slots_of(rows) * 3 * cols, apart = mp_dropout_workspace(rows, cols);
+  const int64_t together = mp::slots_of(rows, cols) * 3 * cols, apart = mp_dropout_workspace(rows, cols);
   return together > apart ? together : apart;
 }
 

@@ -2,8 +2,7 @@
 //
 // Up to kPieces pieces a thread (28,672 columns in half precision, 14,336 in fp32) a row stays in registers, one a
 // block, and so do the sums of dweight and dbias of its first kHeld pieces; the others' lie in shared memory, each thread's
-// own. AMD's registers hold those of one piece less than all, or all. Bytes: as norm_backward.cu's, at most 1.09 times the
-// least.
+// own. AMD's registers hold those of one piece less than all, or all. Bytes: as norm_backward.cu's.
 //
 // Where shared memory does not reach (25,600 columns of LayerNorm take 210 KB, which sm_80 has not) and where rows are
 // unaligned, a row is read twice (from cache, if it fits one), and its dweight, dbias read dy and sum once more: 1.5 to
@@ -245,7 +244,7 @@ int32_t norm_backward_wide(void* stream, Backward a, int64_t slots, bool vectors
   if (a.cols > kPieces * N * kNormThreads || bytes + own > shared_limit()) {
     return backward_apart<T, RMS, N>(stream, a, slots);
   }
-  return launch_shared(backward_shared<T, RMS>, static_cast<unsigned>(slots), threads, bytes, stream, a);
+  return launch_shared<backward_shared<T, RMS>>(static_cast<unsigned>(slots), threads, bytes, stream, a);
 }
 
 template int32_t norm_backward_wide<float, true>(void*, Backward, int64_t, bool);

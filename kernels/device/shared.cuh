@@ -35,27 +35,51 @@ inline int64_t shared_limit() {
 #endif
 }
 
-// launch() with so many bytes of it.
-template <typename... P>
-inline int32_t launch_shared(
-    void (*kernel)(P...), unsigned blocks, unsigned threads, int64_t bytes, void* stream,
-    typename Same<P>::type... args) {
-#ifdef MP_EMULATOR
-  if (bytes > emulator::kSharedBytes) emulator::stop("more shared memory than a block may have");
-  return emulator::launch<P...>(kernel, blocks, threads, stream, args...);
-#else
-  const void* function = reinterpret_cast<const void*>(kernel);
-#if !defined(__HIP_PLATFORM_AMD__)
-  if (bytes > 32768) {  // a kernel has to be told of more than 48 KB, with what it declares itself
-    const auto told =
-        cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-    if (told != cudaSuccess) return static_cast<int32_t>(told);
-  }
-#endif
-  void* list[] = {const_cast<void*>(static_cast<const void*>(&args))...};
-  return static_cast<int32_t>(cudaLaunchKernel(
-      function, dim3(blocks), dim3(threads), list, static_cast<size_t>(bytes), static_cast<cudaStream_t>(stream)));
-#endif
+#if !defined(MP_EMULATOR) && !defined(__HIP_PLATFORM_AMD__)
+// Tells the current device that a kernel may take all the shared memory there is: needed beyond 48 KB, with what the
+// kernel declares. Once a kernel and device, always of the same bytes: no thread's call can undo another's.
+template <auto KERNEL>
+inline cudaError_t allow_shared(const void* function) {
+  static bool told[64] = {};
+  int device = 0;
+  cudaError_t code = cudaGetDevice(&device);
+  const bool known = code == cudaSuccess && device < 64;
+  if (code != cudaSuccess || (known && told[device])) return code;
+  cudaFuncAttributes declared{};
+  if ((code = cudaFuncGetAttributes(&declared, function)) != cudaSuccess) return code;
+  const int rest = static_cast<int>(shared_limit() - static_cast<int64_t>(declared.sharedSizeBytes));
+  code = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, rest);
+  if (known && code == cudaSuccess) told[device] = true;
+  return code;
 }
+#endif
 
+template <auto KERNEL>
+struct SharedLaunch;
+template <typename... P, void (*KERNEL)(P...)>
+struct SharedLaunch<KERNEL> {
+  static int32_t of(unsigned blocks, unsigned threads, int64_t bytes, void* stream, P... args) {
+#ifdef MP_EMULATOR
+    if (bytes > emulator::kSharedBytes) emulator::stop("more shared memory than a block may have");
+    return emulator::launch<P...>(KERNEL, blocks, threads, stream, args...);
+#else
+    const void* function = reinterpret_cast<const void*>(KERNEL);
+#if !defined(__HIP_PLATFORM_AMD__)
+    if (bytes > 32768) {
+      const cudaError_t code = allow_shared<KERNEL>(function);
+      if (code != cudaSuccess) return static_cast<int32_t>(code);
+    }
+#endif
+    void* list[] = {const_cast<void*>(static_cast<const void*>(&args))...};
+    return static_cast<int32_t>(cudaLaunchKernel(
+        function, dim3(blocks), dim3(threads), list, static_cast<size_t>(bytes), static_cast<cudaStream_t>(stream)));
+#endif
+  }
+};
+
+// launch() with so many bytes of it.
+template <auto KERNEL, typename... P>
+inline int32_t launch_shared(unsigned blocks, unsigned threads, int64_t bytes, void* stream, const P&... args) {
+  return SharedLaunch<KERNEL>::of(blocks, threads, bytes, stream, args...);
+}
 }  // namespace mp

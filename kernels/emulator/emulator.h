@@ -3,8 +3,8 @@
 // Blocks run one after another, so __shared__ is a static. Barriers and shuffles switch fibers. What it finds, with no
 // GPU: a warp size that is written as a number, a shuffle or barrier that not all threads reach (it stops and says so),
 // misaligned vector access, reads of what another thread has not written yet (fibers run out of step on purpose, in
-// rotating order; a warp may leave a barrier late), reads of a copy ahead that was not awaited. What it does not find:
-// races inside a warp between barriers, and anything about speed.
+// rotating order; a warp may leave a barrier late), reads of a copy ahead that was not awaited, copies over what was read
+// with no barrier since. What it does not find: other races inside a warp between barriers, and anything about speed.
 #pragma once
 
 #include <math.h>
@@ -77,6 +77,7 @@ struct Fiber {
   jmp_buf at;
   std::vector<char> stack;
   std::vector<Copy> copies;
+  std::vector<const void*> copies_read;  // since the last barrier: places of copies
   bool started = false, done = false;
 };
 
@@ -105,6 +106,7 @@ inline void enter() {
     b.body();
     Fiber& f = b.fibers[b.current];
     if (!f.copies.empty()) stop("a thread ends before its copies have arrived");
+    f.copies_read.clear();
     f.done = true;
     b.alive--;
     b.warps[b.current / b.lanes].alive--;
@@ -213,12 +215,19 @@ MP_INLINE T exchange(T value, int source_lane) {
   return out;
 }
 
+inline void read_copy(const void* place) { state().fibers[state().current].copies_read.push_back(place); }
+
+inline void reads_done() { state().fibers[state().current].copies_read.clear(); }
+
 // Until it has arrived, the place of a copy is unreadable: NaN.
 inline void copy_ahead(void* to, const void* from, bool there) {
   check_aligned(to, 16);
   if (there) check_aligned(from, 16);
-  memset(to, 0xff, 16);
   Block& b = state();
+  for (const void* read : b.fibers[b.current].copies_read) {
+    if (read == to) stop("a copy ahead to a place that was read, with no barrier since");
+  }
+  memset(to, 0xff, 16);
   b.fibers[b.current].copies.push_back({to, from, there});
 }
 
@@ -278,6 +287,7 @@ static const emulator::GridSize gridDim;
 
 inline void __syncthreads() {
   emulator::Block& b = emulator::state();
+  emulator::reads_done();
   emulator::wait(b.barrier, b.alive);
   // Of some barriers one warp comes late, when the others have written what they write next.
   const int generation = b.barrier.generation, late = generation / 8 % static_cast<int>(b.warps.size());

@@ -14,10 +14,11 @@ from megatron_port.ext.kernels.ops import norm
 
 EPS = 1e-5
 # 4104, 9000: more than one 16-byte piece a thread in half precision, and sums in shared memory backward in fp32; 16392,
-# 25600: that in half precision too, and in fp32 wider than even so; 30000: wider in every dtype. More rows than 64:
-# several slots of partial sums.
+# 25600: that in half precision too, and in fp32 wider than even so; 30000: wider in every dtype. Several rows: several
+# slots of partial sums; 3000 x 40 (a row a warp), 1470 x 264 (two warps), 210 x 3592 (a block): a block works on several
+# rows one after another.
 SHAPES = [*random_shapes(1, 20, wide=(4104, 9000, 2051)), (3, 25600), (2, 30000), (65, 16392), (197, 40), (130, 65),
-          (97, 520)]
+          (97, 520), (3000, 40), (1470, 264), (210, 3592)]
 LARGE = 500_000
 """Elements beyond which a norm is compared only as it does most: with residual, with bias."""
 
@@ -76,17 +77,46 @@ def test_the_gradient_of_another_use_is_added(device: torch.device, dtype: torch
     assert torch.equal(torch.autograd.grad(same, leaf, y.detach())[0], y)
 
 
-def test_a_slot_of_partial_sums_has_at_least_32_rows(built: Path) -> None:
-    """In half precision without dsum a column of a slot costs 16 bytes beside 6 a row: at most 1.09 times the least."""
+def _slots(built: Path, rows: int, cols: int) -> int:
     library = ctypes.CDLL(str(built / "libmp_emulated32.so"))
     library.mp_norm_workspace.restype = ctypes.c_int64
-    for rows in (1, 31, 64, 100, 256, 4096, 32768):
-        for cols in (768, 25600):
-            floats = library.mp_norm_workspace(ctypes.c_int64(rows), ctypes.c_int64(cols))
-            slots = floats // (2 * cols)
-            assert floats == slots * 2 * cols and 1 <= slots <= max(1, rows // 32)
-            if rows >= 256:
-                assert 1 + 16 * slots / (6 * rows) <= 1.10
+    floats = library.mp_norm_workspace(ctypes.c_int64(rows), ctypes.c_int64(cols))
+    assert floats % (2 * cols) == 0
+    return int(floats // (2 * cols))
+
+
+def _modelled_us(rows: int, cols: int, slots: int) -> float:
+    """Microseconds of LayerNorm's backward pass in half precision with a residual's gradient, on 3 TB/s: a block works
+    on a row, or on several narrow ones, for 2 us; two sums of 4 bytes a column and slot are written and read."""
+    teams = 448 // min(448, -(-cols // (8 * 32)) * 32)
+    turns = -(-rows // (slots * teams))
+    return max(8 * rows * cols / 3e6, 2.0 * turns) + 16 * slots * cols / 3e6
+
+
+def test_slots_of_partial_sums_are_chosen_by_time(built: Path) -> None:
+    """The least that the model has, of one slot for 32 rows to as many as every GPU runs at once."""
+    for rows in (1, 31, 100, 256, 1024, 2048, 4096, 6655):
+        for cols in (64, 768, 1600, 4096, 8192, 25600):
+            slots = _slots(built, rows, cols)
+            allowed = range(max(1, rows // 32), min(rows, 208) + 1)
+            assert slots in allowed
+            least = min(_modelled_us(rows, cols, n) for n in allowed)
+            assert _modelled_us(rows, cols, slots) <= least * (1 + 1e-9), (rows, cols, slots)
+
+
+def test_few_rows_take_about_the_time_of_their_bytes(built: Path) -> None:
+    """A rank's rows with tp 8 and sequence parallelism: 32 of them in a slot took 11 times as long as their bytes."""
+    assert _modelled_us(256, 8192, 256 // 32) > 11 * 8 * 256 * 8192 / 3e6
+    for rows, cols in ((256, 8192), (1024, 4096), (1024, 8192), (2048, 1600), (2048, 4096), (4096, 4096)):
+        assert _modelled_us(rows, cols, _slots(built, rows, cols)) < 1.8 * 8 * rows * cols / 3e6
+
+
+def test_many_rows_have_32_or_more_a_slot(built: Path) -> None:
+    """In half precision without dsum a column of a slot costs 16 bytes beside 6 a row: at most 1.09 times the least."""
+    for rows in (8192, 32768, 1 << 20):
+        for cols in (768, 4096, 25600):
+            slots = _slots(built, rows, cols)
+            assert 1 + 16 * slots / (6 * rows) <= 1.09
 
 
 def test_only_the_sum_or_only_the_norm_is_used(device: torch.device) -> None:
