@@ -31,7 +31,7 @@ TABLES = build.HERE / "budgets"
 ARCHS = ("sm_80", "sm_90", "gfx90a")
 SLACK = 1.02
 """Instructions of a loop may grow by this; bytes, spills not at all."""
-_BYTES = {"float": 4, "mp::bf16": 2, "mp::f16": 2, "mp::NoWeight": 0}
+_BYTES = {"float": 4, "int": 4, "short": 2, "signed char": 1, "mp::bf16": 2, "mp::f16": 2, "mp::NoWeight": 0}
 _PIECES = ("forward_registers", "backward_registers", "rows_registers")
 _ATTENTION = ("attention_forward", "attention_backward_queries", "attention_backward_keys")
 _STORED = ("forward", "backward", "gelu_forward", "gelu_backward", "swiglu_forward", "gradient", "rotate",
@@ -103,7 +103,7 @@ def elements(name: str, loop: Loop, wave: int) -> float:
         return loop.loaded / size
     return {
         "adamw": loop.stored / (12 + size), "adamw_bf16": loop.stored / (8 + size), "lion": loop.stored / (8 + size),
-        "adamw_8bit": (loop.stored - 8) / (6 + size), "cast": loop.stored, "add_gradients": loop.stored / 4,
+        "hash_rows": loop.loaded / (size + 8), "adamw_8bit": (loop.stored - 8) / (6 + size), "cast": loop.stored, "add_gradients": loop.stored / 4,
     }.get(function, 0)
 
 

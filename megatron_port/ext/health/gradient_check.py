@@ -16,7 +16,7 @@ Nothing waits for the host: numbers of differences stay on the device until the 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -90,13 +90,15 @@ class GradientCheck:
         entries: by ``id`` of a bucket, where its parameters are in its ``sums``.
         dtype: of gradients between replicas.
         interval: steps between checks; 0: never.
+        hashes: makes the hashes of tensors on a device.
     """
 
     def __init__(
         self, buckets: Sequence[Bucket], entries: Mapping[int, Sequence[StateEntry]], ctx: ParallelContext, *,
-        dtype: torch.dtype, interval: int,
+        dtype: torch.dtype, interval: int, hashes: Callable[[torch.device], RowHashes] = RowHashes,
     ) -> None:
         self._dtype, self._ctx, self.interval = dtype, ctx, interval
+        self._hashes = hashes
         self.active = False
         """Whether this step is checked."""
         self.captured = False
@@ -121,7 +123,7 @@ class GradientCheck:
 
     def _tool(self) -> tuple[RowHashes, RowSums]:
         if self._tools is None:
-            self._tools = RowHashes(self._ctx.device), RowSums(self._ctx.device)
+            self._tools = self._hashes(self._ctx.device), RowSums(self._ctx.device)
         return self._tools
 
     def begin(self, *, early: bool) -> None:

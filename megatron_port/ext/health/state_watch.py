@@ -12,7 +12,7 @@ from megatron_port.core.optim.buckets import Bucket, shard_ranges
 from megatron_port.core.optim.sharded import ShardedParameters
 from megatron_port.core.optim.state_watch import Damage, StateEntry, StateTensor, StateWatch
 from megatron_port.ext.health.gradient_check import GradientCheck
-from megatron_port.ext.health.state_check import check_of
+from megatron_port.ext.health.state_check import check_of, hashes_of
 
 
 class CheckedState(StateWatch):
@@ -28,7 +28,8 @@ class CheckedState(StateWatch):
         self.state = check_of(config, sharded.ctx)
         self.interval = self.state.interval
         self.gradients = GradientCheck(
-            sharded.trained, self._entries, sharded.ctx, dtype=sharded.reduce_dtype, interval=self.interval
+            sharded.trained, self._entries, sharded.ctx, dtype=sharded.reduce_dtype, interval=self.interval,
+            hashes=hashes_of(config.backend),
         )
 
     @property
