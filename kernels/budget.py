@@ -103,7 +103,8 @@ def elements(name: str, loop: Loop, wave: int) -> float:
         return loop.loaded / size
     return {
         "adamw": loop.stored / (12 + size), "adamw_bf16": loop.stored / (8 + size), "lion": loop.stored / (8 + size),
-        "hash_rows": loop.loaded / (size + 8), "adamw_8bit": (loop.stored - 8) / (6 + size), "cast": loop.stored, "add_gradients": loop.stored / 4,
+        "adamw_8bit": (loop.stored - 8) / (6 + size), "cast": loop.stored, "add_gradients": loop.stored / 4,
+        "hash_rows": loop.loaded / (size + 8),
     }.get(function, 0)
 
 

@@ -8,12 +8,13 @@
 | target | compiler | from | gives |
 |---|---|---|---|
 | cpu | g++ or clang++ (CXX), OpenMP | cpu/*.cpp | libmp_cpu-LEVEL.so, one a level of the instruction set |
-| cuda | nvcc | device/*.cu | libmp_cuda.so (sm_80, sm_90) |
-| rocm | torch's hipify, then hipcc | device/*.cu | libmp_rocm.so (gfx90a; gfx942 where the compiler can) |
+| cuda | nvcc | device/*.cu | libmp_cuda.so (sm_80, sm_90, sm_100, sm_120) |
+| rocm | torch's hipify, then hipcc | device/*.cu | libmp_rocm.so (gfx90a, gfx942, gfx950) |
 | binding | g++ against torch's headers | binding/*.cpp | libmp_binding.so |
 | emulated | g++ | device/*.cu, emulator/ | libmp_emulated32.so and 64: device code on a CPU, for the tests |
 
 Needs no torch but for ``binding`` (headers, libtorch_cpu) and ``rocm`` (hipify), both from the Python that runs this.
+Of the architectures those that the compiler knows; what is left out is said.
 A file is compiled again when it, a header that it includes, the compiler or a flag has changed. Exit 1: a build failed;
 3: a compiler that was asked for is not there.
 """
@@ -42,8 +43,11 @@ HERE = Path(__file__).resolve().parent
 OUT = HERE.parent / "megatron_port" / "_kernels"
 BUILD = HERE.parent / "build" / "kernels"
 TARGETS = ("cpu", "binding", "cuda", "rocm")
-CUDA_ARCHS = ("sm_80", "sm_90")
-ROCM_ARCHS = ("gfx90a", "gfx942")
+CUDA_ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
+"""Of NVIDIA's GPUs a code also serves later ones of the same first digits: sm_80 the A10 and L40, sm_100 the B300."""
+PTX_ARCH = "sm_90"
+"""What the driver compiles where no code is: as early as the newest instructions allow."""
+ROCM_ARCHS = ("gfx90a", "gfx942", "gfx950")
 # One library a level, the best that the processor has is loaded: -march=native would bind a build to its host.
 CPU_LEVELS = {
     "x86_64": (("v2", "-march=x86-64-v2"), ("v3", "-march=x86-64-v3"), ("v4", "-march=x86-64-v4")),
@@ -158,6 +162,15 @@ def binding_library() -> list[Library]:
                     headers_in("include", "binding"), _version(cxx))]
 
 
+def _known(target: str, compiler: str, wanted: Sequence[str], found: list[str]) -> list[str]:
+    """The architectures that were found; says which are left out. Raises Missing where none was."""
+    if not found:
+        raise Missing(f"{compiler} compiles for none of {', '.join(wanted)}")
+    if left := [a for a in wanted if a not in found]:
+        print(f"{target}: without {', '.join(left)}, which {compiler} does not know", flush=True)
+    return found
+
+
 def nvcc_path() -> str:
     """CUDA_HOME's nvcc, or that of PATH."""
     home = os.environ.get("CUDA_HOME", "")
@@ -165,15 +178,23 @@ def nvcc_path() -> str:
 
 
 def cuda_library(archs: Sequence[str]) -> list[Library]:
-    """libmp_cuda.so, with PTX of the last architecture for what comes after it."""
+    """libmp_cuda.so; without ``archs``: those of CUDA_ARCHS that the compiler knows.
+
+    GPUs that have no code here get the PTX of PTX_ARCH or, where that is not among them, of the last.
+    """
     nvcc = nvcc_path()
-    archs = list(archs or CUDA_ARCHS)
-    numbers = [a.removeprefix("sm_") for a in archs]
+    if archs:
+        chosen = list(archs)
+    else:
+        known = run([nvcc, "--list-gpu-code"]).split()
+        chosen = _known("cuda", nvcc, CUDA_ARCHS, [a for a in CUDA_ARCHS if a in known])
+    numbers = [a.removeprefix("sm_") for a in chosen]
     codes = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in numbers]
-    codes.append(f"-gencode=arch=compute_{numbers[-1]},code=compute_{numbers[-1]}")
+    ptx = (PTX_ARCH if PTX_ARCH in chosen else chosen[-1]).removeprefix("sm_")
+    codes.append(f"-gencode=arch=compute_{ptx},code=compute_{ptx}")
     # Uncompressed, and with ptxas's report kept, so that isa.py can say what is in it.
     flags = [nvcc, "-std=c++17", "-O3", "-Xcompiler=-fPIC", "-lineinfo", "-Xptxas=-v", "-no-compress", *codes,
-             f'-DMP_TARGET="{" ".join(archs)}"', f"-I{HERE / 'include'}", f"-I{HERE / 'device'}"]
+             f'-DMP_TARGET="{" ".join(chosen)}"', f"-I{HERE / 'include'}", f"-I{HERE / 'device'}"]
     return [Library("libmp_cuda.so", "cuda", flags, sorted((HERE / "device").glob("*.cu")),
                     [nvcc, "-shared", *codes], headers_in("include", "device"), _version(nvcc))]
 
@@ -222,12 +243,8 @@ def rocm_library(archs: Sequence[str]) -> list[Library]:
                       hint="load the site's rocm module, or install hipcc")
     # Where nvcc is also found, hipcc would silently build for NVIDIA.
     environment = {"HIP_PLATFORM": "amd"}
-    chosen = list(archs) or [a for a in ROCM_ARCHS if _compiles_for(hipcc, a, environment)]
-    if not chosen:
-        raise Missing(f"{hipcc} compiles for none of {', '.join(ROCM_ARCHS)}")
-    left = [a for a in ROCM_ARCHS if a not in chosen]
-    if left and not archs:
-        print(f"rocm: without {', '.join(left)}, which {hipcc} does not know")
+    chosen = list(archs) or _known(
+        "rocm", hipcc, ROCM_ARCHS, [a for a in ROCM_ARCHS if _compiles_for(hipcc, a, environment)])
     waves = {lanes_of(a) for a in chosen}
     if len(waves) > 1:
         raise Missing(f"{', '.join(chosen)} have warps of 32 and of 64 lanes, which one library cannot serve; build "

@@ -15,8 +15,8 @@ from megatron_port.ext.kernels.ops import norm
 EPS = 1e-5
 # 4104, 9000: more than one 16-byte piece a thread in half precision, and sums in shared memory backward in fp32; 16392,
 # 25600: that in half precision too, and in fp32 wider than even so; 30000: wider in every dtype. Several rows: several
-# slots of partial sums; 3000 x 40 (a row a warp), 1470 x 264 (two warps), 210 x 3592 (a block): a block works on several
-# rows one after another.
+# slots of partial sums; 3000 x 40 (a row a warp), 1470 x 264 (two warps), 210 x 3592 (a block): a block works on
+# several rows one after another.
 SHAPES = [*random_shapes(1, 20, wide=(4104, 9000, 2051)), (3, 25600), (2, 30000), (65, 16392), (197, 40), (130, 65),
           (97, 520), (3000, 40), (1470, 264), (210, 3592)]
 LARGE = 500_000

@@ -33,8 +33,8 @@ NAMED = 4
 
 GPU_TOKENS = 7500
 """Tokens of a replica's step that take a GPU as long as hashing its state twice. Measured on an H200 (451 million
-parameters, gpu-session-nvidia-h200.json): a step of 16,384 tokens takes 94 ms, and 137 with both hashes. That was torch's
-form; the own kernel moves a ninth of the bytes and was not timed."""
+parameters, gpu-session-nvidia-h200.json): a step of 16,384 tokens takes 94 ms, and 137 with both hashes. Those were
+torch's; the own kernel moves a ninth of their bytes and was not timed."""
 
 
 def chosen_interval(setting: int, *, tokens: int, device: torch.device) -> int:

@@ -1,7 +1,7 @@
 """Hashes of a tensor's bits by rows of ``core.dist.row_hashes.ROW`` words, in one launch.
 
-Bytes: each word is read once and 8 bytes a row are written; torch's ops, which widen the words first, move nine times as
-many.
+Bytes: each word is read once and 8 bytes a row are written; torch's ops, which widen the words first, move nine times
+as many.
 """
 
 from __future__ import annotations
