@@ -69,7 +69,7 @@ lint: setup  ## ruff, mypy, and the readability of all pages
 gpu-check: setup  ## build the kernels, the tests marked gpu, times and rates of every op (DEVICE=cuda or rocm)
 	@$(VENV) scripts/gpu_check.py $(ARGS)
 
-gpu-session: setup  ## ten minutes on a GPU: checks, rates, MFU beside others (NO_SETUP=1; ARGS='--minutes 10')
+gpu-session: setup  ## a quarter of an hour on a GPU in two commands: MFU beside others, checks, rates (ARGS=a, then ARGS=b; NO_SETUP=1)
 	@$(VENV) scripts/gpu_session.py $(ARGS)
 
 ghost-check: setup  ## CUDA's torch and NCCL without a GPU: layouts, resume, budgets, captured steps (3 GB to download)

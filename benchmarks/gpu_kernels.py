@@ -1,6 +1,7 @@
 """Own kernels on a GPU against eager torch, torch.compile and, where importable, apex and Liger.
 
     python benchmarks/gpu_kernels.py --json benchmarks/results/kernels-NAME.json
+    python benchmarks/gpu_kernels.py --rows --variants own eager                 # norms at few to many rows; state hash
     python benchmarks/gpu_kernels.py --device cpu --tiny --variants own eager    # that it runs, no times
 
 Per op and shape: the device's time of the forward pass and of forward + backward, and the host's to launch them
@@ -8,7 +9,7 @@ Per op and shape: the device's time of the forward pass and of forward + backwar
 least (each input read once, each output written once); and the rate of those bytes over the rate of a plain copy in
 the same run. All variants of a case alternate; the median of the repeats is kept. Then attention by provider, in
 TFLOP/s of causal attention counted in full. torch.compile is used here on purpose; training does not. The file is
-written after every group of cases, so that a run that is stopped leaves what it has.
+written after every case, so that a run that is stopped leaves what it has.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import attention_providers
+from benchmarks.compare.clocks import ClockLog, card, clock_log
 from benchmarks.device_clock import Timing, copies_of, copy_bandwidth, time_calls
+from megatron_port.core.dist.row_hashes import RowHashes
 from megatron_port.core.io.files import write_text
 from megatron_port.core.layers import fused
 from megatron_port.ext.kernels import kernels
@@ -347,6 +350,24 @@ def quantise_cases(tokens: int, width: int) -> list[Case]:
     return out
 
 
+ROWS, WIDTHS = (256, 1024, 2048, 4096, 8192), (1600, 4096, 8192)
+"""Of the norms that a session on a GPU times: few rows are what tensor parallelism leaves, widths those of models."""
+
+
+def hash_case(words: int) -> Case:
+    """The state check's hash: each word read once. Eager: the sum of the words, which must read them too."""
+    state, digest = torch.randn(words), RowHashes(torch.get_default_device())
+    return Case("state hash", f"{words / 1e6:.0f} M words", (state,), {
+        "own": digest, "eager": lambda x: x.view(torch.int32).sum()}, 4.0 * words)
+
+
+def row_cases(tiny: bool) -> list[Callable[[], list[Case]]]:
+    """Norms at few to many rows, and the hash of the state."""
+    rows, widths, words = ((16, 64), (64,), 1 << 16) if tiny else (ROWS, WIDTHS, 1 << 25)
+    norms = [partial(norm_cases, r, width) for width in widths for r in rows]
+    return [*norms, lambda: [hash_case(words)]]
+
+
 def cases(tiny: bool = False) -> list[Callable[[], list[Case]]]:
     """Made one group at a time, so that memory is free again before the next. ``tiny``: one small shape of each op."""
     if tiny:
@@ -379,8 +400,8 @@ def show(found: Result) -> None:
         print(f"    {name} does not run: {why}")
 
 
-def measure_all(device: torch.device, hardware: dict[str, Any], args: argparse.Namespace) -> None:
-    """Measure and print every case, then attention; write the file after each group."""
+def measure_all(device: torch.device, hardware: dict[str, Any], args: argparse.Namespace, clocks: ClockLog) -> None:
+    """Measure and print every case, then attention; write the file after each."""
     made: dict[str, Any] = {"hardware": hardware, "ops": [], "attention": []}
 
     def write() -> None:
@@ -388,17 +409,19 @@ def measure_all(device: torch.device, hardware: dict[str, Any], args: argparse.N
             write_text(args.json, json.dumps(made, indent=1) + "\n")
 
     bandwidth = hardware["copy_gb_s"] * 1e9
-    for make in cases(args.tiny):
+    for make in row_cases(args.tiny) if args.rows else cases(args.tiny):
         for case in make():
             if args.only and not any(word in case.name for word in args.only):
                 continue
             timed = measure_loss if case.name.startswith("cross") else measure
-            found = timed(case, bandwidth, device, args.variants)
-            made["ops"].append(asdict(found))
+            found, clocked = clocks.timed(lambda: timed(case, bandwidth, device, args.variants))  # noqa: B023 - called here
+            made["ops"].append({**asdict(found), "clocks": clocked})
+            write()
             show(found)
-        write()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+    if args.rows:
+        return
     tiny, words = ((32, 2, 2, 16),), args.only or ["attention", "dropout"]
     shapes = (tiny if args.tiny else attention_providers.SHAPES) if "attention" in words else ()
     dropped = (tiny if args.tiny else attention_providers.DROPPED) if "dropout" in words else ()
@@ -414,6 +437,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the table here")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cuda is also ROCm's name")
     parser.add_argument("--tiny", action="store_true", help="one small shape of each op")
+    parser.add_argument("--rows", action="store_true", help="norms at 256 to 8,192 rows and the state's hash alone")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cases whose name has one of these words")
     parser.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="own, eager, compile, apex, liger")
     args = parser.parse_args(argv)
@@ -425,11 +449,12 @@ def main(argv: list[str] | None = None) -> int:
     bandwidth = copy_bandwidth(device, 1 << 20 if args.tiny else 2 << 30)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     hardware = {"device": name, "torch": torch.__version__, "library": library, "copy_gb_s": bandwidth / 1e9,
-                "date": time.strftime("%Y-%m-%d"), "command": " ".join(sys.argv if argv is None else argv)}
+                "date": time.strftime("%Y-%m-%d"), "card": card(args.device),
+                "command": " ".join(sys.argv if argv is None else argv)}
     print(f"{name}, torch {torch.__version__}, {library}, copy {bandwidth / 1e9:.0f} GB/s")
     print(f"{'op':<42}{'shape':<26}{'pass':<6}{'own ms':>8}{'launch':>8}{'of copy':>8}   others, ms")
-    with device:  # the cases make their tensors on it
-        measure_all(device, hardware, args)
+    with device, clock_log(args.device) as clocks:  # the cases make their tensors on it
+        measure_all(device, hardware, args, clocks)
     return 0
 
 

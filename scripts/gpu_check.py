@@ -6,7 +6,7 @@
 4. writes benchmarks/results/gpu-check-DEVICE.json.
 
 Each part runs even if one before failed; exit 1 if any did. What a part prints is shown when it has ended, and kept in
-runs/gpu-check. Ten minutes without anything to install or compile: scripts/gpu_session.sh.
+runs/gpu-check. A quarter of an hour without anything to install or compile: scripts/gpu_session.sh.
 """
 
 from __future__ import annotations

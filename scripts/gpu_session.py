@@ -1,19 +1,20 @@
-"""What ten minutes on a GPU can show, with nothing but this checkout and a Python that has torch.
+"""What a quarter of an hour on one H100 or H200 can show, with nothing but this checkout and a Python that has torch.
 
-    scripts/gpu_session.sh --minutes 10                        # PYTHON=… the interpreter
-    scripts/gpu_session.sh --kernels FOLDER                    # libraries built elsewhere: make kernels KERNELS=cuda
-    scripts/gpu_session.sh --device cpu --minutes 8            # a rehearsal at tiny sizes; its times say nothing
+    scripts/gpu_session.sh a --kernels FOLDER          # 420 s; PYTHON=… the interpreter; libraries built elsewhere
+    scripts/gpu_session.sh b --kernels FOLDER          # 300 s, at once after it
+    scripts/gpu_session.sh a --device cpu              # a rehearsal at tiny sizes; its times say nothing
 
-No pip, no make, no network. In order: doctor; every own kernel against fp64; a step against the CPU's, fp32 and bf16; a
-first run on text with a resume and a sample; the tests of the engine on a GPU; layouts whose ranks share the GPU, over
-gloo; the rates of ops against the measured copy bandwidth; five sizes of GPT through this project and whatever else
-this Python has (tokens/s, MFU); a profile (launches, gaps); the planner's calibration; the ops once more beside
-torch.compile. A part that fails or does not end within its limit is noted and the next one starts.
+No pip, no make, no network. **a**: the card with its power limit and clocks; tests of the kernels that changed;
+recorded steps against the same steps call by call, bit for bit; whole steps of 6.7B's layers, of GPT-2 XL's and of
+GPT-2 124M beside whatever else this Python has (tokens/s, MFU); a profile of recorded steps; norms at 256 to 8,192
+rows; GeLU in the epilogue of a product, go or no-go. **b**: a run on text with a resume and a sample under recorded
+steps; a layer of 8 and of 64 experts with its waits; the engine's tests; layouts whose ranks share the GPU; GPT-2 XL
+whole; Llama-3-8B's layers at 8,192 and 32,768 positions; the planner's calibration. A part that fails or does not end
+within its limit is noted and the next one starts.
 
-``OUT/gpu-session-DEVICE.json`` has everything that was measured and is written anew after each part, so that a session
-that is cut off leaves what it had; it is what to commit to benchmarks/results. ``--reference`` takes an earlier such
-file: plain torch's numbers in it prove the peers where plain torch has no time to run, and its MFU stands beside
-today's. Exit 1 if a part failed or had no time.
+Each part writes a figure to its own file as soon as it is measured, with power, clocks and throttle reasons beside it.
+``OUT/gpu-session-DEVICE-a.json`` has everything: it is written anew after each part, lists what has not run, and is
+what to commit to benchmarks/results. Exit 1 if a part failed or had no time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ import re
 import shutil
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,21 +38,16 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from gpu_summary import data_of, summary_table  # noqa: E402
 from part_runner import TINY_RUN, Part, PartResult, run_all  # noqa: E402
 
+SECONDS = {"a": 420.0, "b": 300.0}
+RESERVE_S = 5.0
+"""Of a command's seconds: for its own start and its table."""
+LARGE = 100 * 10**9
+"""Bytes: an H200 has 141 GB, an H100 80."""
 RECORDED = "ours-recorded"
 """The peer that a CPU, which launches nothing, does not have."""
-SIZES = {
-    "gpt2-124m": ([], ["ours", RECORDED, "torch", "torch-compile"]),
-    "6.7b-layers": ([], ["ours", "ours-fp8", "torch", "megatron-core", "torch-compile"]),
-    "6.7b": (["--layers", "8", "--global-batch", "16"], ["ours", RECORDED, "ours-fp8", "torch"]),
-    "gpt2-xl": (["--layers", "12", "--global-batch", "16"], ["ours", RECORDED, "torch", "torch-compile"]),
-    "llama-8b-long": ([], ["ours", "torch", "torchtitan", "torch-compile"]),
-}
-"""Size → what is changed of it, so that every peer's state fits beside the others' and a step takes a tenth of a second
-to one; and the peers that can train it and have the time. What compiles comes last."""
-TINY_SIZES: dict[str, tuple[list[str], list[str]]] = {
-    **{name: ([], ["ours", RECORDED, "torch"]) for name in ("tiny", "tiny-bf16")},
-    **{name: ([], ["ours", "torch"]) for name in ("tiny-layers", "tiny-llama-layers")},
-}
+CHANGED = ("norm", "residual_norm", "softmax", "cross_entropy", "dropout", "optimizer", "quantise", "expert_rows",
+           "rotary")
+"""Tests of kernels whose sources changed since a GPU ran them."""
 LAYOUTS = ("tp1pp1dp1", "tp2pp1dp1sp", "tp1pp2dp1", "tp2pp2dp1", "tp1pp2dp2")
 TEST_WORKERS = 8
 """Processes that share the GPU for the kernels' tests, where pytest-xdist is."""
@@ -61,12 +58,58 @@ CLUSTERS = {
 """Word in a device's name → the cluster file that ``bench calibrate`` corrects."""
 
 
-def cluster_of(device: str) -> str:
-    """The shipped cluster that has such a device; without one, a machine that is described from nothing."""
-    import torch
+@dataclass(frozen=True)
+class Sized:
+    """A size of the comparison on this card: layers on a large and on a smaller one (0: the size's own), samples of a
+    step, peers in their order, and the command line's further words."""
 
-    words = device_name(device).split("-") if device == "cpu" or torch.cuda.is_available() else []
-    return next((cluster for word, cluster in CLUSTERS.items() if word in words), "clusters/cpu")
+    layers: tuple[int, int]
+    peers: tuple[str, ...]
+    global_batch: int = 0
+    more: tuple[str, ...] = ()
+
+
+FIELD = ("torch-narrow", "megatron-core", "torch-compile-max")
+"""Peers after those that take turns: they are timed one by one while there is time."""
+SIZES = {
+    "a": {
+        "6.7b": Sized((6, 3), (RECORDED, "torch-compile", "ours", *FIELD), 16),
+        "gpt2-xl": Sized((12, 12), (RECORDED, "torch-compile", "ours", *FIELD), 16),
+        "gpt2-124m": Sized((0, 0), (RECORDED, "torch-compile", "ours", *FIELD)),
+    },
+    "b": {
+        "xl-48": Sized((48, 48), (RECORDED, "torch"), 16, ("--steps", "8", "--repetitions", "1")),
+        "llama-8b": Sized((4, 2), (RECORDED, "torch-compile", "torchtitan", "ours", *FIELD), 4),
+        "llama-8b-long": Sized((0, 0), ("ours", "torch", "torchtitan", "megatron-core", "torch-compile")),
+    },
+}
+"""What matters most of a command comes first. A layer of 6.7B is what counts: as many as let three peers take turns."""
+TINY_SIZES = {
+    "a": {"tiny-bf16": Sized((2, 1), (RECORDED, "ours", "torch", "torch-narrow", "torchtitan"), 0, ("--kept", "3")),
+          "tiny": Sized((0, 0), (RECORDED, "torch"))},
+    "b": {"tiny-llama": Sized((0, 0), (RECORDED, "ours", "torch")), "tiny-layers": Sized((0, 0), ("ours", "torch"))},
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the parts are made for."""
+
+    folder: Path
+    device: str
+    memory: int
+    tiny: bool
+    name: str
+    """Of the device, in small letters and hyphens."""
+
+    def file(self, name: str) -> str:
+        """Path of a part's file."""
+        return str(self.folder / name)
+
+
+def cluster_of(name: str) -> str:
+    """The shipped cluster that has such a device; without one, a machine that is described from nothing."""
+    return next((cluster for word, cluster in CLUSTERS.items() if word in name.split("-")), "clusters/cpu")
 
 
 def device_name(device: str) -> str:
@@ -77,72 +120,104 @@ def device_name(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def compare_parts(folder: Path, device: str, tiny: bool, limit_s: float) -> list[Part]:
+def setting_of(folder: Path, device: str, tiny: bool) -> Setting:
+    """Look at the device."""
+    import torch
+
+    memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0
+    return Setting(folder, device, memory, tiny, device_name(device))
+
+
+def sizes_of(which: str, tiny: bool) -> dict[str, Sized]:
+    """Sizes of a command, in their order."""
+    return (TINY_SIZES if tiny else SIZES)[which]
+
+
+def compare_part(at: Setting, size: str, sized: Sized, least_s: float) -> Part:
     """One part a size, so that a size that goes wrong costs its own time only."""
-    python, found = sys.executable, []
-    for size, (changes, peers) in (TINY_SIZES if tiny else SIZES).items():
-        command = [python, "-m", "benchmarks.compare", "--device", device, "--sizes", size, *changes,
-                   "--peers", *(peer for peer in peers if device != "cpu" or peer != RECORDED),
-                   "--out", str(folder / f"compare-{size}.json"), "--repetitions", "3", "--steps", "3",
-                   "--warm-up", "3", "--minutes", f"{0.8 * limit_s / 60:.2f}"]
-        if (folder / "reference.json").exists():
-            command += ["--reference", str(folder / "reference.json")]
-        found.append(Part(f"compare-{size}", command, limit_s, "tokens/s and MFU of this project and others", "",
-                          limit_s / 2))
-    return found
+    limit = 1.25 * least_s
+    layers = sized.layers[0 if at.memory >= LARGE else 1]
+    named = "gpt2-xl" if size == "xl-48" else size  # the same model, beside another number of layers
+    changes = ["--layers", str(layers)] if layers else []
+    changes += ["--global-batch", str(sized.global_batch)] if sized.global_batch else []
+    steps = ["--steps", "3", "--warm-up", "3", "--window", "0.05" if at.tiny else "1.5",
+             "--repetitions", "2" if at.tiny else "3"]
+    command = [sys.executable, "-m", "benchmarks.compare", "--device", at.device, "--sizes", named, *changes, *steps,
+               *sized.more, "--seconds", f"{limit - 6:.0f}", "--out", at.file(f"compare-{size}.json"), "--peers",
+               *(peer for peer in sized.peers if at.device != "cpu" or peer != RECORDED)]
+    return Part(f"compare-{size}", command, limit, "tokens/s and MFU of this project and others", "", least_s)
 
 
-def tests(name: str, folder: Path, device: str, *, tiny: bool, where: str) -> list[str]:
-    """The command that runs the tests of a folder that a GPU is needed for (on a CPU: those of its own library)."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={folder / f'{name}.xml'}"]
-    command += ["-m", "gpu"] if device == "cuda" else ["-k", "cpu"]
-    if tiny:  # opcheck compares under modes of its own, below which the ghost machine computes nothing
-        norm = f"{where}/test_norm.py"
-        return [*command, norm, "--deselect", f"{norm}::test_opcheck"]
-    if device == "cuda" and importlib.util.find_spec("xdist"):
+def tests(at: Setting, name: str, where: Sequence[str], *, workers: bool) -> list[str]:
+    """The command that runs tests that need a GPU (on a CPU: those of its own library)."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={at.file(f'{name}.xml')}"]
+    command += ["-m", "gpu"] if at.device == "cuda" else ["-k", "cpu"]
+    if at.device == "cuda" and workers and not at.tiny and importlib.util.find_spec("xdist"):
         command += ["-n", str(min(TEST_WORKERS, len(os.sched_getaffinity(0))))]
-    return [*command, where]
+    return [*command, *where]
 
 
-def parts(folder: Path, device: str, *, tiny: bool, minutes: float) -> list[Part]:
-    """Every part in order; what matters most comes first, because what does not fit is left out at the end."""
-    python, port = sys.executable, [sys.executable, "-m", "megatron_port"]
-    scale = minutes / 10.0
-    layouts = LAYOUTS[:3] if tiny else LAYOUTS
-    ops = [python, "benchmarks/gpu_kernels.py", "--device", device, *(["--tiny"] if tiny else [])]
-    profiled = ["tiny"] if tiny else ["gpt2-xl", "--layers", "12", "--global-batch", "16"]
-
-    def part(name: str, command: list[str], says: str, limit_s: float, least_s: float) -> Part:
-        return Part(name, command, limit_s * scale, says, "", least_s * scale)
-
+def first_parts(at: Setting) -> list[Part]:
+    """Command a: what brings the headline numbers."""
+    python, size = sys.executable, ["--size", "tiny-bf16"] if at.tiny else [
+        "--size", "gpt2-xl", "--layers", "12", "--global-batch", "16"]
+    norm = "tests/kernels/test_norm.py"  # opcheck compares under modes below which the ghost machine computes nothing
+    kernels = [norm, "--deselect", f"{norm}::test_opcheck"] if at.tiny else [
+        f"tests/kernels/test_{name}.py" for name in CHANGED]
+    on_gpu = at.device == "cuda"
+    recorded = [python, "-m", "benchmarks.compare.recorded", *size, "--seconds", "54", "--out",
+                at.file("recorded.json"), *(["--window", "0.05", "--steps", "2"] if at.tiny else [])]
+    profile = [python, "-m", "benchmarks.compare.profile", "--device", at.device, "--peer",
+               RECORDED if on_gpu else "ours", *size, "--out", at.file("profile.json")]
+    ops = [python, "benchmarks/gpu_kernels.py", "--device", at.device, "--rows", "--variants", "own", "eager",
+           *(["--tiny"] if at.tiny else []), "--json", at.file("ops.json")]
+    epilogues = [python, "benchmarks/epilogues.py", *(["--tiny"] if at.tiny else []), "--json",
+                 at.file("epilogues.json")]
+    least = {"6.7b": 90.0, "gpt2-xl": 70.0, "gpt2-124m": 50.0}
     return [
-        part("doctor", [*port, "doctor", str(folder / "run.toml"), "--json"],
-             "versions, devices, what serves each op", 60, 20),
-        part("kernels", tests("kernels", folder, device, tiny=tiny, where="tests/kernels"),
-             "own kernels against fp64, at most twice eager torch's error", 120, 50),
-        part("step", [python, "-m", "benchmarks.compare.devices", "--device", device, "--out",
-                      str(folder / "step.json"), *(["--sizes", "tiny", "tiny-bf16"] if tiny else [])],
-             "losses and gradient norms of a step against the CPU's", 90, 30),
-        part("train", [python, "scripts/gpu_train.py", "--device", device, "--out", str(folder),
-                       *(["--tiny"] if tiny else [])], "a run on text: loss, tokens/s, a resume, a sample", 90, 40),
-        *([] if tiny else [part("engine", tests("engine", folder, device, tiny=False, where="tests/gpu"),
-                                "runs, waits and layouts on the GPU", 90, 30)]),
-        part("layouts", [*port, "parity", str(folder / "run.toml"), "--layouts", *layouts, "--out",
-                         str(folder / "layouts"), "--set", f"backend.device={device}", "--set", "layout.zero_stage=0",
-                         "--set", f"backend.share_devices={str(device == 'cuda').lower()}"],
-             "losses and gradients of layouts whose ranks share the GPU, over gloo", 120, 50),
-        part("ops", [*ops, "--variants", "own", "eager", "apex", "liger", "--json", str(folder / "ops.json")],
-             "device and launch times of every op against copy bandwidth", 120, 50),
-        *compare_parts(folder, device, tiny, 90.0 * scale),
-        part("profile", [python, "-m", "benchmarks.compare.profile", "--device", device, "--size", *profiled, "--out",
-                         str(folder / "profile.json")], "where a step's time goes; launch gaps; waits", 60, 40),
-        *([] if tiny and device == "cuda" else [  # its products have a GPU's size, which a stand-in takes minutes for
-            part("calibrate", [*port, "bench", "calibrate", cluster_of(device), "-o", str(folder / "calibrated.toml"),
-                               "--set", f"backend.device={device}", "--seconds", "0.02" if tiny else "0.1"],
-                 "what the planner needs of this device", 90, 20)]),
-        part("ops-compile", [*ops, "--variants", "own", "eager" if tiny else "compile", "--json",
-                             str(folder / "ops-compile.json")], "the ops beside torch.compile", 180, 20),
+        Part("env", [python, "scripts/gpu_env.py", "--device", at.device, "--out", at.file("env.json")], 30.0,
+             "card, power limit, clocks, versions, what serves each op", "", 15.0),
+        Part("kernels", tests(at, "kernels", kernels, workers=True), 60.0, "changed kernels against fp64", "", 45.0),
+        *([Part("recorded", recorded, 60.0, "replayed steps against the same steps call by call, bit for bit", "",
+                48.0)] if on_gpu else []),
+        *(compare_part(at, name, sized, least.get(name, 60.0)) for name, sized in sizes_of("a", at.tiny).items()),
+        Part("profile", profile, 40.0, "where a step's time goes; launch gaps; waits", "", 25.0),
+        Part("ops", ops, 60.0, "norms at few to many rows, and the state's hash, against copy bandwidth", "", 38.0),
+        *([Part("epilogues", epilogues, 45.0, "GeLU in the product's epilogue: go or no-go", "", 28.0)] if on_gpu
+          else []),
     ]
+
+
+def second_parts(at: Setting) -> list[Part]:
+    """Command b: what stands beside them."""
+    python, port = sys.executable, [sys.executable, "-m", "megatron_port"]
+    experts = ["tiny-experts"] if at.tiny else ["experts-8", "experts-64"]
+    layouts = LAYOUTS[:3] if at.tiny else LAYOUTS
+    engine = ["tests/gpu", *(["-k", "bit_equal"] if at.tiny else [])]
+    calibrate = [*port, "bench", "calibrate", cluster_of(at.name), "-o", at.file("calibrated.toml"), "--seconds",
+                 "0.02" if at.tiny else "0.1", "--set", f"backend.device={at.device}"]
+    least = {"xl-48": 30.0, "llama-8b": 40.0, "llama-8b-long": 20.0}
+    return [
+        Part("train", [python, "scripts/gpu_train.py", "--device", at.device, "--out", str(at.folder),
+                       *(["--tiny"] if at.tiny else [])], 70.0,
+             "a run on text under recorded steps: loss, tokens/s, a resume, a sample", "", 50.0),
+        Part("experts", [python, "-m", "benchmarks.compare.profile", "--device", at.device, "--size", *experts, "--out",
+                         at.file("experts.json")], 45.0, "a layer of experts: time by group, waits", "", 28.0),
+        *([Part("engine", tests(at, "engine", engine, workers=True), 70.0, "runs, waits and layouts on the GPU", "",
+                45.0)] if at.device == "cuda" else []),
+        Part("layouts", [*port, "parity", at.file("run.toml"), "--layouts", *layouts, "--out", at.file("layouts"),
+                         "--set", f"backend.device={at.device}", "--set", "layout.zero_stage=0", "--set",
+                         f"backend.share_devices={str(at.device == 'cuda').lower()}"], 40.0,
+             "losses and gradients of layouts whose ranks share the GPU, over gloo", "", 20.0),
+        *(compare_part(at, name, sized, least.get(name, 60.0)) for name, sized in sizes_of("b", at.tiny).items()),
+        *([] if at.tiny and at.device == "cuda" else [  # its products have a GPU's size: minutes on the ghost machine
+            Part("calibrate", calibrate, 60.0, "what the planner needs of this device", "", 22.0)]),
+    ]
+
+
+def parts(which: str, at: Setting) -> list[Part]:
+    """The parts of a command, in their order."""
+    return first_parts(at) if which == "a" else second_parts(at)
 
 
 def install_kernels(source: Path) -> str:
@@ -160,33 +235,47 @@ def install_kernels(source: Path) -> str:
     return ""
 
 
-def write_reference(earlier: dict[str, Any], folder: Path) -> None:
-    """Collect the comparisons of an earlier session in one file of the comparison's own form."""
-    rows = [size for part in earlier["parts"].values() for size in (part.get("data") or {}).get("sizes", [])]
-    if rows:
-        (folder / "reference.json").write_text(json.dumps({"sizes": rows}))
+def not_run(part: Part) -> dict[str, Any]:
+    """Return the row of a part that has not ended. A comparison names its peers: what has no figure must not vanish."""
+    row: dict[str, Any] = {"command": " ".join(part.command), "exit": None, "state": "not run yet", "seconds": 0.0,
+                           "says": part.says, "data": None}
+    if "--peers" in part.command:
+        peers = part.command[part.command.index("--peers") + 1 :]
+        size = part.command[part.command.index("--sizes") + 1]
+        row["data"] = {"sizes": [{"size": size, "peers": [{"peer": p, "state": "not run"} for p in peers]}]}
+    return row
 
 
 class Record:
     """The session's file, written anew after each part."""
 
-    def __init__(self, folder: Path, device: str, arguments: list[str]) -> None:
+    def __init__(self, which: str, at: Setting, arguments: Sequence[str], wanted: Sequence[Part]) -> None:
         import torch
 
-        self.folder, self.path = folder, folder / f"gpu-session-{device_name(device)}.json"
+        from benchmarks.compare.clocks import card
+
+        self.folder, self.path = at.folder, at.folder / f"gpu-session-{at.name}-{which}.json"
         self.made: dict[str, Any] = {
-            "device": device_name(device), "torch": torch.__version__, "python": sys.version.split()[0],
+            "device": at.name, "card": card(at.device), "torch": torch.__version__, "python": sys.version.split()[0],
             "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-            "command": " ".join(["scripts/gpu_session.sh", *arguments]), "parts": {},
+            "command": " ".join(["scripts/gpu_session.sh", *arguments]),
+            "parts": {part.name: not_run(part) for part in wanted},
         }
+        self.write()
 
     def take(self, outcome: PartResult) -> None:
         """Add a part: how it ended, what it measured, and the end of its output where it did not end well."""
         row = {**asdict(outcome), "state": outcome.state, "data": data_of(outcome.name, self.folder)}
+        if row["data"] is None:
+            row["data"] = self.made["parts"][outcome.name]["data"]
         if outcome.exit:
             text = self.folder / f"{outcome.name}.txt"
             row["tail"] = text.read_text(errors="replace")[-2000:] if text.exists() else ""
         self.made["parts"][outcome.name] = row
+        self.write()
+
+    def write(self) -> None:
+        """Replace the file whole."""
         partial = self.path.with_suffix(".part")
         partial.write_text(json.dumps(self.made, indent=1) + "\n")
         partial.replace(self.path)
@@ -195,12 +284,11 @@ class Record:
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10.0, help="of it all (default 10)")
+    parser.add_argument("which", choices=list(SECONDS), help="; ".join(f"{k}: {s:.0f} s" for k, s in SECONDS.items()))
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu-session", help="folder of the results")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cuda is also ROCm's name")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes and few cases (always on a CPU)")
     parser.add_argument("--kernels", type=Path, metavar="FOLDER", help="own kernels built elsewhere")
-    parser.add_argument("--reference", type=Path, metavar="JSON", help="gpu-session-*.json of an earlier session")
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="some parts only")
     return parser.parse_args(argv)
 
@@ -221,11 +309,9 @@ def main(argv: list[str] | None = None) -> int:
     folder = args.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.toml").write_text(TINY_RUN)
-    earlier = json.loads(args.reference.read_text()) if args.reference else {}
-    if earlier:
-        write_reference(earlier, folder)
     os.environ["PREBUILT_KERNELS"] = "1"  # the tests take the libraries as they are: nothing is compiled
-    wanted = parts(folder, args.device, tiny=args.tiny or args.device == "cpu", minutes=args.minutes)
+    at = setting_of(folder, args.device, args.tiny or args.device == "cpu")
+    wanted = parts(args.which, at)
     unknown = set(args.only) - {p.name for p in wanted}
     if unknown:
         print(f"error: no part {', '.join(sorted(unknown))}; parts: {', '.join(p.name for p in wanted)}",
@@ -235,9 +321,9 @@ def main(argv: list[str] | None = None) -> int:
     for part in wanted:  # what an earlier session left is not this one's
         for name in (f"{part.name}.json", f"{part.name}.xml", f"{part.name}.txt"):
             (folder / name).unlink(missing_ok=True)
-    record = Record(folder, args.device, sys.argv[1:] if argv is None else argv)
-    outcomes = run_all(wanted, folder, started + 60 * args.minutes, reserve_s=5.0, after=record.take)
-    text = summary_table(record.made, earlier)
+    record = Record(args.which, at, sys.argv[1:] if argv is None else argv, wanted)
+    outcomes = run_all(wanted, folder, started + SECONDS[args.which], reserve_s=RESERVE_S, after=record.take)
+    text = summary_table(record.made)
     record.path.with_suffix(".md").write_text(text)
     print(f"\n{text}\nwritten: {record.path}")
     return int(any(o.exit for o in outcomes))

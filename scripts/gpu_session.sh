@@ -1,6 +1,6 @@
 #!/bin/bash
-# Ten minutes on a GPU: checks, rates and the comparison, with nothing to install (scripts/gpu_session.py says what).
-# PYTHON: an interpreter that has torch. Options are those of gpu_session.py: --minutes 10 --kernels FOLDER --out FOLDER.
+# A quarter of an hour on a GPU, with nothing to install: gpu_session.sh a (420 s), then b (300 s); gpu_session.py says what.
+# PYTHON: an interpreter that has torch. Options are those of gpu_session.py: --kernels FOLDER --out FOLDER.
 set -euo pipefail
 
 root=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

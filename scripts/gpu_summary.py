@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +16,6 @@ Data = dict[str, Any]
 def data_of(name: str, folder: Path) -> Data | None:
     """Return what a part measured, as JSON can hold it; None: it left nothing that can be read."""
     try:
-        if name == "doctor":
-            text = (folder / "doctor.txt").read_text()
-            found: Data = json.loads(text[text.index("{"):])
-            return found
         if name in ("kernels", "engine"):
             return _tests(folder / f"{name}.xml")
         if name == "layouts":
@@ -47,39 +44,52 @@ def _layouts(text: str) -> Data:
             "other": [x for x in lines if re.search(r"\bDIFFER", x)], "end": lines[-12:]}
 
 
-def _headline_calibrate(data: Data, _: Data) -> str:
+def _headline_calibrate(data: Data) -> str:
     wanted = ("matmul_scale", "attention_scale", "memory_scale", "matmul_tflops", "memory_bandwidth_gb")
     lines = [line.partition("#")[0].strip() for line in data["toml"].splitlines()]
     return "; ".join(line for line in lines if line.startswith(wanted)) or f"{data['csv'].count(chr(10))} rows"
 
 
-def _headline_doctor(data: Data, _: Data) -> str:
-    bad = [f"{f['name']}: {f['value']}" for f in data["findings"] if f["status"] in ("wrong", "slow")]
-    return "; ".join(bad[:3])[:300] or "nothing wrong"
+def _headline_env(data: Data) -> str:
+    card = data["hardware"].get("card", {"name": "cpu"})
+    limit = f", {card['power_limit_w']:.0f} W" if "power_limit_w" in card else ""
+    missing = f"; no clocks: {card['clocks_missing']}" if "clocks_missing" in card else ""
+    found = data["doctor"].get("findings", [])
+    bad = [f"{f['name']}: {f['value']}" for f in found if f["status"] in ("wrong", "slow")]
+    return f"{card['name']}{limit}{missing}; {'; '.join(bad[:3])[:300] or 'nothing wrong'}"
 
 
-def _headline_tests(data: Data, _: Data) -> str:
+def _headline_recorded(data: Data) -> str:
+    if "differences" not in data:
+        return str(data.get("stopped", "nothing was compared"))
+    says = "; ".join(data["differences"]) or "equal bits"
+    times = {name: statistics.median(row["seconds"]) for name, row in data["peers"].items() if "seconds" in row}
+    if len(times) == 2:
+        called, replayed = times["ours"], times["ours-recorded"]
+        says += f"; {called * 1e3:.2f} ms call by call, {replayed * 1e3:.2f} replayed ({called / replayed - 1:+.1%})"
+    return says
+
+
+def _headline_epilogues(data: Data) -> str:
+    found = [f"{name}: {case['saved_ms']:.2f} of {case['expected_ms']:.2f} ms a step"
+             for name, case in data["decision"]["cases"].items()]
+    failed = [f"{row['kind']} failed: {row['failed'][:80]}" for row in data["rows"] if row["failed"]]
+    return "; ".join(["go" if data["decision"]["go"] else "no-go", *found, *failed])
+
+
+def _headline_tests(data: Data) -> str:
     passed = data["tests"] - data["failures"] - data["errors"] - data["skipped"]
     bad = f"; failed: {', '.join(list(data['failed'])[:4])}" if data["failed"] else ""
     return f"{passed} passed, {data['skipped']} skipped{bad}"
 
 
-def _headline_train(data: Data, _: Data) -> str:
+def _headline_train(data: Data) -> str:
     return (f"loss {data['first_loss']:.2f} to {data['last_loss']:.2f} in {len(data['steps'])} steps, resumed at "
             f"{data['resumed_at']}, {data['tokens_per_second']:,.0f} tokens/s")
 
 
-def _headline_step(data: Data, _: Data) -> str:
-    rows = [r for r in data["rows"] if "difference_over_tolerance" in r]
-    if not rows:
-        return "nothing ran"
-    worst = max(rows, key=lambda r: r["difference_over_tolerance"])
-    return (f"worst of {len(rows)}: {worst['difference_over_tolerance']:.3g} tolerances ({worst['peer']}, "
-            f"{worst['size']})")
-
-
-def _headline_ops(data: Data, _: Data) -> str:
-    other = "compile" if any("compile" in o["forward_ms"] for o in data["ops"]) else "eager"
+def _headline_ops(data: Data) -> str:
+    other = "eager"
     shares, slower, bound = [], [], 0
     for op in data["ops"]:
         for kind in ("forward", "both"):
@@ -101,57 +111,56 @@ def _rate(row: Data) -> str:
     return f"{row['mfu']:.1%} MFU" if "mfu" in row else f"{row['tokens_per_second']:.0f} tokens/s"
 
 
-def _headline_compare(data: Data, earlier: Data) -> str:
+def _headline_compare(data: Data) -> str:
     found = []
     for size in data["sizes"]:
-        rows = {r["peer"]: r for r in size["peers"] if "seconds" in r}
-        before = {r["peer"]: r for s in earlier.get("sizes", []) if s["size"] == size["size"]
-                  for r in s["peers"] if "seconds" in r}
-        for peer, row in rows.items():
-            was = f" (was {_rate(before[peer])})" if peer in before else ""
+        for row in size["peers"]:
             note = "" if row["state"] == "counted" else f" [{row['state']}]"
-            found.append(f"{peer} {_rate(row)}{was}{note}")
+            found.append(f"{row['peer']} {_rate(row)}{note}" if "seconds" in row else f"{row['peer']}{note}")
         if "ours_over_fastest_peer" in size:
             ratio = size["ours_over_fastest_peer"]
             found.append(f"ours {ratio['median']:.3f} × {ratio['peer']}")
-    return "; ".join(found) or "nothing was timed"
+    return "; ".join(found)
 
 
-def _headline_profile(data: Data, _: Data) -> str:
+def _profiled(data: Data) -> str:
     launches = sum(k["calls"] for k in data["kernels"])
+    says = f"{data['size']} {data['seconds'] * 1e3:.1f} ms a step, {launches:.0f} "
     if "device" not in data:
-        return f"{data['seconds'] * 1e3:.1f} ms a step, {launches:.0f} operations"
+        return says + "operations"
     waits = sum(w["calls"] for w in data["device_syncs"])
-    return (f"{data['seconds'] * 1e3:.1f} ms a step, {launches:.0f} kernels, launch gaps "
-            f"{data['device']['launch_gaps']:.1%}, {waits} waits")
+    return f"{says}kernels, launch gaps {data['device']['launch_gaps']:.1%}, {waits} waits"
 
 
-HEADLINES: dict[str, Callable[[Data, Data], str]] = {
-    "calibrate": _headline_calibrate, "train": _headline_train,
-    "doctor": _headline_doctor, "kernels": _headline_tests, "engine": _headline_tests, "step": _headline_step,
-    "layouts": lambda data, _: f"{len(data['equal'])} equal, {len(data['other'])} differ", "ops": _headline_ops,
-    "ops-compile": _headline_ops, "compare": _headline_compare, "profile": _headline_profile,
+def _headline_profile(data: Data) -> str:
+    return "; ".join(map(_profiled, data["profiles"])) or "nothing was profiled"
+
+
+HEADLINES: dict[str, Callable[[Data], str]] = {
+    "env": _headline_env, "recorded": _headline_recorded, "epilogues": _headline_epilogues,
+    "calibrate": _headline_calibrate, "train": _headline_train, "kernels": _headline_tests, "engine": _headline_tests,
+    "layouts": lambda data: f"{len(data['equal'])} equal, {len(data['other'])} differ", "ops": _headline_ops,
+    "compare": _headline_compare, "profile": _headline_profile, "experts": _headline_profile,
 }
 
 
-def headline(name: str, data: Data | None, earlier: Data | None = None) -> str:
-    """Return one line about what a part measured; ``earlier``: what an earlier session measured in it."""
+def headline(name: str, data: Data | None) -> str:
+    """Return one line about what a part measured."""
     if data is None:
         return "no result"
     kind = "compare" if name.startswith("compare-") else name
     try:
-        return HEADLINES[kind](data, earlier or {})
+        return HEADLINES[kind](data)
     except (KeyError, TypeError, ValueError) as error:
         return f"a result that cannot be read: {type(error).__name__} {error}"
 
 
-def summary_table(made: Data, earlier: Data) -> str:
+def summary_table(made: Data) -> str:
     """Return the session as a Markdown table."""
-    before = earlier.get("parts", {})
     lines = [f"# GPU session: {made['device']}", "",
              f"{made['time']}, torch {made['torch']}, Python {made['python']}; `{made['command']}`", "",
              "| part | state | s | result |", "|---|---|---|---|"]
     for name, row in made["parts"].items():
-        says = headline(name, row.get("data"), (before.get(name) or {}).get("data"))
+        says = headline(name, row.get("data"))
         lines.append(f"| {name} | {row['state']} | {row['seconds']:.0f} | {says} |")
     return "\n".join(lines) + "\n"

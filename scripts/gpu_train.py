@@ -1,6 +1,6 @@
 """A user's first run on a device, from text to text: this checkout's pages as a corpus, training, a resume, a sample.
 
-    python scripts/gpu_train.py --device cuda --out FOLDER            # GPT-2 124M with its dropout, then recorded steps
+    python scripts/gpu_train.py --device cuda --out FOLDER            # GPT-2 124M with its dropout, in recorded steps
     python scripts/gpu_train.py --device cpu --tiny --out FOLDER      # a rehearsal
 
 Each step is a ``megatron-port`` command of its own. ``FOLDER/train.json`` has what came of it: the first and last loss,
@@ -23,6 +23,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 
+from benchmarks.compare.clocks import clock_log  # noqa: E402
+from benchmarks.compare.results import hardware  # noqa: E402
 from megatron_port.ext.telemetry.metrics import read_metrics  # noqa: E402
 
 RUN = """extends = "{model}"
@@ -110,15 +112,17 @@ def main(argv: list[str] | None = None) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     run, log = write_inputs(folder, args.device, tiny=args.tiny), folder / "commands.txt"
     command("data", "prepare", str(folder / "corpus"), "--input", str(folder / "text"), "--tokenizer", "byte", log=log)
-    command("train", str(run), log=log)
-    # The ghost machine's replays compute nothing.
     first, further = TINY_STEPS if args.tiny else STEPS
-    recorded = ["--set", "backend.graphs=step"] if args.device == "cuda" and not args.tiny else []
-    again = command("train", str(run), "--set", f"training.steps={further}", *recorded, log=log)
+    recorded = ["--set", "backend.graphs=step"] if args.device == "cuda" else []
+    command("train", str(run), *recorded, log=log)
+    with clock_log(args.device) as clocks:
+        again, clocked = clocks.timed(
+            lambda: command("train", str(run), "--set", f"training.steps={further}", *recorded, log=log))
     resumed = re.search(r"resumed from .* at step (\d+)", again)
     sample = command("generate", str(folder / "runs" / "first"), "--prompt", "A layout ", "--tokens", "60", log=log)
-    found = results(folder / "runs" / "first", sample)
-    found["resumed_at"] = int(resumed[1]) if resumed else None
+    said = " ".join(["scripts/gpu_train.py", *(sys.argv[1:] if argv is None else argv)])
+    found = {"command": said, "hardware": hardware(args.device, 1), **results(folder / "runs" / "first", sample)}
+    found |= {"resumed_at": int(resumed[1]) if resumed else None, "recorded": bool(recorded), "clocks": clocked}
     (args.out / "train.json").write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps({k: v for k, v in found.items() if k != "steps"}, indent=1))
     whole = found["steps"] == list(range(1, further + 1)) and found["resumed_at"] == first

@@ -5,8 +5,10 @@
     python -m benchmarks.compare --sizes tiny --peers ours torch --repetitions 1 --steps 1
 
 Every peer runs in a process of its own, starts from the same weights and must give the losses and gradient norms of
-plain torch (../evidence/performance.md has the tolerances); one that does not is refused. Repetitions alternate. A peer
-that cannot run at its documented best is shown as handicapped and not counted.
+plain torch, or of another peer of other code where plain torch has not run (../evidence/performance.md has the
+tolerances); one that does not is refused. A peer is timed right after this check, and --out gets its row at once. As
+many peers as fit into the memory together stay there and take turns. A peer that cannot run at its documented best is
+shown as handicapped and not counted; one that leaves something out says so and is counted.
 """
 
 from __future__ import annotations
@@ -14,14 +16,18 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from benchmarks.compare.child import age_s
+from benchmarks.compare.clocks import clock_log
 from benchmarks.compare.peer import PEERS
 from benchmarks.compare.results import document, hardware, peak_of, summary, table, write
-from benchmarks.compare.run import Plan, compare, stored_reference
-from benchmarks.compare.sizes import sizes
+from benchmarks.compare.run import Comparison, Plan, kept_peers
+from benchmarks.compare.sizes import Size, sizes
 from benchmarks.compare.worker import settled
 
 CPU_SIZES = ["quickstart"]
@@ -43,60 +49,69 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="of a repetition")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before the first repetition")
-    parser.add_argument("--processes", choices=["auto", "keep", "new"], default="auto",
-                        help="keep all peers in memory, or a new process for each repetition; auto: by memory")
+    parser.add_argument("--window", type=float, default=0.0, metavar="SECONDS",
+                        help="a repetition has as many steps as take so long, at least --steps")
+    parser.add_argument("--kept", type=int, default=0, help="peers in memory at once; default: as many as fit")
     for name in ("layers", "micro-batch", "global-batch", "seq"):
         parser.add_argument(f"--{name}", type=int, default=0, help="instead of the size's own")
     parser.add_argument("--peak-tflops", type=float, default=0.0, help="of the device, where its name is not known")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one answer of a peer")
-    parser.add_argument("--minutes", type=float, default=0.0, help="of it all; what does not fit is left out")
-    parser.add_argument("--reference", type=Path,
-                        help="an earlier --out with a row of plain torch: its numbers prove the others, also on a "
-                        "device or in a run that cannot afford the reference itself")
-    parser.add_argument("--out", type=Path, help="JSON; written after each size")
+    parser.add_argument("--seconds", type=float, default=0.0,
+                        help="of it all, from the start of the process; rows of what does not fit say so")
+    parser.add_argument("--out", type=Path, help="JSON; written after each repetition of each peer")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, print, write. 1: none of our rows could be measured on some size."""
     args = arguments(argv)
-    ends = time.monotonic() + 60 * args.minutes if args.minutes > 0 else None
+    ends = time.monotonic() + args.seconds - age_s() if args.seconds > 0 else None
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         print("error: torch sees no GPU here; leave --device out", file=sys.stderr)
         return 3
     threads = args.threads or (1 if device == "cpu" else 8)
     about = hardware(device, threads)
-    peak = args.peak_tflops or peak_of(about["device"])
-    memory = about.get("memory", 0)
-    found, missing = [], 0
-    for name in args.sizes or (CPU_SIZES if device == "cpu" else GPU_SIZES):
-        changes = {key: getattr(args, key) for key in ("layers", "micro_batch", "global_batch", "seq")}
-        size = settled(sizes()[name], changes)
-        if memory and not changes["layers"] and not size.layers_only:
-            changes["layers"] = size.layers_in(memory)
-            if changes["layers"] < size.model.num_layers:
-                print(f"{name}: {changes['layers']} of its {size.model.num_layers} layers fit", flush=True)
-            size = settled(size, changes)
-        together = 2 * size.state_bytes * len(args.peers)
-        keep = args.processes == "keep" or (args.processes == "auto" and (not memory or together < memory))
-        stored = stored_reference(args.reference, size) if args.reference else {}
-        plan = Plan(device, threads, args.repetitions, args.steps, args.warm_up, keep, args.timeout, changes, ends,
-                    stored)
-        if plan.over:
-            print(f"{name}: no time is left", flush=True)
-            missing += 1
-            continue
-        print(f"{name}: {', '.join(args.peers)}", flush=True)
-        outcomes, rates = compare(size, args.peers, plan, lambda text: print(text, flush=True))
-        found.append(summary(size, outcomes, rates, peak, plan))
-        print(table(found[-1]), flush=True)
-        missing += not any(o.seconds for o in outcomes if PEERS[o.peer].ours)
-        if args.out:
-            write(args.out, document(found, device, threads))
+    found: list[dict[str, Any]] = []
+    missing = 0
+    with clock_log(device) as clocks:
+        for name in args.sizes or (CPU_SIZES if device == "cpu" else GPU_SIZES):
+            size, plan = planned(args, name, about, ends)
+            print(f"{name}: {', '.join(args.peers)}", flush=True)
+            found.append({})
+
+            def save(made: Comparison, at: int = len(found) - 1) -> None:
+                found[at] = summary(made.size, made.outcomes, made.rates, peak(args, about), made.plan)
+                if args.out:
+                    write(args.out, document(found, about))
+
+            made = Comparison(size, args.peers, plan, say=partial(print, flush=True), save=save, clocks=clocks)
+            made.run()
+            print(table(found[-1]), flush=True)
+            missing += not any(o.seconds for o in made.outcomes if PEERS[o.peer].ours)
     if args.out:
         print(f"written: {args.out}")
     return int(missing > 0)
+
+
+def peak(args: argparse.Namespace, about: dict[str, Any]) -> float | None:
+    """Return TFLOP/s of the device."""
+    return args.peak_tflops or peak_of(about["device"])
+
+
+def planned(args: argparse.Namespace, name: str, about: dict[str, Any], ends: float | None) -> tuple[Size, Plan]:
+    """Return a size as the command line and the device's memory make it, and how it is measured."""
+    memory = about.get("memory", 0)
+    changes = {key: getattr(args, key) for key in ("layers", "micro_batch", "global_batch", "seq")}
+    size = settled(sizes()[name], changes)
+    if memory and not changes["layers"] and not size.layers_only:
+        changes["layers"] = size.layers_in(memory)
+        if changes["layers"] < size.model.num_layers:
+            print(f"{name}: {changes['layers']} of its {size.model.num_layers} layers fit", flush=True)
+        size = settled(size, changes)
+    kept = args.kept or kept_peers(size, args.peers, memory)
+    return size, Plan(about["device_kind"], about["threads"], args.repetitions, args.steps, args.warm_up, kept,
+                      args.timeout, changes, ends, args.window)
 
 
 if __name__ == "__main__":

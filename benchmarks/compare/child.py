@@ -10,17 +10,24 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def age_s() -> float:
+    """Return the seconds since this process was started: what importing took counts for whoever waits for it."""
+    import psutil
+
+    return time.time() - psutil.Process().create_time()
+
+
 class Child:
     """A worker; ``ask`` never raises for what happens in the worker: the answer has ``failed`` or ``unable``."""
 
-    def __init__(self, device: str, threads: int, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
+    def __init__(self, device: str, threads: int) -> None:
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
         # Compiled code of torch.compile is cached between the children of a run as it would be between runs.
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])]
@@ -30,18 +37,20 @@ class Child:
             stdout=subprocess.PIPE, stderr=self.log, cwd=ROOT, env=env, start_new_session=True,
         )
 
-    def ask(self, do: str, **more: Any) -> dict[str, Any]:
-        """One request and its answer."""
+    def ask(self, do: str, *, timeout_s: float, **more: Any) -> dict[str, Any]:
+        """One request and its answer; a worker that does not answer in time is ended."""
+        if self.log.closed or self.process.poll() is not None:
+            return {"failed": f"ended before {do}"}
         assert self.process.stdin is not None and self.process.stdout is not None
         try:
             self.process.stdin.write((json.dumps({"do": do, **more}) + "\n").encode())
             self.process.stdin.flush()
         except BrokenPipeError:
             return self._lost(do)
-        ready, _, _ = select.select([self.process.stdout], [], [], self.timeout_s)
+        ready, _, _ = select.select([self.process.stdout], [], [], timeout_s)
         if not ready:
             self.kill()
-            return {"failed": f"no answer to {do} within {self.timeout_s:.0f} s"}
+            return {"cut": f"no answer to {do} within {timeout_s:.0f} s"}
         line = self.process.stdout.readline()
         if not line:
             return self._lost(do)
@@ -73,6 +82,6 @@ class Child:
                 assert self.process.stdin is not None
                 self.process.stdin.write(b'{"do": "quit"}\n')
                 self.process.stdin.close()
-                self.process.wait(timeout=20)
+                self.process.wait(timeout=5)
         self.kill()
         self.log.close()

@@ -121,7 +121,7 @@ def build(
     try:
         providers = choose_providers(
             backend, info, DTYPES[size.dtype], engine="native", heads=(m.num_attention_heads, m.kv_heads, m.head_size),
-            fp8=fp8,
+            fp8=fp8, moe=m.moe,
         )
     except PortError as error:
         raise Unable(str(error)) from error

@@ -28,6 +28,8 @@ class About:
     """How it is used, as its documentation says is fastest."""
     handicap: str = ""
     """Why it does not run at its documented best here; then it is listed, not counted."""
+    favour: str = ""
+    """What it does not do that the others do; it is counted all the same."""
 
 
 class Step(Protocol):
@@ -55,8 +57,11 @@ class Peer:
     options: dict[str, Any]
     says: str
     ours: bool = False
-    fp8: str = ""
-    """Products of the layers in 8 bits: more rounding than the others, so a tolerance and a comparison of its own."""
+    precision: str = ""
+    """fp8 (products of the layers in 8 bits), narrow (all state in bf16): more rounding than the others, so a tolerance
+    of its own (``run.TOLERANCE``)."""
+    needs: tuple[str, ...] = ()
+    """Modules without which no process need be started."""
 
 
 PEERS: dict[str, Peer] = {
@@ -64,16 +69,20 @@ PEERS: dict[str, Peer] = {
     "ours-recorded": Peer("ours", {"own_kernels": True, "graphs": "step"}, "ours, steps recorded and replayed", True),
     "ours-no-kernels": Peer("ours", {"own_kernels": False}, "this project, torch's ops", True),
     "ours-fp8": Peer("ours", {"own_kernels": True, "fp8": "tensorwise"}, "ours, layers in 8 bits, a scale a tensor",
-                     True, "tensorwise"),
+                     True, "fp8"),
     "ours-fp8-rowwise": Peer("ours", {"own_kernels": True, "fp8": "rowwise"}, "ours, layers in 8 bits, a scale a row",
-                             True, "rowwise"),
+                             True, "fp8"),
     "torch": Peer("plain", {"compile": ""}, "plain torch, eager"),
     "torch-compile": Peer("plain", {"compile": "default"}, "plain torch, torch.compile"),
-    "torch-compile-max": Peer("plain", {"compile": "max-autotune-no-cudagraphs"}, "plain torch, compiled and tuned"),
-    "hf-deepspeed": Peer("hf_deepspeed", {"compile": False}, "transformers, DeepSpeed ZeRO-1"),
-    "hf-deepspeed-compile": Peer("hf_deepspeed", {"compile": True}, "the same with engine.compile()"),
-    "torchtitan": Peer("titan", {}, "torchtitan, FSDP2 and per-layer compilation"),
-    "megatron-core": Peer("megatron_core", {}, "Megatron-core"),
+    "torch-compile-max": Peer("plain", {"compile": "max-autotune"}, "plain torch, compiled and tuned, CUDA graphs"),
+    "torch-narrow": Peer("plain", {"compile": "", "narrow": True}, "plain torch all in bf16, fused AdamW, CUDA graphs",
+                         precision="narrow"),
+    "hf-deepspeed": Peer("hf_deepspeed", {"compile": False}, "transformers, DeepSpeed ZeRO-1", needs=("transformers",)),
+    "hf-deepspeed-compile": Peer("hf_deepspeed", {"compile": True}, "the same with engine.compile()",
+                                 needs=("transformers",)),
+    "torchtitan": Peer("titan", {}, "torchtitan, FSDP2 and per-layer compilation", needs=("torchtitan",)),
+    "megatron-core": Peer("megatron_core", {}, "Megatron-core, Transformer Engine where it is",
+                          needs=("megatron.core",)),
 }
 
 

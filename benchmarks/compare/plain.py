@@ -1,5 +1,5 @@
 """GPT and Llama in plain torch, the way short training scripts are written: batch first, scaled_dot_product_attention,
-autocast, fused AdamW; with and without torch.compile over the whole model."""
+autocast, fused AdamW; with and without torch.compile over the whole model; and all in bf16 as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.compare.peer import About, StackStep, autocast_dtype
+from benchmarks.compare.peer import About, StackStep, Unable, autocast_dtype
 from benchmarks.compare.sizes import OPTIMIZER, Size
 from benchmarks.compare.weights import Weights
 from megatron_port.core.config.schema import ModelConfig
@@ -154,6 +154,11 @@ class Training:
             fused=True,
         )
         self.run: Any = torch.compile(self.model, mode=compiled) if compiled else self.model
+        # Graphs write their results, gradients too, to the same memory each time: sums need memory of their own.
+        self.own_sums = compiled == "max-autotune"
+        if self.own_sums:
+            for p in self.parameters:
+                p.grad = torch.zeros_like(p)
         low = size.dtype != "fp32"
         self.cast: Any = torch.autocast(device.type, autocast_dtype(size)) if low else nullcontext()
         self.passes = size.global_batch // size.micro_batch
@@ -162,14 +167,85 @@ class Training:
         """See ``peer.Step``."""
         total: Any = 0.0
         for tokens, labels in zip(inputs.split(self.size.micro_batch), targets.split(self.size.micro_batch)):
+            if self.own_sums:
+                torch.compiler.cudagraph_mark_step_begin()
             with self.cast:
                 loss = self.run(tokens, labels) / self.passes
             loss.backward()
             total = total + loss.detach()
         norm = nn.utils.clip_grad_norm_(self.parameters, OPTIMIZER.clip_grad)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=not self.own_sums)
         return total, norm
+
+
+class NarrowTraining:
+    """Weights, sums of gradients and moments in bf16; on a GPU a step is two CUDA graphs, one for the passes of a
+    micro-batch and one for the update. The least that a step can move, at the price of its rounding."""
+
+    def __init__(self, size: Size, weights: Weights, device: torch.device, about: About) -> None:
+        self.size, self.about, self.graphs = size, about, device.type == "cuda"
+        with torch.device(device):
+            self.model = GPT(size.model)
+        fill(self.model, weights)
+        self.model.to(autocast_dtype(size))
+        self.parameters = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(
+            decay_groups(self.model), lr=torch.tensor(OPTIMIZER.lr, device=device),
+            betas=(OPTIMIZER.beta1, OPTIMIZER.beta2), eps=OPTIMIZER.eps, fused=True, capturable=self.graphs,
+        )
+        self.passes = size.global_batch // size.micro_batch
+        shape = (size.micro_batch, size.model.seq_length)
+        self.inputs = [torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2)]
+        for p in self.parameters:
+            p.grad = torch.zeros_like(p)
+        self.loss, self.norm = torch.zeros((), device=device), torch.zeros((), device=device)
+        self.accumulate, self.update = self._accumulate, self._update
+        if self.graphs:
+            self.accumulate, self.update = self._recorded()
+
+    def _accumulate(self) -> None:
+        """Passes of the micro-batch that ``inputs`` holds."""
+        loss = self.model(*self.inputs) / self.passes
+        loss.backward()
+        self.loss += loss.detach()
+
+    def _update(self) -> None:
+        self.norm.copy_(nn.utils.clip_grad_norm_(self.parameters, OPTIMIZER.clip_grad))
+        self.optimizer.step()
+
+    def _recorded(self) -> tuple[Any, Any]:
+        """Record both; what warming up does to gradients is set to zero, and the state is put back."""
+        before = [p.detach().clone() for p in self.parameters]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self._accumulate()
+                self._update()
+        torch.cuda.current_stream().wait_stream(stream)
+        passes, update = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(passes):
+            self._accumulate()
+        with torch.cuda.graph(update, pool=passes.pool()):
+            self._update()
+        with torch.no_grad():
+            for p, value in zip(self.parameters, before):
+                p.copy_(value)
+            for state in self.optimizer.state.values():
+                for value in state.values():
+                    value.zero_()
+        return passes.replay, update.replay
+
+    def step(self, inputs: Tensor, targets: Tensor) -> tuple[Any, Any]:
+        """See ``peer.Step``."""
+        torch._foreach_zero_([self.loss, *(p.grad for p in self.parameters)])  # type: ignore[list-item]
+        for tokens, labels in zip(inputs.split(self.size.micro_batch), targets.split(self.size.micro_batch)):
+            self.inputs[0].copy_(tokens)
+            self.inputs[1].copy_(labels)
+            self.accumulate()
+        self.update()
+        return self.loss.clone(), self.norm.clone()
 
 
 class Layers(StackStep):
@@ -184,8 +260,18 @@ class Layers(StackStep):
         self.run: Any = torch.compile(self.stack, mode=compiled) if compiled else self.stack
 
 
-def build(size: Size, weights: Weights, device: torch.device, *, compile: str) -> Training | Layers:
+def build(
+    size: Size, weights: Weights, device: torch.device, *, compile: str, narrow: bool = False
+) -> Training | NarrowTraining | Layers:
     """See ``peer.build``."""
+    if narrow:
+        if size.layers_only or size.dtype != "bf16":
+            raise Unable("whole steps in bf16 only: its weights have no fp32 masters")
+        favour = "no fp32 masters or sums: 8 bytes a parameter in place of 18, and updates are rounded to bf16"
+        graphs = device.type == "cuda"
+        about = About({"compile": "off", "attention": "sdpa", "optimizer": "AdamW fused", "precision": "all bf16",
+                       "graphs": "passes, update" if graphs else "off"}, "" if graphs else "no graphs on a CPU", favour)
+        return NarrowTraining(size, weights, device, about)
     about = About({"compile": compile or "off", "attention": "sdpa",
                    "optimizer": "not used" if size.layers_only else "AdamW fused"})
     if size.dtype != "fp32":

@@ -2,6 +2,7 @@
 
     python -m benchmarks.compare.profile --size quickstart
     python -m benchmarks.compare.profile --size gpt2-xl --peer torch-compile --out profile.json
+    python -m benchmarks.compare.profile --size experts-8 experts-64      # a layer of experts: how often the host waits
 
 Prints time by group beside the two limits by count (``limits``: FLOPs over the product rate, bytes over the copy rate,
 both measured in this run), then the kernels that make up the slowest third of the step, and where a step brings a
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.compare.clocks import ClockLog, clock_log
 from benchmarks.compare.limits import group_of, limits
 from benchmarks.compare.peer import PEERS, Unable, build
 from benchmarks.compare.results import hardware, write
@@ -108,7 +110,9 @@ def slowest_third(kernels: Sequence[Kernel]) -> list[Kernel]:
     return out
 
 
-def measure(size: Size, peer: str, device: torch.device, steps: int, warm_up: int) -> dict[str, Any]:
+def measure(
+    size: Size, peer: str, device: torch.device, steps: int, warm_up: int, clocks: ClockLog
+) -> dict[str, Any]:
     """Profile some steps; the step's time is taken without the profiler."""
     cuda = device.type == "cuda"
     made = build(peer, size, device)
@@ -125,7 +129,7 @@ def measure(size: Size, peer: str, device: torch.device, steps: int, warm_up: in
         return (time.perf_counter() - started) / count
 
     run(warm_up)
-    seconds = min(run(steps) for _ in range(3))
+    seconds, clocked = clocks.timed(lambda: min(run(steps) for _ in range(3)))
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities) as prof:
         profiled = run(steps)
@@ -142,7 +146,7 @@ def measure(size: Size, peer: str, device: torch.device, steps: int, warm_up: in
             group in counted) else (0.0, 0.0)
         groups.append({"group": group, "seconds": taken, "flops_limit": by_flops, "bytes_limit": by_bytes})
     result: dict[str, Any] = {
-        "size": size.name, "peer": peer, "settings": made.about.settings, "seconds": seconds,
+        "size": size.name, "peer": peer, "settings": made.about.settings, "seconds": seconds, "clocks": clocked,
         "seconds_profiled": profiled, "rates": measured, "groups": groups, "kernels": [asdict(k) for k in kernels],
         "slowest_third": [asdict(k) for k in slowest_third(kernels)],
     }
@@ -197,7 +201,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m benchmarks.compare.profile", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--size", choices=list(sizes()), default="quickstart")
+    parser.add_argument("--size", nargs="+", choices=list(sizes()), default=["quickstart"], metavar="SIZE")
     parser.add_argument("--peer", choices=list(PEERS), default="ours")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--threads", type=int, default=1)
@@ -205,21 +209,27 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--warm-up", type=int, default=3)
     for name in ("layers", "micro-batch", "global-batch", "seq"):
         parser.add_argument(f"--{name}", type=int, default=0, help="instead of the size's own")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="JSON; written after each size")
     args = parser.parse_args(argv)
     kind = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(args.threads)
-    size = settled(sizes()[args.size], {k: getattr(args, k) for k in ("layers", "micro_batch", "global_batch", "seq")})
-    try:
-        found = measure(size, args.peer, torch.device(kind), args.steps, args.warm_up)
-    except Unable as error:
-        print(f"error: {args.peer}: {error}", file=sys.stderr)
-        return 3
+    command = " ".join(["python", "-m", "benchmarks.compare.profile", *(sys.argv[1:] if argv is None else argv)])
+    made: dict[str, Any] = {"command": command, "hardware": hardware(kind, args.threads), "profiles": []}
+    changes = {k: getattr(args, k) for k in ("layers", "micro_batch", "global_batch", "seq")}
+    with clock_log(kind) as clocks:
+        for name in args.size:
+            size = settled(sizes()[name], changes)
+            try:
+                found = measure(size, args.peer, torch.device(kind), args.steps, args.warm_up, clocks)
+            except Unable as error:
+                print(f"error: {args.peer}: {error}", file=sys.stderr)
+                return 3
+            made["profiles"].append(found)
+            if args.out:
+                write(args.out, made)
+            print(table(found), flush=True)
     if args.out:
-        command = " ".join(["python", "-m", "benchmarks.compare.profile", *(sys.argv[1:] if argv is None else argv)])
-        write(args.out, {"command": command, "hardware": hardware(kind, args.threads), **found})
         print(f"written: {args.out}")
-    print(table(found))
     return 0
 
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.compare.clocks import card
 from benchmarks.compare.peer import PEERS, REFERENCE
-from benchmarks.compare.run import LAYER_TOLERANCE, TOLERANCE, PeerResult, Plan, ours
+from benchmarks.compare.run import LAYER_TOLERANCE, TOLERANCE, PeerResult, Plan, ours, reference_of
 from benchmarks.compare.sizes import Size
 from megatron_port.core.io.files import write_text
 from megatron_port.ext.telemetry.flops import parameter_count
@@ -38,12 +39,12 @@ def hardware(device: str, threads: int) -> dict[str, Any]:
     """What it ran on."""
     found: dict[str, Any] = {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}", "cpu": _cpu_name(),
-        "cores": os.cpu_count(), "threads": threads, "device": "cpu", "torch": torch.__version__,
+        "cores": os.cpu_count(), "threads": threads, "device": "cpu", "device_kind": device, "torch": torch.__version__,
         "python": platform.python_version(),
     }
     if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        found |= {"device": properties.name, "memory": properties.total_memory}
+        found["card"] = card(device)
+        found |= {"device": found["card"]["name"], "memory": found["card"]["memory"]}
         found["library"] = f"hip {torch.version.hip}" if torch.version.hip else f"cuda {torch.version.cuda}"
     return found
 
@@ -65,14 +66,16 @@ def peak_of(device_name: str) -> float | None:
 def row(outcome: PeerResult, size: Size, peak: float | None, matmul: float | None) -> dict[str, Any]:
     """A peer's part of the JSON; what was not measured has no entry."""
     made: dict[str, Any] = {"peer": outcome.peer, "state": outcome.state, "settings": outcome.settings}
-    if outcome.reason:
-        made["reason"] = outcome.reason
+    for key in ("reason", "favour"):
+        if value := getattr(outcome, key):
+            made[key] = value
     if outcome.difference is not None:
         made["difference_over_tolerance"] = outcome.difference
     made |= {key: value for key, value in outcome.numbers.items() if key != "probes" or outcome.peer == REFERENCE}
     if not outcome.seconds:
         return made
-    made |= {"seconds": quartiles(outcome.seconds), "cpu_seconds": quartiles(outcome.cpu_seconds)}
+    made |= {"seconds": quartiles(outcome.seconds), "cpu_seconds": quartiles(outcome.cpu_seconds),
+             "clocks": outcome.clocks}
     median = made["seconds"]["median"]
     rate = size.flops / median / 1e12
     made |= {"tokens_per_second": size.tokens / median, "model_tflops": rate, "peak_memory_bytes": outcome.memory}
@@ -99,9 +102,11 @@ def summary(size: Size, outcomes: Sequence[PeerResult], rates: Sequence[dict[str
         "micro_batch": size.micro_batch, "global_batch": size.global_batch, "tokens_per_step": size.tokens,
         "model_flops_per_step": size.flops,
         "tolerance": LAYER_TOLERANCE[size.dtype] if size.layers_only else TOLERANCE[size.dtype],
-        "processes": "kept" if plan.keep else "new for each repetition",
-        "steps_per_repetition": plan.steps, "peers": rows,
+        "kept_together": min(plan.kept, len(rows)), "least_steps_per_repetition": plan.steps,
+        "window_seconds": plan.window_s, "peers": rows,
     }
+    if (reference := reference_of(outcomes)) is not None:
+        made["reference"] = reference.peer
     if not size.layers_only:
         made["parameters"] = parameter_count(m)
     if peak:
@@ -109,11 +114,12 @@ def summary(size: Size, outcomes: Sequence[PeerResult], rates: Sequence[dict[str
     if matmul:
         made["matmul_tflops"] = matmul
         made["copy_bytes_per_second"] = quartiles([r["bandwidth"] for r in rates])
-    if "ours" in counted and any(PEERS[name].fp8 for name in counted):
+        made["matmul_clocks"] = [r["clocks"] for r in rates]
+    if "ours" in counted and any(PEERS[name].ours and PEERS[name].precision for name in counted):
         (bf16,) = (o for o in outcomes if o.peer == "ours")
         made["fp8_over_ours"] = {
             o.peer: quartiles([y / x for x, y in zip(o.seconds, bf16.seconds)])
-            for o in outcomes if o.peer in counted and PEERS[o.peer].fp8
+            for o in outcomes if o.peer in counted and PEERS[o.peer].ours and PEERS[o.peer].precision
         }
     if mine and peers:
         best, fastest = min(mine, key=lambda n: mine[n]), min(peers, key=lambda n: peers[n])
@@ -143,7 +149,8 @@ def table(found: dict[str, Any]) -> str:
             lines.append(
                 f"  {r['peer']:<22}{s['median'] * 1e3:>9.2f} {(s['q3'] - s['q1']) / s['median']:>7.1%} "
                 f"{r['tokens_per_second']:>10.0f} {r['model_tflops']:>8.3g} {mfu:>6} {share:>9} "
-                f"{r['peak_memory_bytes'] / 2**20:>9.0f}  {r['state']}{': ' + r['reason'] if 'reason' in r else ''}"
+                f"{r['peak_memory_bytes'] / 2**20:>9.0f}  "
+                + "; ".join([r["state"], *(r[key] for key in ("reason", "favour") if key in r)])
             )
         else:
             lines.append(f"  {r['peer']:<22}{r['state']}: {r.get('reason', '')}")
@@ -158,11 +165,11 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def document(found: Sequence[dict[str, Any]], device: str, threads: int) -> dict[str, Any]:
-    """The whole file."""
+def document(found: Sequence[dict[str, Any]], about: dict[str, Any]) -> dict[str, Any]:
+    """The whole file. ``about``: see :func:`hardware`."""
     return {
         "command": " ".join(["python", "-m", "benchmarks.compare", *sys.argv[1:]]), "time": time.time(),
-        "hardware": hardware(device, threads), "mfu": "model FLOPs (attention in full, recompute left out) over peak",
+        "hardware": about, "mfu": "model FLOPs (attention in full, recompute left out) over peak",
         "sizes": list(found),
     }
 

@@ -1,25 +1,29 @@
-"""All peers of a size: build, prove that they compute the same, then time them in turn."""
+"""All peers of a size: build, check, and time each in the same process; what was measured is handed on at once."""
 
 from __future__ import annotations
 
-import json
+import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from benchmarks.compare.child import Child
+from benchmarks.compare.clocks import ClockLog
 from benchmarks.compare.peer import PEERS, REFERENCE
 from benchmarks.compare.sizes import Size
 
 CHECKED_STEPS = 5
 """A recorded step is replayed from the fourth on (``kernels.step_graphs``), so the last two are replays."""
-TOLERANCE = {"fp32": (2e-6, 2e-5), "bf16": (1e-3, 1e-2), "fp8": (5e-3, 5e-2)}
-"""Relative, by precision (fp8: of a peer whose layers are in 8 bits): of the first step's loss (the same weights); of
-the further losses and of all gradient norms (which clip and optimizer enter)."""
-LAYER_TOLERANCE = {"fp32": 1e-5, "bf16": 8e-2, "fp8": 0.5}
+TOLERANCE = {"fp32": (2e-6, 2e-5), "bf16": (1e-3, 1e-2), "fp8": (5e-3, 5e-2), "narrow": (5e-3, 5e-2)}
+"""Relative, by precision (fp8: of a peer whose layers are in 8 bits; narrow: whose weights, sums and moments are in
+bf16): of the first step's loss (the same weights); of the further losses and of all gradient norms (which clip and
+optimizer enter)."""
+LAYER_TOLERANCE = {"fp32": 1e-5, "bf16": 8e-2, "fp8": 0.5, "narrow": 8e-2}
 """Of elements of a stack's output and input gradient over their rms, and of the norm of all weights' gradients."""
+LEAST_S = 8.0
+"""With less time than this left no peer is begun."""
+NO_TIME = "no time was left"
 
 
 @dataclass
@@ -27,10 +31,13 @@ class PeerResult:
     """A peer on a size."""
 
     peer: str
-    state: str = "counted"
-    """counted | handicapped (shown, not counted) | refused (computes something else) | unable | failed"""
+    state: str = "not run"
+    """counted | handicapped (shown, not counted) | refused (computes something else) | unproved (nothing of other code
+    has computed the same yet) | unable | failed | cut (it did not answer while there was time) | not run"""
     reason: str = ""
     settings: dict[str, str] = field(default_factory=dict)
+    handicap: str = ""
+    favour: str = ""
     numbers: dict[str, list[float]] = field(default_factory=dict)
     difference: float | None = None
     """The largest relative difference from the reference over its tolerance."""
@@ -38,16 +45,18 @@ class PeerResult:
     """Of a step, by repetition."""
     cpu_seconds: list[float] = field(default_factory=list)
     """Processor time of a step, by repetition."""
+    clocks: list[dict[str, Any]] = field(default_factory=list)
+    """Power and clocks, by repetition (``clocks.summarise``)."""
     memory: int = 0
 
     @property
-    def timed(self) -> bool:
-        """It is worth timing."""
-        return self.state in ("counted", "handicapped")
+    def runs(self) -> bool:
+        """Nothing has gone wrong with it so far."""
+        return self.state not in ("unable", "failed", "cut")
 
     def fail(self, answer: dict[str, Any]) -> bool:
         """Take an answer that is none; whether it was."""
-        for state in ("unable", "failed"):
+        for state in ("unable", "failed", "cut"):
             if state in answer:
                 self.state, self.reason = state, str(answer[state])
                 return True
@@ -56,45 +65,35 @@ class PeerResult:
 
 @dataclass(frozen=True)
 class Plan:
-    """How to measure. ``keep``: all peers stay in memory between repetitions; else each repetition is a new process."""
+    """How to measure. ``kept``: so many peers, from the first on, stay in memory and take turns; each of the others is
+    timed to its end and leaves."""
 
     device: str
     threads: int
     repetitions: int = 5
     steps: int = 5
     warm_up: int = 3
-    keep: bool = True
+    kept: int = 1 << 30
     timeout_s: float = 1800.0
     changes: dict[str, int] = field(default_factory=dict)
     ends: float | None = None
-    """Of time.monotonic: no repetition but the first begins after it, and no answer is waited for much longer."""
-    reference: dict[str, list[float]] = field(default_factory=dict)
-    """The numbers of plain torch as an earlier comparison stored them; then it need not run to prove the others."""
-
-    def child(self) -> Child:
-        """A worker process that answers within half of the time that is left: one that compiles for longer must not
-        take the others' repetitions."""
-        left = self.timeout_s if self.ends is None else max(20.0, 0.5 * (self.ends - time.monotonic()))
-        return Child(self.device, self.threads, min(self.timeout_s, left))
+    """Of time.monotonic: nothing begins after it, and no answer is waited for longer."""
+    window_s: float = 0.0
+    """A repetition has as many steps as take so long, at least ``steps``."""
 
     @property
-    def over(self) -> bool:
-        """There is no time for another repetition."""
-        return self.ends is not None and time.monotonic() > self.ends
+    def left(self) -> float:
+        """Seconds until ``ends``."""
+        return float("inf") if self.ends is None else self.ends - time.monotonic()
 
 
-def stored_reference(path: Path, size: Size) -> dict[str, list[float]]:
-    """Return what plain torch computed for this size in an earlier comparison; {}: that file has no such row."""
-    for found in json.loads(path.read_text())["sizes"]:
-        model = {key: getattr(size.model, key) for key in found["model"]}
-        batch = (found["micro_batch"], found["global_batch"], found["dtype"])
-        if found["size"] != size.name or found["model"] != model or batch != (
-                size.micro_batch, size.global_batch, size.dtype):
-            continue
-        for row in found["peers"]:
-            if row["peer"] == REFERENCE and "grad_norms" in row:
-                return {key: row[key] for key in ("losses", "grad_norms", "probes") if key in row}
-    return {}
+def kept_peers(size: Size, names: Sequence[str], memory: int) -> int:
+    """Return how many of the peers, from the first on, fit beside each other into so many bytes (0: no limit).
+
+    Each takes what a step needs, an eighth of it for what the allocator cannot use, and 2 GB of libraries and buffers.
+    """
+    each = 1.125 * size.step_bytes + 2e9
+    return len(names) if not memory else min(len(names), int(0.95 * memory / each))
 
 
 def differences(
@@ -120,93 +119,160 @@ def differences(
     return worst
 
 
-def compare(
-    size: Size, names: Sequence[str], plan: Plan, say: Callable[[str], None]
-) -> tuple[list[PeerResult], list[dict[str, Any]]]:
-    """(outcome of each peer, rates of products and copies measured between the repetitions)."""
-    needed = [] if REFERENCE in names or plan.reference else [REFERENCE]
-    outcomes = [PeerResult(name) for name in [*needed, *names]]
-    children: dict[str, Child] = {}
-    products = plan.child()
-    if plan.keep:  # all start at once: importing takes longer than a small size does
-        children = {o.peer: plan.child() for o in outcomes}
-    rates: list[dict[str, Any]] = []
+class Comparison:
+    """One size's peers. ``save`` is called whenever there is a new figure, before anything else begins."""
 
-    def start(outcome: PeerResult) -> Child:
-        child = children.get(outcome.peer) or plan.child()
-        answer = child.ask("build", peer=outcome.peer, size=size.name, changes=plan.changes)
+    def __init__(
+        self, size: Size, names: Sequence[str], plan: Plan, *, say: Callable[[str], None],
+        save: Callable[[Comparison], None], clocks: ClockLog | None = None, worker: Callable[..., Any] = Child,
+    ) -> None:
+        self.size, self.plan, self.say, self.save = size, plan, say, save
+        self.clocks, self.worker = clocks or ClockLog(None, "not asked for"), worker
+        other = [name for name in names if not PEERS[name].ours]
+        self.outcomes = [PeerResult(name) for name in (*names, *([] if other else [REFERENCE]))]
+        self.rates: list[dict[str, Any]] = []
+        self.children: dict[str, Any] = {}
+
+    def run(self) -> None:
+        """Measure. First whoever stays in memory, in turns; then the others one after another."""
+        self.save(self)
+        kept, rest = self.outcomes[: self.plan.kept], self.outcomes[self.plan.kept :]
+        try:
+            self._start_all()
+            self._rate()
+            for outcome in kept:
+                self._begin(outcome)
+            for number in range(1, self.plan.repetitions):
+                self._round(number, [o for o in kept if o.seconds])
+            self._close(kept)
+            for outcome in rest:
+                self._begin(outcome)
+                for _ in range(1, self.plan.repetitions):
+                    self._window(outcome, warm_up=0)
+                self._close([outcome])
+        finally:
+            self._close([*self.outcomes, PeerResult("products")])
+        for outcome in self.outcomes:
+            outcome.reason = outcome.reason or (NO_TIME if outcome.state == "not run" else "")
+        self.save(self)
+
+    def _start_all(self) -> None:
+        """Start every process at once, since importing takes longer than a small size does, and wait for all."""
+        for outcome in self.outcomes:
+            lacking = next((name for name in PEERS[outcome.peer].needs if not importable(name)), "")
+            if lacking:
+                outcome.fail({"unable": f"{lacking} is not installed"})
+        for name in ("products", *(o.peer for o in self.outcomes if o.runs)):
+            self.children[name] = self.worker(self.plan.device, self.plan.threads)
+        for name in self.children:
+            self._ask(name, "ready")
+
+    def _ask(self, name: str, do: str, **more: Any) -> dict[str, Any]:
+        """Ask a process, for no longer than there is time."""
+        seconds = max(1.0, min(self.plan.timeout_s, self.plan.left))
+        answer: dict[str, Any] = self.children[name].ask(do, timeout_s=seconds, **more)
+        return answer
+
+    def _begin(self, outcome: PeerResult) -> None:
+        """Build, check and time a peer for the first time."""
+        if not outcome.runs or self.plan.left < LEAST_S:
+            return
+        answer = self._ask(outcome.peer, "build", peer=outcome.peer, size=self.size.name, changes=self.plan.changes)
         if not outcome.fail(answer):
-            outcome.settings = answer["settings"]
-            if answer["handicap"] and outcome.state == "counted":
-                outcome.state, outcome.reason = "handicapped", answer["handicap"]
-        return child
+            outcome.settings, outcome.handicap, outcome.favour = (
+                answer[key] for key in ("settings", "handicap", "favour"))
+            answer = self._ask(outcome.peer, "check", steps=CHECKED_STEPS)
+            if not outcome.fail(answer):
+                outcome.numbers = answer
+                self._window(outcome, warm_up=self.plan.warm_up)
+        if not outcome.seconds:
+            self.say(f"  {outcome.peer}: {outcome.state}: {outcome.reason}")
 
-    def rate() -> None:
-        answer = products.ask("matmul", dtype=size.dtype, small=size.for_tests)
-        if "flops" in answer:
-            rates.append(answer)
+    def _window(self, outcome: PeerResult, *, warm_up: int) -> None:
+        """Time some steps of a peer, and hand the figure on."""
+        if not outcome.runs or not outcome.numbers or self.plan.left <= 0:
+            return
+        answer = self._ask(outcome.peer, "time", steps=self.plan.steps, warm_up=warm_up, window_s=self.plan.window_s)
+        if not outcome.seconds and outcome.fail(answer):  # a later repetition that fails takes nothing back
+            return
+        if "seconds" not in answer:
+            self.say(f"  {outcome.peer}: {answer}")
+            self._close([outcome])
+            return
+        outcome.seconds.append(answer["seconds"])
+        outcome.cpu_seconds.append(answer["cpu_seconds"])
+        outcome.memory = max(outcome.memory, answer["memory"])
+        outcome.clocks.append(self.clocks.between(*answer["window"]))
+        judge(self.size, self.outcomes)
+        self.save(self)
+        self.say(f"  {outcome.peer}: figure {len(outcome.seconds)} is written")
 
+    def _round(self, number: int, order: list[PeerResult]) -> None:
+        """Time each peer once more. Rotated and every second time reversed: nobody always follows the same one."""
+        self._rate()
+        shift = number % max(len(order), 1)
+        order = order[shift:] + order[:shift]
+        for outcome in order[::-1] if number % 2 else order:
+            if outcome.peer in self.children:
+                self._window(outcome, warm_up=1)
+
+    def _rate(self) -> None:
+        """Measure products and copies, in a process of their own."""
+        if self.plan.left > 0:
+            answer = self._ask("products", "matmul", dtype=self.size.dtype, small=self.size.for_tests)
+            if "flops" in answer:
+                answer["clocks"] = self.clocks.between(*answer.pop("window"))
+                self.rates.append(answer)
+
+    def _close(self, outcomes: Sequence[PeerResult]) -> None:
+        for outcome in outcomes:
+            if outcome.peer in self.children:
+                self.children.pop(outcome.peer).close()
+
+
+def importable(module: str) -> bool:
+    """Whether a module can be found; none of it is run but the packages that hold it."""
     try:
-        for outcome in outcomes:
-            child = start(outcome)
-            if outcome.timed:
-                answer = child.ask("check", steps=CHECKED_STEPS)
-                if not outcome.fail(answer):
-                    outcome.numbers = answer
-                    if plan.keep:
-                        child.ask("time", steps=1, warm_up=plan.warm_up)
-            if not (outcome.timed and plan.keep):
-                child.close()
-            say(f"  {outcome.peer}: {outcome.reason or 'built'}")
-        judge(size, outcomes, plan.reference)
-        for outcome in outcomes:
-            if plan.keep and not (outcome.timed and outcome.peer in names):
-                children.pop(outcome.peer).close()
-        for round_ in range(plan.repetitions):
-            if round_ and plan.over:  # what was built and checked is timed in any case
-                say(f"  {round_} of {plan.repetitions} repetitions: no time is left")
-                break
-            rate()
-            order = [o for o in outcomes if o.timed and o.peer in names]
-            # Rotated and every second time reversed: nobody always follows the same neighbour.
-            shift = round_ % max(len(order), 1)
-            order = order[shift:] + order[:shift]
-            for outcome in order[::-1] if round_ % 2 else order:
-                child = children.get(outcome.peer) or start(outcome)
-                unseen = max(plan.warm_up, CHECKED_STEPS)  # a new process records in its first steps
-                answer = child.ask("time", steps=plan.steps, warm_up=1 if plan.keep else unseen)
-                if not outcome.fail(answer):
-                    outcome.seconds.append(answer["seconds"])
-                    outcome.cpu_seconds.append(answer["cpu_seconds"])
-                    outcome.memory = max(outcome.memory, answer["memory"])
-                if not plan.keep:
-                    child.close()
-            say(f"  repetition {round_ + 1} of {plan.repetitions}")
-        rate()
-    finally:
-        for child in (products, *children.values()):
-            child.close()
-    return [o for o in outcomes if o.peer in names], rates
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
 
 
-def judge(size: Size, outcomes: Sequence[PeerResult], stored: dict[str, list[float]] | None = None) -> None:
-    """Refuse what does not compute what the reference computes; all of it, where there is no reference. ``stored``: its
-    numbers from an earlier run, which then judge this run's reference too."""
-    reference = stored or next((o.numbers for o in outcomes if o.peer == REFERENCE and o.numbers), None)
-    for outcome in outcomes:
-        if not outcome.timed:
-            continue
+def precision_of(peer: str, size: Size) -> str:
+    """Return the key of a peer's tolerance."""
+    return PEERS[peer].precision or size.dtype
+
+
+def reference_of(outcomes: Sequence[PeerResult]) -> PeerResult | None:
+    """Return the peer that the others are compared with: plain torch; where it has not run, the first other program of
+    the size's own precision."""
+    ran = [o for o in outcomes if o.numbers and o.runs and not PEERS[o.peer].ours and not PEERS[o.peer].precision]
+    return next((o for o in ran if o.peer == REFERENCE), ran[0] if ran else None)
+
+
+def judge(size: Size, outcomes: Sequence[PeerResult]) -> None:
+    """Count what computes what the reference computes, and refuse what does not. Where nothing of other code has
+    computed the same, nothing is proved. A reference other than plain torch is proved by the first that agrees."""
+    reference = reference_of(outcomes)
+    for outcome in (o for o in outcomes if o.numbers and o.runs):
         if reference is None:
-            outcome.state, outcome.reason = "refused", f"{REFERENCE} did not run, so nothing says that this is the same"
+            outcome.state = "unproved"
+            outcome.reason = "no other program has run, so nothing says that this is the same"
             continue
-        precision = "fp8" if PEERS[outcome.peer].fp8 else size.dtype
-        outcome.difference = differences(size, outcome.numbers, reference, precision)
-        if not outcome.difference <= 1.0:
+        off = outcome.difference = differences(
+            size, outcome.numbers, reference.numbers, precision_of(outcome.peer, size))
+        outcome.state = "handicapped" if outcome.handicap else "counted"
+        outcome.reason = outcome.handicap
+        if not off <= 1.0:
             outcome.state = "refused"
             outcome.reason = (
-                f"computes something else: {outcome.difference:.3g} tolerances from {REFERENCE} "
-                f"({_short(outcome.numbers)} against {_short(reference)})"
+                f"computes something else: {off:.3g} tolerances from {reference.peer} "
+                f"({_short(outcome.numbers)} against {_short(reference.numbers)})"
             )
+    if reference is not None and reference.peer != REFERENCE:
+        agree = any(o.state in ("counted", "handicapped") for o in outcomes if o is not reference)
+        if not agree:
+            reference.state, reference.reason = "unproved", f"{REFERENCE} has not run and nobody agrees with this"
 
 
 def _short(numbers: dict[str, list[float]]) -> str:
@@ -215,4 +281,4 @@ def _short(numbers: dict[str, list[float]]) -> str:
 
 def ours(name: str) -> bool:
     """The row is this project's, in the size's own precision."""
-    return PEERS[name].ours and not PEERS[name].fp8
+    return PEERS[name].ours and not PEERS[name].precision

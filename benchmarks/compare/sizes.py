@@ -115,6 +115,15 @@ def _layers(name: str, tp: int, layers: int, seq: int) -> Size:
     )
 
 
+def _experts(size: str, name: str, tokens: int) -> Size:
+    """One layer of a shipped model of experts, for the profile: no other peer has it."""
+    model = load(f"models/{name}").config.model
+    seq = min(model.seq_length, tokens)
+    one = replace(model, num_layers=1, vocab_size=128, seq_length=seq, hidden_dropout=0.0, attention_dropout=0.0)
+    count = model.moe.num_experts
+    return Size(size, one, tokens // seq, tokens // seq, "bf16", True, f"a layer of {count} experts of {name}")
+
+
 def sizes() -> dict[str, Size]:
     """Name → size. ``tiny``, ``tiny-llama`` and ``quickstart`` are for CPUs, the others for one large GPU."""
     tiny = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256, "seq_length": 32, "num_layers": 2}
@@ -143,6 +152,8 @@ def sizes() -> dict[str, Size]:
         Size("6.7b-layers", replace(gpt3, num_layers=2, vocab_size=128), 4, 4, "bf16", True, "2 layers of GPT-3 6.7B"),
         Size("llama-8b-long", replace(_shipped("llama-8b"), num_layers=2, seq_length=32768, vocab_size=128), 1, 1,
              "bf16", True, "2 layers of Llama-3-8B, 32,768 tokens in one sample"),
+        _experts("experts-8", "mixtral-8x7b", 8192), _experts("experts-64", "olmoe-1b-7b", 8192),
+        _experts("tiny-experts", "moe-tiny", 64),
     ]
     for seq in (2048, 8192):
         found += [_layers("gpt-22b", 8, 2, seq), _layers("gpt-175b", 8, 1, seq), _layers("gpt-1t", 8, 1, seq),

@@ -1,6 +1,7 @@
 """One peer in a process of its own: reads a request a line from stdin, writes an answer a line to stdout (JSON).
 
-Requests: ``build``, ``check`` (the numbers of the first steps), ``time`` (a window of steps), ``matmul``, ``quit``.
+Requests: ``ready``, ``build``, ``check`` (the numbers of the first steps), ``time`` (a window of steps), ``digest``
+(hashes of the state), ``matmul``, ``quit``.
 What libraries print goes to stderr.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
 import os
 import re
 import resource
@@ -26,6 +28,7 @@ import torch
 from benchmarks.compare.peer import LayerStep, Step, Unable, build
 from benchmarks.compare.sizes import Size, sizes
 from benchmarks.compare.weights import batch, probes
+from megatron_port.ext.health.replicas import BitsHash
 from megatron_port.tools.bench.measure import seconds_of
 
 BATCHES = 4
@@ -81,11 +84,17 @@ class Worker:
             torch.cuda.set_device(self.device)
         self.peer: Step | None = None
         self.at = 0
+        self.seconds = 0.0
+        """Of a step in the last window."""
 
     def synchronize(self) -> None:
         """Until the device has done what it was given."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def ready(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Answer: everything is imported, and the device can be used."""
+        return {}
 
     def build(self, request: dict[str, Any]) -> dict[str, Any]:
         """Build the peer and put the batches on the device."""
@@ -96,7 +105,8 @@ class Worker:
         self.peer = build(request["peer"], self.size, self.device)
         self.synchronize()
         about = self.peer.about
-        return {"settings": about.settings, "handicap": about.handicap, "seconds": time.perf_counter() - started}
+        return {"settings": about.settings, "handicap": about.handicap, "favour": about.favour,
+                "seconds": time.perf_counter() - started}
 
     def _step(self) -> tuple[Any, Any]:
         assert self.peer is not None
@@ -111,24 +121,44 @@ class Worker:
         return numbers_of(self.peer, self.size, [self.batches[i % BATCHES] for i in range(request["steps"])])
 
     def time(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Seconds of each step of a window: the device is waited for at its two ends only.
+        """Seconds of a step over a window of them: the device is waited for at its two ends only.
 
-        ``cpu_seconds``: of this process' threads, which other jobs on the machine disturb less.
+        At least ``steps``, and as many as take ``window_s`` by the last window. ``cpu_seconds``: of this process'
+        threads, which other jobs on the machine disturb less. ``window``: its ends by time.monotonic.
         """
         for _ in range(request.get("warm_up", 0)):
             self._step()
+        if request.get("window_s") and not self.seconds:
+            self.synchronize()
+            started = time.perf_counter()
+            self._step()
+            self.synchronize()
+            self.seconds = time.perf_counter() - started
+        count = request["steps"]
+        if self.seconds:
+            count = max(count, math.ceil(request.get("window_s", 0.0) / self.seconds))
         self.synchronize()
-        started, used = time.perf_counter(), time.process_time()
-        for _ in range(request["steps"]):
+        begin, started, used = time.monotonic(), time.perf_counter(), time.process_time()
+        for _ in range(count):
             self._step()
         self.synchronize()
-        seconds = (time.perf_counter() - started) / request["steps"]
-        cpu = (time.process_time() - used) / request["steps"]
-        return {"seconds": seconds, "cpu_seconds": cpu, "memory": self.memory.bytes()}
+        self.seconds = (time.perf_counter() - started) / count
+        cpu = (time.process_time() - used) / count
+        return {"seconds": self.seconds, "cpu_seconds": cpu, "memory": self.memory.bytes(), "steps": count,
+                "window": [begin, time.monotonic()]}
+
+    def digest(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Hash of each piece of the state of this project's engine: masters and moments; the same bits, the same
+        hashes."""
+        digest = BitsHash(self.device)
+        pieces = cast(Any, self.peer).engine.state_pieces()
+        return {"digest": torch.stack([digest(piece.tensor) for piece in pieces]).tolist()}
 
     def matmul(self, request: dict[str, Any]) -> dict[str, Any]:
         """See :func:`rates`."""
-        found = rates(self.device, request["dtype"], small=request["small"])
+        begin = time.monotonic()
+        found: dict[str, Any] = rates(self.device, request["dtype"], small=request["small"])
+        found["window"] = [begin, time.monotonic()]
         if self.device.type == "cuda":  # this process stays beside the peers
             torch.cuda.empty_cache()
         return found

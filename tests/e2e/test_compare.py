@@ -99,7 +99,7 @@ def test_a_peer_that_computes_something_else_is_refused() -> None:
     assert "computes something else" in outcomes[1].reason
     alone = [PeerResult("ours", numbers=outcomes[0].numbers)]
     judge(size, alone)
-    assert alone[0].state == "refused"
+    assert alone[0].state == "unproved"
 
 
 def test_a_peer_without_such_a_model_says_so() -> None:
@@ -130,6 +130,30 @@ def test_8_bits_have_a_tolerance_and_a_comparison_of_their_own() -> None:
         assert 'needs precision.dtype "bf16", not "fp32"' in str(error)
     else:
         raise AssertionError("built")
+
+
+def test_all_in_bf16_is_plain_torch_up_to_its_rounding() -> None:
+    """The same model, decay groups, sums over micro-batches and clipping; it says what it leaves out."""
+    size = sizes()["tiny-bf16"]
+    narrow = numbers("torch-narrow", size)
+    assert 0.02 < differences(size, narrow, numbers("torch", size), "narrow") < 1.0
+    about = build("torch-narrow", size, CPU).about
+    assert about.handicap == "no graphs on a CPU" and "no fp32 masters" in about.favour
+    with pytest.raises(Unable, match="whole steps in bf16"):
+        build("torch-narrow", sizes()["tiny"], CPU)
+
+
+@pytest.mark.parametrize("name", ["experts-8", "experts-64"])
+def test_a_layer_of_experts_has_the_tokens_of_a_step(name: str) -> None:
+    size = sizes()[name]
+    assert size.tokens == 8192 and size.model.num_layers == 1 and str(size.model.moe.num_experts) in name
+
+
+def test_a_layer_of_experts_is_built_by_this_project() -> None:
+    size = sizes()["tiny-experts"]
+    made = build("ours", size, CPU)
+    out, dx = made.step(*batch(size, 0, CPU))
+    assert made.about.settings["experts"] and out.shape == dx.shape and bool(dx.isfinite().all())
 
 
 def test_flops_of_a_rank_are_a_share_of_the_layers() -> None:

@@ -1,7 +1,8 @@
 """Operators of torch that a CPU does not have, computed there: fused attention and the backward pass of RMSNorm.
 
 Arithmetic in fp32. What attention only keeps for its backward pass (log-sum-exp, the state of random numbers) stays as
-it is: the backward pass here computes the probabilities again. Tensors are [batch, heads, positions, head].
+it is: the backward pass here computes the probabilities again. Tensors are [batch, heads, positions, head]; a key's
+head serves as many of the query's, after one another, as there are more of these.
 """
 
 from __future__ import annotations
@@ -30,20 +31,31 @@ def probabilities(q: torch.Tensor, k: torch.Tensor, a: Values) -> tuple[torch.Te
     return torch.softmax(scores, dim=-1), scale
 
 
+def for_each_query(a: Values) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values in fp32, repeated to a head for each of the query's."""
+    heads = a["query"].size(1)
+    key, value = (x.float().repeat_interleave(heads // x.size(1), 1) for x in (a["key"], a["value"]))
+    return key, value
+
+
 def attention(a: Values) -> tuple[torch.Tensor, ...]:
     """Return the first result of a forward operator."""
-    weights, _ = probabilities(a["query"], a["key"], a)
-    return ((weights @ a["value"].float()).to(a["query"].dtype),)
+    k, v = for_each_query(a)
+    weights, _ = probabilities(a["query"], k, a)
+    return ((weights @ v).to(a["query"].dtype),)
 
 
 def attention_backward(a: Values) -> tuple[torch.Tensor, ...]:
     """Return the gradients of query, key and value."""
     dout = a["grad_out_"] if "grad_out_" in a else a["grad_out"]
-    dout, q, k, v, out = (x.float() for x in (dout, a["query"], a["key"], a["value"], a["out"]))
+    dout, q, out = (x.float() for x in (dout, a["query"], a["out"]))
+    k, v = for_each_query(a)
     weights, scale = probabilities(q, k, a)
     dscores = weights * (dout @ v.transpose(-2, -1) - (dout * out).sum(-1, keepdim=True))
     found = dscores @ k * scale, dscores.transpose(-2, -1) @ q * scale, weights.transpose(-2, -1) @ dout
-    return tuple(gradient.to(a["query"].dtype) for gradient in found)
+    groups = (a["query"].size(1), a["key"].size(1), a["value"].size(1))
+    summed = (g.unflatten(1, (heads, -1)).sum(2) for g, heads in zip(found, groups))
+    return tuple(gradient.to(a["query"].dtype) for gradient in summed)
 
 
 def rms_norm_backward(a: Values) -> tuple[torch.Tensor | None, ...]:

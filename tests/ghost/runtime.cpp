@@ -19,7 +19,9 @@
 
 namespace {
 
-constexpr size_t device_bytes = 150754820096;  // of an H200
+// GHOST_H100=1: an H100 with 80 GB in place of an H200 with 141.
+const bool smaller = ghost_setting("GHOST_H100", 0);
+const size_t device_bytes = smaller ? 85028765696 : 150754820096;
 constexpr int registers = 65536, threads = 1024, multiprocessors = 132, shared_bytes = 232448;
 
 struct Range {
@@ -123,7 +125,7 @@ cudaError_t cudaSetDevice(int device) {
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
   memset(p, 0, sizeof *p);
-  strcpy(p->name, "NVIDIA H200 (ghost)");
+  strcpy(p->name, smaller ? "NVIDIA H100 80GB HBM3 (ghost)" : "NVIDIA H200 (ghost)");
   // GHOST_ONE_UUID=1: all devices report the same, as some virtual GPUs do.
   p->uuid.bytes[0] = static_cast<char>(ghost_setting("GHOST_ONE_UUID", 0) ? 0 : device + 1);
   p->pciBusID = static_cast<int>(ghost_setting("GHOST_ONE_ADDRESS", 0) ? 1 : device + 1);

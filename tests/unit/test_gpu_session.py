@@ -12,7 +12,8 @@ import torch
 from gpu_summary import data_of, headline, summary_table
 from part_runner import Part, run_all
 
-from benchmarks.compare.run import PeerResult, Plan, judge, stored_reference
+from benchmarks.compare.peer import PEERS
+from benchmarks.compare.recorded import differences
 from benchmarks.compare.sizes import sizes
 from benchmarks.device_clock import CACHES, MOST_COPIES, copies_of, last_cache_bytes, time_calls
 
@@ -23,30 +24,85 @@ JUNIT = """<testsuites><testsuite tests="5" failures="1" errors="0" skipped="2" 
 <testcase classname="tests.kernels.test_norm" name="test_layer_norm[gpu]"/></testsuite></testsuites>"""
 
 
+H200, H100 = 150_754_820_096, 85_028_765_696
+
+
+def setting(folder: Path, memory: int = H200, tiny: bool = False) -> gpu_session.Setting:
+    """A session on a card of so many bytes."""
+    return gpu_session.Setting(folder, "cuda", memory, tiny, "nvidia-h200" if memory == H200 else "nvidia-h100")
+
+
 def test_every_part_is_in_the_file_before_the_next_one_starts(tmp_path: Path) -> None:
-    record = gpu_session.Record(tmp_path, "cpu", ["--minutes", "1"])
-    look = f"import json; print(list(json.load(open({str(record.path)!r}))['parts']))"
+    compared = [sys.executable, "-c", "pass", "--sizes", "6.7b", "--peers", "ours", "torch"]
+    path = tmp_path / "gpu-session-cpu-a.json"
+    look = f"import json; print([r['exit'] for r in json.load(open({str(path)!r}))['parts'].values()])"
     wanted = [Part("first", [sys.executable, "-c", "print('why'); raise SystemExit(7)"], 60.0),
-              Part("second", ["sleep", "60"], 0.1), Part("third", [sys.executable, "-c", look], 60.0)]
+              Part("second", ["sleep", "60"], 0.1), Part("third", [sys.executable, "-c", look], 60.0),
+              Part("compare-6.7b", compared, 60.0)]
+    at = gpu_session.Setting(tmp_path, "cpu", 0, True, "cpu")
+    record = gpu_session.Record("a", at, ["a"], wanted)
+    made = json.loads(path.read_text())
+    assert record.path == path and made["card"] == {"name": "cpu", "kind": "cpu"}
+    assert made["command"] == "scripts/gpu_session.sh a" and all(row["command"] for row in made["parts"].values())
+    assert {row["state"] for row in made["parts"].values()} == {"not run yet"}
     run_all(wanted, tmp_path, None, after=record.take)
-    assert (tmp_path / "third.txt").read_text() == "['first', 'second']\n"
-    made = json.loads(record.path.read_text())
-    assert [row["exit"] for row in made["parts"].values()] == [7, 124, 0]
+    assert (tmp_path / "third.txt").read_text() == "[7, 124, None, None]\n"
+    made = json.loads(path.read_text())
+    assert [row["exit"] for row in made["parts"].values()] == [7, 124, 0, 0]
     assert "why" in made["parts"]["first"]["tail"]
-    table = summary_table(made, {})
+    table = summary_table(made)
     assert "| first | failed (exit 7) |" in table and "not done after 0.1 s" in table
+    assert "ours [not run]; torch [not run]" in table  # a part that left no file loses no row
 
 
-def test_parts_share_the_minutes_and_each_writes_where_its_result_is_looked_for(tmp_path: Path) -> None:
-    for minutes in (5.0, 10.0):
-        wanted = gpu_session.parts(tmp_path, "cuda", tiny=False, minutes=minutes)
-        assert sum(p.least_s for p in wanted) <= 60 * minutes
+@pytest.mark.parametrize("which", ["a", "b"])
+@pytest.mark.parametrize("memory", [H200, H100])
+def test_parts_fit_their_command_and_each_writes_where_its_result_is_looked_for(
+    tmp_path: Path, which: str, memory: int
+) -> None:
+    for tiny in (False, True):
+        wanted = gpu_session.parts(which, setting(tmp_path, memory, tiny))
+        assert sum(p.least_s for p in wanted) <= gpu_session.SECONDS[which] - gpu_session.RESERVE_S
         for part in wanted:
+            assert part.least_s < part.limit_s
             files = [word for word in part.command if word.startswith(str(tmp_path)) and word.endswith(".json")]
-            assert not files or files[0] == str(tmp_path / f"{part.name}.json"), part
-    names = [p.name for p in wanted]
-    assert names.index("kernels") < names.index("ops") < names.index("compare-gpt2-xl") < names.index("ops-compile")
-    assert set(gpu_session.SIZES) | set(gpu_session.TINY_SIZES) <= set(sizes())
+            assert not files or files[-1] == str(tmp_path / f"{part.name}.json"), part
+
+
+def test_what_matters_most_comes_first(tmp_path: Path) -> None:
+    names = [p.name for p in gpu_session.parts("a", setting(tmp_path))]
+    assert names == ["env", "kernels", "recorded", "compare-6.7b", "compare-gpt2-xl", "compare-gpt2-124m", "profile",
+                     "ops", "epilogues"]
+    names = [p.name for p in gpu_session.parts("b", setting(tmp_path))]
+    assert names == ["train", "experts", "engine", "layouts", "compare-xl-48", "compare-llama-8b",
+                     "compare-llama-8b-long", "calibrate"]
+
+
+def after(command: list[str], option: str) -> str:
+    """The word after an option."""
+    return command[command.index(option) + 1]
+
+
+@pytest.mark.parametrize("memory, layers, llama", [(H200, "6", "4"), (H100, "3", "2")])
+def test_sizes_are_chosen_by_memory(tmp_path: Path, memory: int, layers: str, llama: str) -> None:
+    wanted = {p.name: p.command for which in "ab" for p in gpu_session.parts(which, setting(tmp_path, memory))}
+    assert after(wanted["compare-6.7b"], "--layers") == layers and after(wanted["compare-gpt2-xl"], "--layers") == "12"
+    assert after(wanted["compare-llama-8b"], "--layers") == llama and after(wanted["compare-xl-48"], "--layers") == "48"
+    assert after(wanted["compare-xl-48"], "--sizes") == "gpt2-xl" and "--layers" not in wanted["compare-gpt2-124m"]
+    for name in ("compare-6.7b", "compare-gpt2-xl", "compare-gpt2-124m"):
+        peers = wanted[name][wanted[name].index("--peers") + 1 :]
+        assert peers[:3] == ["ours-recorded", "torch-compile", "ours"], name
+    cluster = "clusters/h200" if memory == H200 else "clusters/dgx-h100"
+    assert cluster in wanted["calibrate"]
+
+
+def test_every_size_peer_and_test_is_there(tmp_path: Path) -> None:
+    for table in (gpu_session.SIZES, gpu_session.TINY_SIZES):
+        for name, sized in (pair for group in table.values() for pair in group.items()):
+            assert {"xl-48": "gpt2-xl"}.get(name, name) in sizes() and set(sized.peers) <= set(PEERS)
+    root = Path(gpu_session.__file__).resolve().parent.parent
+    for part in gpu_session.parts("a", setting(tmp_path)):
+        assert all((root / word).exists() for word in part.command if word.endswith(".py")), part.command
 
 
 def test_kernels_without_their_binding_are_refused(tmp_path: Path) -> None:
@@ -70,37 +126,31 @@ def test_headlines_name_what_is_slower_launch_bound_or_changed() -> None:
           "forward_share": 0.5, "both_share": 0.8}
     says = headline("ops", {"hardware": {"copy_gb_s": 3000.0}, "ops": [op]})
     assert "50% to 80%" in says and "launch-bound 1 of 2" in says and "slower than eager: norm 8x8 both 1.50" in says
-    now, before = ({"sizes": [{"size": "x", "peers": [
-        {"peer": "ours", "state": "counted", "seconds": {}, "mfu": mfu},
-        {"peer": "titan", "state": "unable", "reason": "not installed"}]}]} for mfu in (0.5, 0.45))
-    assert headline("compare-x", now, before) == "ours 50.0% MFU (was 45.0% MFU)"
+    now = {"sizes": [{"size": "x", "peers": [
+        {"peer": "ours", "state": "counted", "seconds": {}, "mfu": 0.5},
+        {"peer": "titan", "state": "unable", "reason": "not installed"}]}]}
+    assert headline("compare-x", now) == "ours 50.0% MFU; titan [unable]"
+    times = {"ours": {"seconds": [0.1]}, "ours-recorded": {"seconds": [0.08]}}
+    equal = {"differences": [], "peers": times}
+    assert headline("recorded", equal) == "equal bits; 100.00 ms call by call, 80.00 replayed (+25.0%)"
+    assert headline("recorded", {"differences": ["losses: 1 of 6 differ"], "peers": {}}).startswith("losses: 1 of 6")
+    case = {"saved_ms": 1.0, "expected_ms": 1.4, "passes": ["forward"], "go": True}
+    assert headline("epilogues", {"decision": {"go": True, "cases": {"xl": case}}, "rows": []}) == (
+        "go; xl: 1.00 of 1.40 ms a step")
+    card = {"name": "NVIDIA H200", "power_limit_w": 700.0}
+    assert headline("env", {"hardware": {"card": card}, "doctor": {"findings": []}}) == (
+        "NVIDIA H200, 700 W; nothing wrong")
     trained = {"first_loss": 5.5, "last_loss": 2.25, "steps": [1, 2], "resumed_at": 1, "tokens_per_second": 5e5}
     assert headline("train", trained) == "loss 5.50 to 2.25 in 2 steps, resumed at 1, 500,000 tokens/s"
-    assert "cannot be read" in headline("profile", {"kernels": [{}]})
+    assert "cannot be read" in headline("profile", {"profiles": [{"kernels": [{}]}]})
 
 
-def test_a_stored_reference_judges_peers_of_the_same_size_only(tmp_path: Path) -> None:
-    size = sizes()["tiny"]
-    numbers = {"losses": [5.0, 4.9, 4.8], "grad_norms": [1.0, 1.1, 1.2]}
-    m = size.model
-    found = {"size": "tiny", "model": {"num_layers": m.num_layers, "seq_length": m.seq_length}, "dtype": "fp32",
-             "micro_batch": size.micro_batch, "global_batch": size.global_batch,
-             "peers": [{"peer": "torch", "state": "counted", **numbers}]}
-    path = tmp_path / "earlier.json"
-    path.write_text(json.dumps({"sizes": [found]}))
-    assert stored_reference(path, size) == numbers
-    path.write_text(json.dumps({"sizes": [{**found, "micro_batch": 1}]}))
-    assert stored_reference(path, size) == {}
-    other = {**numbers, "losses": [5.1, 4.9, 4.8]}
-    right, wrong = PeerResult("ours", numbers=numbers), PeerResult("ours", numbers=other)
-    judge(size, [right, wrong], numbers)
-    assert right.state == "counted" and wrong.state == "refused"
-    judge(size, [alone := PeerResult("ours", numbers=numbers)])
-    assert alone.state == "refused" and "nothing says" in alone.reason
-
-
-def test_a_plan_whose_time_is_over_starts_nothing() -> None:
-    assert Plan("cpu", 1, ends=0.0).over and not Plan("cpu", 1).over
+def test_a_replay_that_differs_in_one_bit_is_named() -> None:
+    row = {"losses": [5.0, 4.5], "grad_norms": [1.0, 1.25], "digest": [3, 4]}
+    assert differences({"peers": {"ours": row, "ours-recorded": dict(row)}}) == []
+    off = {**row, "grad_norms": [1.0, 1.2500000000000002], "digest": [3, 5]}
+    found = differences({"peers": {"ours": row, "ours-recorded": off}})
+    assert [text.partition(":")[0] for text in found] == ["grad_norms", "digest"] and "the first at 1" in found[1]
 
 
 @pytest.mark.parametrize("size", [1 << 10, 40 << 20])
