@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.compare.child import age_s
+from benchmarks.compare.child import ends_at
 from benchmarks.compare.clocks import clock_log
 from benchmarks.compare.peer import PEERS
 from benchmarks.compare.results import document, hardware, peak_of, summary, table, write
@@ -65,7 +64,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Measure, print, write. 1: none of our rows could be measured on some size."""
     args = arguments(argv)
-    ends = time.monotonic() + args.seconds - age_s() if args.seconds > 0 else None
+    ends = ends_at(args.seconds)
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         print("error: torch sees no GPU here; leave --device out", file=sys.stderr)

@@ -17,11 +17,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def age_s() -> float:
-    """Return the seconds since this process was started: what importing took counts for whoever waits for it."""
+CLOSING_S = 5.0
+"""What a part of a session needs to end by itself."""
+
+
+def ends_at(seconds: float) -> float | None:
+    """Return when to end, by time.monotonic: so many seconds after this process was started, since what importing took
+    counts for whoever waits. 0: as ``PART_SECONDS`` of scripts/part_runner.py has it; None: never."""
     import psutil
 
-    return time.time() - psutil.Process().create_time()
+    allowed = seconds or float(os.environ.get("PART_SECONDS", "0")) - CLOSING_S
+    return time.monotonic() + allowed - (time.time() - psutil.Process().create_time()) if allowed > 0 else None
 
 
 class Child:

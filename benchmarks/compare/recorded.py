@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare.child import Child, age_s
+from benchmarks.compare.child import Child, ends_at
 from benchmarks.compare.clocks import ClockLog, clock_log
 from benchmarks.compare.results import hardware, write
 from benchmarks.compare.sizes import sizes
@@ -41,11 +41,11 @@ def differences(made: dict[str, Any]) -> list[str]:
 def measure(made: dict[str, Any], args: argparse.Namespace, clocks: ClockLog) -> bool:
     """Fill in what was asked for, writing after each figure; whether all bits were equal."""
     changes = {key: getattr(args, key) for key in ("layers", "micro_batch", "global_batch")}
-    ends = time.monotonic() + args.seconds - age_s()
+    ends = ends_at(args.seconds) or float("inf")
     children = {name: Child("cuda", 8) for name in PEERS}
 
     def ask(name: str, do: str, **more: Any) -> dict[str, Any]:
-        answer = children[name].ask(do, timeout_s=max(1.0, ends - time.monotonic()), **more)
+        answer = children[name].ask(do, timeout_s=max(1.0, min(600.0, ends - time.monotonic())), **more)
         wrong = next((answer[key] for key in ("failed", "unable", "cut") if key in answer), None)
         if wrong is not None:
             made["stopped"] = f"{name}, {do}: {wrong}"
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repetitions", type=int, default=3, help="windows of each")
     parser.add_argument("--steps", type=int, default=10, help="of a window, at the least")
     parser.add_argument("--window", type=float, default=1.5, metavar="SECONDS", help="of a window, at the least")
-    parser.add_argument("--seconds", type=float, default=600.0, help="of it all, from the start of the process")
+    parser.add_argument("--seconds", type=float, default=0.0, help="of it all, from the start of the process")
     parser.add_argument("--out", type=Path, required=True, help="JSON; written after each figure")
     args = parser.parse_args(argv)
     command = " ".join(["python", "-m", "benchmarks.compare.recorded", *(sys.argv[1:] if argv is None else argv)])
