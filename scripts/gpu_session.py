@@ -71,11 +71,12 @@ class Sized:
 
 FIELD = ("torch-narrow", "megatron-core", "torch-compile-max")
 """Peers after those that take turns: they are timed one by one while there is time."""
+TURNS = ("--kept", "3")
 SIZES = {
     "a": {
-        "6.7b": Sized((6, 3), (RECORDED, "torch-compile", "ours", *FIELD), 16),
-        "gpt2-xl": Sized((12, 12), (RECORDED, "torch-compile", "ours", *FIELD), 16),
-        "gpt2-124m": Sized((0, 0), (RECORDED, "torch-compile", "ours", *FIELD)),
+        "6.7b": Sized((6, 3), (RECORDED, "torch-compile", "ours", *FIELD), 16, TURNS),
+        "gpt2-xl": Sized((12, 12), (RECORDED, "torch-compile", "ours", *FIELD), 16, TURNS),
+        "gpt2-124m": Sized((0, 0), (RECORDED, "torch-compile", "ours", *FIELD), 0, TURNS),
     },
     "b": {
         "xl-48": Sized((48, 48), (RECORDED, "torch"), 16, ("--steps", "8", "--repetitions", "1")),
@@ -85,8 +86,7 @@ SIZES = {
 }
 """What matters most of a command comes first. A layer of 6.7B is what counts: as many as let three peers take turns."""
 TINY_SIZES = {
-    "a": {"tiny-bf16": Sized((2, 1), (RECORDED, "ours", "torch", "torch-narrow", "torchtitan"), 0, ("--kept", "3")),
-          "tiny": Sized((0, 0), (RECORDED, "torch"))},
+    "a": {"tiny-bf16": Sized((2, 1), (RECORDED, "ours", "torch", "torch-narrow", "torchtitan"), 0, ("--kept", "3"))},
     "b": {"tiny-llama": Sized((0, 0), (RECORDED, "ours", "torch")), "tiny-layers": Sized((0, 0), ("ours", "torch"))},
 }
 

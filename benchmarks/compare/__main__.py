@@ -50,7 +50,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=3, help="steps before the first repetition")
     parser.add_argument("--window", type=float, default=0.0, metavar="SECONDS",
                         help="a repetition has as many steps as take so long, at least --steps")
-    parser.add_argument("--kept", type=int, default=0, help="peers in memory at once; default: as many as fit")
+    parser.add_argument("--kept", type=int, default=0, help="most peers in memory at once; default: as many as fit")
     for name in ("layers", "micro-batch", "global-batch", "seq"):
         parser.add_argument(f"--{name}", type=int, default=0, help="instead of the size's own")
     parser.add_argument("--peak-tflops", type=float, default=0.0, help="of the device, where its name is not known")
@@ -108,7 +108,7 @@ def planned(args: argparse.Namespace, name: str, about: dict[str, Any], ends: fl
         if changes["layers"] < size.model.num_layers:
             print(f"{name}: {changes['layers']} of its {size.model.num_layers} layers fit", flush=True)
         size = settled(size, changes)
-    kept = args.kept or kept_peers(size, args.peers, memory)
+    kept = min(args.kept or len(args.peers), kept_peers(size, args.peers, memory))
     return size, Plan(about["device_kind"], about["threads"], args.repetitions, args.steps, args.warm_up, kept,
                       args.timeout, changes, ends, args.window)
 

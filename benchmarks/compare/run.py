@@ -132,6 +132,8 @@ class Comparison:
         self.outcomes = [PeerResult(name) for name in (*names, *([] if other else [REFERENCE]))]
         self.rates: list[dict[str, Any]] = []
         self.children: dict[str, Any] = {}
+        self.reserve_s = 0.0
+        """What the peers that are still to begin are left by the one that is asked."""
 
     def run(self) -> None:
         """Measure. First whoever stays in memory, in turns; then the others one after another."""
@@ -140,7 +142,8 @@ class Comparison:
         try:
             self._start_all()
             self._rate()
-            for outcome in kept:
+            for later, outcome in zip(reversed(range(len(kept))), kept):
+                self.reserve_s = LEAST_S * later
                 self._begin(outcome)
             for number in range(1, self.plan.repetitions):
                 self._round(number, [o for o in kept if o.seconds])
@@ -169,7 +172,7 @@ class Comparison:
 
     def _ask(self, name: str, do: str, **more: Any) -> dict[str, Any]:
         """Ask a process, for no longer than there is time."""
-        seconds = max(1.0, min(self.plan.timeout_s, self.plan.left))
+        seconds = max(1.0, min(self.plan.timeout_s, self.plan.left - self.reserve_s))
         answer: dict[str, Any] = self.children[name].ask(do, timeout_s=seconds, **more)
         return answer
 

@@ -28,7 +28,7 @@ from options import HERE, ROOT, built_for, chosen_torch, commit, parser
 
 RECORD = ROOT / "benchmarks" / "results" / "ghost-session.json"
 SECONDS = {"a": 420.0, "b": 300.0}
-KILLED_PARTS = ("recorded", "compare-tiny-bf16", "ops", "epilogues", "compare-tiny")
+KILLED_PARTS = ("recorded", "compare-tiny-bf16", "ops", "epilogues")
 """Those that leave figures one after another."""
 WRITTEN = re.compile(r"^  (\S+): figure (\d+) is written$", re.M)
 

@@ -132,6 +132,20 @@ def test_no_peer_vanishes(worker: type[Worker], tmp_path: Path) -> None:
     assert all(row["reason"] == "no time was left" for row in size["peers"])
 
 
+def test_a_slow_peer_leaves_the_later_ones_their_time(worker: type[Worker], tmp_path: Path) -> None:
+    given: dict[tuple[str, str], float] = {}
+    asked = worker.ask
+
+    def ask(self: Worker, do: str, *, timeout_s: float, **more: Any) -> dict[str, Any]:
+        answer = asked(self, do, timeout_s=timeout_s, **more)
+        given.setdefault((self.peer, do), timeout_s)
+        return answer
+
+    worker.ask = ask  # type: ignore[method-assign]
+    comparison(worker, tmp_path / "made.json", repetitions=1, ends=time.monotonic() + 100.0).run()
+    assert [round(given[peer, "check"]) for peer in PEERS] == [76, 84, 92, 100]
+
+
 def test_a_later_failure_keeps_the_figures_before_it(worker: type[Worker], tmp_path: Path) -> None:
     out = tmp_path / "made.json"
     asked = worker.ask
