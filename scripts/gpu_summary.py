@@ -63,6 +63,8 @@ def _headline_recorded(data: Data) -> str:
     if "differences" not in data:
         return str(data.get("stopped", "nothing was compared"))
     says = "; ".join(data["differences"]) or "equal bits"
+    if data.get("differences_call_by_call"):
+        says += " (and so do two runs call by call)"
     times = {name: statistics.median(row["seconds"]) for name, row in data["peers"].items() if "seconds" in row}
     if len(times) == 2:
         called, replayed = times["ours"], times["ours-recorded"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import gpu_session
 import pytest
@@ -12,6 +13,8 @@ import torch
 from gpu_summary import data_of, headline, summary_table
 from part_runner import Part, run_all
 
+from benchmarks.compare import recorded
+from benchmarks.compare.clocks import ClockLog
 from benchmarks.compare.peer import PEERS
 from benchmarks.compare.recorded import differences
 from benchmarks.compare.sizes import sizes
@@ -147,9 +150,9 @@ def test_headlines_name_what_is_slower_launch_bound_or_changed() -> None:
 
 def test_a_replay_that_differs_in_one_bit_is_named() -> None:
     row = {"losses": [5.0, 4.5], "grad_norms": [1.0, 1.25], "digest": [3, 4]}
-    assert differences({"peers": {"ours": row, "ours-recorded": dict(row)}}) == []
+    assert differences(row, dict(row)) == []
     off = {**row, "grad_norms": [1.0, 1.2500000000000002], "digest": [3, 5]}
-    found = differences({"peers": {"ours": row, "ours-recorded": off}})
+    found = differences(row, off)
     assert [text.partition(":")[0] for text in found] == ["grad_norms", "digest"] and "the first at 1" in found[1]
 
 
@@ -174,3 +177,37 @@ def test_copies_are_independent_of_the_inputs() -> None:
     copies = copies_of((leaf,), CPU)
     leaf += 1
     assert len(copies) > 1 and torch.equal(copies[1][0], torch.ones(4))
+
+
+@pytest.mark.parametrize("repeatable, code", [(True, 1), (False, 0)])
+def test_a_library_that_repeats_nothing_is_no_fault_of_the_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repeatable: bool, code: int
+) -> None:
+    started: list[str] = []
+
+    class Worker:
+        def __init__(self, device: str, threads: int) -> None:
+            self.peer = ""
+
+        def ask(self, do: str, *, timeout_s: float, **more: Any) -> dict[str, Any]:
+            if do == "build":
+                self.peer = more["peer"]
+                started.append(self.peer)
+            first = self.peer == "ours" and (repeatable or started.count("ours") == 1)
+            norm = 1.0 if first else 1.1
+            return {"build": {}, "check": {"losses": [5.0], "grad_norms": [norm]}, "digest": {"digest": [1]},
+                    "time": {"seconds": 0.1, "cpu_seconds": 0.1, "memory": 5, "window": [0.0, 1.0]}}[do]
+
+        def close(self) -> None:
+            """The process ends."""
+
+    monkeypatch.setattr(recorded, "Child", Worker)
+    monkeypatch.setattr(recorded, "hardware", lambda device, threads: {})
+    monkeypatch.setattr(recorded, "clock_log", lambda device: ClockLog(None, "none"))
+    out = tmp_path / "recorded.json"
+    assert recorded.main(["--size", "tiny-bf16", "--repetitions", "2", "--out", str(out)]) == code
+    made = json.loads(out.read_text())
+    assert started == ["ours", "ours-recorded", "ours"] and len(made["differences"]) == 1
+    assert bool(made["differences_call_by_call"]) is not repeatable
+    assert all(len(row["seconds"]) == 2 and row["clocks"][0] == {"missing": "none"} for row in made["peers"].values())
+    assert headline("recorded", made).startswith("grad_norms: 1 of 1 differ")
