@@ -104,17 +104,23 @@ def now_or_in_replays(function: Callable[[], None]) -> None:
         function()
 
 
-def host_arguments(name: str, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Arguments for the CPU's kernel of an operator."""
+def host_arguments(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Arguments on the memory of the GPU's, whose values may be computed later."""
     args, kwargs = tree_map(at_host, args), tree_map(at_host, kwargs)
     kwargs.pop("pin_memory", None)
+    return args, kwargs
+
+
+def for_the_cpu(name: str, args: Any) -> Any:
+    """Arguments as the CPU's kernel of an operator takes them, with their present values: a recorded operator asks at
+    each replay."""
     if name.startswith("native_layer_norm"):  # half with statistics in float: the GPU's kernels alone can
         args = tree_map(lambda x: x.float() if isinstance(x, torch.Tensor) else x, args)
     if name in ("_softmax", "_log_softmax") and args[2]:  # half in, float out: the GPU's kernels alone can
         args = (args[0].float(), args[1], False)
     if name in ("_softmax_backward_data", "_log_softmax_backward_data"):  # and back: the copy to the result rounds
         args = (*args[:3], args[0].dtype)
-    return args, kwargs
+    return args
 
 
 def by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -144,8 +150,8 @@ class Answers(TorchDispatchMode):
         if func.namespace != "aten" or name.startswith(NO_NUMBERS) or func.is_view:
             return func(*args, **kwargs)
         if needs_values(func, name, args):  # no launch: torch would read a size that no kernel wrote
-            host_args, host_kwargs = host_arguments(name, args, kwargs)
-            computed = func(*host_args, **host_kwargs)
+            host_args, host_kwargs = host_arguments(args, kwargs)
+            computed = func(*for_the_cpu(name, host_args), **host_kwargs)
             return args[0] if name.endswith("_") else tree_map(lambda t: t.to(args[0].device), computed)
         known = storages((args, kwargs))
         GHOST.ghost_answer_begin()
@@ -161,13 +167,14 @@ class Answers(TorchDispatchMode):
             raise NotImplementedError(f"nobody computes {func}: its random numbers are the GPU's own")
         if name in PRODUCTS:
             GHOST.ghost_mark(b"product computed by torch")
-        host_args, host_kwargs = host_arguments(name, args, kwargs)
+        host_args, host_kwargs = host_arguments(args, kwargs)
         if random and "generator" in host_kwargs:  # of the GPU; some operators take none
             host_kwargs["generator"] = None
         answer = ANSWERS.get(name)
 
         def compute() -> Any:
-            return answer(by_name(func, host_args, host_kwargs)) if answer else func(*host_args, **host_kwargs)
+            given = for_the_cpu(name, host_args)
+            return answer(by_name(func, given, host_kwargs)) if answer else func(*given, **host_kwargs)
 
         if isinstance(out, (bool, int, float)):  # read by the operator itself, before anything was computed
             return compute()
