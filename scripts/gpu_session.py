@@ -208,7 +208,7 @@ def second_parts(at: Setting) -> list[Part]:
                          "--set", f"backend.device={at.device}", "--set", "layout.zero_stage=0", "--set",
                          f"backend.share_devices={str(at.device == 'cuda').lower()}"], 40.0,
              "losses and gradients of layouts whose ranks share the GPU, over gloo", "", 20.0),
-        *(compare_part(at, name, sized, least.get(name, 60.0)) for name, sized in sizes_of("b", at.tiny).items()),
+        *(compare_part(at, name, sized, least.get(name, 40.0)) for name, sized in sizes_of("b", at.tiny).items()),
         *([] if at.tiny and at.device == "cuda" else [  # its products have a GPU's size: minutes on the ghost machine
             Part("calibrate", calibrate, 60.0, "what the planner needs of this device", "", 22.0)]),
     ]

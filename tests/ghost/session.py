@@ -58,7 +58,7 @@ def peers_of(row: dict[str, Any]) -> dict[str, str]:
 
 def rehearse(which: str, out: Path, variables: dict[str, str]) -> dict[str, Any]:
     """Run a command to its end; return what it left."""
-    began = time.monotonic()
+    began, of = time.monotonic(), commit()
     code = subprocess.run(session(which, out), env=variables, check=False).returncode
     seconds = round(time.monotonic() - began)
     (path,) = out.glob(f"gpu-session-*-{which}.json")
@@ -66,7 +66,8 @@ def rehearse(which: str, out: Path, variables: dict[str, str]) -> dict[str, Any]
     parts = made["parts"]
     empty = [name for name, row in parts.items() if row["data"] is None]
     return {
-        "seconds": seconds, "of": SECONDS[which], "exit": code, "without_a_file": empty, "card": made["card"],
+        "commit": of, "seconds": seconds, "of": SECONDS[which], "exit": code, "without_a_file": empty,
+        "card": made["card"],
         "layers": [row["command"].split("--layers ")[1].split()[0] for row in parts.values()
                    if "--layers " in row["command"]],
         "parts": {name: {key: row[key] for key in ("state", "seconds")} | ({"peers": found} if (found := peers_of(row))
@@ -124,8 +125,8 @@ def kill(out: Path, variables: dict[str, str], after_s: float) -> dict[str, Any]
             continue
     process.wait()
     texts = [WRITTEN.findall(path.read_text(errors="replace")) for path in out.glob("*.txt")]
-    return {"after_s": round(after_s, 1), "ended_before": ended, "figures_announced": sum(map(len, texts)),
-            "lost": lost(out)}
+    return {"commit": commit(), "after_s": round(after_s, 1), "ended_before": ended,
+            "figures_announced": sum(map(len, texts)), "lost": lost(out)}
 
 
 def main() -> int:
@@ -139,7 +140,7 @@ def main() -> int:
     made.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
     a = made.parse_args()
     torch, draw = chosen_torch(a.python), random.Random(a.seed)
-    row: dict[str, Any] = {"commit": commit(), "torch": torch.version, "cards": {}, "kills": []}
+    row: dict[str, Any] = {"torch": torch.version, "cards": {}, "kills": []}
     with tempfile.TemporaryDirectory() as scratch:
         for card in a.cards:
             out, variables = a.out / card, environment(torch, Path(scratch), card)

@@ -195,8 +195,11 @@ def test_a_library_that_repeats_nothing_is_no_fault_of_the_recording(
                 started.append(self.peer)
             first = self.peer == "ours" and (repeatable or started.count("ours") == 1)
             norm = 1.0 if first else 1.1
-            return {"build": {}, "check": {"losses": [5.0], "grad_norms": [norm]}, "digest": {"digest": [1]},
-                    "time": {"seconds": 0.1, "cpu_seconds": 0.1, "memory": 5, "window": [0.0, 1.0]}}[do]
+            usual: dict[str, dict[str, Any]] = {
+                "build": {}, "check": {"losses": [5.0], "grad_norms": [norm]}, "digest": {"digest": [1]},
+                "time": {"seconds": 0.1, "cpu_seconds": 0.1, "memory": 5, "window": [0.0, 1.0]},
+            }
+            return usual[do]
 
         def close(self) -> None:
             """The process ends."""
