@@ -47,10 +47,12 @@ START_TIMEOUT_S = 120.0
 GROUP_TIMEOUT_S = 300.0
 LAST_WORDS_S = 2.0
 """After the first failure the others may report theirs for this long; then the world is killed."""
-PRELOAD = ("errors", "config", "runtime", "backend", "parallel", "model", "pipeline", "optim", "engine", "data")
-"""Rooms that the server imports ahead of forking."""
-LATE = ("deepspeed.comm.mori", "deepspeed.module_inject.auto_ep_layer", "deepspeed.moe.ep_repack",
-        "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.utils.pin_memory", "torch.profiler._cupti_monitor")
+PRELOAD = ("core", "ext", "run", "tools.parity", "tools.interop")
+"""Packages that the server imports whole ahead of forking."""
+LATE = ("torch.profiler._cupti_monitor", "safetensors.torch", "pytest")
+"""Modules that every rank would import while it runs."""
+LATE_IN_DEEPSPEED = ("deepspeed.comm.mori", "deepspeed.module_inject.auto_ep_layer", "deepspeed.moe.ep_repack",
+                     "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.utils.pin_memory")
 """Modules that DeepSpeed would import in every rank, when it makes its engine."""
 
 
@@ -215,16 +217,12 @@ def _preload(with_deepspeed: bool) -> None:
         from megatron_port.ext.deepspeed.prepare import prepare_deepspeed
 
         prepare_deepspeed()
-        for name in LATE:
-            with contextlib.suppress(ImportError):
-                importlib.import_module(name)
-    prefix = megatron_port.__name__ + "."
-    for room in PRELOAD:
-        try:
-            module = importlib.import_module(prefix + room)
-        except Exception:
-            continue
-        for found in pkgutil.walk_packages(getattr(module, "__path__", []), prefix + room + "."):
+    for name in (*LATE, *(LATE_IN_DEEPSPEED if with_deepspeed else ())):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    for package in PRELOAD:
+        module = importlib.import_module(f"{megatron_port.__name__}.{package}")
+        for found in pkgutil.walk_packages(module.__path__, module.__name__ + "."):
             if "deepspeed" in found.name and not with_deepspeed:
                 continue
             with contextlib.suppress(Exception):
