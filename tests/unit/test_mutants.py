@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 
 import mutants
 import pytest
 from commands import Commands
+from mutant_anchors import parsed, same
 from mutants import CAUGHT, ERROR, SURVIVED, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,19 +49,13 @@ def test_a_silent_fault_is_caught(server: Commands, copy: Path, name: str) -> No
     assert row["outcome"] == CAUGHT, row
 
 
-@functools.lru_cache(4)
-def without_layout(source: str) -> str:
-    """What a program says; the list has many faults of a file one after another."""
-    return ast.dump(ast.parse(source))
-
-
 @pytest.mark.parametrize("mutant", LIST, ids=lambda m: m.name)
 def test_a_fault_fits_its_file(mutant: Mutant) -> None:
     """Where a file has changed, so must the list."""
     before = (ROOT / mutant.file).read_text()
     after = mutant.applied(before)
     assert mutant.at is not None or not mutant.file.endswith(".py"), "make mutations ARGS=--anchor restates it"
-    assert (without_layout(before) != ast.dump(ast.parse(after)) if mutant.file.endswith(".py") else before != after)
+    assert not same(parsed(before), ast.parse(after)) if mutant.file.endswith(".py") else before != after
     for test in mutant.tests:
         file, _, name = test.partition("::")
         assert name.partition("[")[0] in (ROOT / file).read_text(), test
