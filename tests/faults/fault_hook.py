@@ -82,6 +82,9 @@ def install(here):
                 act(want["kind"], {**want, "engine": state.engine})
                 return real(*args)
             state.loaders.train.step = broken
+        elif state.progress.step == want["step"] and want["kind"] == "deadlock":
+            late = state.loaders.train.step
+            state.loaders.train.step = lambda *args: (time.sleep(2 * want["dwell"]), late(*args))[1]
         if want["slow"] and state.session.info.rank == want["rank"] and state.progress.step == 2:
             stage, forward = state.engine.stage, state.engine.stage.forward
             stage.forward = lambda *args: (time.sleep(want["slow"]), forward(*args))[1]
@@ -100,6 +103,8 @@ def write_hook(
         kind: see ``act``; empty: none.
         rank, step: whose loader does it, after so many steps.
         dwell: seconds in the loader before it happens: longer than a heartbeat, so that the watch knows of the phase.
+            Before a deadlock the other ranks take twice as long: of two ranks the one that stood still first is named,
+            and a heartbeat that comes late makes that moment a fraction of a second later.
         slow: seconds that this rank sleeps in each forward pass.
         group: folder of a control group with little memory, which ``memory`` joins before it takes more.
     """
