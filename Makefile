@@ -77,6 +77,7 @@ ghost-check: setup  ## CUDA's torch and NCCL without a GPU: layouts, resume, bud
 	@$(VENV) tests/ghost/budgets.py
 	@$(VENV) tests/ghost/refused.py
 	@$(VENV) tests/ghost/recorded.py
+	@$(VENV) tests/ghost/expert_waits.py
 
 compare: setup  ## the same GPT through this project and what people would use instead (ARGS='--sizes tiny --peers ours torch')
 	@$(VENV) -m benchmarks.compare $(ARGS)

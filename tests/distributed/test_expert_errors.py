@@ -21,7 +21,7 @@ from megatron_port.core.dist.record import StatePiece
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import NumericsError
 from megatron_port.core.pipeline.schedules import make_schedule
-from megatron_port.ext.experts.experts import Dispatched, plan_exchange, send_home
+from megatron_port.ext.experts.experts import Dispatched, announced_rows, plan_exchange, send_home
 from megatron_port.ext.health.replicas import check_replicas
 from megatron_port.run.build import build_engine
 from megatron_port.tools.parity.comparison import FP64, Run, compare
@@ -100,7 +100,7 @@ def exchange_unequal_rows() -> tuple[torch.Tensor, torch.Tensor, bool]:
     rank, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
     counts = torch.tensor([1, 3] if rank == 0 else [0, 0])
-    exchange = plan_exchange(counts, group)
+    exchange = plan_exchange(announced_rows(counts, group), counts, group)
     rows = (torch.arange(8.0).view(4, 2) if rank == 0 else torch.empty(0, 2)).requires_grad_()
     arrived, exchange = Dispatched(rows, exchange).arrive()
     home = send_home(arrived * (rank + 1.0), exchange)

@@ -137,8 +137,9 @@ def launch_faults(logs: list[RankLog]) -> list[str]:
             if e.kind == "illegal launch"]
 
 
-def faults(logs: list[RankLog], *, may_wait: bool = False) -> list[str]:
-    """All of the above, and of each rank the races between its streams and, unless the host ``may_wait`` in a step, the
-    steps that wait more than once (``ordering``)."""
-    alone = [fault for log in logs for fault in (*race_faults(log), *(() if may_wait else wait_faults(log)))]
+def faults(logs: list[RankLog], *, most_waits: int | None = 1) -> list[str]:
+    """All of the above, and of each rank the races between its streams and the steps in which the host waits more often
+    than ``most_waits`` (``ordering``); None: as often as it likes."""
+    late = [] if most_waits is None else [fault for log in logs for fault in wait_faults(log, most_waits)]
+    alone = [fault for log in logs for fault in race_faults(log)] + late
     return [*meeting_faults(logs), *operation_faults(logs), *launch_faults(logs), *alone]

@@ -129,6 +129,24 @@ def by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str,
     return found | dict(zip((one.name for one in func._schema.arguments), args)) | kwargs
 
 
+def wait_for_sizes(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Read from the GPU as torch's kernel of an operator does that must know values before it can make its result: once
+    (how many there are), or for ``bincount`` the smallest and the largest one; not where the caller says how many. The
+    runtime logs each copy and wait."""
+    for _ in range(0 if kwargs.get("output_size") is not None else 2 if name == "bincount" else 1):
+        if args[0].numel():
+            torch.ops.aten._local_scalar_dense(args[0].flatten()[:1].view(torch.uint8)[:1])
+
+
+def on_gpu(value: Any, device: torch.device) -> Any:
+    """Return a tensor of the CPU as one of the GPU, written to its memory by no call of the runtime."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    out = torch.empty(value.shape, dtype=value.dtype, device=device)
+    at_host(out).copy_(value)
+    return out
+
+
 def needs_values(func: Any, name: str, args: Sequence[Any]) -> bool:
     """Whether the shape of the result, or of something on the way to it, depends on numbers in the arguments."""
     if name.startswith(("index", "_index_put", "_unsafe_index")):
@@ -150,9 +168,10 @@ class Answers(TorchDispatchMode):
         if func.namespace != "aten" or name.startswith(NO_NUMBERS) or func.is_view:
             return func(*args, **kwargs)
         if needs_values(func, name, args):  # no launch: torch would read a size that no kernel wrote
+            wait_for_sizes(name, args, kwargs)
             host_args, host_kwargs = host_arguments(args, kwargs)
             computed = func(*for_the_cpu(name, host_args), **host_kwargs)
-            return args[0] if name.endswith("_") else tree_map(lambda t: t.to(args[0].device), computed)
+            return args[0] if name.endswith("_") else tree_map(lambda t: on_gpu(t, args[0].device), computed)
         known = storages((args, kwargs))
         GHOST.ghost_answer_begin()
         try:

@@ -88,7 +88,7 @@ def run_case(made: Machine, case: Case, limit_s: float) -> dict[str, Any]:
         how = made.compute if needs_numbers else made.run
         now = how(*argv, *settled, seconds=limit_s)
         ended.append(now)
-        found += faults(now.logs, may_wait=case.waits)
+        found += faults(now.logs, most_waits=case.most_waits)
         if now.code:
             found.append(f"exit {now.code} of {argv[0]}: {' | '.join(now.output.splitlines()[-3:])[:600]}")
         if argv[0] != "checkpoint" and len(now.logs) != case.world:

@@ -78,10 +78,23 @@ class Case:
         return int(self.context[0])
 
     @property
-    def waits(self) -> bool:
-        """Whether a step may wait for the device before its end: an update of state on the host, torch's AdamW and
-        norm, which ask it for the clipping factor, the rows of each expert, and DeepSpeed's own looks at its norm."""
-        return self.offload != "none" or self.kernels == "off" or self.experts != "none" or self.engine != "native"
+    def most_waits(self) -> int | None:
+        """How often the host may wait for the device in a step: at its end, and in each layer of experts of a
+        micro-batch for the rows that are exchanged, in the first forward pass. None: any number, where state is updated
+        on the host, torch's AdamW and norm ask for the clipping factor, or DeepSpeed looks at its own norm."""
+        if self.offload != "none" or self.kernels == "off" or self.engine != "native":
+            return None
+        return 1 if self.experts == "none" else 1 + self.layers // self.sizes[1] * self.micro_batches
+
+    @property
+    def layers(self) -> int:
+        """Layers of the model, alike on each stage."""
+        return max(2, self.sizes[1] * self.stages)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a replica in a step."""
+        return 2 if self.sizes[1] > 1 else 1
 
     @property
     def is_further(self) -> bool:
@@ -147,7 +160,7 @@ class Case:
             "layout.virtual_pipeline_size": self.stages * (pp > 1) or 1, "layout.zero_stage": self.zero[0],
             "precision.dtype": self.dtype, "activations.policy": self.recompute,
             "checkpoint.asynchronous": str(self.saving == "beside").lower(), "backend.own_kernels": self.kernels,
-            "model.num_layers": max(2, pp * self.stages), "batch.global_batch_size": 2 * dp * (pp > 1) or dp,
+            "model.num_layers": self.layers, "batch.global_batch_size": self.micro_batches * dp,
         }
         if self.context != "1":
             out |= {"layout.context_parallel_size": self.shares, "layout.cp_method": self.context[2:]}

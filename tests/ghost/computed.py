@@ -150,8 +150,8 @@ def run_case(made: Machine, case: Case) -> dict[str, Any]:
     ended = made.compute("train", "run.toml", "--nproc", str(case.ranks), "--set", "backend.device=cuda", *sets,
                          "--set", f"output_dir={case.name}/runs", seconds=1200.0)
     # torch's AdamW waits for the clipping factor, and a recording for the device.
-    waits = bool({"backend.own_kernels=off", RECORDED} & set(case.settings))
-    wrong = [ended.output[-800:]] if ended.code else faults(ended.logs, may_wait=waits) if case.ranks > 1 else []
+    most = None if {"backend.own_kernels=off", RECORDED} & set(case.settings) else 1
+    wrong = [ended.output[-800:]] if ended.code else faults(ended.logs, most_waits=most) if case.ranks > 1 else []
     if RECORDED in case.settings and not ended.code:
         wrong += [fault for log in ended.logs for fault in capture_faults(log)]
         wrong += [f"rank {log.rank} replayed nothing" for log in ended.logs if not log.counts()["graph begins"]]

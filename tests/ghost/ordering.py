@@ -188,12 +188,12 @@ def _waits(events: list[Event]) -> list[str]:
     return [now.detail for before, now in zip(calls, calls[1:]) if now.kind == "wait" and before.kind != "wait"]
 
 
-def wait_faults(log: RankLog) -> list[str]:
-    """Return a sentence for each marked step but the first in which the host waits more than once: a wait in the middle
-    keeps the device idle until the host has queued more. The first makes buffers, which may wait."""
+def wait_faults(log: RankLog, most: int = 1) -> list[str]:
+    """Return a sentence for each marked step but the first in which the host waits more than ``most`` times: a wait in
+    the middle keeps the device idle until the host has queued more. The first makes buffers, which may wait."""
     marks = [(i, event.detail) for i, event in enumerate(log.events) if event.kind == "mark"]
     begins = [i for i, text in marks if text == STEP_BEGINS]
     ends = [i for i, text in marks if text == STEP_ENDS]
     steps = [_waits(log.events[begin:end]) for begin, end in zip(begins, ends)]
     return [f"rank {log.rank}: the host waits {len(waits)} times in a step: {'; '.join(waits)}"
-            for waits in steps[1:] if len(waits) > 1]
+            for waits in steps[1:] if len(waits) > most]

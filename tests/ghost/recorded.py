@@ -160,7 +160,7 @@ def run_case(made: Machine, case: Case, limit_s: float = 300.0) -> dict[str, Any
     row: dict[str, Any] = {"case": case.name}
     if not found:
         found += [fault for log in logs for fault in (*capture_faults(log), *replay_faults(log))]
-        found += faults(logs, may_wait=True)  # while it records
+        found += faults(logs, most_waits=None)  # while it records
     if not found:
         steps = steps_of(logs[0])
         same, operands = same_addresses(logs[0])
@@ -180,7 +180,7 @@ def run_size(made: Machine, name: str, limit_s: float = 300.0) -> dict[str, Any]
     found = [f"exit {code}: {' | '.join(output.splitlines()[-3:])[:600]}"] if code or len(logs) != 1 else []
     row: dict[str, Any] = {"case": name}
     if not found:
-        found += [*capture_faults(logs[0]), *replay_faults(logs[0]), *faults(logs, may_wait=True)]
+        found += [*capture_faults(logs[0]), *replay_faults(logs[0]), *faults(logs, most_waits=None)]
     if not found:
         steps, said = steps_of(logs[0]), json.loads(output.splitlines()[-1])
         row |= {"calls": len(by_host(steps[CALLED])), "calls_replayed": len(by_host(steps[REPLAYED])),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[1] / "ghost"))
 
 import budgets
+import expert_waits
 import faults as planted
 import recorded
 from analyse import faults, meeting_faults, operation_faults
+from combinations import Case
 from machine import Event, RankLog
 from ordering import race_faults, wait_faults, waits_between
 
@@ -293,6 +296,24 @@ def test_only_a_later_step_that_waits_twice_is_a_fault() -> None:
     assert wait_faults(wrong) == [
         "rank 0: the host waits 2 times in a step: cudaStreamSynchronize; copy to pageable memory"
     ]
+    assert wait_faults(wrong, 2) == []
+
+
+def test_a_step_may_wait_once_in_each_layer_of_experts() -> None:
+    """Two stages of two layers with two micro-batches; only where the host itself decides is any number allowed."""
+    dense = Case("1x2x1", "1f1b", "0", "bf16", "full", "none", "gpt", "waits", "on", "resume")
+    experts = replace(dense, schedule="1f1b-2", experts="2")
+    assert [dense.most_waits, experts.most_waits, replace(experts, layout="1x1x2").most_waits] == [1, 5, 3]
+    for change in ({"kernels": "off"}, {"offload": "cpu"}, {"engine": "deepspeed"}):
+        assert replace(experts, **change).most_waits is None
+
+
+@pytest.mark.parametrize(("key", "found"), [("waits", 2.0), ("products", 13.0), ("launches", 999.0)])
+def test_a_layer_of_experts_that_costs_more_than_the_table_is_named(key: str, found: float) -> None:
+    row = {"waits": 1.0, "products": 12.0, "launches": 90.0}
+    wrong = expert_waits.over_budget("ep 2", row | {key: found}, row)
+    assert wrong == ([] if key == "launches" else [
+        f"ep 2: {found:g} {key} of a layer of experts and micro-batch, {row[key]:g} are allowed"])
 
 
 @pytest.mark.parametrize("fault", planted.planned(), ids=lambda fault: fault.name)

@@ -166,6 +166,7 @@ class NativeEngine:
             run_parts(self.captured.parts(plain, replayed=replayed), state)
         self._losses = state.losses
         # The step's one host synchronisation (one more for each mask's count and torch's AdamW).
+        tallies = {name: total.to("cpu", non_blocking=True) for name, total in state.totals.items()}
         found, auxiliary = state.read_outcome()
         self._differing, used_scale = int(found.differing), self.scaler.scale
         loss, finite = found.loss_sum / max(found.counted, 1.0), math.isfinite(found.norm)
@@ -177,7 +178,7 @@ class NativeEngine:
             loss=loss, tokens=round(found.counted), grad_norm=found.norm if finite else None,
             skipped=bool(found.skipped), loss_scale=used_scale,
             auxiliary=dict(zip(self.sums.auxiliary.names, auxiliary)),
-            tallies={name: total.cpu() for name, total in state.totals.items()},
+            tallies=tallies,
         )
 
     @property

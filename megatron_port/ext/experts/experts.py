@@ -2,9 +2,9 @@
 
 The experts of a layer are one parameter [E, ...] that the ranks of ``ep`` divide along its first dimension. A rank
 sorts the copies of its tokens by expert, so that what goes to another rank is one run of rows; ranks first tell each
-other how many rows of which expert come (one wait of the host in each layer), then exchange the rows, multiply them by
-their experts' matrices, and send the results back the same way (Lepikhin et al., arXiv 2006.16668; without a capacity
-Gale et al., arXiv 2211.15841).
+other how many rows of which expert come (one wait of the host in each layer, none in a recomputed pass), then exchange
+the rows, multiply them by their experts' matrices, and send the results back the same way (Lepikhin et al., arXiv
+2006.16668; without a capacity Gale et al., arXiv 2211.15841).
 """
 
 from __future__ import annotations
@@ -128,22 +128,32 @@ class Exchange:
         return replace(self, order=order, back=back)
 
 
+def announced_rows(counts: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return how many rows of each expert come to this rank from each of the group, and go there: int64
+    [2, ranks, E / ranks] on the host, from ``counts`` int64 [E] of what it has. Collective; the host waits for it."""
+    if group is None:
+        mine = counts.cpu().unsqueeze(0)
+        return torch.stack((mine, mine))
+    incoming = torch.empty_like(counts)
+    dist.all_to_all_single(incoming, counts, group=group)
+    return torch.stack((incoming, counts)).view(2, dist.get_world_size(group), -1).cpu()
+
+
 def plan_exchange(
-    counts: torch.Tensor, group: Group, provider: RowExchange | None = None, most: int = 0
+    rows: torch.Tensor, counts: torch.Tensor, group: Group, provider: RowExchange | None = None, most: int = 0
 ) -> Exchange:
-    """Return the exchange of rows sorted by expert, ``counts`` int64 [E] of each. Collective; the host waits for it.
+    """Return the exchange of rows sorted by expert: ``rows`` of :func:`announced_rows`, ``counts`` int64 [E] of each
+    expert on the device.
 
     ``provider`` makes what moves the rows, of which no rank sends more than ``most``; None: torch's all-to-all.
     """
+    theirs, ours = rows.tolist()
     if group is None:
-        mine = tuple(counts.tolist())
-        return Exchange(None, (sum(mine),), (sum(mine),), mine)
-    ranks = dist.get_world_size(group)
-    incoming = torch.empty_like(counts)
-    dist.all_to_all_single(incoming, counts, group=group)
-    theirs, ours = torch.stack((incoming, counts)).view(2, ranks, -1).tolist()
+        (mine,) = theirs
+        return Exchange(None, (sum(mine),), (sum(mine),), tuple(mine))
+    incoming = to_device_async(rows[0].flatten(), counts.device)
     here = [sum(rank[expert] for rank in theirs) for expert in range(len(theirs[0]))]
-    labels = torch.arange(len(here), device=counts.device).repeat(ranks)
+    labels = torch.arange(len(here), device=counts.device).repeat(len(theirs))
     expert = torch.repeat_interleave(labels, incoming, output_size=sum(here))
     order = expert.argsort(stable=True)
     back = torch.empty_like(order)
@@ -296,11 +306,26 @@ def _ends(counts: Sequence[int], device: torch.device) -> torch.Tensor:
 
 def _grouped(rows: torch.Tensor, matrices: torch.Tensor, counts: Sequence[int], ends: torch.Tensor) -> torch.Tensor:
     """Return the rows [n, k] of each expert times its matrix of [E, k, m]: [n, m]."""
-    aligned = rows.shape[1] * rows.itemsize % 16 == 0 and matrices.shape[2] * rows.itemsize % 16 == 0
-    if rows.dtype == torch.float64 or not aligned:  # which grouped_mm does not take
-        return torch.cat([part @ matrix for part, matrix in zip(_runs(rows, counts), matrices)])
-    out: torch.Tensor = F.grouped_mm(rows, matrices, offs=ends)
+    if _in_one_launch(rows, matrices):
+        grouped: torch.Tensor = F.grouped_mm(rows, matrices, offs=ends)
+        return grouped
+    out = rows.new_empty(rows.shape[0], matrices.shape[2])
+    for part, matrix, result, count in zip(_runs(rows, counts), matrices, _runs(out, counts), counts):
+        if count:
+            torch.mm(part, matrix, out=result)
     return out
+
+
+def _in_one_launch(rows: torch.Tensor, matrices: torch.Tensor) -> bool:
+    """Return whether torch's ``grouped_mm`` is one kernel for these. Where it is not, on a GPU before sm_90, on AMD and
+    for fp16 and fp32, it multiplies expert by expert as well, and makes the host wait for the numbers of rows."""
+    aligned = rows.shape[1] * rows.itemsize % 16 == 0 and matrices.shape[2] * rows.itemsize % 16 == 0
+    if rows.dtype == torch.float64 or not aligned:  # which it does not take
+        return False
+    if not rows.is_cuda:
+        return True
+    newer = not torch.version.hip and torch.cuda.get_device_capability(rows.device) >= (9, 0)
+    return bool(newer) and rows.dtype == torch.bfloat16
 
 
 def _add_grouped(

@@ -19,6 +19,7 @@ from megatron_port.core.model.program import Program, Watch
 from megatron_port.ext.experts.experts import (
     Dispatched,
     Exchange,
+    announced_rows,
     combined,
     copies,
     grouped_linear,
@@ -28,6 +29,7 @@ from megatron_port.ext.experts.experts import (
 )
 from megatron_port.ext.experts.router import Route, Router, tally_specs
 from megatron_port.ext.experts.spec import MoESpec
+from megatron_port.ext.experts.torch_ops import counted
 
 EXCHANGES = 2
 """Exchanges of rows in a forward pass: to the experts and back."""
@@ -121,14 +123,21 @@ class MoE(FeedForwardBlock):
         if route.kept is not None:
             experts = experts.masked_fill(~route.kept.flatten(), self.num_experts)
         by_expert = experts.sort(stable=True)
-        counts = torch.bincount(experts, minlength=self.num_experts + 1)[: self.num_experts]
-        exchange = plan_exchange(counts, self.expert_group, self.row_exchange, len(experts))
+        counts = counted(experts, self.num_experts + 1)[: self.num_experts]
+        exchange = plan_exchange(self._rows(counts), counts, self.expert_group, self.row_exchange, len(experts))
         exchange = exchange.filled_by(self.experts.up_weight)
         order = by_expert.indices[: sum(exchange.sent)]
         place = torch.full_like(experts, -1)
         place[order] = torch.arange(len(order), device=order.device)
         place = place.view(-1, k)
         return Dispatched(copies(tokens.flatten(0, 1), order // k, place, self.ops), exchange), place
+
+    def _rows(self, counts: torch.Tensor) -> torch.Tensor:
+        """Return :func:`announced_rows`; a recomputed pass exchanges those of the first, and does not wait for them."""
+        context = self.router.step.current
+        if context is None:
+            return announced_rows(counts, self.expert_group)
+        return context.keep(f"{self.router.name}.rows", lambda: announced_rows(counts, self.expert_group))
 
     def biased_and_gated(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return what every token of x passes beside its experts, from its last product."""

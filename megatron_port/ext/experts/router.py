@@ -25,7 +25,7 @@ from megatron_port.core.layers.step import StepContext, TallySpec
 from megatron_port.core.model.build import BuildContext
 from megatron_port.ext.experts.experts import ExpertOps, torch_experts
 from megatron_port.ext.experts.spec import MoESpec
-from megatron_port.ext.experts.torch_ops import Routed, Routing
+from megatron_port.ext.experts.torch_ops import Routed, Routing, counted
 from megatron_port.ext.experts.wide import WIDE
 
 # The router's choice, weights and scores, with the logits' gradient; ``experts.torch_ops`` says what is
@@ -328,7 +328,7 @@ class Router(Buffered):
             return self.load.to(torch.promote_types(self.weight.dtype, torch.float32))
         number = self.moe.num_experts
         sample = torch.arange(batch, device=experts.device).repeat(experts.shape[0] // batch)
-        counts = torch.bincount((sample[:, None] * number + experts).flatten(), minlength=batch * number)
+        counts = counted((sample[:, None] * number + experts).flatten(), batch * number)
         for group in (self.tensor_group, self.context_group):
             if group is not None:
                 dist.all_reduce(counts, group=group)
@@ -339,7 +339,7 @@ class Router(Buffered):
         context = self.step.current
         assert context is not None
         if context.tallies is not None and not context.recomputing:
-            counts = torch.bincount(experts.flatten(), minlength=self.moe.num_experts)
+            counts = counted(experts.flatten(), self.moe.num_experts)
             context.add_tally("expert_tokens", self.index, counts)
             if kept is not None:
                 context.add_tally("dropped", self.index, (~kept).sum())

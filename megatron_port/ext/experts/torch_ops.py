@@ -103,6 +103,14 @@ def _largest(value: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values[..., :count], indices[..., :count]
 
 
+def counted(index: Tensor, number: int) -> Tensor:
+    """Return how often each of 0 to ``number`` - 1 occurs in ``index``, both int64: [number], exact.
+
+    torch's ``bincount`` makes the host wait for a GPU twice, for the smallest and the largest index.
+    """
+    return index.new_zeros(number).scatter_add_(0, index, torch.ones_like(index))
+
+
 # Rows of tokens at the places of their experts, in torch ops: copied there, summed back, and the sum's gradients.
 #
 # Rows of any floating-point dtype; sums in float32, float64 for float64. ``place`` [tokens, k] names the rows of each
