@@ -13,7 +13,7 @@ BYTE_VOCABULARY = 257
 GPT2_VOCABULARY = 50257
 """Entries of GPT-2's byte-pair encoding."""
 _OWN_OPS = ("norm", "activation", "rotary", "dropout", "softmax", "cross_entropy", "experts", "optimizer")
-_ONLY_GPU = {"attention": ("flash_attn", "fa3", "fa4"), "norm": ("apex",), "optimizer": ("apex",)}
+_ONLY_GPU = {"attention": ("flash_attn", "varlen", "fa3", "fa4"), "norm": ("apex",), "optimizer": ("apex",)}
 _TOKENIZERS = ("auto", "byte", "gpt2")
 
 
@@ -128,7 +128,7 @@ _BACKEND = Table(sized=True, more=(_gpu_only, _own_ops, _hooks), rows=(
     Rule(lambda c: c.model.attention_dropout > 0 and c.backend.attention not in ("auto", "own", "math"),
          "model.attention_dropout {c.model.attention_dropout} needs backend.attention auto, own or math, not "
          "{c.backend.attention!r}: only those keep the mask free of the layout; or set attention_dropout = 0"),
-    Rule(lambda c: c.backend.attention in ("flash_attn", "fa3", "fa4") and c.precision.dtype not in ("fp16", "bf16"),
+    Rule(lambda c: c.backend.attention in _ONLY_GPU["attention"] and c.precision.dtype not in ("fp16", "bf16"),
          "backend.attention {c.backend.attention} needs precision.dtype fp16 or bf16, not {c.precision.dtype!r}"),
     Rule(lambda c: c.backend.own_kernels == "on" and c.precision.dtype == "fp64",
          "backend.own_kernels on needs precision.dtype fp32, fp16 or bf16, not 'fp64'; use auto"),

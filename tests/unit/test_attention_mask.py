@@ -21,7 +21,7 @@ from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.ops import attention as own
 from megatron_port.ext.kernels.packed_documents import pack_documents
 from megatron_port.ext.kernels.packed_math import packed_math_attention
-from megatron_port.ext.kernels.torch_attention import flash_attention, sdpa_attention
+from megatron_port.ext.kernels.torch_attention import flash_attention, sdpa_attention, varlen_attention
 
 SEQ, BATCH, HEADS, GROUPS, SIZE = 13, 2, 4, 2, 6
 STARTS = torch.tensor([[0, 0, 0, 3, 4, 4, 4, 4, 4, 9, 9, 9, 12], [0, 1, 1, 1, 1, 1, 1, 1, 8, 8, 8, 8, 8]],
@@ -172,20 +172,36 @@ def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) ->
     ])
 
 
+def torchs_varlen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_q: torch.Tensor, cu_seq_k: torch.Tensor,
+    max_q: int, max_k: int, *, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
+) -> torch.Tensor:
+    """torch's ``varlen_attn`` by its documentation: the same, causal by a window that ends with the query."""
+    assert window_size[1] == 0 and enable_gqa == (query.shape[1] != key.shape[1])
+    return varlen(query, key, value, cu_seqlens_q=cu_seq_q, cu_seqlens_k=cu_seq_k, max_seqlen_q=max_q,
+                  max_seqlen_k=max_k, causal=True, window_size=window_size)
+
+
+def providers_of_masks() -> dict[str, Attention]:
+    """Providers other than own and math, with what they call replaced by the definition."""
+    return {"sdpa": sdpa_attention(), "flash_attn": flash_attention(flash, varlen),
+            "varlen": varlen_attention(torchs_varlen)}
+
+
 def test_torchs_and_flash_attn_get_what_they_take() -> None:
-    """torch's attention serves windows and documents; flash-attn a soft-cap too."""
+    """torch's attention, of both kinds, serves windows and documents; flash-attn a soft-cap too."""
     packed = pack_documents(STARTS, STARTS.device)
     assert packed.offsets.tolist() == [0, 3, 4, 9, 12, 13, 14, 21, 26] and packed.offsets.dtype == torch.int32
     assert packed.longest == 7
-    providers: dict[str, Attention] = {"sdpa": sdpa_attention(), "flash_attn": flash_attention(flash, varlen)}
+    providers = providers_of_masks()
     for (name, attention), options in itertools.product(providers.items(), MASKS.values()):
         mask = AttentionMask(
             options.get("window", 0), options.get("softcap", 0.0), None, options.get("starts"),
             documents=functools.partial(pack_documents, STARTS, STARTS.device),
         )
         inputs = given()[:3]
-        if name == "sdpa" and mask.softcap:
-            with pytest.raises(ValueError, match="sdpa does not support soft-capped scores"):
+        if name != "flash_attn" and mask.softcap:
+            with pytest.raises(ValueError, match=f"{name} does not support soft-capped scores"):
                 attention(*inputs, mask=mask)
             continue
         exact = results(lambda q, k, v, o=options: by_definition(q, k, v, None, **o), inputs)
@@ -197,6 +213,23 @@ def test_torchs_and_flash_attn_get_what_they_take() -> None:
         math_attention(*given()[:3], causal=False, mask=AttentionMask(window=2))
     with pytest.raises(ValueError, match="needs flash_attn_varlen_func"):
         flash_attention(flash)(*given()[:3], mask=AttentionMask(first=STARTS))
+
+
+@pytest.mark.parametrize("name", ["window", "documents", "both"])
+def test_the_installed_torch_takes_what_varlen_attention_gives_it(name: str) -> None:
+    """Its own operator, forward and backward, on tensors without numbers: there is no kernel of it for CPUs."""
+    attn = pytest.importorskip("torch.nn.attention.varlen").varlen_attn
+    meta = torch.device("meta")
+    q, k, v = (x.detach().to(meta, torch.bfloat16).requires_grad_() for x in given()[:3])
+    packed = pack_documents(STARTS, STARTS.device)
+    packed = dataclasses.replace(packed, offsets=packed.offsets.to(meta))
+    mask = AttentionMask(
+        0 if name == "documents" else 3, first=None if name == "window" else STARTS, documents=lambda: packed
+    )
+    out = varlen_attention(attn)(q, k, v, mask=mask)
+    assert out.shape == (q.shape[0], q.shape[1], q.shape[2] * q.shape[3]) and out.dtype == torch.bfloat16
+    out.backward(torch.empty_like(out))
+    assert q.grad is not None and k.grad is not None and k.grad.shape == k.shape
 
 
 HELD = (Positions.contiguous(3, 2), Positions((Run(0, 2), Run(5, 6))), Positions((Run(3, 1), Run(8, 2), Run(11, 2))))
@@ -217,8 +250,8 @@ def test_runs_of_queries_in_a_longer_sequence(name: str, held: Positions) -> Non
     q, k, v, _ = given()
     places = tuple(index.tolist())
     wanted = results(lambda q, k, v: by_definition(q, k, v, None, **options, queries=places), (q[index], k, v))
-    providers = {"sdpa": sdpa_attention(), "flash_attn": flash_attention(flash, varlen)}
-    for attention in [providers[n] for n in providers if n != "sdpa" or not whole.softcap]:
+    providers = providers_of_masks()
+    for attention in [providers[n] for n in providers if n == "flash_attn" or not whole.softcap]:
         close(results(functools.partial(attention, mask=mask), (q[index], k, v)), wanted, 1e-12)
         unlisted = dataclasses.replace(mask, runs=None, first=None, documents=None)
         with pytest.raises(ValueError, match=r"need AttentionMask\.runs"):

@@ -13,7 +13,7 @@ import torch
 from benchmarks import attention_providers
 from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.dist.rank import DeviceInfo
-from megatron_port.core.errors import ConfigError
+from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.layers.fused import torch_causal_softmax
 from megatron_port.ext.kernels import attention_choice as choice
 from megatron_port.ext.kernels.attention_choice import AttentionShape, lookup, parse, shipped_table
@@ -83,6 +83,41 @@ def test_under_a_mask_flash_attn_goes_first_and_math_last(monkeypatch: pytest.Mo
     ):
         row, _ = choose(monkeypatch, text, packages, mask)
         assert row.provider == provider and why in row.why and " ms measured" not in row.why, row
+
+
+def test_documents_and_windows_take_torchs_varlen_attention_where_flash_attn_is_absent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A torch without it, or with an older one, is named, and a mask that hides nothing stays with torch's kernels,
+    cuDNN's left out."""
+    def varlen_attn(query: Any, *rest: Any, window_size: Any = (-1, -1), enable_gqa: bool = False) -> None: ...
+
+    def older(query: Any, *rest: Any, is_causal: bool = False) -> None: ...
+
+    def function(q: Any, k: Any, v: Any) -> None: ...
+
+    found: dict[str, object] = {choice._VARLEN: SimpleNamespace(varlen_attn=varlen_attn)}
+    old: dict[str, object] = {choice._VARLEN: SimpleNamespace(varlen_attn=older)}
+    package = SimpleNamespace(flash_attn_func=function, flash_attn_varlen_func=function)
+    flash: dict[str, object] = {"flash_attn": package}
+    text, window, documents = rows((SHAPE, TIMES)), MaskNeeds(window=True), MaskNeeds(documents=True, runs=True)
+    for packages, mask, provider, why in (
+        (found, window, "varlen", "compute all scores under a mask; flash_attn is not installed; torch "),
+        (found, documents, "varlen", ""), (found | flash, documents, "flash_attn", ""),
+        (old, documents, "sdpa", "first that fits of flash, efficient, math; computes all scores"),
+        (old, documents, "sdpa", "has no varlen_attn with window_size and enable_gqa"),
+        ({}, window, "sdpa", "torch.nn.attention.varlen is not installed"), (found, MaskNeeds(runs=True), "sdpa", ""),
+        (found, MaskNeeds(window=True, softcap=True), "math", ""),
+    ):
+        row, _ = choose(monkeypatch, text, packages, mask)
+        assert row.provider == provider and why in row.why, row
+    row, _ = choose(monkeypatch, text, found, documents, attention="varlen")
+    assert row.provider == "varlen" and row.why.startswith("asked for")
+    for packages, mask, why in (
+        (old, window, "no varlen_attn with window_size"), (found, MaskNeeds(softcap=True), "cannot serve soft-capp"),
+    ):
+        with pytest.raises(EnvironmentFault, match=f'attention = "varlen" cannot serve: .*{why}'):
+            choose(monkeypatch, text, packages, mask, attention="varlen")
 
 
 def test_the_fastest_that_can_serve_is_taken_and_the_reason_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from megatron_port.core.config.model import MoEConfig
 from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.errors import EnvironmentFault
-from megatron_port.core.layers.attention import math_attention
+from megatron_port.core.layers.attention import AttentionMask, math_attention
 from megatron_port.core.layers.fused import ProbabilityDropout, torch_layer_norm, torch_rms_norm, torch_split_rotary
 from megatron_port.core.layers.providers import torch_providers
 from megatron_port.ext.kernels import attention_choice as choose_attention
@@ -408,3 +408,25 @@ def test_kernel_order_by_device_and_determinism() -> None:
     names = [[k.name for k in gpu_kernels(rocm=r, deterministic=d)] for r, d in cases]
     assert names[0][0] == "CUDNN_ATTENTION" and "CUDNN_ATTENTION" not in names[1] + names[2]
     assert all(n[-1] == "MATH" for n in names)
+
+
+def test_cudnn_is_not_tried_under_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradient of the queries was NaN there; without a mask it is the first, also after a call with one."""
+    kernels, tried = gpu_kernels(rocm=False, deterministic=False), []
+    attend = F.scaled_dot_product_attention
+
+    def noted(*args: Any, **options: Any) -> torch.Tensor:
+        tried.append((torch.backends.cuda.cudnn_sdp_enabled(), torch._C._get_sdp_priority_order()[0]))
+        return attend(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    attention, (q, k, v) = sdpa_attention(kernels), (torch.randn(6, 2, 2, 8) for _ in range(3))
+    ends = torch.arange(1, 7, dtype=torch.int32)
+    masks = (None, AttentionMask(window=2), AttentionMask(first=torch.zeros(2, 6, dtype=torch.int32)),
+             AttentionMask(window=3, end=ends, runs=((1, 6),)), None)
+    with sdpa_kernel(kernels, set_priority=True):  # restores the process's order
+        for mask in masks:
+            attention(q, k, v, mask=mask)
+    cudnn = SDPBackend.CUDNN_ATTENTION.value
+    assert tried[0] == tried[-1] == (True, cudnn)
+    assert [(enabled, first == cudnn) for enabled, first in tried[1:-1]] == [(False, False)] * 3

@@ -281,9 +281,9 @@ class BackendConfig:
     own_kernels: Literal["auto", "on", "off"] = "auto"
     """What ``auto`` means for the ops below: auto (own kernels where they are built and supported) | on (own kernels,
     or stop) | off"""
-    attention: Literal["auto", "own", "math", "sdpa", "flash_attn", "fa3", "fa4"] = "auto"
+    attention: Literal["auto", "own", "math", "sdpa", "flash_attn", "varlen", "fa3", "fa4"] = "auto"
     """auto (GPUs: by configs/kernels; own under dropout) | own (GPUs: fp16, bf16, heads of up to 128) | math | sdpa |
-    flash_attn | fa3 | fa4 (instead of torch's flash)"""
+    flash_attn | varlen (torch's, for documents and windows) | fa3 | fa4 (instead of torch's flash)"""
     norm: str = "auto"
     """auto | own | apex | torch; for this and the next five ops also a provider that a plugin registers"""
     activation: str = "auto"

@@ -1,4 +1,5 @@
-"""Which attention serves a run: math, torch's SDPA with its kernels in order, the flash-attn package, FA3, FA4."""
+"""Which attention serves a run: math, torch's SDPA with its kernels in order or its varlen attention, the flash-attn
+package, FA3, FA4."""
 
 from __future__ import annotations
 
@@ -20,7 +21,14 @@ from megatron_port.core.layers.providers import ProviderRow
 from megatron_port.core.package import shipped_folder
 from megatron_port.ext.kernels.kernels import optional_import
 from megatron_port.ext.kernels.settings import CAUSAL, MaskNeeds, own_gpu_problem
-from megatron_port.ext.kernels.torch_attention import flash_attention, gpu_kernels, sdpa_attention, serving_kernel
+from megatron_port.ext.kernels.torch_attention import (
+    flash_attention,
+    gpu_kernels,
+    kernels_under_masks,
+    sdpa_attention,
+    serving_kernel,
+    varlen_attention,
+)
 
 # Measured times of attention's providers on GPUs: ``configs/kernels/attention.json``.
 #
@@ -131,11 +139,12 @@ def _kind(shape: AttentionShape) -> tuple[object, ...]:
     return shape.arch, shape.dtype, shape.head_dim, shape.causal, shape.dropout
 
 
-_CHOICES = ("auto", "own", "math", "sdpa", "flash_attn", "fa3", "fa4")
+_CHOICES = ("auto", "own", "math", "sdpa", "flash_attn", "varlen", "fa3", "fa4")
 _MATRIX_ARCHS = ("gfx90a", "gfx94", "gfx95")
 _PACKAGES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
 _LARGEST_HEAD = 256
-"""Largest head size of flash-attn, on CUDA and in its Composable Kernel build."""
+"""Largest head size of flash-attn, on CUDA and in its Composable Kernel build, and of torch's copy of it."""
+_VARLEN = "torch.nn.attention.varlen"
 
 
 @dataclass(frozen=True)
@@ -218,6 +227,25 @@ def _flash_problem(device: DeviceInfo, needs: AttentionNeeds) -> tuple[Any | Non
     return module, problem
 
 
+def _varlen(device: DeviceInfo, needs: AttentionNeeds) -> tuple[Callable[..., Any] | None, str]:
+    """(torch's varlen_attn, "") or (None, why it cannot be used)."""
+    problem = _halves_on_gpu("torch's varlen attention", device, needs.dtype) or needs.mask.problem("varlen")
+    if not problem and device.kind != "cuda":
+        problem = f"torch's varlen attention is for NVIDIA GPUs, not {device.kind}"
+    size = needs.head_size or (needs.heads[2] if needs.heads is not None else 8)
+    if not problem and (size > _LARGEST_HEAD or size % 8):
+        problem = f"torch's varlen attention takes heads of up to {_LARGEST_HEAD}, a multiple of 8, not {size}"
+    if not problem and needs.shape is not None and int(needs.shape.arch.removeprefix("sm_")) < 80:
+        problem = f"torch's varlen attention needs sm_80 or later, not {needs.shape.arch}"
+    module, problem = (None, problem) if problem else optional_import(_VARLEN)
+    function = getattr(module, "varlen_attn", None)
+    known = {} if function is None else inspect.signature(function).parameters
+    missing = [name for name in ("window_size", "enable_gqa") if name not in known]
+    if not problem and missing:
+        problem = f"torch {torch.__version__} has no varlen_attn with {' and '.join(missing)}"
+    return (None, problem) if problem else (function, "")
+
+
 def _newer_flash_problem(which: str, device: DeviceInfo, needs: AttentionNeeds) -> str:
     """Why torch's flash attention cannot be replaced by FA3 or FA4, or nothing."""
     problem = _halves_on_gpu(which, device, needs.dtype)
@@ -264,8 +292,10 @@ def choose_attention(
         return _own_attention(), ProviderRow("attention", "own", f"{how}; {own.load()}")
     flash, problem = _flash_problem(device, needs)
     without_row = ""
-    if asked == "auto" and needs.mask.any and (flash is not None or needs.mask.problem("sdpa")):
-        return _masked(flash, problem, needs, softmax)
+    if asked == "varlen" or (asked == "auto" and needs.mask.any):
+        chosen, without_row = _masked(asked, flash, problem, device, needs, softmax)
+        if chosen is not None:
+            return chosen
     if asked == "auto" and needs.shape is not None and not needs.mask.any:
         times = lookup(shipped_table(), needs.shape)
         if times is not None and (measured := _fastest(times, config, device, needs, flash, problem)):
@@ -294,13 +324,27 @@ def _flash(module: Any, how: str) -> tuple[Attention, ProviderRow]:
 
 
 def _masked(
-    flash: Any | None, flash_problem: str, needs: AttentionNeeds, softmax: CausalSoftmax
-) -> tuple[Attention, ProviderRow]:
-    """flash-attn under a mask, whose work is what the mask leaves; else math, where torch's attention cannot serve."""
-    if flash is not None:
-        return _flash(flash, "auto: torch's attention would compute all scores under a mask")
-    why = f"auto; {needs.mask.problem('sdpa')}; {flash_problem}"
-    return math_attention_with(softmax), ProviderRow("attention", "math", why)
+    asked: str, flash: Any | None, flash_problem: str, device: DeviceInfo, needs: AttentionNeeds, softmax: CausalSoftmax
+) -> tuple[tuple[Attention, ProviderRow] | None, str]:
+    """Return what serves a mask with the work that the mask leaves: flash-attn, then torch's varlen attention; else
+    math, where torch's attention cannot serve. None: that can, and why nothing before it does.
+
+    Raises EnvironmentFault: varlen was asked for and cannot serve.
+    """
+    why = "torch's attention would compute all scores under a mask"
+    if flash is not None and asked == "auto":
+        return _flash(flash, f"auto: {why}"), ""
+    function, problem = _varlen(device, needs)
+    if asked == "varlen" and function is None:
+        raise refuse("attention", asked, problem, "sdpa")
+    hides = needs.mask.window or needs.mask.documents
+    if function is not None and (hides or asked == "varlen"):
+        how = "asked for" if asked == "varlen" else f"auto: {why}; {flash_problem}"
+        return (varlen_attention(function), ProviderRow("attention", "varlen", f"{how}; torch {torch.__version__}")), ""
+    if lacking := needs.mask.problem("sdpa"):
+        row = ProviderRow("attention", "math", f"auto; {lacking}; {flash_problem}")
+        return (math_attention_with(softmax), row), ""
+    return None, problem if hides and device.is_gpu else ""
 
 
 def _newer_flash(which: str, config: BackendConfig) -> Attention:
@@ -358,7 +402,8 @@ def _sdpa(
         why = "; ".join(filter(None, (why, skipped, "torch's CPU kernels", _all_scores(needs))))
         return sdpa_attention(), ProviderRow("attention", "sdpa", why)
     kernels = gpu_kernels(rocm=device.kind == "rocm", deterministic=config.deterministic)
-    order = ", ".join(k.name.removesuffix("_ATTENTION").lower() for k in kernels)
+    shown = kernels_under_masks(kernels) if needs.mask.any else kernels
+    order = ", ".join(k.name.removesuffix("_ATTENTION").lower() for k in shown)
     why += f"; first that fits of {order}"
     if needs.mask.any:
         why += f"; {_all_scores(needs)}"

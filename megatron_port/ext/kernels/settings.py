@@ -22,6 +22,7 @@ ALIGN = 16
 SERVED = {
     "sdpa": frozenset({"window", "documents", "runs"}),
     "flash_attn": frozenset({"window", "softcap", "documents", "runs"}),
+    "varlen": frozenset({"window", "documents", "runs"}),
     "fa3": frozenset[str](), "fa4": frozenset[str](),  # they stand in torch's place, which gives them no window
 }
 """Mask features that each provider supports (fields of :class:`MaskNeeds`); own and math support all of them."""

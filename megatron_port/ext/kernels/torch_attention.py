@@ -1,5 +1,5 @@
-"""Attention by torch's scaled_dot_product_attention and by the flash-attn package; the signature is that of
-``layers.attention.Attention``."""
+"""Attention by torch's scaled_dot_product_attention and varlen_attn, and by the flash-attn package; the signature is
+that of ``layers.attention.Attention``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, _sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from megatron_port.core.dist.collectives import to_device_async
 from megatron_port.core.layers.attention import Attention, AttentionMask, check_shapes
 from megatron_port.core.layers.fused import ProbabilityDropout
 
@@ -68,11 +69,12 @@ def sdpa_attention(kernels: Sequence[SDPBackend] = ()) -> Attention:
     """torch's scaled_dot_product_attention; ``kernels``: tried in this order (empty: torch's own choice).
 
     A window and documents take a mask of queries · keys bytes, for each sample where documents differ, made in every
-    layer, and no work is saved by it: all scores are computed, the later half too. Of a GPU's kernels cuDNN's, the
-    memory-efficient one and math's take masks, not flash attention. Queries at other positions are served run by run,
-    over the keys up to the last of the run; without window and documents flash attention takes those too.
+    layer, and no work is saved by it: all scores are computed, the later half too. Of a GPU's kernels the
+    memory-efficient one and math's serve masks (:func:`kernels_under_masks`), not flash attention. Queries at other
+    positions are served run by run, over the keys up to the last of the run; without window and documents flash
+    attention takes those too.
     """
-    order = KernelOrder(kernels)
+    order, under_masks = KernelOrder(kernels), KernelOrder(kernels_under_masks(kernels))
 
     def attention(
         q: torch.Tensor,
@@ -85,7 +87,7 @@ def sdpa_attention(kernels: Sequence[SDPBackend] = ()) -> Attention:
     ) -> torch.Tensor:
         check_shapes(q, k, v, causal, mask)
         refuse_dropout("sdpa", dropout)
-        order.prefer()
+        (order if mask is None else under_masks).prefer()
         if mask is None:
             return _sdpa(q, k, v, None, causal)
         refuse_mask("sdpa", mask)
@@ -129,13 +131,14 @@ def _run_bias(mask: AttentionMask, row: int, count: int, low: int, high: int) ->
 
 
 def flash_attention(
-    function: Callable[..., torch.Tensor], varlen: Callable[..., torch.Tensor] | None = None
+    function: Callable[..., torch.Tensor], varlen: Callable[..., torch.Tensor] | None = None, *,
+    name: str = "flash_attn",
 ) -> Attention:
     """The flash-attn package's ``flash_attn_func`` (Dao, arXiv 2307.08691), and ``flash_attn_varlen_func`` for
     documents; fp16 and bf16 on a GPU.
 
     The last query sees the last key (since 2.1), so that queries at other positions are served run by run, and under
-    documents by the runs of each document.
+    documents by the runs of each document. ``name``: of the provider, in messages.
     """
 
     def attention(
@@ -148,8 +151,8 @@ def flash_attention(
         mask: AttentionMask | None = None,
     ) -> torch.Tensor:
         check_shapes(q, k, v, causal, mask)
-        refuse_dropout("flash_attn", dropout)
-        options = {} if mask is None else _flash_options(mask)
+        refuse_dropout(name, dropout)
+        options = {} if mask is None else _flash_options(mask, name)
         if mask is not None and mask.first is not None:
             return _flash_documents(varlen, q, k, v, mask, options)
         runs = [(0, q.shape[0], 0, k.shape[0])] if mask is None or mask.end is None else query_runs(mask, k.shape[0])
@@ -167,7 +170,7 @@ def _flash_documents(
     varlen: Callable[..., torch.Tensor] | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     mask: AttentionMask, options: dict[str, Any],
 ) -> torch.Tensor:
-    """flash-attn's function for sequences of different lengths: documents, or the runs of queries in each."""
+    """Attention by a function for sequences of different lengths: documents, or the runs of queries in each."""
     if varlen is None or mask.documents is None:
         raise ValueError("attention provider flash_attn needs flash_attn_varlen_func and AttentionMask.documents")
     documents = mask.documents()
@@ -184,9 +187,55 @@ def _flash_documents(
     return out.view(q.shape[1], q.shape[0], -1).transpose(0, 1).contiguous()
 
 
-def _flash_options(mask: AttentionMask) -> dict[str, Any]:
+class _TorchVarlen:
+    """torch's ``varlen_attn`` behind the signatures of flash-attn's two functions."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        self._function = function
+        self._whole: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+    def one_sequence(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, **options: Any
+    ) -> torch.Tensor:
+        """Return ``flash_attn_func`` of [1, s, heads, d]."""
+        lengths = q.shape[1], k.shape[1]
+        bounds = [self._bounds(length, q.device) for length in lengths]
+        out = self.sequences(
+            *(x.squeeze(0) for x in (q, k, v)), cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1], max_seqlen_q=lengths[0],
+            max_seqlen_k=lengths[1], causal=causal, **options,
+        )
+        return out.unsqueeze(0)
+
+    def sequences(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, causal: bool,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> torch.Tensor:
+        """Return ``flash_attn_varlen_func`` of [tokens, heads, d]; causal is a window that ends with the query."""
+        return self._function(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            window_size=(window_size[0], 0 if causal else window_size[1]), enable_gqa=q.shape[1] != k.shape[1],
+        )
+
+    def _bounds(self, length: int, device: torch.device) -> torch.Tensor:
+        """Return (0, length) on the device, made once."""
+        if (length, device) not in self._whole:
+            self._whole[length, device] = to_device_async(torch.tensor([0, length], dtype=torch.int32), device)
+        return self._whole[length, device]
+
+
+def varlen_attention(function: Callable[..., torch.Tensor]) -> Attention:
+    """Return attention by torch's ``torch.nn.attention.varlen.varlen_attn``: FlashAttention-2, whose work under windows
+    and documents is that of the scores that are left; fp16 and bf16 on an NVIDIA GPU."""
+    torchs = _TorchVarlen(function)
+    return flash_attention(torchs.one_sequence, torchs.sequences, name="varlen")
+
+
+def _flash_options(mask: AttentionMask, name: str) -> dict[str, Any]:
     """Return flash-attn's arguments for a window and a soft-cap; none for what is not asked for."""
-    refuse_mask("flash_attn", mask)
+    refuse_mask(name, mask)
+    if mask.softcap and name != "flash_attn":
+        raise ValueError(f"attention provider {name} does not support soft-capped scores; use own, math or flash_attn")
     window = {"window_size": (mask.window - 1, 0)} if mask.window else {}  # the query itself is not counted there
     return window | ({"softcap": mask.softcap} if mask.softcap else {})
 
@@ -195,6 +244,12 @@ def gpu_kernels(*, rocm: bool, deterministic: bool) -> list[SDPBackend]:
     """Return SDPA's kernels in order of preference. cuDNN's backward pass is not deterministic, and ROCm has none."""
     found = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return found if rocm or deterministic else [SDPBackend.CUDNN_ATTENTION, *found]
+
+
+def kernels_under_masks(kernels: Sequence[SDPBackend]) -> list[SDPBackend]:
+    """Return the kernels in order, without cuDNN's, where a mask is given: on an H100 its gradient of the queries was
+    NaN under a mask tensor at sequences of 64 modulo 128 tokens (pytorch issue 196678)."""
+    return [kernel for kernel in kernels if kernel != SDPBackend.CUDNN_ATTENTION]
 
 
 def serving_kernel(

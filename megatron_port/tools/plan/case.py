@@ -597,11 +597,11 @@ def _teacher(config: RunConfig) -> ModelConfig | None:
 
 def _attention_provider(config: RunConfig) -> str:
     """Whose fused attention a run takes. torch's is cuDNN's where that is the first that serves, on devices with rates
-    of it in their table (Hopper); its backward pass is not deterministic."""
+    of it in their table (Hopper); its backward pass is not deterministic, and it is not used under a mask."""
     asked = config.backend.attention
     if asked in ("fa3", "fa4"):
         return "flash3"
-    torchs = asked in ("auto", "sdpa") and not config.backend.deterministic
+    torchs = asked in ("auto", "sdpa") and not config.backend.deterministic and not MaskNeeds.of(config).any
     table = table_of(config.calibration.table) if torchs and config.calibration.table else None
     return "cudnn" if table is not None and table.has("attention-forward", "cudnn", "") else "flash2"
 
