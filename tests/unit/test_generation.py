@@ -26,8 +26,14 @@ from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder import GPTStage
 from megatron_port.ext.corpora.tokenizer import ByteTokenizer
 from megatron_port.run import config_hash
-from megatron_port.tools.inference.generation import Sampling, draw, filter_logits
-from megatron_port.tools.inference.model import CacheSlot, KeyValueCache, StreamWindows
+from megatron_port.tools.inference.generation import Generator, Sampling, draw, filter_logits
+from megatron_port.tools.inference.model import (
+    CacheSlot,
+    KeyValueCache,
+    StreamWindows,
+    WholeDocuments,
+    misplaced_token,
+)
 from megatron_port.tools.inference.scoring import Questions, score
 
 LOGITS = torch.tensor([[0.0, 2.0, 1.0, -1.0], [3.0, 3.0, 0.0, 0.5]])
@@ -146,6 +152,27 @@ def test_texts_are_cut_as_the_harness_asks() -> None:
     assert found[0][0][0] == 256 and questions.windows("") == []
     with pytest.raises(DataError, match="at most model.seq_length"):
         score(type("M", (), {"ctx": None, "model": Untrained.model})(), [([1] * 9, 2)])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("wrong", "at"), [(ModelConfig().vocab_size, 2), (-1, 2), (1 << 40, 2)])
+def test_a_token_outside_of_the_vocabulary_is_named_before_it_is_sent(wrong: int, at: int) -> None:
+    """By place and number, in what is scored, evaluated and generated from: a GPU does not look."""
+    model, ids = type("M", (), {"ctx": None, "model": Untrained.model})(), [1, 0, wrong]
+    size = model.model.vocab_size
+    says = f"position {at} has token {wrong}, which is outside the model's vocabulary of {size}"
+    assert misplaced_token([0, size - 1], size) == "" and misplaced_token([], size) == ""
+    with pytest.raises(DataError, match=f"sequence 1 to be scored: {says}"):
+        score(model, [([1, 2], 1), (ids, 1)])
+    with pytest.raises(ConfigError, match=f"prompt 1: {says}"):
+        Generator._check(type("G", (), {"model": model, "decode": None})(), [[1], ids], Sampling())
+    stream = StreamWindows(lambda start, count: np.array([1, 2, 3, 0, 1, *ids])[start : start + count], 8, 5, size)
+    stream.sample(0)
+    with pytest.raises(DataError, match=f"the corpus: {says.replace('position 2', 'position 7')}"):
+        stream.sample(1)
+    corpus = type("C", (), {"prefix": "c", "document_edges": lambda self: np.array([0, 3]),
+                            "document": lambda self, index: np.array(ids)})()
+    with pytest.raises(DataError, match=f"c: document 0: {says}"):
+        WholeDocuments(corpus, 8, size).sample(0)
 
 
 def test_rope_options_are_checked() -> None:

@@ -18,7 +18,7 @@ from megatron_port.core.config.model import ATTENTION
 from megatron_port.core.dist.counter import key_of, random_bits, uniform
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.io.work import Advance, silent
-from megatron_port.tools.inference.model import InferenceModel, KeyValueCache
+from megatron_port.tools.inference.model import InferenceModel, KeyValueCache, misplaced_token
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -173,12 +173,9 @@ class Generator:
             )
         if not prompts or any(len(p) == 0 for p in prompts):
             raise ConfigError("a prompt has no tokens; give at least one character")
-        for prompt in prompts:
-            if max(prompt) >= self.model.model.vocab_size or min(prompt) < 0:
-                raise ConfigError(
-                    f"a prompt has token {max(prompt)}, the model has {self.model.model.vocab_size}; is this the "
-                    "tokenizer that it was trained with?"
-                )
+        for number, prompt in enumerate(prompts):
+            if wrong := misplaced_token(prompt, self.model.model.vocab_size):
+                raise ConfigError(f"prompt {number}: {wrong}")
         if sampling.stop_strings and self.decode is None:
             raise ConfigError("stop strings need a tokenizer to decode with")
 

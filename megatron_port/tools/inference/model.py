@@ -322,6 +322,17 @@ def perplexity(
     return Perplexity(total / counted, counted)
 
 
+def misplaced_token(tokens: Sequence[int] | np.ndarray, vocab_size: int, position: int = 0) -> str:
+    """Return a sentence about the first of ``tokens``, which begin at ``position``, that has no row in the embedding,
+    or nothing. A GPU does not look: it would write outside of the table, or tensor-parallel ranks take it for 0."""
+    ids = np.asarray(tokens)
+    if not ids.size or (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
+        return ""
+    at = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+    return (f"position {position + at} has token {int(ids[at])}, which is outside the model's vocabulary of "
+            f"{vocab_size}; was it made with this model's tokenizer?")
+
+
 @dataclass(frozen=True)
 class StreamWindows:
     """Windows of a stream. Raises DataError: fewer than 2 tokens, or a stride beyond the window."""
@@ -355,11 +366,8 @@ class StreamWindows:
         length = min(self.seq_length + 1, self.tokens - start)
         ids, counted = np.zeros(self.seq_length + 1, np.int64), np.zeros(self.seq_length, bool)
         found = self.stream(start, length)
-        if int(found.max()) >= self.vocab_size or int(found.min()) < 0:
-            raise DataError(
-                f"the corpus has token {int(found.max())} near position {start}, the model has {self.vocab_size}; "
-                "was it made with this model's tokenizer?"
-            )
+        if wrong := misplaced_token(found, self.vocab_size, start):
+            raise DataError(f"the corpus: {wrong}")
         ids[:length] = found
         new = slice(0 if index == 0 else self.seq_length - self._step, length - 1)
         counted[new] = True if self.counted is None else self.counted(start + 1, length - 1)[new]
@@ -595,9 +603,8 @@ class WholeDocuments:
 
     def sample(self, index: int) -> Sample:
         found = self.corpus.document(index)
-        if int(found.max(initial=0)) >= self.vocab_size:
-            raise DataError(f"{self.corpus.prefix}: document {index} has token {int(found.max())}, the model "
-                            f"{self.vocab_size}; was it made with this model's tokenizer?")
+        if wrong := misplaced_token(found, self.vocab_size):
+            raise DataError(f"{self.corpus.prefix}: document {index}: {wrong}")
         tokens, counted = np.full(self.seq_length + 1, PADDING, np.int64), np.zeros(self.seq_length, bool)
         tokens[: len(found)] = found
         mask = self.corpus.read_mask(self.corpus.document_start(index), len(found))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_port.core.errors import ConfigError, DataError, EnvironmentFault
 from megatron_port.ext.corpora.tokenizer import Tokenizer, bos_of, encode_whole
 from megatron_port.tools.inference.generation import Generator, Sampling
-from megatron_port.tools.inference.model import InferenceModel
+from megatron_port.tools.inference.model import InferenceModel, misplaced_token
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,13 @@ def score(
     The same on every rank; replicas take the sequences in turn, longest first so that a batch has like lengths.
 
     Raises:
-        DataError: a sequence is longer than the model's context and one more, or nothing stands before what is scored.
+        DataError: a sequence is longer than the model's context and one more, nothing stands before what is scored, or
+            a token is none of the vocabulary's.
     """
-    ctx, limit = model.ctx, model.model.seq_length
-    for tokens, count in sequences:
+    ctx, limit, size = model.ctx, model.model.seq_length, model.model.vocab_size
+    for number, (tokens, count) in enumerate(sequences):
+        if wrong := misplaced_token(tokens, size):
+            raise DataError(f"sequence {number} to be scored: {wrong}")
         if not 1 <= count < len(tokens) or len(tokens) - 1 > limit:
             raise DataError(
                 f"{len(tokens)} tokens, the last {count} to be scored: at least one must stand before them, and at "
