@@ -162,8 +162,8 @@ def split_positions(data: IndexedDataset, fractions: Sequence[float], seq_length
 
 
 def checked(tokens: np.ndarray, vocab_size: int, data: IndexedDataset, position: int) -> np.ndarray:
-    """Return ``tokens``, read from ``position`` on. DataError: an id that the model has no embedding for."""
-    if int(tokens.max()) >= vocab_size or int(tokens.min()) < 0:
+    """Return ``tokens``, int64 and read from ``position`` on. DataError: an id that the model has no embedding for."""
+    if int(tokens.view(np.uint64).max()) >= vocab_size:  # one look: as unsigned, a negative one is larger than any
         at = int(np.flatnonzero((tokens >= vocab_size) | (tokens < 0))[0])
         raise bad_token(data.prefix, position + at, int(tokens[at]), vocab_size)
     return tokens
