@@ -44,7 +44,7 @@ def test_an_id_outside_the_model_names_file_and_position(tmp_path):
     dataset.sample(1)
     with pytest.raises(DataError, match=r"c\.bin: position 25: token id 25 .* 25"):
         dataset.sample(2)
-    tokens = np.array([0, 24, -1, 25])
+    tokens = np.array([0, 24, -1])
     assert checked(tokens[:2], 25, dataset.data, 7) is not None
     with pytest.raises(DataError, match=r"c\.bin: position 9: token id -1 .* 25"):
         checked(tokens, 25, dataset.data, 7)
