@@ -225,6 +225,7 @@ PARTS = Registry("part", "", {
     "adapters of a layer": "megatron_port.ext.weights.adapter_spec:layer_adapters",
     "balanced context-parallel divisions": "megatron_port.ext.context.balance:divisions_by_documents",
     "chunked column linear": "megatron_port.ext.weights.chunked:ChunkedColumnParallelLinear",
+    "chunked head": "megatron_port.ext.memory.chunked_head:ChunkedHead",
     "chunked row linear": "megatron_port.ext.weights.chunked:ChunkedRowParallelLinear",
     "context-parallel attention": "megatron_port.ext.context.attention:context_attention",
     "context-parallel checks": "megatron_port.ext.context.checks:context_checks",

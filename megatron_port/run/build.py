@@ -72,7 +72,8 @@ def build_model(
         loss=LOSSES.function(objective.token_loss), objective=objective, z_loss=config.training.z_loss,
         recompute=config.activations.recompute,
         layer_activations=dict(enumerate(map(decided, layer_choices(config.activations, config.model.num_layers)))),
-        position_reset=config.data.position_reset, fine_tuning=config.fine_tuning, quantisation=config.quantisation,
+        head_chunk=max(config.activations.head_chunk, 0), position_reset=config.data.position_reset,
+        fine_tuning=config.fine_tuning, quantisation=config.quantisation,
     )
     build = BuildContext(
         model=config.model, layout=config.layout, ctx=ctx, providers=providers, step=step,

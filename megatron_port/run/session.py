@@ -128,8 +128,9 @@ def open_session(
     config, fitted = _fit_world(config, info)
     _check_world(config, info)
     config = resolve(config, info.world_size)
-    plans = config.activations.policy == "plan" and not config.activations.layers
-    if plans:
+    activations = config.activations
+    plans = activations.policy == "plan" and not activations.layers
+    if plans or activations.head_chunk < 0:
         config = PARTS.function("activation plan")(config, info.world_size)
     logger = Logger(info.rank)
     if fitted:

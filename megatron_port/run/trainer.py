@@ -143,7 +143,7 @@ def _announce(state: LoopState, seconds: float, begun_at: Checkpoint | None) -> 
         f"model {c.model.name}: {counted(c.model, c.fine_tuning)}; layout {t.sizes()}"
         f"{', sequence parallel' if c.layout.sequence_parallel and t.tp > 1 else ''}, ZeRO-{c.layout.zero_stage}, "
         f"recompute {'by plan' if c.activations.choices else c.activations.policy}, "
-        f"{c.precision.dtype}, engine {c.engine}; model built in {seconds:.1f} s"
+        f"{_head(c.activations.head_chunk)}{c.precision.dtype}, engine {c.engine}; model built in {seconds:.1f} s"
     )
     if state.ctx.device.type == "cuda":
         why = why_not_captured(c, state.ctx.device, state.session.providers.optimizer)
@@ -152,6 +152,11 @@ def _announce(state: LoopState, seconds: float, begun_at: Checkpoint | None) -> 
     if interval != 1:
         log(f"state check every {interval} updates (numerics.state_check_interval)" if interval else "no state check")
     agreed(lambda: _claim_folder(state, begun_at) if state.session.is_rank_zero else None)
+
+
+def _head(chunk: int) -> str:
+    """How the head makes its logits, where that is not all at once."""
+    return f"head in chunks of {chunk:,} tokens, " if chunk > 0 else ""
 
 
 def _claim_folder(state: LoopState, begun_at: Checkpoint | None) -> None:

@@ -326,7 +326,7 @@ def inference_config(weights: Weights, overrides: Sequence[str], world_size: int
         "layout.virtual_pipeline_size=1", "layout.data_parallel_size=0", "layout.expert_parallel_size=1",
         "layout.context_parallel_size=1", "layout.sequence_parallel=false",
         "layout.pipeline_split=[]", "layout.zero_stage=0", "layout.shard_size=0", "layout.reshard=forward",
-        "layout.pipeline_schedule=1f1b", "activations.policy=none", "layout.elastic=false",
+        "layout.pipeline_schedule=1f1b", "activations.policy=none", "activations.head_chunk=0", "layout.elastic=false",
         "offload.optimizer=none", "offload.weights=none", "offload.fraction=1.0", "offload.nvme_path=",
         f"batch.micro_batch_size={micro_batch}", f"batch.global_batch_size={micro_batch * world_size}",
         "batch.rampup_start=0", "training.loss=cross_entropy",

@@ -153,6 +153,8 @@ def draw(seed: int) -> DistilledDraw:
 
 def with_drawn_teacher(r: random.Random, config: RunConfig, t: Topology) -> tuple[RunConfig, ModelConfig]:
     """Return a run with a teacher of any shape that can be split likewise, and that."""
+    if config.layout.zero_stage == 3:  # does not serve a teacher's head in chunks
+        config = replace(config, activations=replace(config.activations, head_chunk=0))
     mine, stages = config.model, t.pp * config.layout.virtual_pipeline_size
     groups, llama = mine.kv_heads, r.random() < 0.5
     heads = groups * r.choice((1, 2)) if groups >= t.tp else t.tp * r.choice((1, 2))

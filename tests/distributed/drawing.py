@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from cases import make_config
 from drawing_data import fed, scheduled
-from drawing_options import optioned
+from drawing_options import headed, optioned
 from drawing_rules import ruled
 
 from megatron_port.core.config.features import FineTuningConfig, OffloadConfig
@@ -58,6 +58,7 @@ class Draw:
             "tp": t.tp, "pp": t.pp, "dp": t.dp, "cp": t.cp, "method": c.layout.cp_method, "order": c.layout.cp_order,
             "sequence_parallel": c.layout.sequence_parallel, "recompute": c.activations.policy,
             "recomputed": list(c.activations.layers),
+            "head_chunk": c.activations.head_chunk,
             "schedule": c.layout.pipeline_schedule, "vp": c.layout.virtual_pipeline_size,
             "zero_stage": c.layout.zero_stage, "shard": c.layout.shard_size,
             "reshard": c.layout.reshard, "bucket": c.layout.reduce_bucket_size,
@@ -286,7 +287,7 @@ def draw(seed: int) -> Draw:
     if seed % 19 in (12, 14, 17) and engine == "native" and dtype in ("fp32", "fp64"):
         config = _adapted(random.Random(f"adapters-{seed}"), config)
     config, t = _divided(random.Random(f"context-{seed}"), config, t)
-    config = _planned(random.Random(f"activations-{seed}"), config)
+    config = headed(random.Random(f"head-{seed}"), _planned(random.Random(f"activations-{seed}"), config))
     config = _documents(random.Random(f"documents-{seed}"), config)
     config = _further(random.Random(f"further-{seed}"), config)
     config = _offloaded(random.Random(f"offload-{seed}"), config)

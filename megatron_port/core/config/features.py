@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from megatron_port.core.config.ranges import Count, Fraction, NonNegative, PathSetting, Positive, Share, Size
+from megatron_port.core.config.ranges import Count, Fraction, NonNegative, PathSetting, Positive, Share, Size, at_least
 
 
 # Section ``[distillation]``: a teacher whose predictions the model learns.
@@ -168,6 +168,9 @@ class ActivationsConfig:
     layers: tuple[str, ...] = ()
     """plan: sites that each layer does not keep, joined by +, one entry per layer: SITE (recompute), SITE:swap or
     SITE:partition; empty: the planner finds them when the run starts, and they are written to its folder."""
+    head_chunk: Annotated[int, at_least(-1)] = 0
+    """Tokens of a micro-batch whose logits exist at once, made again backward, so that none are kept; 0: all tokens; -1:
+    chunks of 256 MiB of logits where whole ones would not fit, else 0."""
 
     @property
     def recompute(self) -> Literal["none", "selective", "full"]:

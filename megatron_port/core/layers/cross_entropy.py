@@ -25,10 +25,6 @@ from torch import Tensor
 from megatron_port.core.dist.collectives import Group
 from megatron_port.core.layers.fused import FirstOrderFunction, first_order
 
-# The two steps of cross-entropy that have providers: torch's ops and the project's own kernels (kernels.ops).
-#
-# What happens between them, over the ranks, is in ``layers.cross_entropy``.
-
 _CHUNK = 1 << 22
 """Logits that torch's ops take at a time: 16 MiB as float32, in place of a wide copy of all."""
 
@@ -123,24 +119,31 @@ _SPENT = (
 )
 
 
+def losses_from(statistics: tuple[Tensor, ...], group: Group, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each token's loss, and the maximum and total of its gradient, from each rank's statistics (overwritten)."""
+    maximum, total, target = statistics
+    if group is not None:
+        own = maximum.clone()
+        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
+        sums = torch.stack((total.mul_(own.sub_(maximum).exp_()), target))
+        dist.all_reduce(sums, group=group)
+        total, target = sums.unbind()
+    loss = total.log() + (maximum - target)
+    if z_loss:
+        log_z = total.log() + maximum
+        loss += z_loss * log_z.square()
+        total = total / (1.0 + 2.0 * z_loss * log_z)
+    return loss, maximum, total
+
+
 class _VocabParallelCrossEntropy(FirstOrderFunction):
     @staticmethod
     def forward(
         ctx: Any, logits: torch.Tensor, labels: torch.Tensor, offset: int, extent: int, group: Group,
         ops: CrossEntropyOps, z_loss: float,
     ) -> torch.Tensor:
-        maximum, total, target = ops.statistics(logits, labels, offset=offset, extent=extent)
-        if group is not None:
-            own = maximum.clone()
-            dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
-            sums = torch.stack((total.mul_(own.sub_(maximum).exp_()), target))
-            dist.all_reduce(sums, group=group)
-            total, target = sums.unbind()
-        loss = total.log() + (maximum - target)
-        if z_loss:
-            log_z = total.log() + maximum
-            loss += z_loss * log_z.square()
-            total = total / (1.0 + 2.0 * z_loss * log_z)
+        statistics = ops.statistics(logits, labels, offset=offset, extent=extent)
+        loss, maximum, total = losses_from(statistics, group, z_loss)
         ctx.save_for_backward(logits, labels, maximum, total)
         ctx.offset, ctx.extent, ctx.ops, ctx.spent = offset, extent, ops, False
         return loss

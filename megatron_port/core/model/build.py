@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -37,9 +37,6 @@ from megatron_port.core.model.rotary import RotaryTables
 from megatron_port.core.model.spec import LinearSpec, ParameterSpec, Rotation
 from megatron_port.core.registry import PARTS
 
-if TYPE_CHECKING:
-    pass
-
 
 class Recompute(Protocol):
     """Activation recompute (``memory.recompute``)."""
@@ -64,6 +61,8 @@ class BuildOptions:
     """none | selective | full, for all layers."""
     layer_activations: Mapping[int, Any] = field(default_factory=dict)
     """Decisions (``memory.sites.LayerActivations``) by the index of the layer, where ``recompute`` is none."""
+    head_chunk: int = 0
+    """Tokens whose logits exist at once (``memory.chunked_head``); 0: all."""
     position_reset: bool = False
     """Learned positions are counted from each document's start."""
     fine_tuning: FineTuningConfig = NO_ADAPTERS
@@ -94,7 +93,7 @@ class BuildContext:
         self.model, self.ctx, self.providers, self.step, self.stream = model, ctx, providers, step, step.stream
         self.dtype, self.loss, self.position_reset = dtype, options.loss, options.position_reset
         self.sequence_parallel = layout.sequence_parallel and ctx.size("tp") > 1
-        self._recompute, self.cp_method = options.recompute, layout.cp_method
+        self._recompute, self.cp_method, self.head_chunk = options.recompute, layout.cp_method, options.head_chunk
         self.layer_activations = options.layer_activations
         self.parking = self._parking()
         self.padding_multiple = layout.vocab_padding_multiple

@@ -46,8 +46,8 @@ class GPTStage(nn.Module):
     hold layers that share weights (None: this one alone), and ``held`` such weights that this rank has built.
 
     ``forward``: tokens int64 [batch, seq] on the first stage, else activations
-    [seq(/tp), batch, hidden]; returns activations, or logits [seq, batch,
-    padded_vocab/tp] on the last stage.
+    [seq(/tp), batch, hidden]; returns activations, on the last stage logits [seq, batch,
+    padded_vocab/tp], or activations where the head makes its logits in chunks.
     """
 
     def __init__(
@@ -75,7 +75,8 @@ class GPTStage(nn.Module):
         if self.last:
             if self.embedding is not None:
                 table = self.embedding.word.weight
-            self.head = Head(spec.head, build, table if spec.head.weight.tied else None)
+            make = PARTS.function("chunked head") if build.head_chunk else Head
+            self.head = make(spec.head, build, table if spec.head.weight.tied else None)
             if spec.head.predictions:
                 further = PARTS.function("multi-token prediction modules")(spec.head, build, self.head, table)
         self.predictions = nn.ModuleList(further)
@@ -104,7 +105,7 @@ class GPTStage(nn.Module):
             x = self.embedding(x)
         for layer in self.layers:
             x = layer(x)
-        return x if self.head is None else self.head(x)
+        return x if self.head is None or self.head.defers else self.head(x)
 
     def loss_sum(self, logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Sum of the losses of a micro-batch by the run's objective, a scalar (last stage only)."""

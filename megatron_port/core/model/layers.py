@@ -204,6 +204,9 @@ class Head(nn.Module):
     ``shared``: the embedding's parameter when both are on this stage and tied.
     """
 
+    defers = False
+    """Losses take a stage's result in place of logits (``memory.chunked_head``)."""
+
     def __init__(self, spec: HeadSpec, build: BuildContext, shared: nn.Parameter | None = None) -> None:
         super().__init__()
         self.group, self.sequence_parallel = build.ctx.over("tp"), build.sequence_parallel

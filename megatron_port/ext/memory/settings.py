@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from megatron_port.core.config.conflicts import NO_ENGINE, Conflict, Rule, Table
+from megatron_port.core.config.conflicts import NO_ENGINE, Conflict, Rule, Table, native_only
 from megatron_port.core.config.features import OffloadConfig
 from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.registry import OBJECTIVES
 
 WHOLE_MATRICES = ("adafactor", "came", "sm3", "lamb", "muon")
 """Rules whose update of an element depends on others, which other ranks or buckets may have."""
@@ -91,7 +92,26 @@ def _plan(config: RunConfig) -> list[str]:
     return []
 
 
-ACTIVATIONS = (Table(more=(_plan,), rows=(
-    Rule(lambda c: c.engine != "native" and any(":" in sites for sites in c.activations.layers),
-         'activations.layers with :swap or :partition need engine = "native"; recompute or keep these sites'),
-)),)
+CHUNK_BYTES = 1 << 28
+"""Logits of a chunk that the planner chooses: products of many rows, and little memory."""
+
+
+def chosen_chunk(columns: int, width: int) -> int:
+    """Return the tokens whose logits, of so many columns on a rank and ``width`` bytes each, are 256 MiB."""
+    return max(CHUNK_BYTES // (columns * width), 1)
+
+
+ACTIVATIONS = (
+    Table(more=(_plan,), rows=(
+        Rule(lambda c: c.engine != "native" and any(":" in sites for sites in c.activations.layers),
+             'activations.layers with :swap or :partition need engine = "native"; recompute or keep these sites'),
+    )),
+    Table(asked="activations.head_chunk {c.activations.head_chunk}", on=lambda c: c.activations.head_chunk != 0, rows=(
+        native_only("whose pipeline passes whole logits to the loss", 'use engine = "native", or head_chunk = 0'),
+        Conflict("training.loss", "a plugin's objective, which is given whole logits", "use 0",
+                 when=lambda c: c.training.loss in OBJECTIVES.added),
+        Conflict("layout.zero_stage", "which has the weights of the teacher's head no longer where the loss makes its "
+                 "logits in chunks", "use zero_stage 2, distillation.logits, or head_chunk = 0",
+                 refused=(3,), when=lambda c: c.distillation.online),
+    )),
+)

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -97,23 +97,31 @@ class DistillationObjective(Objective):
             return super().loss(stage, logits, labels, mask, context)
         if stage.head is None or context is None:
             raise ValueError("loss_sum on a stage without the head, or before a micro-batch was announced")
-        record = record_of(stage.head.weight)
-        found = vocab_parallel_distillation(
-            logits, labels.t(), self._target(stage, context), self.terms_of_a_token, offset=record.offset[0],
-            extent=record.extent[0], group=stage.head.group,
-        )
+        head: Any = stage.head
+        record, labels, target = record_of(head.weight), labels.t(), self._target(stage, context)
+
+        def losses(part: torch.Tensor, at: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            return vocab_parallel_distillation(
+                part, labels[at], target(at), self.terms_of_a_token, offset=record.offset[0], extent=record.extent[0],
+                group=head.group,
+            )
+
+        found = head.losses_of(logits, losses) if head.defers else losses(logits, slice(None))
         loss, *parts = (x.t() if mask is None else x.t() * mask for x in found)
         for name, part in zip(SUMS, parts):
             context.add_auxiliary(name, part.sum())
         return loss.sum()
 
-    def _target(self, stage: GPTStage, context: StepContext) -> torch.Tensor | Stored:
-        """Return what the teacher predicts of the micro-batch in flight, [seq, batch, …]."""
+    def _target(self, stage: GPTStage, context: StepContext) -> Callable[[slice], torch.Tensor | Stored]:
+        """Return what gives the teacher's prediction of a slice of the micro-batch in flight, [positions, batch, …]."""
         if isinstance(stage, DistilledStage):
-            return stage.take_judged()
+            judged, head = stage.take_judged(), cast(Any, stage.teacher.head)
+            made: Callable[[slice], torch.Tensor] = head.logits_at(judged) if head.defers else judged.__getitem__
+            return made
         if not context.side:
             raise ValueError("a micro-batch without what the teacher's file keeps of its labels")
-        return Stored(*(context.side[name] for name in SIDE)).map(lambda x: x.transpose(0, 1).contiguous())
+        stored = Stored(*(context.side[name] for name in SIDE)).map(lambda x: x.transpose(0, 1).contiguous())
+        return lambda at: stored.map(lambda x: x[at])
 
     def metrics(self, sums: Mapping[str, float], count: int) -> dict[str, float | None]:
         """Return the means over a step's tokens."""
@@ -248,7 +256,8 @@ class DistilledStage(GPTStage):
         return out
 
     def take_judged(self) -> torch.Tensor:
-        """Return the teacher's logits of the micro-batch in flight [seq, batch, columns], once.
+        """Return the teacher's logits of the micro-batch in flight [seq, batch, columns], once; where the head defers them, what
+        it makes them of.
 
         RuntimeError: there are none.
         """
@@ -276,7 +285,7 @@ def _build_with_teacher(
     context = BuildContext(
         model=run.model, layout=run.layout, ctx=build.ctx, providers=replace(providers, fp8=None),
         step=silent_slot(build.stream), dtype=build.dtype,
-        options=BuildOptions(position_reset=objective.run.data.position_reset),
+        options=BuildOptions(position_reset=objective.run.data.position_reset, head_chunk=build.head_chunk),
     )
     teacher_layers = PARTS.function("layers by chunk")(run, topology)
     tables: dict[BuildContext, nn.Parameter] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -86,8 +87,8 @@ class MultiTokenObjective(Objective):
         ahead = context.side or look_ahead(labels, mask, context.document_starts, len(counts))
         tokens, targets, counted = ([x.contiguous() for x in ahead[k].unbind(-1)] for k in (TOKENS, LABELS, COUNTED))
         for depth, (part, count) in enumerate(zip(stage.predictions, counts, strict=True)):
-            hidden, logits = part(hidden, tokens[depth], head)
-            losses = (head.token_losses(logits, targets[depth]) * counted[depth]).sum()
+            hidden = part(hidden, tokens[depth])
+            losses = (_losses(head, hidden, targets[depth]) * counted[depth]).sum()
             mean = losses / max(count, 1.0)
             context.add_auxiliary(self.sums[depth], mean)
             added = mean * (self.weight / len(counts) * context.global_tokens)
@@ -99,6 +100,15 @@ class MultiTokenObjective(Objective):
         """Return the mean over depths of a step's mean losses; a depth without any token has added none."""
         found = [sums[name] for name in self.sums if sums[name] != 0.0]
         return {"mtp_loss": sum(found) / len(found) if found else None}
+
+
+def _losses(head: Any, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The loss of each token [batch, seq] from the normed hidden states of a depth [seq(/tp), batch, hidden]."""
+    if head.defers:
+        found: torch.Tensor = head.further_losses(hidden, labels)
+        return found
+    found = head.token_losses(head.logits(head.scaled(hidden)), labels)
+    return found
 
 
 def tokens_ahead(labels: torch.Tensor, depth: int) -> torch.Tensor:
@@ -159,7 +169,8 @@ def look_ahead(
 # before the embedding, those weights after it.
 
 class Prediction(nn.Module):
-    """One module: hidden states [seq(/tp), batch, hidden] of the depth before → (those of its own, its logits).
+    """One module: hidden states [seq(/tp), batch, hidden] of the depth before → those of its own, whose losses the
+    model's head makes.
 
     ``table``: the token table; ``head``: the model's, whose matrix and bias are this module's as well.
     """
@@ -182,16 +193,14 @@ class Prediction(nn.Module):
         # What the pass reads of the head is to be gathered for this module too.
         self.shared = nn.ParameterList([head.weight] if head.bias is None else [head.weight, head.bias])
 
-    def forward(
-        self, hidden: torch.Tensor, tokens: torch.Tensor, head: Head
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """``tokens``: int64 [batch, seq]."""
         embedded = self.word(tokens.t().contiguous())
         if self.multiplier != 1.0:
             embedded = embedded * self.multiplier
         both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1)
-        found = self.norm(self.layer(self.projection(both)))
-        return found, head.logits(head.scaled(found))
+        found: torch.Tensor = self.norm(self.layer(self.projection(both)))
+        return found
 
 
 def build_predictions(

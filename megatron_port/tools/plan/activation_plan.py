@@ -15,8 +15,9 @@ from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.ops import Site
+from megatron_port.ext.memory.settings import chosen_chunk
 from megatron_port.ext.memory.sites import RECOMPUTED, REPLICATED, SITES, Decision, choice
-from megatron_port.tools.plan.case import Case, Machine, case_of, machine_of
+from megatron_port.tools.plan.case import Case, Machine, case_of, machine_of, machine_problems
 from megatron_port.tools.plan.chunk import copied_sites, site_bytes
 from megatron_port.tools.plan.layer import partition_costs, site_costs
 from megatron_port.tools.plan.memory import HostLink, StageMemory, link_of, stage_memory
@@ -35,6 +36,9 @@ from megatron_port.tools.plan.step import chunk_costs
 MOST_LOOKED_AT = 50_000
 """Nodes of the search at the most. Swapping whole layers is not in the bound, so that with 48 layers on one stage it
 would look at millions; what the first thousands find is within 7 % of the least added seconds there."""
+
+WHOLE_LOGITS = 1 << 30
+"""Bytes of a micro-batch's logits beyond which a head whose device is not known takes chunks."""
 
 Counts = dict[str, int]
 """A site's choice, as activations.layers states it → the number of layers that make it."""
@@ -406,19 +410,38 @@ def plan_activations(
 def with_activation_plan(
     config: RunConfig, world_size: int | None = None, *, allow_fractions: bool = False
 ) -> RunConfig:
-    """Return the run with ``activations.layers`` filled in, where its policy is plan and they are open.
+    """Return the run with ``activations.head_chunk`` decided, where it is -1, and ``activations.layers`` filled in,
+    where its policy is plan and they are open.
 
     All ranks find the same, because nothing but the configuration is read. ``allow_fractions``: as ``case_of``.
 
     Raises:
         ConfigError: the cluster says too little to plan.
     """
+    if config.activations.head_chunk < 0:
+        chunk = _head_chunk(config, world_size, allow_fractions=allow_fractions)
+        config = with_values(config, {"activations.head_chunk": chunk})
     if config.activations.policy != "plan" or config.activations.layers:
         return config
     machine = machine_of(config)
     case, _ = case_of(config, world_size, allow_fractions=allow_fractions)
     found = plan_activations(case, machine, budget=config.activations.budget * 2**30)
     return with_values(config, {"activations.layers": tuple("+".join(sites) for sites in found)})
+
+
+def _head_chunk(config: RunConfig, world_size: int | None, *, allow_fractions: bool) -> int:
+    """Return the tokens of a chunk of the head, 0 for whole logits: chunks where the last stage does not fit else, or,
+    on a device of which too little is known, where whole logits take more than :data:`WHOLE_LOGITS` bytes."""
+    case, _ = case_of(config, world_size, allow_fractions=allow_fractions)
+    tokens, columns = case.model.seq_length // case.cp * case.micro_batch, case.padded_vocab // case.tp
+    chunk = chosen_chunk(columns, case.width)
+    if chunk >= tokens:
+        return 0
+    machine = Machine(cluster=config.cluster, hardware=config.hardware, calibration=config.calibration)
+    if machine.cluster.memory_gb <= 0 or machine_problems(machine):
+        return chunk if tokens * columns * case.width > WHOLE_LOGITS else 0
+    last = stage_memory(case, machine, case.grid.last_stage)
+    return chunk if last.total > machine.cluster.memory_gb * 1e9 else 0
 
 
 def stage_counts(case: Case, stage: int) -> Counts:

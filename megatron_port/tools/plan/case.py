@@ -273,6 +273,8 @@ class Case:
     recompute: str = "none"
     """none | selective (the scores of attention) | full (whole layers) | experts (of a layer what its experts do, as
     Megatron-core's selective recompute of "moe"; in no run file)"""
+    head_chunk: int = 0
+    """Tokens whose logits exist at once; 0: all."""
     dropped: tuple[tuple[str, ...], ...] = ()
     """Sites that each layer recomputes, where ``recompute`` is none; empty: no layer any."""
     micro_batch: int = 1
@@ -438,6 +440,7 @@ class Case:
         parts += [f"dp {self.dp}" + (f" in shards of {self.shard_size}" if self.shard_copies > 1 else "")]
         parts += [f"ep {self.ep}" + (f" x etp {self.etp}" if self.etp > 1 else "")] if self.model.moe.enabled else []
         parts += [f"micro-batch {self.micro_batch}", f"recompute {'by plan' if self.dropped else self.recompute}"]
+        parts += [f"head in chunks of {self.head_chunk} tokens"] if self.head_chunk else []
         parts += ["ZeRO-3"] if self.zero_stage == 3 else []
         share = f" {self.offload_fraction:.0%}" if self.offload_fraction < 1 else ""
         parts += [f"optimizer{share} on {self.offload}"] if self.offload != "none" else []
@@ -569,7 +572,7 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
         offload_weights=config.offload.weights == "cpu", offload_buffers=config.offload.buffers,
         rule=rule_cost(config.optimizer, config.model), schedule=layout.pipeline_schedule,
         recompute=config.activations.recompute, dropped=layer_choices(config.activations, config.model.num_layers),
-        micro_batch=batch.micro_batch_size,
+        head_chunk=max(config.activations.head_chunk, 0), micro_batch=batch.micro_batch_size,
         micro_batches=math.ceil(batch.global_batch_size / unit), global_batch=batch.global_batch_size,
         dtype=config.precision.dtype if config.precision.fp8 == "none" else "fp8", fp8=config.precision.fp8,
         flash=_is_fused(config),

@@ -16,7 +16,19 @@ from megatron_port.ext.memory.sites import SITES, decided
 from megatron_port.tools.plan.case import Case
 from megatron_port.tools.plan.engines import ADAMW
 from megatron_port.tools.plan.meter import layer, metered_bytes, uses_tables
-from megatron_port.tools.plan.operations import Block, Meter, Sizes, Tape, Value, drop, leave, linear, matrix, normalize
+from megatron_port.tools.plan.operations import (
+    Block,
+    Meter,
+    Sizes,
+    Tape,
+    Value,
+    drop,
+    leave,
+    linear,
+    matrix,
+    normalize,
+    product,
+)
 
 # Memory of the embedding, the head and the loss as programs over blocks (``plan.operations``); of layers:
 # ``plan.meter``.
@@ -84,9 +96,49 @@ def head(t: Tape, s: Sizes, x: Value) -> tuple[Value, Value]:
     return normed, logits_loss(t, s, normed)
 
 
+def _chunked_loss(t: Tape, s: Sizes, normed: Value) -> Value:
+    """``memory.chunked_head``: the logits of one chunk of tokens after the other, forward and again backward."""
+    case = s.case
+    w, whole, gathers, capped = case.width, s.whole, case.sequence_parallel, case.model.logits_softcap > 0
+    rows = min(max(case.head_chunk // case.micro_batch, 1) * case.micro_batch, s.tokens)
+    columns, hidden, torchs = case.padded_vocab / case.tp, case.model.hidden_size, case.kernels != "own"
+    weight, logits, part = columns * hidden * w, rows * columns * w, rows * hidden * w
+    wide = min(rows * columns, LOSS_CHUNK) * case.wide if torchs else 0.0
+
+    def made() -> Block:
+        """The logits of a chunk; while they are capped there are two more of them."""
+        made = product(t, s, part, weight, logits)
+        t.meter.need(2 * logits * capped)
+        return made
+
+    def backward(grad: Block, saved: list[Block]) -> list[Block | None]:
+        full = t.block(whole) if gathers else saved[0]
+        total = t.block(whole)
+        held = [made()]
+        kept = [t.block(logits), t.block(logits)] if capped else []  # the hyperbolic tangent, and what is capped
+        t.meter.need(wide if s.ratio > 1 else 0.0)
+        t.meter.need(2 * logits * capped)
+        del kept
+        held.append(product(t, s, logits, weight, part))
+        held.pop()
+        if not case.fine_tuning.enabled:
+            t.meter.need(s.widening * logits, s.widening * part)
+        del held, full
+        return [t.block(whole / case.tp) if gathers else total]
+
+    gathered = t.block(whole) if gathers else None
+    held = made()
+    t.meter.need(*([wide] * (2 if s.ratio > 1 else 1)))
+    del held, gathered
+    statistics = t.block(s.tokens * case.wide * 2)
+    return t.note(t.block(s.tokens * case.wide), [normed], backward, [normed.block, statistics])
+
+
 def logits_loss(t: Tape, s: Sizes, normed: Value) -> Value:
     """Logits and their loss, whose gradient is written over them."""
     case = s.case
+    if case.head_chunk:
+        return _chunked_loss(t, s, normed)
     logits = matrix(
         t, s, normed, case.model.hidden_size, case.padded_vocab / case.tp, bias=0.0, entry=True
     )
@@ -491,7 +543,7 @@ def _run(case: Case, start: int, stop: int, first: bool, last: bool, splits: boo
     del source
     return _Run(
         tuple(units), stream=s.stream, output=0.0 if last else x.size, kept=kept,
-        logits=(1 + case.model.mtp_layers) * s.logits if last else 0.0, held=sum(held.values()),
+        logits=(1 + case.model.mtp_layers) * s.logits if last and not case.head_chunk else 0.0, held=sum(held.values()),
         widest_product=s.widest_product, first=first,
         last=last, splits=splits,
     )

@@ -458,13 +458,16 @@ def _hidden(
 
 
 def head_cost(case: Case, rates: Rates, links: Links, group: Span) -> Cost:
-    """Logits and loss: a product with the table, and passes over logits in the compute dtype and fp32."""
+    """Logits and loss: a product with the table, and passes over logits in the compute dtype and fp32; in chunks
+    (``memory.chunked_head``) a weight's gradient is added to its sum for each."""
     m, w = case.model, case.width
     tokens, columns = m.seq_length / case.cp * case.micro_batch, case.padded_vocab / case.tp
-    product = rates.product(tokens, columns, m.hidden_size, width=w)
-    back = rates.product(tokens, m.hidden_size, columns, width=w, op="product-input")
-    frozen = case.fine_tuning.enabled
-    back += 0.0 if frozen else rates.product(m.hidden_size, columns, tokens, width=w, op="product-weight")
+    rows = min(case.head_chunk or tokens, tokens)
+    parts, frozen = tokens / rows, case.fine_tuning.enabled
+    product = parts * rates.product(rows, columns, m.hidden_size, width=w)
+    back = parts * rates.product(rows, m.hidden_size, columns, width=w, op="product-input")
+    back += 0.0 if frozen else parts * rates.product(m.hidden_size, columns, rows, width=w, op="product-weight")
+    back += product if case.head_chunk else 0.0  # the logits are made again
     loss, loss_back = _loss(case, rates, tokens * columns)
     each = _tensor_collective(case, links, group)
     small = 3 * links.collective(tokens * 4, group)
@@ -472,7 +475,7 @@ def head_cost(case: Case, rates: Rates, links: Links, group: Span) -> Cost:
         forward=product + loss,
         backward=back + loss_back + (
             0.0 if frozen or rates.adds_gradient(w)
-            else rates.stream(m.hidden_size * columns * case.engine.accumulate_traffic)
+            else parts * rates.stream(m.hidden_size * columns * case.engine.accumulate_traffic)
         ),
         forward_tensor=small + (each / 2 if case.sequence_parallel else 0.0),
         backward_tensor=each,

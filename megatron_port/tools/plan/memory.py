@@ -247,7 +247,8 @@ def held_bytes(case: Case, elements: int, trained: int, experts: int = 0) -> tup
 
 
 def teacher_bytes(case: Case, stage: int) -> tuple[float, float]:
-    """Return the bytes that a rank of ``stage`` holds of the teacher: weights, and the logits of one micro-batch."""
+    """Return the bytes that a rank of ``stage`` holds of the teacher: weights, and the logits of one micro-batch or
+    what they are made of."""
     teacher = case.of_teacher
     if teacher is None:
         return 0.0, 0.0
@@ -258,6 +259,9 @@ def teacher_bytes(case: Case, stage: int) -> tuple[float, float]:
     if stage != case.grid.last_stage:
         return weights, 0.0
     tokens = case.micro_batch * case.model.seq_length / case.cp
+    if case.head_chunk:  # what its head reads and what that is normed to, and the logits of a chunk
+        chunk = min(case.head_chunk, tokens) * case.padded_vocab / case.tp
+        return weights, (2 * tokens * teacher.model.hidden_size + chunk) * case.width
     return weights, tokens * case.padded_vocab / case.tp * case.width
 
 
