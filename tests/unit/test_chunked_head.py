@@ -63,7 +63,8 @@ def head_of(chunk: int, dtype: torch.dtype, own: bool = False, z_loss: float = Z
 
 def exact(head: ChunkedHead, x: torch.Tensor, labels: torch.Tensor, factor: torch.Tensor) -> list[torch.Tensor]:
     """Losses [batch, seq], and by autograd the gradients of x and of the parameters, in fp64."""
-    leaves = [t.detach().double().requires_grad_() for t in (x, head.norm.weight, head.weight, head.bias)]  # type: ignore[union-attr]
+    given: Any = (x, head.norm.weight, head.weight, head.bias)
+    leaves = [t.detach().double().requires_grad_() for t in given]
     x, norm, weight, bias = leaves
     y = x * (x.square().mean(-1, keepdim=True) + MODEL.norm_epsilon).rsqrt() * norm
     logits = 3.0 * torch.tanh((y @ weight.t() + bias)[..., :53] / 3.0)
@@ -79,7 +80,7 @@ def drawn_input() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.randn(11, 3, 12, generator=drawn, dtype=torch.float64), labels, factor * (factor > 1 / 3)
 
 
-def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+def relative(found: Any, wanted: torch.Tensor) -> float:
     return ((found.double() - wanted).abs().max() / wanted.abs().max()).item()
 
 
@@ -94,9 +95,10 @@ def test_losses_and_gradients_are_autograds(dtype: torch.dtype, own: bool, bound
     for chunk in CHUNKS:
         head, given = head_of(chunk, dtype, own), x.to(dtype, copy=True).requires_grad_()
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        total, added = torch.full(head.weight.shape, 2.0, dtype=wide), []
+        total, added = torch.full(head.weight.shape, 2.0, dtype=wide), list[torch.Tensor]()
         if sums:
-            head.weight.wgrad_accumulator = WgradAccumulator(added.append, lambda weight: total)  # type: ignore[attr-defined]
+            accumulator = WgradAccumulator(added.append, dict.fromkeys([head.weight], total).__getitem__)
+            head.weight.wgrad_accumulator = accumulator  # type: ignore[attr-defined]
         losses = head.token_losses(given, labels, z_loss=Z)
         (losses * factor.to(losses.dtype)).sum().backward()
         wanted = exact(head, given, labels, factor)
@@ -142,7 +144,7 @@ def test_any_loss_of_tokens_goes_with_it_and_evaluations_report_the_cross_entrop
             (smoothed(head(leaf), labels.t().contiguous(), extent=53).t() * factor).sum(), leaf)
         assert given.grad is not None and relative(given.grad, gradient) <= 1e-12
         out.append([given.grad, reference])
-    assert relative(*out[0][:1], out[1][0]) <= 1e-12
+    assert relative(out[0][0], out[1][0]) <= 1e-12
 
 
 BASE: dict[str, Any] = {
@@ -196,7 +198,8 @@ def test_the_planner_counts_one_more_product() -> None:
         case, _ = case_of(replace(config, activations=replace(config.activations, head_chunk=chunk)))
         costs.append(head_cost(case, Rates.of(machine), Links.of(machine), span(machine, case.tp, 1)))
     forward = costs[0].forward
-    assert costs[1].backward - costs[0].backward <= forward < costs[2].backward
+    assert forward / 2 < costs[1].backward - costs[0].backward <= forward
+    assert costs[2].backward >= costs[1].backward and costs[1].forward == forward
 
 
 def test_chunks_are_chosen_where_whole_logits_do_not_fit() -> None:

@@ -169,8 +169,8 @@ class ActivationsConfig:
     """plan: sites that each layer does not keep, joined by +, one entry per layer: SITE (recompute), SITE:swap or
     SITE:partition; empty: the planner finds them when the run starts, and they are written to its folder."""
     head_chunk: Annotated[int, at_least(-1)] = 0
-    """Tokens of a micro-batch whose logits exist at once, made again backward, so that none are kept; 0: all tokens; -1:
-    chunks of 256 MiB of logits where whole ones would not fit, else 0."""
+    """Tokens whose logits exist at once, made again in the backward pass, so that none are kept; 0: all; -1: chunks of
+    256 MiB of logits where whole ones would not fit, else 0."""
 
     @property
     def recompute(self) -> Literal["none", "selective", "full"]:

@@ -120,7 +120,7 @@ _SPENT = (
 
 
 def losses_from(statistics: tuple[Tensor, ...], group: Group, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each token's loss, and the maximum and total of its gradient, from each rank's statistics (overwritten)."""
+    """Return each token's loss, and its gradient's maximum and total, from each rank's statistics (overwritten)."""
     maximum, total, target = statistics
     if group is not None:
         own = maximum.clone()

@@ -39,7 +39,6 @@ from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.layers import Head
 from megatron_port.core.model.spec import HeadSpec
 
-
 PartLoss = Callable[[Tensor, slice], Any]
 """The losses [positions, batch] of the logits [positions, batch, columns] of a slice of positions; or several such
 tensors, of which the first has a gradient."""

@@ -256,8 +256,8 @@ class DistilledStage(GPTStage):
         return out
 
     def take_judged(self) -> torch.Tensor:
-        """Return the teacher's logits of the micro-batch in flight [seq, batch, columns], once; where the head defers them, what
-        it makes them of.
+        """Return the teacher's logits of the micro-batch in flight [seq, batch, columns], once; where its head defers
+        them, what it makes them of.
 
         RuntimeError: there are none.
         """
