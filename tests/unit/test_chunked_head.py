@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.ext.kernels.kernels import load as load_kernels
 from megatron_port.ext.kernels.ops.softmax import own_cross_entropy
 from megatron_port.ext.memory.chunked_head import ChunkedHead
+from megatron_port.ext.telemetry.flops import hardware_flops
 from megatron_port.tools.plan.activation_plan import with_activation_plan
 from megatron_port.tools.plan.case import Machine, case_of, machine_of
 from megatron_port.tools.plan.layer import head_cost
@@ -97,7 +99,7 @@ def test_losses_and_gradients_are_autograds(dtype: torch.dtype, own: bool, bound
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         total, added = torch.full(head.weight.shape, 2.0, dtype=wide), list[torch.Tensor]()
         if sums:
-            accumulator = WgradAccumulator(added.append, dict.fromkeys([head.weight], total).__getitem__)
+            accumulator = WgradAccumulator(added.append, partial(_as_it_is, total))
             head.weight.wgrad_accumulator = accumulator  # type: ignore[attr-defined]
         losses = head.token_losses(given, labels, z_loss=Z)
         (losses * factor.to(losses.dtype)).sum().backward()
@@ -119,6 +121,10 @@ def test_a_first_sum_is_written_over() -> None:
     given = x.clone().requires_grad_()
     (head.token_losses(given, labels, z_loss=Z) * factor).sum().backward()
     assert relative(total, exact(head, given, labels, factor)[3]) <= 1e-12
+
+
+def _as_it_is(total: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return total
 
 
 def smoothed(logits: torch.Tensor, labels: torch.Tensor, *, extent: int, **others: Any) -> torch.Tensor:
@@ -199,6 +205,8 @@ def test_the_planner_counts_one_more_product() -> None:
         costs.append(head_cost(case, Rates.of(machine), Links.of(machine), span(machine, case.tp, 1)))
     forward = costs[0].forward
     assert forward / 2 < costs[1].backward - costs[0].backward <= forward
+    more = hardware_flops(config.model, chunked_head=True) - hardware_flops(config.model)
+    assert more == 2 * 4000 * 64 * 256 == model_spec(config.model).head.forward_flops(256)
     assert costs[2].backward >= costs[1].backward and costs[1].forward == forward
 
 

@@ -128,7 +128,7 @@ def attention_counted(model: ModelConfig, document: float = 0.0) -> str:
 
 def hardware_flops(
     model: ModelConfig, recompute: str = "none", tp: int = 1, dropped: Sequence[Sequence[str]] = (),
-    tuning: FineTuningConfig = NO_ADAPTERS, document: float = 0.0,
+    tuning: FineTuningConfig = NO_ADAPTERS, document: float = 0.0, *, chunked_head: bool = False,
 ) -> float:
     """Operations that are executed for one sample; the numerator of HFU.
 
@@ -136,7 +136,7 @@ def hardware_flops(
     layer; ``full`` adds one forward of every layer (not of the head). ``dropped``: single sites
     that each layer recomputes (``memory.sites``). Each of ``tp`` tensor-parallel
     ranks projects at least one key/value head, so with fewer heads some are projected several times. ``document``: as
-    in :func:`model_flops`.
+    in :func:`model_flops`. ``chunked_head``: logits are made once more in the backward pass.
 
     Raises ValueError for an unknown ``recompute``.
     """
@@ -148,6 +148,9 @@ def hardware_flops(
         forward = layer.forward_flops(seq, document) + copied + adapter_flops(layer, tuning, seq)
         again = {"none": 0, "selective": layer.mixer.flops(seq, document), "full": forward}
         total += count * (again[recompute] + passes * copied)
+    if chunked_head:
+        head = model_spec(model).head
+        total += (1 + len(head.predictions)) * 2 * seq * head.weight.numel
     return total + sum(
         site_flops(layer, site, seq, tp, document)
         for layer, sites in zip(model_spec(model).layers, dropped) for site in sites

@@ -77,7 +77,7 @@ class Reporting(LoopHook):
         model = model_flops(c.model, c.fine_tuning, self.document) * size / seconds / devices / 1e12
         executed = hardware_flops(
             c.model, c.activations.recompute, self.state.ctx.topology.tp, self.state.choices, c.fine_tuning,
-            self.document,
+            self.document, chunked_head=c.activations.head_chunk > 0,
         )
         hardware = executed * size / seconds / devices / 1e12
         self.rates.append((hardware, model))

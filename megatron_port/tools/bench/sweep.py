@@ -118,7 +118,7 @@ def _legal(config: RunConfig, point: Point) -> bool:
 def _rate(case: Case, seconds: float) -> float:
     """Hardware TFLOP/s of one device."""
     recompute = "none" if case.recompute == "selective" and case.flash else case.recompute
-    executed = hardware_flops(case.model, recompute, case.tp, case.dropped)
+    executed = hardware_flops(case.model, recompute, case.tp, case.dropped, chunked_head=case.head_chunk > 0)
     return executed * case.global_batch / seconds / case.world / 1e12
 
 

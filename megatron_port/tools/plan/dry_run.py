@@ -162,7 +162,7 @@ def dry_run(config: RunConfig, world_size: int | None = None, *, all_stages: boo
     needed = model_flops(config.model, config.fine_tuning, document)
     executed = hardware_flops(
         config.model, config.activations.recompute, tp, layer_choices(config.activations, config.model.num_layers),
-        config.fine_tuning, document,
+        config.fine_tuning, document, chunked_head=config.activations.head_chunk > 0,
     )
     lines = [
         f"{config.model.name}: {counted(config.model, config.fine_tuning)}; {topology.sizes()} = "

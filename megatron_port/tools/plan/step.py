@@ -400,7 +400,9 @@ def summary(case: Case, machine: Machine, split: Split, line: Timeline) -> StepP
     model = model_flops(case.model, case.fine_tuning, case.document) * each
     recompute = "none" if case.recompute == "selective" and case.flash else case.recompute
     recompute = "none" if recompute == "experts" else recompute  # of other programs: not counted among hardware FLOPs
-    executed = hardware_flops(case.model, recompute, case.tp, case.dropped, case.fine_tuning, case.document)
+    executed = hardware_flops(
+        case.model, recompute, case.tp, case.dropped, case.fine_tuning, case.document, chunked_head=case.head_chunk > 0
+    )
     hardware = executed * each
     return StepPlan(
         split=split, seconds=seconds, samples=case.global_batch, model_tflops=model, hardware_tflops=hardware,
