@@ -9,7 +9,7 @@ from offload_matrix import State, Steps, advance, case, engine_of, state_of
 from pool import RankPool
 from step_tape import TapeCapturer
 
-from megatron_port.core.config.features import FineTuningConfig
+from megatron_port.core.config.features import ActivationsConfig, FineTuningConfig
 from megatron_port.core.config.schema import PrecisionConfig, RunConfig
 from megatron_port.core.dist.mesh import Topology
 
@@ -21,6 +21,10 @@ CASES = {
     "zero 2, shared table apart": (case("bf16", 2, tied=False), Topology(1, 1, 2)),
     "tensor and sequence": (
         case("fp32", 0, dp=1, tensor_parallel_size=2, sequence_parallel=True), Topology(2, 1, 1)
+    ),
+    "head in chunks": (
+        replace(case("bf16", 0, dp=1, tensor_parallel_size=2), activations=ActivationsConfig(head_chunk=5)),
+        Topology(2, 1, 1),
     ),
     "adapters with dropout on parts of sequences": (
         replace(
