@@ -11,7 +11,7 @@ from megatron_port.cli.arguments import SOURCE_HELP, ProgressBar, add_json, prin
 from megatron_port.cli.main import add_overrides, add_rendezvous_options, on_ranks
 from megatron_port.core.config.ranges import expanded, local_path
 from megatron_port.core.errors import EXIT_OK, ConfigError
-from megatron_port.core.io.work import silent
+from megatron_port.core.io.logging import silent
 
 if TYPE_CHECKING:
     from megatron_port.core.config.schema import RunConfig

@@ -10,7 +10,7 @@ from megatron_port.cli.arguments import ProgressBar
 from megatron_port.cli.main import add_rendezvous_options, add_run_options, load_run, on_ranks
 from megatron_port.core.config.ranges import local_path
 from megatron_port.core.errors import EXIT_OK, ConfigError, DataError
-from megatron_port.core.io.work import silent
+from megatron_port.core.io.logging import silent
 
 if TYPE_CHECKING:
     from megatron_port.core.dist.rank import ProcessInfo

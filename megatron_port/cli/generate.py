@@ -13,7 +13,7 @@ from megatron_port.cli.arguments import SOURCE_HELP, ProgressBar, weights_folder
 from megatron_port.cli.main import add_overrides, add_rendezvous_options, on_ranks
 from megatron_port.core.config.ranges import expanded
 from megatron_port.core.errors import ConfigError
-from megatron_port.core.io.work import silent
+from megatron_port.core.io.logging import silent
 
 if TYPE_CHECKING:
     from megatron_port.core.dist.rank import ProcessInfo

@@ -200,7 +200,7 @@ STEP_PARTS = Registry("part of a step", "", {
     "own update": "megatron_port.ext.kernels.own_updates:own_update",
     "own update with narrow moments": "megatron_port.ext.kernels.fused_rule_update:narrow_update",
     "own update on the host": "megatron_port.ext.kernels.fused_rule_update:host_calls",
-    "own row hashes": "megatron_port.ext.kernels.own_hashes:row_hashes_of",
+    "own row hashes": "megatron_port.ext.kernels.choose:row_hashes_of",
     "own gradient accumulation": "megatron_port.ext.kernels.gradient_sums:SumsTogether",
     "stage 3 or offloaded parameters": "megatron_port.ext.memory.held:held_parameters",
     "adaptive clipping": "megatron_port.ext.rules.adaptive_clipping:AdaptiveClipping",

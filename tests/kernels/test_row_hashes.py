@@ -9,7 +9,7 @@ import torch
 from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.dist.row_hashes import ROW, RowHashes
 from megatron_port.ext.health.state_check import hashes_of
-from megatron_port.ext.kernels.own_hashes import OwnRowHashes
+from megatron_port.ext.kernels.ops.hashes import OwnRowHashes
 
 WORDS = (torch.int32, torch.int16, torch.int8)
 SIZES = (1, 3, 15, 16, 17, ROW - 1, ROW, ROW + 5, 9 * ROW + 4095, 200 * ROW + 33)

@@ -120,7 +120,7 @@ def expert_traffic(case: Case, moe: MoESpec) -> Traffic:
     if case.ep > 1:
         axis, sizes = axis_of(case, "ep"), routed(case, moe, balanced=True)
         row = model.hidden_size * case.width
-        out.add(axis, "all-to-all", (4 + 2 * again) * sizes.sent * row + (1 + again) * 8 * moe.num_experts)
+        out.add(axis, "all-to-all", (4 + 2 * again) * sizes.sent * row + 8 * moe.num_experts)
     positions = model.seq_length / case.cp  # of whole samples, in as many as tensor- and context-parallel ranks hold
     for axis, ranks, gathered in (("tp", case.tp, positions), ("cp", case.cp, positions * case.cp)):
         if ranks > 1 and model.moe.balance_loss == "sequence":

@@ -23,7 +23,7 @@ from megatron_port.cli.run_names import run_folder_of
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.ranges import local_path
 from megatron_port.core.errors import ConfigError, DataError
-from megatron_port.core.io.work import Tally
+from megatron_port.core.io.logging import Tally
 from megatron_port.ext.advice.elsewhere import COMMANDS as ELSEWHERE
 from megatron_port.ext.advice.elsewhere import KEYS, VALUES
 from megatron_port.ext.corpora import fetch

@@ -49,7 +49,8 @@ def edit(text: str, name: str, line: str) -> str:
 def wrong_type(rng: random.Random, text: str, config: Any) -> Mutation:
     name = rng.choice(list(LEAVES))
     key, value = name.rpartition(".")[2], LEAVES[name]
-    bad = rng.choice(["{}", "[[1]]", "1979-05-27"] + (["3"] if isinstance(value, (str, bool)) else ['"3"']))
+    number = "true" if name == "launch.time" else "3"  # three minutes, there
+    bad = rng.choice(["{}", "[[1]]", "1979-05-27"] + ([number] if isinstance(value, (str, bool)) else ['"3"']))
     return edit(text, name, f"{key} = {bad}"), [name, "must be"]
 
 

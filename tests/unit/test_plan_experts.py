@@ -119,7 +119,7 @@ def test_exchange_moves_four_rows_a_token(tp: int, ep: int, inside: float, outsi
     assert 4 * exchange_seconds(replace(case, imbalance=1.5), moe, links) * 1e9 == pytest.approx(1.5 * moved)
     cost = layer_cost(case, layer, Rates.of(bare(config)), links, span(links.machine, tp, 1))
     alone = expert_cost(case, moe, Rates.of(bare(config)), links)
-    again = alone.forward_exchange if recompute == "full" else 0.0
+    again = alone.backward_exchange if recompute == "full" else 0.0  # rows alone: their numbers are known
     nothing = replace(case, engine=replace(case.engine, expert_overlap="none"))
     shown = layer_cost(nothing, layer, Rates.of(bare(config)), links, span(links.machine, tp, 1))
     assert shown.backward_exchange == pytest.approx(alone.backward_exchange + again)

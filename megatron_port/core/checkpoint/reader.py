@@ -21,7 +21,7 @@ from megatron_port.core.checkpoint.format import DTYPES, FileEntry, Manifest, Pi
 from megatron_port.core.checkpoint.slices import Slice, strides
 from megatron_port.core.errors import CheckpointError, DamagedCheckpoint
 from megatron_port.core.io.files import kind_of, open_regular
-from megatron_port.core.io.work import Advance, silent
+from megatron_port.core.io.logging import Advance, silent
 from megatron_port.core.registry import PARTS
 
 _OPEN_FILES = 32

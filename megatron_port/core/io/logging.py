@@ -6,8 +6,9 @@ import os
 import re
 import sys
 import tempfile
+import threading
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -249,3 +250,27 @@ def _opened(place: Path, name: str) -> tuple[int, str]:
     path = place / name
     path.unlink(missing_ok=True)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), str(path)
+
+
+# Progress of long work: a call that a command shows as a progress bar, and others pass over.
+
+Advance = Callable[[int, int], None]
+"""Called with what is done and the total, in the unit of the work: bytes, windows, trials."""
+
+
+def silent(done: int, total: int) -> None:
+    """Show nothing."""
+
+
+class Tally:
+    """Sums what several threads have done of ``total``, and reports it to ``advance``."""
+
+    def __init__(self, advance: Advance, total: int) -> None:
+        self._advance, self._total, self._done = advance, total, 0
+        self._lock = threading.Lock()
+
+    def add(self, amount: int) -> None:
+        """Report that so much more is done."""
+        with self._lock:
+            self._done += amount
+            self._advance(self._done, self._total)

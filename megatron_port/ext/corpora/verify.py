@@ -34,7 +34,7 @@ from megatron_port.core.data.indexed import (
     tokenizer_name,
 )
 from megatron_port.core.errors import DataError
-from megatron_port.core.io.work import Advance, silent
+from megatron_port.core.io.logging import Advance, silent
 from megatron_port.core.registry import PARTS
 from megatron_port.ext.corpora.checked_tokens import BlockHashes, file_blocks, file_xxh3
 from megatron_port.ext.corpora.tokenizer import content_hash, identity, read_file

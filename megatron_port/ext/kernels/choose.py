@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_port.core.config.model import MoEConfig
 from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.dist.rank import DeviceInfo
+from megatron_port.core.dist.row_hashes import RowHashes
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.layers import fused
 from megatron_port.core.layers.cross_entropy import torch_cross_entropy
@@ -33,6 +34,7 @@ from megatron_port.ext.kernels.attention_choice import (
     shape_here,
 )
 from megatron_port.ext.kernels.kernels import optional_import
+from megatron_port.ext.kernels.ops.hashes import OwnRowHashes
 from megatron_port.ext.kernels.settings import CAUSAL, MaskNeeds
 
 PARTIALS = {"math": "partial attention, math", "own": "partial attention, own"}
@@ -392,3 +394,12 @@ def choose_providers(
         bias_dropout_add_norm=_own_dropout_norm() if together else None, experts=experts,
         row_exchange=row_exchange,
     )
+
+
+def row_hashes_of(config: BackendConfig, device: torch.device) -> RowHashes:
+    """Return the own kernel's hashes for tensors of a device or, where own kernels are off or not built, torch's."""
+    kind = "cpu" if device.type == "cpu" else "rocm" if torch.version.hip else "cuda"
+    if config.own_kernels == "off" or kernels.kernels_status(kind)[1]:
+        return RowHashes(device)
+    kernels.load(kind)
+    return OwnRowHashes(device)

@@ -8,8 +8,8 @@ The first ``WARM_UP`` steps run without a graph: they allocate what is made at f
 each bucket, and let libraries choose their kernels. Steps of another shape are captured anew.
 
 A new graph of the passes proves itself: the step's passes run once more without it, and where the replay has another
-loss or gradient norm, steps are not captured from then on, and a warning says so. The update has no such proof, since
-it would have to be taken back.
+loss or gradient norm, a warning names them and steps are no longer captured. The update has no such proof, since it
+would have to be taken back.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from megatron_port.core.checkpoint.format import (
 )
 from megatron_port.core.errors import CheckpointError, DamagedCheckpoint, PortError
 from megatron_port.core.io.files import fsync_directory, fsync_file
-from megatron_port.core.io.work import Advance, Tally, silent
+from megatron_port.core.io.logging import Advance, Tally, silent
 from megatron_port.ext.storage.store import Store
 
 Note = Callable[[str], None]

@@ -26,7 +26,7 @@ from megatron_port.core.checkpoint.format import DTYPES, MAX_HEADER, FileEntry
 from megatron_port.core.checkpoint.shard import CHUNK
 from megatron_port.core.errors import DamagedCheckpoint
 from megatron_port.core.io.files import open_regular
-from megatron_port.core.io.work import Advance, silent
+from megatron_port.core.io.logging import Advance, silent
 
 GRAIN = 1 << 16
 """Bytes of a verified block that have a hash of their own in memory: the least that can be read again and trusted."""

@@ -23,7 +23,7 @@ from megatron_port.core.config.dump import as_dict
 from megatron_port.core.config.schema import ModelConfig, RunConfig
 from megatron_port.core.dist.record import BUFFER, WEIGHT, StateReader
 from megatron_port.core.errors import CheckpointError, ConfigError
-from megatron_port.core.io.work import Advance, Tally, silent
+from megatron_port.core.io.logging import Advance, Tally, silent
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.shapes import buffer_shapes, parameter_shapes
 from megatron_port.ext.corpora.hf_tokenizer import KEPT, copy_companions

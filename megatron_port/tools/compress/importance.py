@@ -35,8 +35,8 @@ from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.engine.api import Engine
 from megatron_port.core.errors import CheckpointError, ConfigError, EnvironmentFault
 from megatron_port.core.io.files import read_regular, write_bytes
+from megatron_port.core.io.logging import Advance, silent
 from megatron_port.core.io.typed_json import Natural, parse_json, typed
-from megatron_port.core.io.work import Advance, silent
 from megatron_port.core.layers.step import Tallies, TallySpec
 from megatron_port.core.model.decoder import GPTStage
 from megatron_port.core.model.layers import TransformerLayer

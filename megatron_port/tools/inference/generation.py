@@ -17,7 +17,7 @@ import torch
 from megatron_port.core.config.model import ATTENTION
 from megatron_port.core.dist.counter import key_of, random_bits, uniform
 from megatron_port.core.errors import ConfigError
-from megatron_port.core.io.work import Advance, silent
+from megatron_port.core.io.logging import Advance, silent
 from megatron_port.tools.inference.model import InferenceModel, KeyValueCache, misplaced_token
 
 Decode = Callable[[Sequence[int]], str]

@@ -34,7 +34,7 @@ from megatron_port.core.engine.api import Engine
 from megatron_port.core.engine.loss_reduction import summed_over_replicas
 from megatron_port.core.engine.module import read_local, recorded_parameters
 from megatron_port.core.errors import ConfigError, DataError, PortError
-from megatron_port.core.io.work import Advance, silent
+from megatron_port.core.io.logging import Advance, silent
 from megatron_port.core.layers.attention import Attention, visible_softmax
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.fused import product

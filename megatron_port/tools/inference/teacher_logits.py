@@ -20,7 +20,7 @@ from megatron_port.core.dist.record import record_of
 from megatron_port.core.engine.api import Engine
 from megatron_port.core.engine.loss_reduction import summed_over_replicas
 from megatron_port.core.errors import ConfigError
-from megatron_port.core.io.work import Advance, silent
+from megatron_port.core.io.logging import Advance, silent
 from megatron_port.core.layers.step import StepContext
 from megatron_port.core.model.decoder import GPTStage
 from megatron_port.core.model.shapes import fingerprint

@@ -21,7 +21,7 @@ from megatron_port.core.checkpoint.shard import write_chunks, write_text
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.dist.record import BUFFER
 from megatron_port.core.errors import CheckpointError, DataError
-from megatron_port.core.io.work import Advance, Tally, silent
+from megatron_port.core.io.logging import Advance, Tally, silent
 from megatron_port.ext.corpora.hf_tokenizer import (
     begin_of_text,
     check_written,

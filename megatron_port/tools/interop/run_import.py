@@ -10,7 +10,7 @@ from megatron_port.core.checkpoint.slices import slabs
 from megatron_port.core.config.dump import leaves, toml_value
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.errors import CheckpointError
-from megatron_port.core.io.work import Advance, Tally, silent
+from megatron_port.core.io.logging import Advance, Tally, silent
 from megatron_port.ext.corpora.hf_tokenizer import KEPT, copy_companions
 from megatron_port.tools.interop.dcp import Imported, Stage, commit_import, is_dcp, read_dcp, scratch
 from megatron_port.tools.interop.hf_check import check_import

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_port.core.dist.agree import broadcast_text
-from megatron_port.core.dist.collectives import measured_gather
 from megatron_port.core.dist.rank import LeaseLost
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.engine.native_passes import PassWatch
@@ -17,7 +16,7 @@ from megatron_port.core.errors import ConfigError
 from megatron_port.core.model.layers import TransformerLayer
 from megatron_port.core.train.folders import run_folder
 from megatron_port.core.train.hooks import LoopHook, LoopState, TakenStep
-from megatron_port.ext.memory.site_tape import ParkingPlaces, SiteClock
+from megatron_port.ext.memory.site_tape import ParkingPlaces, SiteClock, measured_gather
 from megatron_port.ext.memory.sites import RECOMPUTED, SITES, decided
 from megatron_port.ext.memory.swap import measured_copy
 from megatron_port.run.provenance import record_event

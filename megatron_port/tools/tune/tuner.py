@@ -24,9 +24,8 @@ from megatron_port.core.config.loader import Loaded, load
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.errors import EXIT_INTERRUPTED, ConfigError, EnvironmentFault
 from megatron_port.core.io.files import write_output
-from megatron_port.core.io.logging import redact
+from megatron_port.core.io.logging import Advance, redact, silent
 from megatron_port.core.io.typed_json import Natural, WrongContent, read_typed
-from megatron_port.core.io.work import Advance, silent
 from megatron_port.ext.telemetry.flops import document_of, model_flops
 from megatron_port.ext.telemetry.metrics import FILE_NAME, read_metrics
 from megatron_port.run.launchers import current_job

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_port.core.dist.row_hashes import ROW, RowHashes, row_factors
+
 
 @torch.no_grad()
 def row_hashes_(out: Tensor, words: Tensor, factors: Tensor) -> None:
@@ -23,6 +25,21 @@ def row_hashes_(out: Tensor, words: Tensor, factors: Tensor) -> None:
         RuntimeError: a wrong dtype, device or number of elements.
     """
     torch.ops.megatron_port.row_hashes_(out, words, factors)
+
+
+class OwnRowHashes(RowHashes):
+    """The hashes of ``RowHashes``, bit for bit, in one launch per tensor and without widened words."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.factors = row_factors(device)
+
+    @torch.no_grad()
+    def of_words(self, words: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the hashes of rows of :meth:`words`."""
+        if out is None:
+            out = torch.empty(-(-words.numel() // ROW), dtype=torch.int64, device=words.device)
+        row_hashes_(out, words, self.factors)
+        return out
 
 
 def _nothing(out: Tensor, words: Tensor, factors: Tensor) -> None:
