@@ -2,7 +2,8 @@
 
 A rate at the power limit cannot be read without them: an H200 multiplies 790 TFLOP/s for a tenth of a second and 680
 after it. The source is the driver's library by ``pynvml`` (package nvidia-ml-py), else the program ``nvidia-smi``;
-where neither answers, every figure says why.
+where neither answers, every figure says why. Watts by ``pynvml`` are the driver's average over a second, by
+``nvidia-smi`` those of the moment where the driver knows them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ REASONS = {0x1: "idle", 0x2: "application clocks", 0x4: "power cap", 0x8: "hardw
 """Bits of NVML's nvmlClocksEventReasons: what keeps the clocks below their most."""
 KINDS = ("GH200", "H200", "H100")
 """Words of a device's name that the session on a GPU knows."""
-QUERY = ("power.draw.instant", "clocks.sm", "clocks.mem", "clocks_throttle_reasons.active")
+QUERIES = (("power.draw.instant", "clocks.sm", "clocks.mem", "clocks_event_reasons.active"),
+           ("power.draw", "clocks.sm", "clocks.mem", "clocks_throttle_reasons.active"))
+"""Names of the same fields, of newer drivers and of older ones; one that it does not know is an error of nvidia-smi."""
 LIMITS = ("power.limit", "clocks.max.sm", "clocks.max.mem", "driver_version", "ecc.mode.current")
 
 
@@ -103,6 +106,15 @@ class Smi:
             self.told = self._ask(LIMITS)
         except (OSError, subprocess.SubprocessError) as error:
             raise Unavailable(f"nvidia-smi: {type(error).__name__}: {error}"[:200]) from error
+        self.query = next((fields for fields in QUERIES if self._gives_numbers(fields)), ())
+        if not self.query:
+            raise Unavailable("nvidia-smi: gives no number for power, clocks and their limits")
+
+    def _gives_numbers(self, fields: Sequence[str]) -> bool:
+        try:
+            return parse(",".join(self._ask(fields)), 0.0) is not None
+        except (OSError, subprocess.SubprocessError):
+            return False
 
     @staticmethod
     def _command(fields: Sequence[str]) -> list[str]:
@@ -114,7 +126,7 @@ class Smi:
 
     def samples(self, stopped: threading.Event) -> Iterator[Sample]:
         """See :class:`Source`."""
-        command = [*self._command(QUERY), "-lms", f"{PERIOD_S * 1e3:.0f}"]
+        command = [*self._command(self.query), "-lms", f"{PERIOD_S * 1e3:.0f}"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             for line in process.stdout:
@@ -134,7 +146,7 @@ class Smi:
 
 
 def parse(line: str, at: float) -> Sample | None:
-    """Return the sample in a line of nvidia-smi's answer to :data:`QUERY`; None: it holds no number."""
+    """Return the sample in a line of nvidia-smi's answer to one of :data:`QUERIES`; None: it holds no number."""
     words = [word.strip() for word in line.split(",")]
     try:
         return Sample(at, float(words[0]), float(words[1]), float(words[2]), int(words[3], 16))

@@ -111,7 +111,7 @@ def build(
 ) -> Training | Layers:
     """See ``peer.build``."""
     if graphs != "off" and (size.layers_only or device.type == "cpu"):
-        raise Unable("steps are recorded on a GPU, and whole")
+        raise Unable("only whole steps are captured, and on a GPU")
     found = [text for table in FP8 for text in table.problems(size.run_config(fp8))]
     if found:
         raise Unable(found[0])

@@ -14,7 +14,7 @@ from benchmarks.compare.peer import PEERS, REFERENCE
 from benchmarks.compare.sizes import Size
 
 CHECKED_STEPS = 5
-"""A recorded step is replayed from the fourth on (``kernels.step_graphs``), so the last two are replays."""
+"""A captured step is replayed from the fourth on (``kernels.step_graphs``), so the last two are replays."""
 TOLERANCE = {"fp32": (2e-6, 2e-5), "bf16": (1e-3, 1e-2), "fp8": (5e-3, 5e-2), "narrow": (5e-3, 5e-2)}
 """Relative, by precision (fp8: of a peer whose layers are in 8 bits; narrow: whose weights, sums and moments are in
 bf16): of the first step's loss (the same weights); of the further losses and of all gradient norms (which clip and
@@ -23,6 +23,8 @@ LAYER_TOLERANCE = {"fp32": 1e-5, "bf16": 8e-2, "fp8": 0.5, "narrow": 8e-2}
 """Of elements of a stack's output and input gradient over their rms, and of the norm of all weights' gradients."""
 LEAST_S = 8.0
 """With less time than this left no peer is begun."""
+PROOF_S = 12.0
+"""Left for plain torch, where it was not asked for, by a program that is to prove the numbers and may not end."""
 NO_TIME = "no time was left"
 
 
@@ -134,6 +136,8 @@ class Comparison:
         self.children: dict[str, Any] = {}
         self.reserve_s = 0.0
         """What the peers that are still to begin are left by the one that is asked."""
+        self.stand_in = [] if REFERENCE in (o.peer for o in self.outcomes) else [PeerResult(REFERENCE)]
+        """Plain torch, begun only where the other programs that were to prove the numbers have not computed them."""
 
     def run(self) -> None:
         """Measure. First whoever stays in memory, in turns; then the others one after another."""
@@ -143,32 +147,51 @@ class Comparison:
             self._start_all()
             self._rate()
             for later, outcome in zip(reversed(range(len(kept))), kept):
-                self.reserve_s = LEAST_S * later
+                self.reserve_s = LEAST_S * later + self._for_proof(outcome)
                 self._begin(outcome)
+            self.reserve_s = 0.0
             for number in range(1, self.plan.repetitions):
                 self._round(number, [o for o in kept if o.seconds])
             self._close(kept)
-            for outcome in rest:
+            rest = [*self._unproved(kept), *rest]
+            while rest:
+                outcome = rest.pop(0)
+                self.reserve_s = self._for_proof(outcome)
                 self._begin(outcome)
+                self.reserve_s = 0.0
                 for _ in range(1, self.plan.repetitions):
                     self._window(outcome, warm_up=0)
                 self._close([outcome])
+                rest = [*self._unproved([outcome]), *rest]
         finally:
-            self._close([*self.outcomes, PeerResult("products")])
+            self._close([*self.outcomes, *self.stand_in, PeerResult("products")])
         for outcome in self.outcomes:
             outcome.reason = outcome.reason or (NO_TIME if outcome.state == "not run" else "")
         self.save(self)
 
     def _start_all(self) -> None:
         """Start every process at once, since importing takes longer than a small size does, and wait for all."""
-        for outcome in self.outcomes:
+        for outcome in [*self.outcomes, *self.stand_in]:
             lacking = next((name for name in PEERS[outcome.peer].needs if not importable(name)), "")
             if lacking:
                 outcome.fail({"unable": f"{lacking} is not installed"})
-        for name in ("products", *(o.peer for o in self.outcomes if o.runs)):
+        for name in ("products", *(o.peer for o in [*self.outcomes, *self.stand_in] if o.runs)):
             self.children[name] = self.worker(self.plan.device, self.plan.threads)
         for name in self.children:
             self._ask(name, "ready")
+
+    def _for_proof(self, outcome: PeerResult) -> float:
+        """Return the seconds that a peer leaves the stand-in."""
+        waits = self.stand_in and proves(outcome.peer) and reference_of(self.outcomes) is None
+        return PROOF_S if waits else 0.0
+
+    def _unproved(self, tried: Sequence[PeerResult]) -> list[PeerResult]:
+        """Return the stand-in, once, if peers that were to prove the numbers were ``tried`` and nobody has."""
+        if reference_of(self.outcomes) is not None or not any(proves(o.peer) and not o.runs for o in tried):
+            return []
+        begun, self.stand_in = self.stand_in, []
+        self.outcomes += begun
+        return begun
 
     def _ask(self, name: str, do: str, **more: Any) -> dict[str, Any]:
         """Ask a process, for no longer than there is time."""
@@ -246,10 +269,15 @@ def precision_of(peer: str, size: Size) -> str:
     return PEERS[peer].precision or size.dtype
 
 
+def proves(peer: str) -> bool:
+    """Whether a peer can be what the others are compared with: other code, in the size's own precision."""
+    return not PEERS[peer].ours and not PEERS[peer].precision
+
+
 def reference_of(outcomes: Sequence[PeerResult]) -> PeerResult | None:
     """Return the peer that the others are compared with: plain torch; where it has not run, the first other program of
     the size's own precision."""
-    ran = [o for o in outcomes if o.numbers and o.runs and not PEERS[o.peer].ours and not PEERS[o.peer].precision]
+    ran = [o for o in outcomes if o.numbers and o.runs and proves(o.peer)]
     return next((o for o in ran if o.peer == REFERENCE), ran[0] if ran else None)
 
 

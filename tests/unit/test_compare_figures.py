@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -146,6 +147,30 @@ def test_a_slow_peer_leaves_the_later_ones_their_time(worker: type[Worker], tmp_
     assert [round(given[peer, "check"]) for peer in PEERS] == [76, 84, 92, 100]
 
 
+def test_plain_torch_proves_where_torch_compile_does_not_end_in_time(worker: type[Worker], tmp_path: Path) -> None:
+    out, given = tmp_path / "made.json", dict[tuple[str, str], float]()
+    asked = worker.ask
+
+    def ask(self: Worker, do: str, *, timeout_s: float, **more: Any) -> dict[str, Any]:
+        answer = asked(self, do, timeout_s=timeout_s, **more)
+        given.setdefault((self.peer, do), timeout_s)
+        return answer
+
+    worker.ask = ask  # type: ignore[method-assign]
+    worker.answers = {("torch-compile", "check"): {"cut": "no answer to check"}}
+    names = ("ours", "torch-compile", "torch-narrow")
+    for kept in (1, 2):
+        comparison(worker, out, names, repetitions=2, kept=kept, ends=time.monotonic() + 100.0).run()
+        assert states(out) == {"ours": "counted", "torch-compile": "cut", "torch-narrow": "counted", "torch": "counted"}
+        begun = [peer for peer, do in worker.asked if do == "build"]
+        assert begun == ["ours", "torch-compile", "torch", "torch-narrow"] and not worker.open
+        worker.asked.clear()
+    assert round(given["torch-compile", "check"]) == 88 and round(given["torch", "check"]) == 100
+    worker.answers = {}
+    comparison(worker, out, names, repetitions=1).run()
+    assert "torch" not in states(out) and ("torch", "build") not in worker.asked
+
+
 def test_a_later_failure_keeps_the_figures_before_it(worker: type[Worker], tmp_path: Path) -> None:
     out = tmp_path / "made.json"
     asked = worker.ask
@@ -270,6 +295,29 @@ def test_the_log_samples_while_work_runs_and_says_when_it_cannot() -> None:
     assert result == 7 and made["samples"] > 5 and made["sm_mhz"]["median"] == 2.0
     with ClockLog(None, "no driver") as log:
         assert log.between(0.0, 1.0) == {"missing": "no driver"}
+
+
+SMI = """#!/bin/sh
+case "$3" in
+*power.limit*) echo "700.00, 1980, 2619, 535.1, Enabled" ;;
+*instant*|*event*) echo 'Field "power.draw.instant" is not a valid field to query.'; exit 2 ;;
+*) echo "688.20, 1665, 2619, 0x0000000000000004" ;;
+esac
+"""
+
+
+def test_an_older_nvidia_smi_is_asked_by_its_own_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(SMI)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    source = clocks.Smi()
+    assert source.query == clocks.QUERIES[1] and source.limits()["power_limit_w"] == 700.0
+    (sample,) = source.samples(threading.Event())
+    assert (sample.watts, sample.sm_mhz, sample.reasons) == (688.2, 1665.0, 4)
+    program.write_text(SMI.replace("688.20, 1665, 2619, 0x0000000000000004", "[N/A], [N/A], 2619, [N/A]"))
+    with pytest.raises(clocks.Unavailable, match="no number"):
+        clocks.Smi()
 
 
 def test_without_pynvml_and_nvidia_smi_both_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
