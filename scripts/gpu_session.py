@@ -5,12 +5,12 @@
     scripts/gpu_session.sh a --device cpu              # a rehearsal at tiny sizes; its times say nothing
 
 No pip, no make, no network. **a**: the card with its power limit and clocks; tests of the kernels that changed;
-recorded steps against the same steps call by call, bit for bit; whole steps of 6.7B's layers, of GPT-2 XL's and of
-GPT-2 124M beside whatever else this Python has (tokens/s, MFU); a profile of recorded steps; norms at 256 to 8,192
-rows; GeLU in the epilogue of a product, go or no-go. **b**: a run on text with a resume and a sample under recorded
-steps; a layer of 8 and of 64 experts with its waits; the engine's tests; layouts whose ranks share the GPU; GPT-2 XL
-whole; Llama-3-8B's layers at 8,192 and 32,768 positions; the planner's calibration. A part that fails or does not end
-within its limit is noted and the next one starts.
+captured steps against the same steps call by call, bit for bit; whole steps of 6.7B's layers, of GPT-2 XL's and of
+GPT-2 124M beside whatever else this Python has (tokens/s, MFU); the state's hash, and norms at 256 to 8,192 rows; GeLU
+in the epilogue of a product, go or no-go. **b**: a profile of captured steps; a run on text in captured steps, with a
+resume and a sample; a layer of 8 and of 64 experts with its waits; the engine's tests; layouts whose ranks share the
+GPU; GPT-2 XL whole; Llama-3-8B's layers at 8,192 and 32,768 positions; the planner's calibration. A part that fails or
+does not end within its limit is noted and the next one starts.
 
 Each part writes a figure to its own file as soon as it is measured, with power, clocks and throttle reasons beside it.
 ``OUT/gpu-session-DEVICE-a.json`` has everything: it is written anew after each part, lists what has not run, and is
@@ -39,15 +39,15 @@ from gpu_summary import data_of, summary_table  # noqa: E402
 from part_runner import TINY_RUN, Part, PartResult, run_all  # noqa: E402
 
 SECONDS = {"a": 420.0, "b": 300.0}
-RESERVE_S = 5.0
-"""Of a command's seconds: for its own start and its table."""
+START_S, RESERVE_S = 15.0, 5.0
+"""Of a command's seconds: until the first part begins, where torch comes from a cold disk; for the table at the end."""
 LARGE = 100 * 10**9
 """Bytes: an H200 has 141 GB, an H100 80."""
 RECORDED = "ours-recorded"
 """The peer that a CPU, which launches nothing, does not have."""
-CHANGED = ("norm", "residual_norm", "softmax", "cross_entropy", "dropout", "optimizer", "quantise", "expert_rows",
-           "rotary")
-"""Tests of kernels whose sources changed since a GPU ran them."""
+CHANGED = ("row_hashes", "norm", "residual_norm", "softmax", "cross_entropy", "dropout", "optimizer", "table_rows",
+           "quantise", "expert_rows", "rotary")
+"""Tests of the kernels that are new or changed most since a GPU ran them; all: ``pytest tests/kernels -m gpu``."""
 LAYOUTS = ("tp1pp1dp1", "tp2pp1dp1sp", "tp1pp2dp1", "tp2pp2dp1", "tp1pp2dp2")
 TEST_WORKERS = 8
 """Processes that share the GPU for the kernels' tests, where pytest-xdist is."""
@@ -148,40 +148,42 @@ def compare_part(at: Setting, size: str, sized: Sized, least_s: float) -> Part:
 
 
 def tests(at: Setting, name: str, where: Sequence[str], *, workers: bool) -> list[str]:
-    """The command that runs tests that need a GPU (on a CPU: those of its own library)."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={at.file(f'{name}.xml')}"]
+    """The command that runs tests that need a GPU (on a CPU: those of its own library). It names each as it ends, since
+    the junit file of a part that is stopped is never written."""
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", f"--junitxml={at.file(f'{name}.xml')}"]
     command += ["-m", "gpu"] if at.device == "cuda" else ["-k", "cpu"]
     if at.device == "cuda" and workers and not at.tiny and importlib.util.find_spec("xdist"):
         command += ["-n", str(min(TEST_WORKERS, len(os.sched_getaffinity(0))))]
     return [*command, *where]
 
 
+def xl_or_tiny(at: Setting) -> list[str]:
+    """The size whose captured steps are proved and profiled."""
+    return ["--size", "tiny-bf16"] if at.tiny else ["--size", "gpt2-xl", "--layers", "12", "--global-batch", "16"]
+
+
 def first_parts(at: Setting) -> list[Part]:
     """Command a: what brings the headline numbers."""
-    python, size = sys.executable, ["--size", "tiny-bf16"] if at.tiny else [
-        "--size", "gpt2-xl", "--layers", "12", "--global-batch", "16"]
+    python = sys.executable
     norm = "tests/kernels/test_norm.py"  # opcheck compares under modes below which the ghost machine computes nothing
     kernels = [norm, "--deselect", f"{norm}::test_opcheck"] if at.tiny else [
         f"tests/kernels/test_{name}.py" for name in CHANGED]
     on_gpu = at.device == "cuda"
-    recorded = [python, "-m", "benchmarks.compare.recorded", *size, "--out", at.file("recorded.json"),
+    recorded = [python, "-m", "benchmarks.compare.recorded", *xl_or_tiny(at), "--out", at.file("recorded.json"),
                 *(["--window", "0.05", "--steps", "2"] if at.tiny else [])]
-    profile = [python, "-m", "benchmarks.compare.profile", "--device", at.device, "--peer",
-               RECORDED if on_gpu else "ours", *size, "--out", at.file("profile.json")]
     ops = [python, "benchmarks/gpu_kernels.py", "--device", at.device, "--rows", "--variants", "own", "eager",
            *(["--tiny"] if at.tiny else []), "--json", at.file("ops.json")]
     epilogues = [python, "benchmarks/epilogues.py", *(["--tiny"] if at.tiny else []), "--json",
                  at.file("epilogues.json")]
-    least = {"6.7b": 90.0, "gpt2-xl": 70.0, "gpt2-124m": 50.0}
+    least = {"6.7b": 85.0, "gpt2-xl": 70.0, "gpt2-124m": 70.0}
     return [
         Part("env", [python, "scripts/gpu_env.py", "--device", at.device, "--out", at.file("env.json")], 30.0,
-             "card, power limit, clocks, versions, what serves each op", "", 15.0),
+             "card, power limit, clocks, versions, what serves each op", "", 20.0),
         Part("kernels", tests(at, "kernels", kernels, workers=True), 60.0, "changed kernels against fp64", "", 45.0),
         *([Part("recorded", recorded, 60.0, "replayed steps against the same steps call by call, bit for bit", "",
                 48.0)] if on_gpu else []),
         *(compare_part(at, name, sized, least.get(name, 60.0)) for name, sized in sizes_of("a", at.tiny).items()),
-        Part("profile", profile, 40.0, "where a step's time goes; launch gaps; waits", "", 25.0),
-        Part("ops", ops, 60.0, "norms at few to many rows, and the state's hash, against copy bandwidth", "", 38.0),
+        Part("ops", ops, 60.0, "the state's hash, and norms at few to many rows, against copy bandwidth", "", 34.0),
         *([Part("epilogues", epilogues, 45.0, "GeLU in the product's epilogue: go or no-go", "", 28.0)] if on_gpu
           else []),
     ]
@@ -190,16 +192,19 @@ def first_parts(at: Setting) -> list[Part]:
 def second_parts(at: Setting) -> list[Part]:
     """Command b: what stands beside them."""
     python, port = sys.executable, [sys.executable, "-m", "megatron_port"]
+    profile = [python, "-m", "benchmarks.compare.profile", "--device", at.device, "--peer",
+               RECORDED if at.device == "cuda" else "ours", *xl_or_tiny(at), "--out", at.file("profile.json")]
     experts = ["tiny-experts"] if at.tiny else ["experts-8", "experts-64"]
     layouts = LAYOUTS[:3] if at.tiny else LAYOUTS
     engine = ["tests/gpu", *(["-k", "bit_equal"] if at.tiny else [])]
     calibrate = [*port, "bench", "calibrate", cluster_of(at.name), "-o", at.file("calibrated.toml"), "--seconds",
                  "0.02" if at.tiny else "0.1", "--set", f"backend.device={at.device}"]
-    least = {"xl-48": 30.0, "llama-8b": 40.0, "llama-8b-long": 20.0}
+    least = {"xl-48": 30.0, "llama-8b": 44.0, "llama-8b-long": 20.0}
     return [
+        Part("profile", profile, 40.0, "where a captured step's time goes; launch gaps; waits", "", 25.0),
         Part("train", [python, "scripts/gpu_train.py", "--device", at.device, "--out", str(at.folder),
                        *(["--tiny"] if at.tiny else [])], 70.0,
-             "a run on text under recorded steps: loss, tokens/s, a resume, a sample", "", 50.0),
+             "a run on text in captured steps: loss, tokens/s, a resume, a sample", "", 50.0),
         Part("experts", [python, "-m", "benchmarks.compare.profile", "--device", at.device, "--size", *experts, "--out",
                          at.file("experts.json")], 45.0, "a layer of experts: time by group, waits", "", 28.0),
         *([Part("engine", tests(at, "engine", engine, workers=True), 70.0, "runs, waits and layouts on the GPU", "",
@@ -207,7 +212,7 @@ def second_parts(at: Setting) -> list[Part]:
         Part("layouts", [*port, "parity", at.file("run.toml"), "--layouts", *layouts, "--out", at.file("layouts"),
                          "--set", f"backend.device={at.device}", "--set", "layout.zero_stage=0", "--set",
                          f"backend.share_devices={str(at.device == 'cuda').lower()}"], 40.0,
-             "losses and gradients of layouts whose ranks share the GPU, over gloo", "", 20.0),
+             "losses and gradients of layouts whose ranks share the GPU, over gloo", "", 16.0),
         *(compare_part(at, name, sized, least.get(name, 40.0)) for name, sized in sizes_of("b", at.tiny).items()),
         *([] if at.tiny and at.device == "cuda" else [  # its products have a GPU's size: minutes on the ghost machine
             Part("calibrate", calibrate, 60.0, "what the planner needs of this device", "", 22.0)]),

@@ -1,5 +1,5 @@
 #!/bin/bash
-# A quarter of an hour on a GPU, with nothing to install: gpu_session.sh a (420 s), then b (300 s); gpu_session.py says what.
+# A quarter of an hour on a GPU, nothing to install: gpu_session.sh a (420 s), then b (300 s); gpu_session.py says more.
 # PYTHON: an interpreter that has torch. Options are those of gpu_session.py: --kernels FOLDER --out FOLDER.
 set -euo pipefail
 

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 Data = dict[str, Any]
+STATE = "(PASSED|FAILED|ERROR|SKIPPED)"
+TEST_LINE = re.compile(rf"(?:\[gw\d+\] \[ *\d+%\] {STATE} )?(tests/\S+::.+?)(?: {STATE}\b.*)?")
+"""Of ``pytest -v``, with workers and without."""
 
 
 def data_of(name: str, folder: Path) -> Data | None:
     """Return what a part measured, as JSON can hold it; None: it left nothing that can be read."""
     try:
         if name in ("kernels", "engine"):
-            return _tests(folder / f"{name}.xml")
+            return _tests(folder / f"{name}.xml", folder / f"{name}.txt")
         if name == "layouts":
             return _layouts((folder / "layouts.txt").read_text())
         if name == "calibrate":
@@ -28,13 +31,31 @@ def data_of(name: str, folder: Path) -> Data | None:
         return None
 
 
-def _tests(path: Path) -> Data:
-    """Counts and failures of pytest's junit file."""
+def _tests(path: Path, said: Path) -> Data:
+    """Counts and failures of pytest's junit file, which it writes at its end; where tests were stopped before, of what
+    they ``said`` one by one."""
+    if not path.exists():
+        return _stopped_tests(said.read_text(errors="replace"))
     suite = next(ElementTree.parse(path).iter("testsuite"))
     counts = {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
     failed = {f"{case.get('classname')}.{case.get('name')}": (case.find(kind).get("message") or "")[:300]  # type: ignore[union-attr]
               for case in suite.iter("testcase") for kind in ("failure", "error") if case.find(kind) is not None}
     return {**counts, "failed": failed, "seconds": float(suite.get("time", 0))}
+
+
+def _stopped_tests(text: str) -> Data:
+    """The same of the lines of ``pytest -v``, with or without workers. Raises ValueError where there is none."""
+    found = {}
+    for line in text.splitlines():
+        match = TEST_LINE.fullmatch(line.rstrip())
+        if match and (state := match[1] or match[3]):
+            found[match[2]] = state
+    if not found:
+        raise ValueError("no test has ended")
+    states = list(found.values())
+    return {"tests": len(found), "failures": states.count("FAILED"), "errors": states.count("ERROR"),
+            "skipped": states.count("SKIPPED"), "stopped": True,
+            "failed": {test: "" for test, how in found.items() if how in ("FAILED", "ERROR")}}
 
 
 def _layouts(text: str) -> Data:
@@ -54,9 +75,10 @@ def _headline_env(data: Data) -> str:
     card = data["hardware"].get("card", {"name": "cpu"})
     limit = f", {card['power_limit_w']:.0f} W" if "power_limit_w" in card else ""
     missing = f"; no clocks: {card['clocks_missing']}" if "clocks_missing" in card else ""
-    found = data["doctor"].get("findings", [])
-    bad = [f"{f['name']}: {f['value']}" for f in found if f["status"] in ("wrong", "slow")]
-    return f"{card['name']}{limit}{missing}; {'; '.join(bad[:3])[:300] or 'nothing wrong'}"
+    found = data.get("doctor", {}).get("findings")
+    bad = [f"{f['name']}: {f['value']}" for f in found or () if f["status"] in ("wrong", "slow")]
+    says = "doctor did not answer" if found is None else "; ".join(bad[:3])[:300] or "nothing wrong"
+    return f"{card['name']}{limit}{missing}; {says}"
 
 
 def _headline_recorded(data: Data) -> str:
@@ -82,7 +104,8 @@ def _headline_epilogues(data: Data) -> str:
 def _headline_tests(data: Data) -> str:
     passed = data["tests"] - data["failures"] - data["errors"] - data["skipped"]
     bad = f"; failed: {', '.join(list(data['failed'])[:4])}" if data["failed"] else ""
-    return f"{passed} passed, {data['skipped']} skipped{bad}"
+    cut = "; stopped before the end" if data.get("stopped") else ""
+    return f"{passed} passed, {data['skipped']} skipped{bad}{cut}"
 
 
 def _headline_train(data: Data) -> str:
@@ -91,7 +114,6 @@ def _headline_train(data: Data) -> str:
 
 
 def _headline_ops(data: Data) -> str:
-    other = "eager"
     shares, slower, bound = [], [], 0
     for op in data["ops"]:
         for kind in ("forward", "both"):
@@ -99,12 +121,12 @@ def _headline_ops(data: Data) -> str:
             if "own" in ms:
                 shares.append(op[f"{kind}_share"])
                 bound += host["own"] > ms["own"]
-                if other in ms and ms["own"] > ms[other]:
-                    slower.append(f"{op['name']} {op['shape']} {kind} {ms['own'] / ms[other]:.2f}")
+                if "eager" in ms and ms["own"] > ms["eager"]:
+                    slower.append(f"{op['name']} {op['shape']} {kind} {ms['own'] / ms['eager']:.2f}")
     if not shares:
         return "no own kernel ran"
     middle = sorted(shares)[len(shares) // 2]
-    worse = f"; slower than {other}: {', '.join(slower[:4])}{' …' if len(slower) > 4 else ''}" if slower else ""
+    worse = f"; slower than eager: {', '.join(slower[:4])}{' …' if len(slower) > 4 else ''}" if slower else ""
     return (f"copy {data['hardware']['copy_gb_s']:.0f} GB/s; of it {min(shares):.0%} to {max(shares):.0%}, median "
             f"{middle:.0%}; launch-bound {bound} of {len(shares)}{worse}")
 

@@ -1,11 +1,11 @@
 """A user's first run on a device, from text to text: this checkout's pages as a corpus, training, a resume, a sample.
 
-    python scripts/gpu_train.py --device cuda --out FOLDER            # GPT-2 124M with its dropout, in recorded steps
+    python scripts/gpu_train.py --device cuda --out FOLDER            # GPT-2 124M with its dropout, in captured steps
     python scripts/gpu_train.py --device cpu --tiny --out FOLDER      # a rehearsal
 
 Each step is a ``megatron-port`` command of its own. ``FOLDER/train.json`` has what came of it: the first and last loss,
 where the second start resumed, tokens/s, MFU, peak memory, the sample. Exit 1: the loss did not fall, or the second
-start did not go on from the first one's end.
+start did not go on from the first one's end. Gigabytes of checkpoints are removed at the end.
 """
 
 from __future__ import annotations
@@ -101,6 +101,23 @@ def results(folder: Path, sample: str) -> dict[str, Any]:
     return found
 
 
+def train(folder: Path, device: str, *, tiny: bool) -> tuple[dict[str, Any], tuple[int, int]]:
+    """Train, resume and sample in ``folder``; return what came of it, and the steps of the first start and of both."""
+    run, log = write_inputs(folder, device, tiny=tiny), folder / "commands.txt"
+    command("data", "prepare", str(folder / "corpus"), "--input", str(folder / "text"), "--tokenizer", "byte", log=log)
+    first, further = TINY_STEPS if tiny else STEPS
+    recorded = ["--set", "backend.graphs=step"] if device == "cuda" else []
+    command("train", str(run), *recorded, log=log)
+    with clock_log(device) as clocks:
+        again, clocked = clocks.timed(
+            lambda: command("train", str(run), "--set", f"training.steps={further}", *recorded, log=log))
+    resumed = re.search(r"resumed from .* at step (\d+)", again)
+    sample = command("generate", str(folder / "runs" / "first"), "--prompt", "A layout ", "--tokens", "60", log=log)
+    found = results(folder / "runs" / "first", sample)
+    found |= {"resumed_at": int(resumed[1]) if resumed else None, "recorded": bool(recorded), "clocks": clocked}
+    return found, (first, further)
+
+
 def main(argv: list[str] | None = None) -> int:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -110,22 +127,15 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     folder = (args.out / "train").resolve()
     shutil.rmtree(folder, ignore_errors=True)
-    run, log = write_inputs(folder, args.device, tiny=args.tiny), folder / "commands.txt"
-    command("data", "prepare", str(folder / "corpus"), "--input", str(folder / "text"), "--tokenizer", "byte", log=log)
-    first, further = TINY_STEPS if args.tiny else STEPS
-    recorded = ["--set", "backend.graphs=step"] if args.device == "cuda" else []
-    command("train", str(run), *recorded, log=log)
-    with clock_log(args.device) as clocks:
-        again, clocked = clocks.timed(
-            lambda: command("train", str(run), "--set", f"training.steps={further}", *recorded, log=log))
-    resumed = re.search(r"resumed from .* at step (\d+)", again)
-    sample = command("generate", str(folder / "runs" / "first"), "--prompt", "A layout ", "--tokens", "60", log=log)
+    try:
+        found, counts = train(folder, args.device, tiny=args.tiny)
+    finally:
+        shutil.rmtree(folder / "runs", ignore_errors=True)
     said = " ".join(["scripts/gpu_train.py", *(sys.argv[1:] if argv is None else argv)])
-    found = {"command": said, "hardware": hardware(args.device, 1), **results(folder / "runs" / "first", sample)}
-    found |= {"resumed_at": int(resumed[1]) if resumed else None, "recorded": bool(recorded), "clocks": clocked}
+    found = {"command": said, "hardware": hardware(args.device, 1), **found}
     (args.out / "train.json").write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps({k: v for k, v in found.items() if k != "steps"}, indent=1))
-    whole = found["steps"] == list(range(1, further + 1)) and found["resumed_at"] == first
+    whole = found["steps"] == list(range(1, counts[1] + 1)) and found["resumed_at"] == counts[0]
     return 0 if whole and found["last_loss"] < (0.98 if args.tiny else 0.6) * found["first_loss"] else 1
 
 

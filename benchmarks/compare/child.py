@@ -19,15 +19,20 @@ ROOT = Path(__file__).resolve().parents[2]
 
 CLOSING_S = 5.0
 """What a part of a session needs to end by itself."""
+IMPORTING_S = 120.0
+"""A process that says it began longer ago than this has a wrong clock, as on some virtual machines."""
 
 
 def ends_at(seconds: float) -> float | None:
     """Return when to end, by time.monotonic: so many seconds after this process was started, since what importing took
-    counts for whoever waits. 0: as ``PART_SECONDS`` of scripts/part_runner.py has it; None: never."""
+    counts for whoever waits. 0: before ``PART_ENDS`` of scripts/part_runner.py; None: never."""
+    if not seconds:
+        ends = os.environ.get("PART_ENDS")
+        return float(ends) - CLOSING_S if ends else None
     import psutil
 
-    allowed = seconds or float(os.environ.get("PART_SECONDS", "0")) - CLOSING_S
-    return time.monotonic() + allowed - (time.time() - psutil.Process().create_time()) if allowed > 0 else None
+    ago = time.time() - psutil.Process().create_time()
+    return time.monotonic() + seconds - (ago if 0.0 < ago < IMPORTING_S else 0.0)
 
 
 class Child:

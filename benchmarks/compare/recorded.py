@@ -1,4 +1,4 @@
-"""Recorded steps against the same steps call by call: the same bits, then what a step takes.
+"""Captured steps against the same steps call by call: the same bits, then what a step takes.
 
     python -m benchmarks.compare.recorded --size gpt2-xl --layers 12 --global-batch 16 --out recorded.json
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import gpu_env
 import gpu_session
+import gpu_train
+import psutil
 import pytest
 import torch
 from gpu_summary import data_of, headline, summary_table
-from part_runner import Part, run_all
+from part_runner import Part, run, run_all
 
-from benchmarks.compare import recorded
+from benchmarks.compare import child, recorded
 from benchmarks.compare.clocks import ClockLog
 from benchmarks.compare.peer import PEERS
 from benchmarks.compare.recorded import differences
@@ -65,7 +69,8 @@ def test_parts_fit_their_command_and_each_writes_where_its_result_is_looked_for(
 ) -> None:
     for tiny in (False, True):
         wanted = gpu_session.parts(which, setting(tmp_path, memory, tiny))
-        assert sum(p.least_s for p in wanted) <= gpu_session.SECONDS[which] - gpu_session.RESERVE_S
+        kept = gpu_session.START_S + gpu_session.RESERVE_S
+        assert sum(p.least_s for p in wanted) <= gpu_session.SECONDS[which] - kept
         for part in wanted:
             assert part.least_s < part.limit_s
             files = [word for word in part.command if word.startswith(str(tmp_path)) and word.endswith(".json")]
@@ -74,10 +79,10 @@ def test_parts_fit_their_command_and_each_writes_where_its_result_is_looked_for(
 
 def test_what_matters_most_comes_first(tmp_path: Path) -> None:
     names = [p.name for p in gpu_session.parts("a", setting(tmp_path))]
-    assert names == ["env", "kernels", "recorded", "compare-6.7b", "compare-gpt2-xl", "compare-gpt2-124m", "profile",
-                     "ops", "epilogues"]
+    assert names == ["env", "kernels", "recorded", "compare-6.7b", "compare-gpt2-xl", "compare-gpt2-124m", "ops",
+                     "epilogues"]
     names = [p.name for p in gpu_session.parts("b", setting(tmp_path))]
-    assert names == ["train", "experts", "engine", "layouts", "compare-xl-48", "compare-llama-8b",
+    assert names == ["profile", "train", "experts", "engine", "layouts", "compare-xl-48", "compare-llama-8b",
                      "compare-llama-8b-long", "calibrate"]
 
 
@@ -122,6 +127,59 @@ def test_failures_of_the_kernel_tests_are_named(tmp_path: Path) -> None:
     assert data_of("kernels", tmp_path) is None and headline("kernels", None) == "no result"
 
 
+VERBOSE = """tests/kernels/test_norm.py::test_rms_norm[gpu-a b] PASSED                [ 20%]
+tests/kernels/test_norm.py::test_layer_norm[gpu] FAILED                       [ 40%]
+tests/kernels/test_norm.py::test_opcheck SKIPPED (no GPU that torch can use)  [ 60%]
+tests/kernels/test_norm.py::test_cut_off[gpu]"""
+WITH_WORKERS = """scheduling tests via LoadScheduling
+tests/kernels/test_norm.py::test_rms_norm[gpu-a b]
+[gw0] [  1%] PASSED tests/kernels/test_norm.py::test_rms_norm[gpu-a b]
+tests/kernels/test_norm.py::test_cut_off[gpu]
+[gw7] [100%] FAILED tests/kernels/test_norm.py::test_layer_norm[gpu]
+[gw1] [ 20%] SKIPPED tests/kernels/test_norm.py::test_opcheck"""
+
+
+@pytest.mark.parametrize("text", [VERBOSE, WITH_WORKERS], ids=["alone", "workers"])
+def test_tests_that_are_stopped_keep_what_has_ended(tmp_path: Path, text: str) -> None:
+    (tmp_path / "kernels.txt").write_text("collected 5 items\n" + text)
+    assert headline("kernels", data_of("kernels", tmp_path)) == (
+        "1 passed, 1 skipped; failed: tests/kernels/test_norm.py::test_layer_norm[gpu]; stopped before the end")
+    (tmp_path / "kernels.txt").write_text("No module named pytest\n")
+    assert data_of("kernels", tmp_path) is None
+
+
+def test_a_part_knows_when_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = str(Path(gpu_session.__file__).resolve().parent.parent)
+    look = (f"import sys, time; sys.path.insert(0, {root!r}); from benchmarks.compare.child import ends_at; "
+            "print(ends_at(0.0) - time.monotonic())")
+    run(Part("first", [sys.executable, "-c", look], 60.0), tmp_path, 40.0)
+    assert 20.0 < float((tmp_path / "first.txt").read_text()) < 40.0 - child.CLOSING_S
+    monkeypatch.delenv("PART_ENDS", raising=False)
+    assert child.ends_at(0.0) is None
+    began = psutil.Process().create_time()
+    for clock, ago in ((began + 30.0, 30.0), (began + 9e8, 0.0), (began - 5.0, 0.0)):  # two are wrong
+        monkeypatch.setattr(child, "time", SimpleNamespace(time=lambda clock=clock: clock, monotonic=lambda: 1000.0))
+        assert child.ends_at(100.0) == pytest.approx(1100.0 - ago)
+
+
+def test_the_run_on_text_leaves_no_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def command(*arguments: str, log: Path) -> str:
+        if arguments[0] == "generate":
+            raise SystemExit(3)
+        (tmp_path / "train" / "runs" / "first").mkdir(parents=True, exist_ok=True)
+        return ""
+
+    monkeypatch.setattr(gpu_train, "command", command)
+    with pytest.raises(SystemExit):
+        gpu_train.main(["--device", "cpu", "--tiny", "--out", str(tmp_path)])
+    assert not (tmp_path / "train" / "runs").exists()
+
+
+def test_doctors_answer_is_found_in_what_stands_around_it() -> None:
+    assert gpu_env.first_object('warning\n{"findings": [{}]}\nbye {') == {"findings": [{}]}
+    assert gpu_env.first_object("killed") is None and gpu_env.first_object("{broken") is None
+
+
 def test_headlines_name_what_is_slower_launch_bound_or_changed() -> None:
     fast = {"own": 1.0, "eager": 2.0}
     op = {"name": "norm", "shape": "8x8", "forward_ms": fast, "both_ms": {"own": 3.0, "eager": 2.0},
@@ -143,6 +201,7 @@ def test_headlines_name_what_is_slower_launch_bound_or_changed() -> None:
     card = {"name": "NVIDIA H200", "power_limit_w": 700.0}
     assert headline("env", {"hardware": {"card": card}, "doctor": {"findings": []}}) == (
         "NVIDIA H200, 700 W; nothing wrong")
+    assert headline("env", {"hardware": {"card": card}}) == "NVIDIA H200, 700 W; doctor did not answer"
     trained = {"first_loss": 5.5, "last_loss": 2.25, "steps": [1, 2], "resumed_at": 1, "tokens_per_second": 5e5}
     assert headline("train", trained) == "loss 5.50 to 2.25 in 2 steps, resumed at 1, 500,000 tokens/s"
     assert "cannot be read" in headline("profile", {"profiles": [{"kernels": [{}]}]})
