@@ -1,4 +1,5 @@
-# CUDA image for A100 and H100: DeepSpeed's ops, apex, flash-attn and our own kernels, all built ahead of time.
+# CUDA image for A100, H100 and H200 (compute capability 8.0 and 9.0): DeepSpeed's ops, apex, flash-attn and our own
+# kernels, all built ahead of time.
 # Not built by our tests: they have no container engine. The versions below are pins, not measurements.
 #
 #   docker build -f docker/cuda.Dockerfile -t megatron-port:cuda .                       (an hour or more)
