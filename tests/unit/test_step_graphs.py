@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from contradictions import contradictions
 from step_tape import TapeCapturer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,34 +29,42 @@ from megatron_port.core.config.schema import (
     OptimizerConfig,
     PrecisionConfig,
     RunConfig,
+    SparsityConfig,
 )
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.record import initial_reader
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import ConfigError
-from megatron_port.core.registry import MIXERS
+from megatron_port.core.model.shapes import parameter_shapes
+from megatron_port.core.registry import MIXERS, PROVIDERS
 from megatron_port.ext.kernels.choose import choose_providers
 from megatron_port.ext.kernels.settings import GRAPHS as CONFLICTS
 from megatron_port.ext.kernels.settings import why_not_captured
-from megatron_port.ext.kernels.step_graphs import WARM_UP, CapturedGraph
-from megatron_port.ext.kernels.step_inputs import FIELDS, StepInputs, tensors_of
+from megatron_port.ext.kernels.step_graphs import WARM_UP, CapturedGraph, CudaGraphCapturer
+from megatron_port.ext.kernels.step_inputs import FIELDS, StepInputs, shapes_of, tensors_of
+from megatron_port.ext.weights.readers import SparseWeights
 from megatron_port.run.build import DTYPES, build_engine
 from megatron_port.run.device import choose_device
+from megatron_port.tools.bench import calibration
+from megatron_port.tools.parity import recording
 
 MODEL = ModelConfig(
     num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=61, seq_length=16, hidden_dropout=0.1,
     attention_dropout=0.1,
 )
 STEPS = 14
+DENSE = SparsityConfig()
 
 
-def engine_of(dtype: Any) -> NativeEngine:
+def engine_of(dtype: Any, *, scale: float = 2.0**20, sparsity: SparsityConfig = DENSE) -> NativeEngine:
     config = RunConfig(
         engine="native", model=MODEL, batch=BatchConfig(micro_batch_size=2, global_batch_size=4),
         # fp16 overflows in the first steps, so that the scale, and skipped updates, differ from step to step.
         precision=PrecisionConfig(
-            dtype=dtype, initial_loss_scale=2.0**20, loss_scale_hysteresis=1, loss_scale_window=2
+            dtype=dtype, initial_loss_scale=scale, loss_scale_hysteresis=1, loss_scale_window=2
         ),
+        sparsity=sparsity,
         backend=BackendConfig(device="cpu", own_kernels="on"), optimizer=OptimizerConfig(clip_grad=0.5),
     )
     providers = choose_providers(
@@ -100,6 +111,33 @@ def test_replayed_steps_are_the_steps() -> None:
     assert any(skipped[:3]) and not all(skipped)
 
 
+def test_an_update_is_not_captured_before_the_passes() -> None:
+    """Where fp16 overflows in the first step that could be captured, the passes' results have no lasting addresses."""
+    plain, captured, capturer = engine_of("fp16", scale=2.0**24), engine_of("fp16", scale=2.0**24), TapeCapturer()
+    captured.capture_steps(capturer)
+    want = train(plain)
+    assert train(captured) == want
+    skipped = [one[0].skipped for one in want if isinstance(one, tuple)]
+    assert skipped[WARM_UP] and not all(skipped)
+
+
+def test_replays_have_the_masks_of_the_weights_that_were_loaded_last() -> None:
+    """A run that returns to a checkpoint loads weights between replays."""
+    def trained(*, captures: bool) -> list[Any]:
+        engine = engine_of("fp32", sparsity=SparsityConfig(method="magnitude", ratio=0.5))
+        if captures:
+            engine.capture_steps(TapeCapturer())
+        for step in range(WARM_UP + 4):
+            if step == WARM_UP + 2:
+                assert engine.captured is None or engine.captured.graphs.replays
+                other = initial_reader({r.name: r for r, _ in engine.parameters}, 7, torch.device("cpu"))
+                engine.load_weights(SparseWeights(engine.config.sparsity, parameter_shapes(MODEL), other))
+            engine.train_step(batches_of(step), step=step, lr=1e-3)
+        return [p.tolist() for _, p in engine.named_parameters()]
+
+    assert trained(captures=True) == trained(captures=False)
+
+
 class FalseCapturer(TapeCapturer):
     """Replays what was captured but for one launch, which got lost: what it makes is never written."""
 
@@ -144,6 +182,12 @@ def test_state_that_changed_between_replays_is_found() -> None:
     alive = weakref.ref(engine.captured.graphs)
     del engine
     assert alive() is None
+
+
+def test_every_stage_sees_that_masks_come_and_go() -> None:
+    """Else the last stage alone would capture anew, and run passes that the others do not."""
+    first = [dataclasses.replace(b, labels=None, loss_mask=None) for b in batches_of(0)]
+    assert shapes_of(first) != shapes_of([dataclasses.replace(b, labels_masked=True) for b in first])
 
 
 def test_inputs_lie_where_they_lay() -> None:
@@ -223,7 +267,7 @@ RECORDED = RunConfig(engine="native", backend=BackendConfig(graphs="step", devic
     ({"numerics": NumericsConfig(replay_interval=3)}, "numerics.replay_interval 3"),
     ({"data": DataConfig(attention_documents="within")}, 'data.attention_documents "within" and backend.attention'),
 ])
-def test_what_cannot_be_recorded_is_refused_by_name(change: dict[str, Any], named: str) -> None:
+def test_what_cannot_be_captured_is_refused_by_name(change: dict[str, Any], named: str) -> None:
     assert not contradictions(CONFLICTS, RECORDED)
     (problem,) = contradictions(CONFLICTS, dataclasses.replace(RECORDED, **change))
     assert problem.startswith('backend.graphs "step" with ') and named in problem
@@ -254,3 +298,32 @@ def test_steps_are_captured_where_nothing_refuses_them(change: dict[str, Any], n
 def test_a_plugin_asks_for_captured_steps_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(MIXERS), "added", property(lambda self: ("delta",) if self is MIXERS else ()))
     assert "plugin" in why_not_captured(RunConfig(), amd=False, optimizer="own")
+
+
+def test_a_plugins_provider_of_an_op_asks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = PROVIDERS["norm"]
+    monkeypatch.setattr(type(norm), "added", property(lambda self: ("theirs",) if self is norm else ()))
+    assert not why_not_captured(RunConfig(), amd=False, optimizer="own")  # auto takes none of a plugin's
+    asked = RunConfig(backend=BackendConfig(norm="theirs"))
+    assert "plugin" in why_not_captured(asked, amd=False, optimizer="own")
+
+
+def test_a_lost_peer_is_no_fault_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=None))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **settings: nullcontext())
+    capturer = object.__new__(CudaGraphCapturer)  # a real one needs a GPU
+    capturer._pool = capturer._stream = None  # type: ignore[assignment]
+
+    def fails(error: Exception) -> None:
+        raise error
+
+    with pytest.raises(dist.DistBackendError, match="aborted"):
+        capturer.capture(lambda: fails(dist.DistBackendError("NCCL communicator was aborted")))
+    with pytest.raises(ConfigError, match=r'\(not permitted\); use backend.graphs = "off"'):
+        capturer.capture(lambda: fails(RuntimeError("not permitted\nmore")))
+
+
+def test_tools_that_measure_or_change_the_hosts_work_capture_nothing() -> None:
+    asked = RunConfig(backend=BackendConfig(graphs="step", device="cpu"))
+    assert calibration._config(asked, 1, 32, "fp32").backend.graphs == "off"
+    assert recording._called(asked).backend.graphs == "off"

@@ -13,6 +13,7 @@ from megatron_port.core.config.conflicts import Conflict, Rule, Table, native_on
 from megatron_port.core.config.layout import either, multiples
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.registry import LOSSES, MIXERS, OBJECTIVES
+from megatron_port.core.registry import PROVIDERS as OP_PROVIDERS
 
 STATE_BLOCK = 128
 """Elements of a row that share a scale under adamw-8bit."""
@@ -199,11 +200,12 @@ def why_not_captured(config: RunConfig, *, amd: bool, optimizer: str) -> str:
     if graphs != "auto":
         return "" if graphs == "step" else 'backend.graphs "off"'
     if amd:
-        return 'no AMD GPU has replayed a step yet; backend.graphs "step" asks for it'
+        return 'no AMD GPU has replayed a step yet; backend.graphs "step" tries it'
     if optimizer != "own":
         return f"the host decides on the updates of the optimizer's provider {optimizer}"
-    if any(registry.added for registry in (MIXERS, OBJECTIVES, LOSSES)):
-        return 'the code of a plugin may read numbers of the device; backend.graphs "step" asks for it'
+    providers = (op for op, registry in OP_PROVIDERS.items() if getattr(config.backend, op) in registry.added)
+    if next(providers, None) or any(registry.added for registry in (MIXERS, OBJECTIVES, LOSSES)):
+        return 'a plugin\'s code may read numbers of the device, which ends a capture; backend.graphs "step" tries it'
     called, asked = (replace(config, backend=replace(config.backend, graphs=each)) for each in ("off", "step"))
     others = [text for table in tables_of(called) for text in table.problems(called)]
     refused = (text for table in tables_of(asked) for text in table.problems(asked) if text not in others)

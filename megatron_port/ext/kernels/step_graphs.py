@@ -9,7 +9,7 @@ each bucket, and let libraries choose their kernels. Steps of another shape are 
 
 A new graph of the passes proves itself: the step's passes run once more without it, and where the replay has another
 loss or gradient norm, a warning names them and steps are no longer captured. The update has no such proof, since it
-would have to be taken back.
+could not be undone.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.batch import MicroBatch
@@ -36,7 +37,7 @@ from megatron_port.ext.kernels.step_inputs import StepInputs, shapes_of
 WARM_UP = 3
 """Steps before the first capture."""
 LOSS_BOUND, NORM_BOUND = 1e-6, 1e-3
-"""Relative differences between passes and their replay that rounding explains."""
+"""Largest relative differences between passes and their replay that rounding explains."""
 Result = TypeVar("Result")
 
 
@@ -79,6 +80,8 @@ class CudaGraphCapturer:
             # NCCL's watchdog and a save in the background may call CUDA meanwhile, from their own threads.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 result = function()
+        except dist.DistError:  # of a peer, which is lost whether or not steps are captured
+            raise
         except RuntimeError as error:
             said = str(error).partition("\n")[0]
             raise ConfigError(f'this step cannot be captured ({said}); use backend.graphs = "off"') from error
@@ -118,7 +121,7 @@ class StepGraphs(Generic[Result]):
     ) -> None:
         self.capturer, self.device, self.proof = capturer, device, proof
         self.differing = ""
-        """Numbers that a replay had otherwise than the passes; steps are then no longer captured."""
+        """Numbers in which a replay differed from the passes; empty: none. Else steps are no longer captured."""
         self.release()
 
     def release(self) -> None:
@@ -167,7 +170,7 @@ class StepGraphs(Generic[Result]):
 
     def update(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Run a step's update, or its graph, after the passes of the same step."""
-        if self._warmed < WARM_UP:
+        if self._gradients is None:  # an update reads results of the passes, whose addresses only their graph fixes
             self._warmed += 1
             return self.capturer.run(function)
         if self._update is None:
@@ -195,7 +198,7 @@ def proof_of(state: StepState) -> tuple[float, float]:
 
 
 def differences(called: tuple[float, float], replayed: tuple[float, float]) -> str:
-    """Name the numbers of :func:`proof_of` that a replay has otherwise than the passes; empty: none.
+    """Return the numbers of :func:`proof_of` in which a replay differs from the passes, in words; empty: in none.
 
     Attention's backward pass may add in another order each time; the forward pass and the loss do not.
     """
@@ -234,7 +237,7 @@ class ReplayGradients:
 
 
 class CheckReplayed:
-    """Looks at what a replay has found in the gradients."""
+    """Compares replicas' copies of gradients after a replay, in which no reduction can be checked."""
 
     def __init__(self, watch: StateWatch) -> None:
         self.watch = watch
@@ -272,7 +275,7 @@ class Release:
 
 
 class DeferGather:
-    """Leaves the updated weights to be gathered by the next step, or by who waits for them."""
+    """Defers the gather of updated weights to the next step, or to the first reader that waits for them."""
 
     def __init__(self, sharded: ShardedParameters) -> None:
         self.sharded = sharded
@@ -295,8 +298,8 @@ class CapturedSteps:
         self.sharded, self.seed = sharded, seed
 
     def parts(self, plain: StepParts, *, replayed: bool) -> list[StepPart]:
-        """Return the parts of a step, in order. ``plain``: of one that is not captured; ``replayed``: captured
-        and replayed."""
+        """Return the parts of a step, in order. ``plain``: of a step that is not captured; ``replayed``: this one may
+        be captured and replayed."""
         sharded, graphs = self.sharded, self.graphs
         ending: list[StepPart] = [DeferGather(sharded), plain.hash_state]
         if not replayed or graphs.differing:

@@ -12,9 +12,9 @@ import torch
 from megatron_port.core.data.batch import MicroBatch
 
 FIELDS = ("tokens", "labels", "loss_mask", "document_starts")
-"""Tensors of a micro-batch beside ``side``."""
+"""Fields of a micro-batch that are tensors, beside ``side``."""
 Shapes = tuple[tuple[int, ...] | int | str, ...]
-"""Samples of each micro-batch, then the name and the shape of each of its tensors."""
+"""Samples of each micro-batch and whether labels are masked, then the name and the shape of each of its tensors."""
 
 
 def tensors_of(batch: MicroBatch) -> dict[str, torch.Tensor]:
@@ -31,10 +31,11 @@ def with_tensors(batch: MicroBatch, tensors: Mapping[str, torch.Tensor]) -> Micr
 
 
 def shapes_of(micro_batches: Sequence[MicroBatch]) -> Shapes:
-    """Return what must be alike in two steps for the one's graph to serve the other."""
+    """Return the shapes that a graph is for: it serves steps of equal ones. They change on all ranks at once."""
     out: list[tuple[int, ...] | int | str] = []
     for batch in micro_batches:
-        out.append(len(batch.sample_ids))
+        # Masks are on the last stage alone, and a new graph runs the passes more than once: all stages must, or hang.
+        out += [len(batch.sample_ids), int(batch.masked)]
         for name, tensor in tensors_of(batch).items():
             out += [name, tuple(tensor.shape)]
     return tuple(out)

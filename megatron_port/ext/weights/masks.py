@@ -31,11 +31,13 @@ class GradientMasks:
         self._done: set[int] = set()
 
     def loaded(self) -> None:
-        """Make the masks, when the masters have been loaded."""
+        """Make the masks, after masters have been loaded; later loads write over them: a captured step reads them."""
+        former = {id(gradient): mask for pairs in self._masks.values() for gradient, mask in pairs}
         self._masks = {}
         for bucket, piece in zip(self.sharded.shard_buckets, self.sharded.pieces):
             if is_sparse(self.sparsity, piece.record.name):
                 mask = (piece.master != 0).to(piece.gradient.device)
+                mask = former[id(piece.gradient)].copy_(mask) if former else mask
                 self._masks.setdefault(id(bucket), []).append((piece.gradient, mask))
 
     def run(self, state: StepState) -> None:
@@ -111,12 +113,10 @@ class WeightAverage:
         self._updates.fill_(steps)
 
     @torch.no_grad()
-    def update(self, refused: torch.Tensor) -> None:
-        """Take in the masters after a step, unless ``refused`` (scalar on the device) is not 0: no update was applied.
-
-        Nothing is read back.
-        """
-        applied = (refused == 0).double()
+    def update(self, skipped: torch.Tensor) -> None:
+        """Take in the masters after a step, unless ``skipped`` (scalar on the device) is not 0; nothing is read
+        back."""
+        applied = (skipped == 0).double()
         later = torch.full_like(applied, 1.0 - self.decay)
         share = applied * torch.where(self._updates == 0, torch.ones_like(applied), later)
         self._updates += applied

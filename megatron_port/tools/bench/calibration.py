@@ -240,7 +240,8 @@ def _config(config: RunConfig, layers: int, hidden: int, dtype: str, policy: str
         name="host", num_layers=layers, hidden_size=hidden, num_attention_heads=2, vocab_size=256, seq_length=LENGTH,
         hidden_dropout=0.0, attention_dropout=0.0,
     )
-    run = RunConfig(cluster=config.cluster, backend=config.backend, model=model)
+    # What is measured is the host's work, of which a replayed graph has none.
+    run = RunConfig(cluster=config.cluster, backend=replace(config.backend, graphs="off"), model=model)
     return resolve(with_values(run, {
         "engine": "native", "batch.micro_batch_size": 1, "batch.global_batch_size": 4, "precision.dtype": dtype,
         "layout.zero_stage": 1, "layout.data_parallel_size": 1, "activations.policy": policy,

@@ -70,6 +70,12 @@ def regroup(batches: list[MicroBatch], reordering: Reordering) -> list[MicroBatc
     return out
 
 
+def _called(config: RunConfig) -> RunConfig:
+    """Return the run without captured steps: what reorders or rounds sums decides on the host in every pass, and a
+    replay would repeat the decisions of one."""
+    return replace(config, backend=replace(config.backend, graphs="off"))
+
+
 def record_orders(
     config: RunConfig, info: ProcessInfo, orders: Sequence[tuple[Order, Path]], *, steps: int
 ) -> None:
@@ -86,7 +92,7 @@ def record_orders(
             partition=sequence_partition(ctx.mesh, ctx.rank, order=c.layout.cp_order),
         )
         for order, folder in orders:
-            engine = build_engine(c, ctx, session.providers)
+            engine = build_engine(_called(c) if order is not None else c, ctx, session.providers)
             if isinstance(order, Reordering):
                 apply_reduction_order(engine.stage, order)  # type: ignore[attr-defined]
             elif order is not None:
