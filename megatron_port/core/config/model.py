@@ -37,8 +37,7 @@ class MoEConfig:
     ffn_hidden_size: SizeOrZero = 0
     """Width of an expert; 0: that of the dense layers."""
     shared_ffn_hidden_size: SizeOrZero = 0
-    """Width of a block that every token passes in addition to its experts (DeepSeek: shared experts x their width); 0:
-    none."""
+    """Width of a block that every token passes beside its experts (DeepSeek: shared experts x their width); 0: none."""
     shared_gate: bool = False
     """Multiply the shared block by the sigmoid of a product of the token with a learned row (Qwen2-MoE)."""
     first_dense: CountOrZero = 0

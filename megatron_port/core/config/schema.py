@@ -308,8 +308,8 @@ class BackendConfig:
     optimizer: Literal["auto", "own", "deepspeed", "apex", "torch"] = "auto"
     """auto | own (engine native) | deepspeed (CPUAdam or FusedAdam) | apex | torch"""
     graphs: Literal["auto", "off", "step"] = "auto"
-    """auto (step on an NVIDIA GPU, unless something refuses it) | off | step (CUDA or HIP graphs: a step's launches are
-    recorded once and replayed; docs/performance.md)"""
+    """auto (step on an NVIDIA GPU, unless another setting or a plugin forbids it; the log says which) | off | step
+    (CUDA or HIP graphs: a step's launches are captured once and replayed; docs/performance.md)"""
     allow_jit: bool = False
     """Permit building ops at run time (DeepSpeed, cpp_extension, Triton, torch.compile). false: an attempt is an
     error."""

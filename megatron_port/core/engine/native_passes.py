@@ -70,8 +70,7 @@ class StepWork:
     """Memory with the dropout keys of each micro-batch's samples, in a captured step."""
 
     def announce(self, number: int, slot: StepSlot) -> None:
-        """Set the modules' context to a micro-batch; in a captured step without its samples, which differ per
-        replay."""
+        """Set the modules' context to a micro-batch, in a captured step without samples, which differ per replay."""
         batch, captured = self.micro_batches[number], bool(self.keys)
         slot.announce(
             self.step, () if captured else batch.sample_ids, self.shared, document_starts=batch.document_starts,
@@ -166,8 +165,7 @@ class PassWorker:
             return self._backward(action, received)
 
     def _filled(self, action: Action) -> AbstractContextManager[None]:
-        """Compute a deferred weight pass during the expert all-to-alls of a forward pass; before it where it has
-        none."""
+        """Return a context of a forward pass that computes a deferred weight pass during its expert all-to-alls."""
         weight = self.filled_by.get(action)
         if weight is None:
             return nullcontext()

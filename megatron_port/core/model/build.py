@@ -114,8 +114,7 @@ class BuildContext:
         self._rotary: dict[Rotation, RotaryTables | None] = {}
 
     def _parking(self) -> Any:
-        """Return where single activations are swapped to or partitioned (``memory.site_tape.ParkingPlaces``); None: no
-        layer does either."""
+        """Return the memory of swapped and partitioned activations (``memory.site_tape.ParkingPlaces``), if any."""
         if not self.layer_activations:
             return None
         # Under sequence parallelism tensor-parallel ranks hold no copies that could be partitioned.

@@ -87,8 +87,7 @@ class GPTStage(nn.Module):
 
     @property
     def units(self) -> list[nn.Module]:
-        """Units that ``forward`` and then ``loss_sum`` call, in order: embedding, layers, head, modules that predict
-        further tokens."""
+        """Units in the order of ``forward`` and ``loss_sum``: embedding, layers, head, further predictions."""
         return [m for m in (self.embedding, *self.layers, self.head, *self.predictions) if m is not None]
 
     @property

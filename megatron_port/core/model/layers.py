@@ -52,8 +52,7 @@ class Norm(nn.Module):
         return both if pair else both[0]
 
     def fork(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (norm of x, x); use the second in place of x, whose gradients are then added in one pass where the
-        provider can."""
+        """Return (norm of x, x); use the second in place of x: a provider may add both gradients in one pass."""
         both: tuple[torch.Tensor, torch.Tensor] = self(x, pair=True)
         return both
 
@@ -120,8 +119,7 @@ class Embedding(nn.Module):
         return F.embedding(index, self.position)
 
     def document_positions(self, rows: int) -> torch.Tensor | None:
-        """Positions of this rank's ``rows`` counted from each document's start, int [rows, batch]; None: they are not
-        reset."""
+        """Return this rank's positions counted from each document's start, int [rows, batch]; None: not reset."""
         starts = self.residual.document_starts() if self.position_reset else None
         return None if starts is None else self.residual.positions(rows).index(starts.device)[:, None] - starts
 
@@ -205,7 +203,7 @@ class Head(nn.Module):
     """
 
     defers = False
-    """Losses take a stage's result in place of logits (``memory.chunked_head``)."""
+    """Whether losses take the stage's activations, not logits, and call the head (``memory.chunked_head``)."""
 
     def __init__(self, spec: HeadSpec, build: BuildContext, shared: nn.Parameter | None = None) -> None:
         super().__init__()

@@ -16,8 +16,7 @@ class StageLoss:
     """Sum of the token losses that the head computes. Subclasses make another sum of the logits."""
 
     sums: tuple[str, ...] = ()
-    """Names of the sums that :meth:`loss` adds to in a step (``StepContext.add_auxiliary``), the same on every
-    stage."""
+    """Names of the sums that :meth:`loss` adds to (``StepContext.add_auxiliary``), the same on every stage."""
 
     def loss(
         self, stage: GPTStage, logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None,

@@ -262,8 +262,7 @@ class ShardedParameters:
         return gradient, self._bucket_of[index].uninitialized.pop(index, None) is not None
 
     def _buffered_gradient(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the view of a gradient that is not persistent, in a buffer that its bucket gets here if it has
-        none."""
+        """Return the view of a gradient that is not persistent; a bucket without a buffer gets one here."""
         number, slot = self._slot_of[self._index[id(parameter)]]
         bucket = self.buckets[number]
         while bucket.reducing is not None:
@@ -360,8 +359,7 @@ class ShardedParameters:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Start the reductions left, wait for all, then all-reduce the shards of replicated, partial and tied
-        gradients."""
+        """Start the reductions left, wait for all, then all-reduce shards of replicated, partial and tied gradients."""
         for part in self._rounds.values():
             for number in part.rest():
                 self._start(self.buckets[number])
