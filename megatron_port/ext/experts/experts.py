@@ -317,15 +317,15 @@ def _grouped(rows: torch.Tensor, matrices: torch.Tensor, counts: Sequence[int], 
 
 
 def _in_one_launch(rows: torch.Tensor, matrices: torch.Tensor) -> bool:
-    """Return whether torch's ``grouped_mm`` is one kernel for these. Where it is not, on a GPU before sm_90, on AMD and
-    for fp16 and fp32, it multiplies expert by expert as well, and makes the host wait for the numbers of rows."""
+    """Return whether torch's ``grouped_mm`` is one kernel for these. Where it is not (GPUs but sm_90 and sm_100,
+    fp16 and fp32), it multiplies expert by expert as well, and makes the host wait for the numbers of rows."""
     aligned = rows.shape[1] * rows.itemsize % 16 == 0 and matrices.shape[2] * rows.itemsize % 16 == 0
     if rows.dtype == torch.float64 or not aligned:  # which it does not take
         return False
     if not rows.is_cuda:
         return True
-    newer = not torch.version.hip and torch.cuda.get_device_capability(rows.device) >= (9, 0)
-    return bool(newer) and rows.dtype == torch.bfloat16
+    kernel = not torch.version.hip and torch.cuda.get_device_capability(rows.device)[0] in (9, 10)
+    return bool(kernel) and rows.dtype == torch.bfloat16
 
 
 def _add_grouped(
