@@ -14,7 +14,7 @@
 | emulated | g++ | device/*.cu, emulator/ | libmp_emulated32.so and 64: device code on a CPU, for the tests |
 
 Needs no torch but for ``binding`` (headers, libtorch_cpu) and ``rocm`` (hipify), both from the Python that runs this.
-Of the architectures those that the compiler knows; what is left out is said.
+Builds for those of the architectures that the compiler knows, and prints the others.
 A file is compiled again when it, a header that it includes, the compiler or a flag has changed. Exit 1: a build failed;
 3: a compiler that was asked for is not there.
 """
@@ -44,9 +44,9 @@ OUT = HERE.parent / "megatron_port" / "_kernels"
 BUILD = HERE.parent / "build" / "kernels"
 TARGETS = ("cpu", "binding", "cuda", "rocm")
 CUDA_ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
-"""Of NVIDIA's GPUs a code also serves later ones of the same first digits: sm_80 the A10 and L40, sm_100 the B300."""
+"""Code for one also runs on later GPUs of its major version: sm_80 on the A10 and L40, sm_100 on the B300."""
 PTX_ARCH = "sm_90"
-"""What the driver compiles where no code is: as early as the newest instructions allow."""
+"""PTX for GPUs without code here, which the driver compiles: of the earliest that has all instructions in use."""
 ROCM_ARCHS = ("gfx90a", "gfx942", "gfx950")
 # One library a level, the best that the processor has is loaded: -march=native would bind a build to its host.
 CPU_LEVELS = {
@@ -163,7 +163,7 @@ def binding_library() -> list[Library]:
 
 
 def _known(target: str, compiler: str, wanted: Sequence[str], found: list[str]) -> list[str]:
-    """The architectures that were found; says which are left out. Raises Missing where none was."""
+    """Return the architectures that were found, and print the others. Raises Missing where none was."""
     if not found:
         raise Missing(f"{compiler} compiles for none of {', '.join(wanted)}")
     if left := [a for a in wanted if a not in found]:

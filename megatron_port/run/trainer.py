@@ -155,7 +155,7 @@ def _announce(state: LoopState, seconds: float, begun_at: Checkpoint | None) -> 
 
 
 def _head(chunk: int) -> str:
-    """How the head makes its logits, where that is not all at once."""
+    """Return the part of the announcement about a head in chunks; empty: logits are made at once."""
     return f"head in chunks of {chunk:,} tokens, " if chunk > 0 else ""
 
 

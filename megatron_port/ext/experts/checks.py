@@ -59,7 +59,7 @@ _RUN = (
          "{c.layout.tensor_parallel_size}: in layers of experts each tensor-parallel rank sends its own share of the "
          "tokens"),
     Conflict("precision.fp8", "which is not built for layers of experts", 'use "none"', allowed=("none",)),
-    Conflict("backend.graphs", "each layer waits for the numbers of tokens that ranks exchange, which a recording "
+    Conflict("backend.graphs", "each layer waits for the numbers of tokens that ranks exchange, which a graph "
              "cannot", 'use "off"', refused=("step",)),
     Conflict("activations.policy", "which knows no layers of experts", "use none, selective or full",
              refused=("plan", "profile")),

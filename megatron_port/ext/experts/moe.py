@@ -133,7 +133,7 @@ class MoE(FeedForwardBlock):
         return Dispatched(copies(tokens.flatten(0, 1), order // k, place, self.ops), exchange), place
 
     def _rows(self, counts: torch.Tensor) -> torch.Tensor:
-        """Return :func:`announced_rows`; a recomputed pass exchanges those of the first, and does not wait for them."""
+        """Return :func:`announced_rows`, in a recomputed pass those of the first, without an exchange or a wait."""
         context = self.router.step.current
         if context is None:
             return announced_rows(counts, self.expert_group)

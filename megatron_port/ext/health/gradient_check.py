@@ -102,7 +102,7 @@ class GradientCheck:
         self.active = False
         """Whether this step is checked."""
         self.captured = False
-        """steps are captured and replayed: their reductions cannot be looked at, copies can."""
+        """Steps are captured and replayed: their reductions cannot be checked, copies can."""
         self.differing = torch.zeros((), dtype=torch.int64, device=ctx.device)
         """Rows and copies that differed in any check so far; on the device."""
         self._tensors = {id(b): StateTensor(KIND, b.sums, entries[id(b)]) for b in buckets}

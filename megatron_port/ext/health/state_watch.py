@@ -80,7 +80,7 @@ class CheckedState(StateWatch):
     # -- state -------------------------------------------------------------------------------------------------------
 
     def verify_state(self) -> torch.Tensor:
-        """Compare the state with what was recorded after the last update."""
+        """Compare the state with its hashes after the last update."""
         if self.state.recorded:
             self._parameters.wait_for_state()
             self.state.verify()

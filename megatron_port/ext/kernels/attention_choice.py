@@ -228,7 +228,7 @@ def _flash_problem(device: DeviceInfo, needs: AttentionNeeds) -> tuple[Any | Non
 
 
 def _varlen(device: DeviceInfo, needs: AttentionNeeds) -> tuple[Callable[..., Any] | None, str]:
-    """(torch's varlen_attn, "") or (None, why it cannot be used)."""
+    """Return (torch's varlen_attn, "") or (None, why it cannot be used)."""
     problem = _halves_on_gpu("torch's varlen attention", device, needs.dtype) or needs.mask.problem("varlen")
     if not problem and device.kind != "cuda":
         problem = f"torch's varlen attention is for NVIDIA GPUs, not {device.kind}"
@@ -247,7 +247,7 @@ def _varlen(device: DeviceInfo, needs: AttentionNeeds) -> tuple[Callable[..., An
 
 
 def _newer_flash_problem(which: str, device: DeviceInfo, needs: AttentionNeeds) -> str:
-    """Why torch's flash attention cannot be replaced by FA3 or FA4, or nothing."""
+    """Return why torch's flash attention cannot be replaced by FA3 or FA4, or nothing."""
     problem = _halves_on_gpu(which, device, needs.dtype)
     if problem:
         return problem

@@ -1,7 +1,7 @@
 """Head and loss in chunks of tokens: the logits [tokens, vocabulary/tp] of a micro-batch never exist whole.
 
 Forward, each chunk's logits are made, looked at and dropped. Backward they are made again, the gradient is written over
-them, and the chunk's parts of dL/dx and dL/dW follow at once; the latter go into the engine's wide sum. What is kept
+them, and the chunk's parts of dL/dx and dL/dW follow at once; the latter go into the engine's sum. What is kept
 for that is the product's input, which is kept anyway, and two numbers per token. The price is one more product of the
 head.
 
@@ -122,12 +122,12 @@ class ChunkedHead(Head):
         self.chunk = build.head_chunk
 
     def forward(self, x: Tensor, loss: ChunkLoss | None = None) -> Any:
-        """Return the logits; with ``loss``, what that makes of them."""
+        """Return the logits; with ``loss``, its results (:meth:`ChunkLoss.finish`)."""
         y = self.product_input(x)
         return self.logits(y) if loss is None else self._in_chunks(y, loss)
 
     def logits_at(self, x: Tensor) -> Callable[[slice], Tensor]:
-        """Return what makes the logits of a slice of positions of a stage's result, without a gradient."""
+        """Return a function from a slice of positions to the logits of a stage's result there, without a gradient."""
         with torch.no_grad():
             y = self.product_input(x)
             whole = all_gather_first(y, self.group) if self.sequence_parallel else y
@@ -153,7 +153,7 @@ class ChunkedHead(Head):
         return self._in_chunks(self.scaled(hidden), self._loss_of(labels, 0.0))[0].t()
 
     def _loss_of(self, labels: Tensor, z_loss: float) -> ChunkLoss:
-        """What ``labels`` [batch, seq] make of logits: the run's loss in training, else the cross-entropy."""
+        """Return the loss of logits for ``labels`` [batch, seq]: the run's in training, else the cross-entropy."""
         labels, record = labels.t().contiguous(), self.weight.record  # type: ignore[attr-defined]
         if not self.training or self.loss is vocab_parallel_cross_entropy:
             return CrossEntropyChunks(self, labels, z_loss if self.training else 0.0)

@@ -45,7 +45,7 @@ class HeldMemory(BucketMemory):
         return self.offload is not None and self.offload.holds(self.number)
 
     def weights(self, plan: BucketPlan, like: torch.Tensor) -> torch.Tensor:
-        """Return memory for all weights, as wide as ``like``."""
+        """Return memory for all weights, of the dtype of ``like``."""
         return super().weights(plan, like) if self.window is None else self.window
 
     def part(self, plan: BucketPlan, weights: torch.Tensor, shard_slice: slice) -> torch.Tensor:
@@ -111,11 +111,11 @@ class HeldParameters(ShardedParameters):
         return self.unit_gather is None
 
     def permanent(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return a parameter's memory, if that lasts and is as wide as the masters."""
+        """Return a parameter's memory if it is persistent and in the masters' dtype; else None."""
         return super().permanent(parameter) if self.whole else None
 
     def set_weight(self, parameter: torch.Tensor, value: torch.Tensor, pieces: Sequence[StateShard]) -> None:
-        """Set a parameter to a value of its shape, or, where it does not last, this rank's pieces of it."""
+        """Set a parameter, or where its memory is not persistent this rank's shards of it, to a value of its shape."""
         if self.whole:
             super().set_weight(parameter, value, pieces)
             return

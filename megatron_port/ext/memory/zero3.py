@@ -291,8 +291,8 @@ class UnitGather:
 
 
 def _groups(plans: Sequence[BucketPlan], sharding: WeightSharding) -> list[GatherGroup]:
-    """Return the buckets grouped by unit, with the windows that they share; a late bucket is a group of its own. One
-    that is not divided is in none, unless it lives on the host."""
+    """Return the buckets grouped by unit, with the windows that they share; one with a dedicated buffer
+    is a group of its own. One that is not sharded is in none, unless it lives on the host."""
     shared = Window(), Window(), Window()
     units: dict[int, GatherGroup] = {}
     out: list[GatherGroup] = []

@@ -113,7 +113,8 @@ class DistillationObjective(Objective):
         return loss.sum()
 
     def _target(self, stage: GPTStage, context: StepContext) -> Callable[[slice], torch.Tensor | Stored]:
-        """Return what gives the teacher's prediction of a slice of the micro-batch in flight, [positions, batch, …]."""
+        """Return a function from a slice of positions of the micro-batch in flight to the teacher's prediction there,
+        [positions, batch, …]."""
         if isinstance(stage, DistilledStage):
             judged, head = stage.take_judged(), cast(Any, stage.teacher.head)
             made: Callable[[slice], torch.Tensor] = head.logits_at(judged) if head.defers else judged.__getitem__

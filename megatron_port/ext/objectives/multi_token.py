@@ -103,7 +103,7 @@ class MultiTokenObjective(Objective):
 
 
 def _losses(head: Any, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The loss of each token [batch, seq] from the normed hidden states of a depth [seq(/tp), batch, hidden]."""
+    """Return the loss of each token [batch, seq] from the normed hidden states of a depth [seq(/tp), batch, hidden]."""
     if head.defers:
         found: torch.Tensor = head.further_losses(hidden, labels)
         return found
@@ -190,7 +190,7 @@ class Prediction(nn.Module):
         self.norm = Norm(name, spec.norm, build)
         self.word = VocabParallelEmbedding(table, ctx=build.ctx, sequence_parallel=build.sequence_parallel)
         self.multiplier = embedding_factor(build)
-        # What the pass reads of the head is to be gathered for this module too.
+        # The losses of this module's result read these right after its pass: they are gathered with its own.
         self.shared = nn.ParameterList([head.weight] if head.bias is None else [head.weight, head.bias])
 
     def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 # Under DoRA (Liu et al., arXiv 2402.09353) the rows of W + s B A are scaled to trained lengths; as there (section 4.3),
 # their present lengths are constants for the gradient.
 #
-# Where parameters have a ``wgrad_accumulator`` (``layers.linear``), gradients are added to its wide sums, as those of
+# Where parameters have a ``wgrad_accumulator`` (``layers.linear``), gradients are added to its sums, as those of
 # other matrices are: a sum over a micro-batch's tokens in fp16 overflows by how many tokens a micro-batch has.
 
 Drop = Callable[[torch.Tensor], torch.Tensor]

@@ -4,7 +4,7 @@ The weights of a group have the names of its first layer. On one rank its layers
 spans stages, each has a copy, whose record is tied: gradients are summed over those stages, and the copy of the first
 layer's stage is saved and counted, as of a tied embedding. Dropout stays the layer's own.
 
-The gradients of a group's layers are added in the engine's wide sums. Those of matrices always are
+The gradients of a group's layers are added in the engine's sums. Those of matrices always are
 (``layers.linear``). Those of biases, norms and sinks autograd would first add in the compute dtype, on each stage by
 itself, so each layer's use of them gives its gradient to the sum directly.
 """
