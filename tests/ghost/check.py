@@ -43,6 +43,7 @@ eval_batches = 1
 [checkpoint]
 save_interval = 2
 [backend]
+graphs = "off"
 device = "cuda"
 attention = "math"
 [watch]

@@ -53,6 +53,7 @@ save_interval = 1000
 [watch]
 enabled = false
 [backend]
+graphs = "off"
 attention = "math"
 """
 BOUNDS = {"fp32": (5e-7, 5e-6), "bf16": (2e-4, 5e-3), "fp16": (3e-5, 1e-3)}

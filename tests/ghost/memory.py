@@ -44,6 +44,7 @@ steps = 3
 [checkpoint]
 save_interval = 1000
 [backend]
+graphs = "off"
 device = "cuda"
 attention = "sdpa"
 [watch]
