@@ -45,10 +45,10 @@ def both(cases: list[tuple[RunConfig, Topology]]) -> list[tuple[tuple[Steps, Sta
                 if captured:
                     engine.capture_steps(TapeCapturer())
                 steps = advance(engine, range(6))
+                assert engine.captured is None or engine.captured.graphs.replays
                 steps.append((engine.eval_step(make_batches(config, engine.ctx)(9)).loss,))  # of gathered weights
                 assert engine.state_damage(now=True) is None
                 found.append((steps, state_of(engine)))
-                assert engine.captured is None or engine.captured.graphs.replays
         out.append((found[0], found[1]))
     return out
 

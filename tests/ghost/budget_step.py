@@ -71,8 +71,7 @@ def main() -> int:
         heads=(m.num_attention_heads, m.kv_heads, m.head_size),
     )
     config = size.run_config()
-    graphs = "step" if recorded else "off"
-    config = replace(config, backend=replace(config.backend, graphs=graphs, device="cuda"))
+    config = replace(config, backend=replace(config.backend, graphs="step" if recorded else "off", device="cuda"))
     engine = build_engine(config, ParallelContext.single(device.torch_device), providers, initialise=False)
     tokens = torch.zeros(size.global_batch, m.seq_length, dtype=torch.int64,
                          device=device.torch_device if recorded else "cpu")

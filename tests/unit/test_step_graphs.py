@@ -105,7 +105,7 @@ def test_replayed_steps_are_the_steps() -> None:
     captured.capture_steps(capturer)
     want = train(plain)
     assert train(captured) == want
-    assert capturer.captured == 4  # two graphs before the step without masks, two after it
+    assert capturer.captured == 6  # two graphs before the evaluation, two after it, two after the step without masks
     assert captured.captured is not None and captured.captured.graphs.replays
     skipped = [one[0].skipped for one in want if isinstance(one, tuple)]
     assert any(skipped[:3]) and not all(skipped)

@@ -209,6 +209,8 @@ class NativeEngine:
     @torch.no_grad()
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         """Forward only; see ``engine.api.Engine``."""
+        if self.captured is not None:  # beside the graphs' memory that of an evaluation may not fit
+            self.captured.graphs.release_memory()
         self.stage.eval()
         self.stream.enabled = False
         self.progress.at(REDUCE, "tokens of the batch")

@@ -125,11 +125,15 @@ class StepGraphs(Generic[Result]):
         self.release()
 
     def release(self) -> None:
-        """Drop the graphs and their memory. The next steps warm up and are captured again."""
+        """Drop the graphs, their inputs and their memory. The next steps warm up and are captured again."""
         self.inputs: StepInputs | None = None
+        self._warmed = 0
+        self.release_memory()
+
+    def release_memory(self) -> None:
+        """Drop the graphs and their memory, which holds a step's activations. The next step is captured again."""
         self._gradients: CapturedGraph[Result] | None = None
         self._update: CapturedGraph[torch.Tensor] | None = None
-        self._warmed = 0
 
     @property
     def replays(self) -> bool:
