@@ -221,7 +221,7 @@ def test_chunks_are_chosen_where_whole_logits_do_not_fit() -> None:
             config = replace(config, cluster=replace(cluster.cluster, memory_gb=memory), hardware=cluster.hardware)
         return with_activation_plan(config, 8).activations.head_chunk
 
-    assert chosen(1000.0) == 0 and chosen(20.0) == 2**28 // (2 * 129024 // 8)  # logits: 4.2 GB
+    assert chosen(1000.0) == 0 and chosen(20.0) == 2**28 // (2 * 129024 // 8) // 128 * 128  # logits: 4.2 GB
     assert chosen(0.0) > 0 == chosen(0.0, "model.seq_length=16384")  # on a device that nobody described
     assert chosen(20.0, "model.seq_length=4096") == 0  # less than a chunk
 

@@ -171,6 +171,19 @@ def test_ways_to_fit_are_named_cheapest_first_and_do_fit() -> None:
     assert ways[0].flags in memory_problem(config)
 
 
+def test_a_head_in_chunks_is_named_where_logits_are_too_much() -> None:
+    config = load("runs/llama-8b-128k-1node", ["model.seq_length=262144", "cluster.memory_gb=83"]).config
+    assert "cannot fit" in memory_problem(config)
+    ways = ways_to_fit(config, case_of(config)[0], machine_of(config), count=9)
+    (way,) = (way for way in ways if "activations.head_chunk" in way.change)
+    assert way.change == {"activations.head_chunk": 1024}  # 1,046 tokens have 256 MiB of logits
+    chunked = load("runs/llama-8b-128k-1node", [
+        "model.seq_length=262144", "cluster.memory_gb=83", "activations.head_chunk=1024"]).config
+    assert memory_problem(chunked) == ""
+    assert not any("activations.head_chunk" in way.change for way in ways_to_fit(
+        chunked, case_of(chunked)[0], machine_of(chunked), count=9))
+
+
 def test_two_changes_are_named_where_no_single_one_is_enough() -> None:
     config = load("runs/llama-70b-1node-8gpu", ["layout.zero_stage=1", "offload.optimizer=none"]).config
     ways = ways_to_fit(config, case_of(config)[0], machine_of(config))

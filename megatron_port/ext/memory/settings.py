@@ -92,13 +92,17 @@ def _plan(config: RunConfig) -> list[str]:
     return []
 
 
+TILE = 128
+"""Rows of the largest tile that products on GPUs have."""
 CHUNK_BYTES = 1 << 28
 """Logits of a chunk that the planner chooses: products of many rows, and little memory."""
 
 
 def chosen_chunk(columns: int, width: int) -> int:
-    """Return the tokens whose logits, of so many columns on a rank and ``width`` bytes each, are 256 MiB."""
-    return max(CHUNK_BYTES // (columns * width), 1)
+    """Return the tokens whose logits, of so many columns on a rank and ``width`` bytes each, are at most 256 MiB; a
+    multiple of a product's tile, where they are more than one."""
+    tokens = max(CHUNK_BYTES // (columns * width), 1)
+    return tokens - tokens % TILE if tokens > TILE else tokens
 
 
 ACTIVATIONS = (

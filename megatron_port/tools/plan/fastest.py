@@ -26,6 +26,7 @@ from megatron_port.core.config.layout import divisors, with_values
 from megatron_port.core.config.schema import DataConfig, RunConfig
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.pipeline.partition import balanced_layers
+from megatron_port.ext.memory.settings import chosen_chunk
 from megatron_port.tools.plan.activation_plan import plan_activations
 from megatron_port.tools.plan.case import Case, Machine, case_of
 from megatron_port.tools.plan.chunk import chunk_bytes
@@ -434,6 +435,9 @@ def _changes(config: RunConfig, case: Case, machine: Machine) -> Iterator[Change
     for policy in POLICIES[POLICIES.index(case.recompute) + 1 :] if case.recompute in POLICIES else ():
         if policy != "selective" or not case.flash:
             yield {"activations.policy": policy}
+    chunk = chosen_chunk(case.padded_vocab // case.tp, case.width)
+    if not case.head_chunk and chunk < case.model.seq_length // case.cp * case.micro_batch:
+        yield {"activations.head_chunk": chunk}
     micro = case.micro_batch // 2
     while micro:
         yield {"batch.micro_batch_size": micro}
