@@ -88,6 +88,9 @@ class Program(Engine):
     def drops(self, output: str) -> bool:
         return output in self.modules
 
+    def exchange_again(self, forward: float, backward: float) -> float:
+        return forward
+
     def again(self, case: Case, layer: LayerSpec, rates: Rates) -> float:
         seconds, w = 0.0, case.width
         tokens, stream = stream_of(case)

@@ -188,7 +188,7 @@ def _float(value: Any, where: str) -> float:
 
 
 def _str(value: Any, where: str) -> str:
-    if type(value) is not str or "\0" in value or not _is_utf8(value):
+    if type(value) is not str or "\0" in value or not (value.isascii() or _is_utf8(value)):
         raise _fail(value, where, "a text")
     return value
 
@@ -206,7 +206,11 @@ def _any(value: Any, where: str, depth: int = DEEPEST) -> Any:
     if depth == 0:
         raise WrongContent(f"{where:.60} is nested more than {DEEPEST} deep")
     if isinstance(value, dict):
-        return {_str(k, where): _any(v, f"{where}.{k}", depth - 1) for k, v in value.items()}
+        inside = depth > 1  # most values are texts, for which no place need be written down
+        return {
+            _str(k, where): v if inside and type(v) is str and v.isascii() and "\0" not in v
+            else _any(v, f"{where}.{k}", depth - 1) for k, v in value.items()
+        }
     if isinstance(value, list):
         return [_any(v, f"{where}.{i}", depth - 1) for i, v in enumerate(value)]
     if value is None or type(value) is bool:

@@ -89,6 +89,11 @@ class Engine:
         """Seconds in which a layer's dropped outputs are made again."""
         return 0.0
 
+    def exchange_again(self, forward: float, backward: float) -> float:
+        """Seconds of a recomputed pass's exchange, of those of the first, with the numbers of rows, and of the backward
+        pass, of rows alone: this engine's exchanges the numbers that the first has found."""
+        return backward
+
     def casts(
         self, case: Case, rates: Rates, products: Sequence[tuple[float, float, float]]
     ) -> tuple[float, float]:

@@ -272,11 +272,12 @@ def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
         skipped = 0.5 * once if case.sequence_parallel else once
         skipped = skipped if ends_at_product(case) and moe_of(layer) is None and not layer.dense.down.rank else 0.0
         again, tensor_again = forward, regions[0] * once + shares + means - skipped
-        exchange_again = expert.backward_exchange  # the rows; their numbers are known
+        exchange_again = case.engine.exchange_again(expert.forward_exchange, expert.backward_exchange)
     elif case.recompute == "selective" and not case.flash:
         again = core
     elif case.recompute == "experts" and moe is not None:
-        again, exchange_again = expert.forward, expert.backward_exchange
+        exchange_again = case.engine.exchange_again(expert.forward_exchange, expert.backward_exchange)
+        again = expert.forward
     again += case.engine.again(case, layer, rates)
     forward_each = _tensor_collective(case, links, group, case.tensor_chunks)
     hidden_forward, hidden_backward = _hidden(case, links, regions, each, forward_each, products, weights)
