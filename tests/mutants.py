@@ -43,8 +43,8 @@ from commands import Commands, Program
 from mutant_anchors import Anchor, anchor, replaced
 
 ROOT = Path(__file__).resolve().parents[1]
-TEMPORARY = re.compile(r"/\S*/pytest-of-[^/]+/pytest-\d+/")
-"""A temporary folder of pytest in a message: it differs from machine to machine."""
+TEMPORARY = re.compile(r"(?:/\S*/pytest-of-[^/]+/pytest-\d+|" + re.escape(tempfile.gettempdir()) + r"/[\w.-]+)")
+"""A temporary folder in a message, of pytest or of a test."""
 LIST = Path(__file__).with_suffix(".toml")
 RECORD = ROOT / "benchmarks" / "results" / "mutations.jsonl"
 LIMIT_S = 420
@@ -183,6 +183,14 @@ def run_tests(server: Commands, tree: Path, tests: Sequence[str], limit_s: float
     return Ran(code, failed, said.group(1)[:200] if said else "", output[-3000:])
 
 
+def portable(text: str) -> str:
+    """Return a text without the folders of this machine: temporary ones, the interpreter's, the repository."""
+    text = TEMPORARY.sub("TMP", text)
+    for folder, name in ((sys.prefix, "VENV"), (sys.base_prefix, "PYTHON"), (str(ROOT), ".")):
+        text = text.replace(folder, name)
+    return text
+
+
 def judge(server: Commands, tree: Path, mutant: Mutant) -> dict[str, Any]:
     """Apply, run each named test by itself, take back. The outcome is that of the least of them."""
     path = tree / mutant.file
@@ -199,8 +207,8 @@ def judge(server: Commands, tree: Path, mutant: Mutant) -> dict[str, Any]:
             # 1: tests failed; 0: none did; all else (no tests, an error in importing them, a hang) proves nothing.
             by_test[test] = {0: SURVIVED, 1: CAUGHT if ran.failed else ERROR}.get(ran.code, ERROR)
             failed += ran.failed
-            why += [TEMPORARY.sub("TMP/", ran.why)] if ran.failed else []
-            tail = ran.tail if by_test[test] == ERROR else tail
+            why += [portable(ran.why)] if ran.failed else []
+            tail = portable(ran.tail) if by_test[test] == ERROR else tail
     finally:
         path.write_text(before)
     outcome = next(o for o in (ERROR, SURVIVED, CAUGHT) if o in by_test.values())

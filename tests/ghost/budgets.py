@@ -20,7 +20,7 @@ from typing import Any
 
 from check import OWN_KERNEL
 from machine import Machine, RankLog
-from options import HERE, ROOT, chosen_torch, machine, parser
+from options import HERE, ROOT, Budgets, chosen_torch, machine, parser
 from ordering import STEP_BEGINS, STEP_ENDS, between, race_faults, waits_between
 
 TABLE = ROOT / "benchmarks" / "results" / "ghost-budgets.json"
@@ -93,20 +93,15 @@ def main() -> int:
     made.add_argument("--write", action="store_true", help="make these the table's rows")
     a = made.parse_args()
     torch = chosen_torch(a.python)
-    table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
-    wrong: list[str] = []
+    table = Budgets(TABLE, over_budget, write=a.write)
     with machine(torch, devices=1) as node:
         for name in a.only:
             row = measure(node, name) | {"torch": torch.version}
             print(f"{name}: " + ", ".join(f"{row[key]} {key.replace('_', ' ')}" for key in COUNTS)
                   + f"; host {row['host_seconds']:.3f} s; peak {row['peak_bytes'] / 1e9:.3f} GB, planned "
                   f"{row['planned_bytes'] / 1e9:.3f} ({row['planned_over_measured'] - 1:+.1%})", flush=True)
-            wrong += over_budget(name, row, table[name]) if name in table and not a.write else []
-            table[name] = row if a.write or name not in table else table[name]
-            if a.write:
-                TABLE.write_text(json.dumps(table, indent=1) + "\n")
-    print(*wrong, sep="\n")
-    return int(bool(wrong))
+            table.hold(name, row)
+    return table.end()
 
 
 if __name__ == "__main__":

@@ -10,14 +10,13 @@ often, or launches more products, than ``benchmarks/results/ghost-experts.json``
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from dataclasses import dataclass
 
 from check import RUN
 from machine import Machine, RankLog
-from options import ROOT, chosen_torch, machine, parser
+from options import ROOT, Budgets, chosen_torch, machine, parser
 from ordering import STEP_BEGINS, STEP_ENDS, between, waits_between
 
 TABLE = ROOT / "benchmarks" / "results" / "ghost-experts.json"
@@ -93,18 +92,13 @@ def main() -> int:
     made.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), metavar="CASE")
     made.add_argument("--write", action="store_true", help="make these the table's rows")
     a = made.parse_args()
-    table: dict[str, Row] = json.loads(TABLE.read_text()) if TABLE.exists() else {}
-    wrong: list[str] = []
+    table = Budgets(TABLE, over_budget, write=a.write)
     with machine(chosen_torch(a.python)) as node:
         for name in a.only:
             row = of_a_layer(node, CASES[name])
             print(f"{name}: " + ", ".join(f"{value:g} {key}" for key, value in row.items()), flush=True)
-            wrong += over_budget(name, row, table[name]) if name in table and not a.write else []
-            table[name] = row if a.write or name not in table else table[name]
-    if a.write:
-        TABLE.write_text(json.dumps(table, indent=1) + "\n")
-    print(*wrong, sep="\n")
-    return int(bool(wrong))
+            table.hold(name, row)
+    return table.end()
 
 
 if __name__ == "__main__":

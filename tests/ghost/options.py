@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -24,6 +26,35 @@ def parser(description: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--python", type=Path, help="of an environment with the CUDA build of torch; none: one is made")
     return made
+
+
+class Budgets:
+    """A committed table of rows by name, which measured ones may not exceed.
+
+    Args:
+        over: the sentences of what a measured row has above the table's.
+        write: measured rows replace the table's.
+    """
+
+    def __init__(self, path: Path, over: Callable[[str, Any, Any], list[str]], *, write: bool) -> None:
+        self.path, self.over, self.write = path, over, write
+        self.rows: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        self.exceeded: list[str] = []
+
+    def hold(self, name: str, row: Any) -> None:
+        """Compare a row with the table's, or write it."""
+        if self.write:
+            self.rows[name] = row
+            self.path.write_text(json.dumps(self.rows, indent=1) + "\n")
+        elif name in self.rows:
+            self.exceeded += self.over(name, row, self.rows[name])
+        else:
+            self.exceeded.append(f"{name}: the table has no such row; --write adds it")
+
+    def end(self) -> int:
+        """Print what exceeds the table. Returns the exit code."""
+        print(*self.exceeded, sep="\n")
+        return int(bool(self.exceeded))
 
 
 def chosen_torch(python: Path | None) -> Torch:

@@ -133,9 +133,9 @@ def test_no_peer_vanishes(worker: type[Worker], tmp_path: Path) -> None:
     assert all(row["reason"] == "no time was left" for row in size["peers"])
 
 
-def test_a_slow_peer_leaves_the_later_ones_their_time(worker: type[Worker], tmp_path: Path) -> None:
-    given: dict[tuple[str, str], float] = {}
-    asked = worker.ask
+def recorded_limits(worker: type[Worker]) -> dict[tuple[str, str], float]:
+    """Record the seconds that each peer is first given for each request."""
+    given, asked = dict[tuple[str, str], float](), worker.ask
 
     def ask(self: Worker, do: str, *, timeout_s: float, **more: Any) -> dict[str, Any]:
         answer = asked(self, do, timeout_s=timeout_s, **more)
@@ -143,20 +143,17 @@ def test_a_slow_peer_leaves_the_later_ones_their_time(worker: type[Worker], tmp_
         return answer
 
     worker.ask = ask  # type: ignore[method-assign]
+    return given
+
+
+def test_a_slow_peer_leaves_the_later_ones_their_time(worker: type[Worker], tmp_path: Path) -> None:
+    given = recorded_limits(worker)
     comparison(worker, tmp_path / "made.json", repetitions=1, ends=time.monotonic() + 100.0).run()
     assert [round(given[peer, "check"]) for peer in PEERS] == [76, 84, 92, 100]
 
 
 def test_plain_torch_proves_where_torch_compile_does_not_end_in_time(worker: type[Worker], tmp_path: Path) -> None:
-    out, given = tmp_path / "made.json", dict[tuple[str, str], float]()
-    asked = worker.ask
-
-    def ask(self: Worker, do: str, *, timeout_s: float, **more: Any) -> dict[str, Any]:
-        answer = asked(self, do, timeout_s=timeout_s, **more)
-        given.setdefault((self.peer, do), timeout_s)
-        return answer
-
-    worker.ask = ask  # type: ignore[method-assign]
+    out, given = tmp_path / "made.json", recorded_limits(worker)
     worker.answers = {("torch-compile", "check"): {"cut": "no answer to check"}}
     names = ("ours", "torch-compile", "torch-narrow")
     for kept in (1, 2):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +27,14 @@ CHEAP = (
 
 def test_names_are_unique_and_there_are_many() -> None:
     assert len({m.name for m in LIST}) == len(LIST) >= 90
+
+
+def test_a_record_names_no_folder_of_a_machine() -> None:
+    """Nor has the committed one any."""
+    said = f"OffloadConfig(nvme_path='{tempfile.gettempdir()}/tmp982a82sx') at {ROOT}/tests/x.py, {sys.prefix}/lib"
+    assert mutants.portable(said) == "OffloadConfig(nvme_path='TMP') at ./tests/x.py, VENV/lib"
+    found = re.findall(r"(?:/tmp/tmp|/root/|/home/)[^\"]{0,40}", mutants.RECORD.read_text())
+    assert not found, found[:3]
 
 
 @pytest.fixture(scope="module")

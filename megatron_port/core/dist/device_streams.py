@@ -1,4 +1,4 @@
-"""Events of a device's streams, and an observer of the memory that work on them touches.
+"""Events of a device's streams, and an observer of the memory that queued operations read and write.
 
 Work on one stream runs in the order in which it was queued; work on two streams runs in no order unless one waits for
 an event of the other. ``HOST`` is the program itself: it waits for an event by blocking, and what is queued on any

@@ -90,7 +90,7 @@ class GradientCheck:
         entries: by ``id`` of a bucket, where its parameters are in its ``sums``.
         dtype: of gradients between replicas.
         interval: steps between checks; 0: never.
-        hashes: makes the hashes of tensors on a device.
+        hashes: row hash function of a device.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ def check_of(config: RunConfig, ctx: ParallelContext) -> StateCheck:
 
 
 def hashes_of(config: BackendConfig) -> Callable[[torch.device], RowHashes]:
-    """Return what makes a run's hashes for a device: the own kernel's, or torch's with the same bits."""
+    """Return the row hash function for a device: the own kernel, or torch's operations with the same result."""
     return functools.partial(STEP_PARTS.function("own row hashes"), config)
 
 
@@ -89,7 +89,7 @@ class StateCheck:
 
     Args:
         interval: updates between checks; 0: never.
-        hashes: makes the hashes of tensors on a device.
+        hashes: row hash function of a device.
     """
 
     def __init__(

@@ -397,7 +397,7 @@ def choose_providers(
 
 
 def row_hashes_of(config: BackendConfig, device: torch.device) -> RowHashes:
-    """Return the own kernel's hashes for tensors of a device or, where own kernels are off or not built, torch's."""
+    """Return the row hashes of a device by the own kernel or, where own kernels are off or not built, by torch."""
     kind = "cpu" if device.type == "cpu" else "rocm" if torch.version.hip else "cuda"
     if config.own_kernels == "off" or kernels.kernels_status(kind)[1]:
         return RowHashes(device)

@@ -39,7 +39,7 @@ def score(
 
     Raises:
         DataError: a sequence is longer than the model's context and one more, nothing stands before what is scored, or
-            a token is none of the vocabulary's.
+            a token id is outside the vocabulary.
     """
     ctx, limit, size = model.ctx, model.model.seq_length, model.model.vocab_size
     for number, (tokens, count) in enumerate(sequences):
