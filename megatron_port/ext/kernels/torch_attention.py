@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, _sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from megatron_port.core.dist.collectives import to_device_async
 from megatron_port.core.layers.attention import Attention, AttentionMask, check_shapes
@@ -122,6 +121,9 @@ def _sdpa(
 def _run_bias(mask: AttentionMask, row: int, count: int, low: int, high: int) -> torch.Tensor:
     """Return what a run of queries sees of the keys [low, high), as torch's attention takes it."""
     if not mask.window and mask.first is None:
+        # It imports torch's compiler, half of what a process takes to start, for divided sequences alone.
+        from torch.nn.attention.bias import causal_lower_right
+
         return causal_lower_right(count, high - low)  # no bytes where a kernel knows it
     assert mask.end is not None
     rows = slice(row, row + count)
