@@ -1,4 +1,4 @@
-"""A head in chunks of tokens on every kind of layout: 20 steps in fp64 are those of one process with whole logits."""
+"""A head in chunks of tokens on every kind of layout: steps in fp64 are those of one process with whole logits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_port.core.dist.mesh import Topology
 from megatron_port.tools.parity.comparison import FP64, Run, compare
 from megatron_port.tools.parity.run_record import RankTrace
 
-STEPS = 20
+STEPS = 6
 LLAMA = {"position_embedding": "rope", "normalization": "rmsnorm", "activation": "swiglu", "add_bias": False,
          "num_query_groups": 2, "tie_embeddings": False}
 TIGHT = dataclasses.replace(FP64, loss=1e-12, grad_norm=1e-12, gradient=1e-12, key_bias=1e-12)

@@ -46,6 +46,7 @@ def nodes_of(source: str) -> list[ast.AST]:
 def _forget_the_nodes() -> Iterator[None]:
     yield
     nodes_of.cache_clear()
+    needed.cache_clear()
 
 
 def imported(nodes: Iterable[ast.AST], module: str) -> Iterator[tuple[int, str]]:
@@ -84,23 +85,19 @@ def unlawful_imports(sources: Mapping[str, str]) -> set[str]:
     """``"importer imports module"`` for every import against the laws, wherever it stands but for types."""
     known, out = {name.removesuffix(".__init__") for name in sources}, set()
     for module, source in sources.items():
-        for _, name in imported(ast.walk(at_run_time(source)), module):
+        for name in needed(source, module):
             if name.split(".")[0] == "megatron_port" and unlawful(module, name):
                 target = name if name in known else name.rpartition(".")[0]
                 out.add(f"{module.removeprefix('megatron_port.')} imports {target.removeprefix('megatron_port.')}")
     return out
 
 
-def at_run_time(source: str) -> ast.Module:
-    """What a module runs, functions included: without the bodies of ``if TYPE_CHECKING``."""
-    class Outside(ast.NodeTransformer):
-        def visit_If(self, node: ast.If) -> ast.AST:
-            names = {getattr(n, "id", getattr(n, "attr", "")) for n in ast.walk(node.test)}
-            return ast.Module(node.orelse, []) if "TYPE_CHECKING" in names else self.generic_visit(node)
-
-    tree = Outside().visit(ast.parse(source))
-    assert isinstance(tree, ast.Module)
-    return tree
+@functools.cache
+def needed(source: str, module: str) -> frozenset[str]:
+    """What a module imports where it runs, in functions too: not in the bodies of ``if TYPE_CHECKING``."""
+    tests = [node for node in nodes_of(source) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+    for_types = {id(node) for test in tests for statement in test.body for node in ast.walk(statement)}
+    return frozenset(name for _, name in imported((n for n in nodes_of(source) if id(n) not in for_types), module))
 
 
 def import_cycles(sources: Mapping[str, str]) -> list[list[str]]:
@@ -110,7 +107,7 @@ def import_cycles(sources: Mapping[str, str]) -> list[list[str]]:
     known = {name.removesuffix(".__init__"): name for name in sources}
     needs: dict[str, set[str]] = {}
     for module, source in sources.items():
-        names = {name for _, name in imported(ast.walk(at_run_time(source)), module)}
+        names = set(needed(source, module))
         names |= {name.rpartition(".")[0] for name in names}  # "from package import module" and "from module import x"
         needs[module] = {known[name] for name in names if name in known} - {module}
     reach = {module: reachable(module, needs) for module in needs}
@@ -169,14 +166,18 @@ def module_names(body: Iterable[ast.stmt]) -> Iterator[str]:
 
 def changed_globals(source: str) -> list[int]:
     """Lines of functions that rebind a global (``global``), or change one: ``known.append(x)``, ``known[:] = x``."""
-    names = frozenset(module_names(ast.parse(source).body))
+    module = nodes_of(source)[0]
+    assert isinstance(module, ast.Module)
+    names = frozenset(module_names(module.body))
     out = {node.lineno for node in nodes_of(source) if isinstance(node, ast.Global)}
-    for function in nodes_of(source):
+    suspect = {id(n) for n in nodes_of(source) if isinstance(n, ast.expr) and changed_name(n) in names}
+    for function in nodes_of(source) if suspect else ():
         if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             nodes = list(ast.walk(function))
             local = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
             local |= {n.arg for n in nodes if isinstance(n, ast.arg)}
-            out |= {n.lineno for n in nodes if isinstance(n, ast.expr) and changed_name(n) in names - local}
+            out |= {n.lineno for n in nodes if id(n) in suspect and isinstance(n, ast.expr)
+                    and changed_name(n) in names - local}
     return sorted(out)
 
 

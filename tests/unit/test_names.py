@@ -6,6 +6,7 @@ Names are a matter of review. What is here has happened by accident, and reads w
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Iterator
@@ -23,26 +24,37 @@ PRODUCTS = {"AdamW"}
 """Classes that are named as papers and other programs name the thing."""
 
 
-def refused_lines(text: str, refused: Refused) -> list[int]:
-    """Return the numbers of the lines with a refused phrase that is not allowed there."""
-    return [
-        number
-        for number, line in enumerate(text.splitlines(), 1)
-        if re.search(refused.pattern, line) and not (refused.allowed and re.search(refused.allowed, line))
-    ]
+@pytest.fixture(scope="module")
+def suspects() -> list[tuple[str, str]]:
+    """``(file:line, text)`` of the lines that one of the patterns matches: one search a line, not one for each."""
+    search = re.compile("|".join(f"(?:{refused.pattern})" for refused in PHRASES)).search
+    return [(f"{path.relative_to(ROOT)}:{number}", line) for path, text in SOURCES.items()
+            for number, line in enumerate(text.splitlines(), 1) if search(line)]
 
 
 @pytest.mark.parametrize("refused", PHRASES, ids=lambda r: r.pattern[:40])
-def test_no_phrase_of_a_private_language(refused: Refused) -> None:
+def test_no_phrase_of_a_private_language(refused: Refused, suspects: list[tuple[str, str]]) -> None:
     """scripts/readability.py looks for them in the pages."""
-    found = [f"{path.relative_to(ROOT)}:{line}" for path, text in SOURCES.items()
-             for line in refused_lines(text, refused)]
+    found = [place for place, line in suspects
+             if re.search(refused.pattern, line) and not (refused.allowed and re.search(refused.allowed, line))]
     assert not found, f"use {refused.use}: {', '.join(found)}"
 
 
-def public_docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+@functools.cache
+def nodes_of(source: str) -> list[ast.AST]:
+    """Every node of a module, for three tests."""
+    return list(ast.walk(ast.parse(source)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_the_nodes() -> Iterator[None]:
+    yield
+    nodes_of.cache_clear()
+
+
+def public_docstrings(source: str) -> Iterator[tuple[int, str]]:
     """``(line, docstring)`` of every public function, method, class and field that has one."""
-    for node in ast.walk(tree):
+    for node in nodes_of(source):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
             text = ast.get_docstring(node)
             if text:
@@ -64,7 +76,7 @@ def test_public_docstrings_start_with_a_verb_or_a_noun() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}"
         for path, text in PACKAGE.items()
-        for line, said in public_docstrings(ast.parse(text))
+        for line, said in public_docstrings(text)
         if bad_opening(said)
     ]
     assert not found, found
@@ -72,20 +84,19 @@ def test_public_docstrings_start_with_a_verb_or_a_noun() -> None:
 
 def test_an_opening_without_a_verb_or_a_noun_is_found() -> None:
     source = 'class A:\n    """See ``B``."""\n    def f(self):\n        """Of the output: what it takes."""\n'
-    assert [line for line, text in public_docstrings(ast.parse(source)) if bad_opening(text)] == [1, 3]
+    assert [line for line, text in public_docstrings(source) if bad_opening(text)] == [1, 3]
     source = 'class A:\n    x: int\n    """Of the run."""\n'
-    assert [line for line, text in public_docstrings(ast.parse(source)) if bad_opening(text)] == [3]
+    assert [line for line, text in public_docstrings(source) if bad_opening(text)] == [3]
     assert not bad_opening("Offset of the first row.") and not bad_opening("Return the loss.")
 
 
 def classes_of(source: str) -> set[str]:
-    return {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)}
+    return {node.name for node in nodes_of(source) if isinstance(node, ast.ClassDef)}
 
 
 def pasted_names(source: str, classes: set[str]) -> list[int]:
     """Lines of strings that begin with a class of another file: a search and replace went through prose as well."""
-    tree = ast.parse(source)
-    nodes = list(ast.walk(tree))
+    nodes = nodes_of(source)
     known = {n.name for n in nodes if isinstance(n, (ast.ClassDef, ast.alias))}
     return sorted(
         n.lineno for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)
