@@ -33,18 +33,16 @@ def variants() -> list[tuple[dict, dict]]:
 def _cases(engine: str, dtype: str, layouts: list[tuple[int, int, int]]) -> dict[int, list]:
     """Cases by world size; each layout gets the variant of its position, so a subset still mixes them.
 
-    Native runs each layout with own kernels and without (fp64 always without); DeepSpeed and bf16, which are slow on a
-    CPU, in turn.
+    Own kernels and none in turn.
     """
     by_world: dict[int, list] = {}
     for i, (tp, pp, dp) in enumerate(layouts):
-        kinds = (("on", variants()[i % 6]), ("off", variants()[(i + 3) % 6]))
-        for own, (model, layout) in (kinds[i // 2 % 2],) if dtype == "bf16" or engine == "deepspeed" else kinds:
-            model = {**model, **({"num_layers": 5} if pp == 4 else {})}
-            config = make_config(
-                engine=engine, dtype=dtype, model=model, layout=layout, mask_loss=i % 2 == 1, own_kernels=own
-            )
-            by_world.setdefault(tp * pp * dp, []).append((config, Topology(tp, pp, dp)))
+        own, (model, layout) = (("on", variants()[i % 6]), ("off", variants()[(i + 3) % 6]))[i // 2 % 2]
+        model = {**model, **({"num_layers": 5} if pp == 4 else {})}
+        config = make_config(
+            engine=engine, dtype=dtype, model=model, layout=layout, mask_loss=i % 2 == 1, own_kernels=own
+        )
+        by_world.setdefault(tp * pp * dp, []).append((config, Topology(tp, pp, dp)))
     return by_world
 
 
@@ -71,12 +69,15 @@ def test_layout_equals_one_process(ranks: RankPool, engine: str, dtype: str, wor
 def test_every_schedule_equals_one_process(ranks: RankPool, world: int) -> None:
     """In fp64, where nothing hides behind rounding; fp32 and bf16 were run once (benchmarks/evidence/parity.md)."""
     draws = [d for d in schedule_matrix(("fp64",)) if d.topology.world_size == world]
-    # Of several layouts of a size, every other draw: a schedule still meets tied and untied tables, and each layout.
+    # Of several layouts of a size one for each schedule, stage and kind of table, another for each.
     layouts = sorted({dataclasses.astuple(d.topology) for d in draws})
-    if len(layouts) > 1:
-        place = {d.seed: layouts.index(dataclasses.astuple(d.topology)) for d in draws}
-        draws = [d for d in draws if (place[d.seed] + d.config.model.tie_embeddings) % 2
-                 or (world == 4 and d.config.layout.zero_stage == 2)]
+    kinds: dict[tuple[object, ...], list[Draw]] = {}
+    for one in sorted(draws, key=lambda d: layouts.index(dataclasses.astuple(d.topology))):
+        layout = one.config.layout
+        kind = (layout.pipeline_schedule, layout.virtual_pipeline_size, layout.zero_stage,
+                one.config.model.tie_embeddings)
+        kinds.setdefault(kind, []).append(one)
+    draws = [members[number % len(members)] for number, members in enumerate(kinds.values())]
     # Tied ones with half as many micro-batches, so that a pipeline is also seen when it is hardly filled.
     draws = [dataclasses.replace(d, config=dataclasses.replace(d.config, batch=dataclasses.replace(
                  d.config.batch, micro_batch_size=1 + d.config.model.tie_embeddings))) for d in draws]
@@ -95,6 +96,8 @@ def test_replicas_and_shards_equal_one_process(ranks: RankPool, world: int) -> N
     draws = [d for d in replica_matrix() if d.topology.world_size == world]
     if world == 8:  # tied without tp, untied with it
         draws = [d for d in draws if d.config.model.tie_embeddings == (d.topology.tp == 1)]
+    else:
+        draws = [d for d in draws if d.config.model.tie_embeddings == bool(d.config.layout.shard_size)]
     results = run_draws(ranks, draws)
     assert not failures(results), failures(results)
     ran = {(d.config.layout.zero_stage, d.config.layout.shard_size) for d, _ in results}
