@@ -94,10 +94,12 @@ def _collectives_apart(tape: Tape) -> Iterator[None]:
 
 
 class TapeCapturer:
-    """``kernels.step_graphs.GraphCapturer`` by a :class:`Tape`. ``captured``: functions so far."""
+    """``kernels.step_graphs.GraphCapturer`` by a :class:`Tape`. ``captured``: functions so far; ``nodes``: the
+    operations of each."""
 
     def __init__(self) -> None:
         self.captured = 0
+        self.nodes: list[int] = []
 
     def run(self, function: Callable[[], Result]) -> Result:
         return function()
@@ -107,4 +109,5 @@ class TapeCapturer:
         with _collectives_apart(tape := Tape()), tape:
             result = function()
         tape.restore()
+        self.nodes.append(len(tape.calls))
         return CapturedGraph(result, tape.replay)

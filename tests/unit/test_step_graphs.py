@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -75,15 +75,16 @@ def engine_of(dtype: Any, *, scale: float = 2.0**20, sparsity: SparsityConfig = 
     return engine
 
 
-def batches_of(step: int, *, masked: bool = True) -> list[MicroBatch]:
-    """Two micro-batches, whose masks count another number of tokens in each step, with other documents."""
-    tokens = torch.randint(0, 61, (4, 17), generator=torch.Generator().manual_seed(step))
+def batches_of(step: int, *, masked: bool = True, count: int = 2) -> list[MicroBatch]:
+    """Micro-batches whose masks count another number of tokens in each step, with other documents."""
+    size = 2 * count
+    tokens = torch.randint(0, 61, (size, 17), generator=torch.Generator().manual_seed(step))
     mask = (tokens % (3 + step % 4) > 0).float()[:, 1:]
     starts = torch.where(tokens[:, :-1] % 5 == 0, torch.arange(16), 0).cummax(1).values.to(torch.int32)
     return [
-        MicroBatch((4 * step + i, 4 * step + i + 1), tokens=tokens[i : i + 2, :-1], labels=tokens[i : i + 2, 1:],
+        MicroBatch((size * step + i, size * step + i + 1), tokens=tokens[i : i + 2, :-1], labels=tokens[i : i + 2, 1:],
                    loss_mask=mask[i : i + 2] if masked else None, document_starts=starts[i : i + 2])
-        for i in (0, 2)
+        for i in range(0, size, 2)
     ]
 
 
@@ -105,10 +106,49 @@ def test_replayed_steps_are_the_steps() -> None:
     captured.capture_steps(capturer)
     want = train(plain)
     assert train(captured) == want
-    assert capturer.captured == 6  # two graphs before the evaluation, two after it, two after the step without masks
+    # First micro-batch, others, what follows, and update: before the evaluation, after it, after the step without masks.
+    assert capturer.captured == 3 * 4
     assert captured.captured is not None and captured.captured.graphs.replays
     skipped = [one[0].skipped for one in want if isinstance(one, tuple)]
     assert any(skipped[:3]) and not all(skipped)
+
+
+def losses_and_weights(counts: Sequence[int], capturer: TapeCapturer | None = None) -> list[Any]:
+    """Train with these numbers of micro-batches in the steps, and other ways of dropping elements in each."""
+    engine = engine_of("fp32")
+    if capturer is not None:
+        engine.capture_steps(capturer)
+    out: list[Any] = []
+    for step, count in enumerate(counts):
+        found = engine.train_step(batches_of(step, count=count), step=step, lr=1e-2)
+        out.append((found, [float(loss) for loss in engine.micro_batch_losses()]))
+    assert engine.captured is None or engine.captured.graphs.replays
+    return [*out, [p.tolist() for _, p in engine.named_parameters()]]
+
+
+def test_graphs_do_not_grow_with_the_micro_batches() -> None:
+    """And a step with another number of the same ones, as of a ramp-up, replays what was captured."""
+    nodes = []
+    for counts in ([2] * 6, [5] * 6, [2, 2, 2, 2, 3, 7, 1, 4]):
+        capturer = TapeCapturer()
+        assert losses_and_weights(counts, capturer) == losses_and_weights(counts)
+        nodes.append(capturer.nodes)
+    assert nodes[0] == nodes[1] == nodes[2] and len(nodes[0]) == 4
+
+
+def test_micro_batches_of_several_shapes_are_one_graph() -> None:
+    """As those whose labels are not all masked."""
+    def trained(capturer: TapeCapturer | None) -> list[Any]:
+        engine = engine_of("fp32")
+        if capturer is not None:
+            engine.capture_steps(capturer)
+        for step in range(WARM_UP + 3):
+            mixed = [batches_of(step)[0], batches_of(step, masked=False)[1]]
+            engine.train_step(mixed, step=step, lr=1e-2)
+        return [p.tolist() for _, p in engine.named_parameters()]
+
+    assert trained(capturer := TapeCapturer()) == trained(None)
+    assert capturer.captured == 2
 
 
 def test_an_update_is_not_captured_before_the_passes() -> None:
@@ -164,7 +204,7 @@ def test_a_wrong_replay_is_found_said_and_not_used(lost: str, named: str, capsys
     capturer = FalseCapturer(lost)
     captured.capture_steps(capturer)
     assert train(captured) == train(plain)
-    assert capturer.captured == 1
+    assert capturer.captured == 3
     said = capsys.readouterr().out
     assert said.count("warning: the replay of a captured step has") == 1 and named in said
 
@@ -205,7 +245,7 @@ def test_inputs_lie_where_they_lay() -> None:
     where = places()
     for step in (1, 2):
         batches = pairs_of(step)
-        inputs.load(batches, [(step, -1), (-step, 1 << 62)])
+        inputs.load(batches, [torch.tensor(pair) for pair in ((step, -1), (-step, 1 << 62))])
         for mine, given in zip(inputs.batches, batches):
             wanted = tensors_of(given)
             assert list(wanted) == ["tokens", "labels", "loss_mask", "document_starts", "reference"]
@@ -242,7 +282,7 @@ def test_inputs_come_from_the_host_or_from_the_device() -> None:
               for b in inputs.batches for tensor in (getattr(b, name) for name in FIELDS)}
     for given, calls in ((batches_of(1), 3), (there, 4)):
         with Writes() as writes:
-            inputs.load(given, [(1, 2), (3, 4)])
+            inputs.load(given, [torch.tensor(pair) for pair in ((1, 2), (3, 4))])
         assert sum(map(len, writes.ranges.values())) == calls
         for dtype, ranges in writes.ranges.items():
             ends = [at + count for at, count in sorted(ranges)]

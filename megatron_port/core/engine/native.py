@@ -159,11 +159,8 @@ class NativeEngine:
         self.stream.enabled = True
         state = StepState(micro_batches, step, lr=lr, limits=limits)
         plain = self.parts if probe is None else STEP_PARTS.function("probed step")(self.parts, probe)
-        replayed = probe is None and self.on_gradients is None
-        if self.captured is None:
-            run_parts(plain.plain(self.sharded), state)
-        else:
-            run_parts(self.captured.parts(plain, replayed=replayed), state)
+        replayed, captured = probe is None and self.on_gradients is None, self.captured
+        run_parts(plain.plain(self.sharded) if captured is None else captured.parts(plain, replayed=replayed), state)
         self._losses = state.losses
         # The step's one host synchronisation (one more for each mask's count and torch's AdamW).
         tallies = {name: total.to("cpu", non_blocking=True) for name, total in state.totals.items()}
@@ -214,9 +211,7 @@ class NativeEngine:
         self.stage.eval()
         self.stream.enabled = False
         self.progress.at(REDUCE, "tokens of the batch")
-        tokens = global_count(
-            micro_batches, self.objective, self.ctx, seq_length=self.config.model.seq_length
-        )
+        tokens = global_count(micro_batches, self.objective, self.ctx, seq_length=self.config.model.seq_length)
         self.values.set(StepNumbers(tokens=tokens))
         passes = self.forward_backward.run(micro_batches, 0)
         self._losses = passes.losses

@@ -255,26 +255,31 @@ class ForwardBackward:
         watch: PassWatch | None = None,
     ) -> PassWorker:
         """Run all passes. ``keys``: of a captured step; ``watch``: hooks in place of ``self.watch``."""
-        stages, schedule = self.stages, self._schedule(len(micro_batches))
-        plan = schedule.plans[stages.ctx.coords.pp]
-        passes = PassWorker(
-            stages,
-            StepWork(
-                micro_batches=micro_batches, step=step, shared=self._shared(micro_batches, captured=bool(keys)),
-                keys=keys,
-            ),
-            self.target, watch or self.watch, filled_by=fillers(plan),
-        )
-        sizes, length = [len(b.sample_ids) for b in micro_batches], self.config.model.seq_length
-        self.sharded.plan_gathers(stages.chunks, plan)
-        boundaries = {size: Boundary.of(stages.chunks[0].boundary(size, length)) for size in set(sizes)}
-        # Under ZeRO stage 3, cached 8-bit copies would keep full weights through the step.
-        copies = self.weight_copies if self.sharded.keeps_weights else None
-        with nullcontext() if copies is None else copies.active():
+        schedule, length = self.schedule(len(micro_batches)), self.config.model.seq_length
+        passes = self.worker(micro_batches, step, schedule, keys=keys, watch=watch)
+        sizes = [len(b.sample_ids) for b in micro_batches]
+        boundaries = {size: Boundary.of(self.stages.chunks[0].boundary(size, length)) for size in set(sizes)}
+        with self.copied_weights():
             self.runner.run(schedule, passes, lambda m: boundaries[sizes[m]])
         return passes
 
-    def _schedule(self, count: int) -> Schedule:
+    def worker(
+        self, micro_batches: Sequence[MicroBatch], step: int, schedule: Schedule, *, keys: Sequence[torch.Tensor] = (),
+        watch: PassWatch | None = None,
+    ) -> PassWorker:
+        """Return what computes the passes of a schedule, in :meth:`copied_weights`; arguments as of :meth:`run`."""
+        plan, shared = schedule.plans[self.stages.ctx.coords.pp], self._shared(micro_batches, captured=bool(keys))
+        work = StepWork(micro_batches=micro_batches, step=step, shared=shared, keys=keys)
+        self.sharded.plan_gathers(self.stages.chunks, plan)
+        return PassWorker(self.stages, work, self.target, watch or self.watch, filled_by=fillers(plan))
+
+    def copied_weights(self) -> AbstractContextManager[None]:
+        """Return a context that keeps cached 8-bit copies; under ZeRO stage 3 they would keep full weights."""
+        copies = self.weight_copies if self.sharded.keeps_weights else None
+        return nullcontext() if copies is None else copies.active()
+
+    def schedule(self, count: int) -> Schedule:
+        """Return the schedule of ``count`` micro-batches; without gradients, of an evaluation."""
         layout, topology = self.config.layout, self.stages.ctx.topology
         if not torch.is_grad_enabled():
             return forward_only(topology, count)

@@ -1,13 +1,15 @@
 """Steps captured once and replayed: CUDA or HIP graphs in place of thousands of launches by the host.
 
-A step is two graphs: the passes with all that follows them up to the gradient norm, and the update. What differs
-between steps is at fixed addresses and is filled in before a replay (``step_inputs``, ``optim.rules``); what a
-kernel takes by value must be alike in every step. Between the two the engine may look at the state.
+A step's graphs are those of its passes with all that follows them up to the gradient norm (``step_pieces``: one of the
+first micro-batch, one of the others), and one of the update. What differs between steps and between micro-batches is at
+fixed addresses and is filled in before a replay (``step_inputs``, ``optim.rules``); what a kernel takes by value must be
+alike in every step. Before the update the engine may look at the state.
 
 The first ``WARM_UP`` steps run without a graph: they allocate what is made at first use, count the gradients of
-each bucket, and let libraries choose their kernels. Steps of another shape are captured anew.
+each bucket, and let libraries choose their kernels. Steps of another shape are captured anew; steps that have other
+numbers of micro-batches, as long as these are captured apart, are not.
 
-A new graph of the passes proves itself: the step's passes run once more without it, and where the replay has another
+New graphs of the passes prove themselves: the step's passes run once more without them, and where the replay has another
 loss or gradient norm, a warning names them and steps are no longer captured. The update has no such proof, since it
 could not be undone.
 """
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -26,13 +28,14 @@ import torch.distributed as dist
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.dist.groups import ParallelContext
-from megatron_port.core.engine.native_step import StepPart, StepParts, StepState, run_parts
+from megatron_port.core.engine.native_step import StepPart, StepParts, StepState
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.io.logging import Logger
 from megatron_port.core.layers.dropout import sample_keys
 from megatron_port.core.optim.sharded import ShardedParameters
 from megatron_port.core.optim.state_watch import StateWatch
 from megatron_port.ext.kernels.step_inputs import StepInputs, shapes_of
+from megatron_port.ext.kernels.step_pieces import END, StepPieces
 
 WARM_UP = 3
 """Steps before the first capture."""
@@ -106,20 +109,15 @@ def cuda_graph_capturer(config: RunConfig, ctx: ParallelContext, optimizer: str)
     return CudaGraphCapturer(ctx.device)
 
 
-class StepGraphs(Generic[Result]):
-    """The graphs of one engine's steps, whose passes give a ``Result`` in persistent memory.
+class StepGraphs:
+    """The graphs of one engine's steps.
 
     It keeps no function of the engine: a cycle of references would keep graphs and process groups alive, and NCCL
     does not end a communicator that a graph still uses.
-
-    Args:
-        proof: numbers of a result, to compare those of the same passes called and replayed (:func:`differences`).
     """
 
-    def __init__(
-        self, capturer: GraphCapturer, device: torch.device, proof: Callable[[Result], tuple[float, float]]
-    ) -> None:
-        self.capturer, self.device, self.proof = capturer, device, proof
+    def __init__(self, capturer: GraphCapturer, device: torch.device) -> None:
+        self.capturer, self.device = capturer, device
         self.differing = ""
         """Numbers in which a replay differed from the passes; empty: none. Else steps are no longer captured."""
         self.release()
@@ -127,54 +125,104 @@ class StepGraphs(Generic[Result]):
     def release(self) -> None:
         """Drop the graphs, their inputs and their memory. The next steps warm up and are captured again."""
         self.inputs: StepInputs | None = None
+        self._order: tuple[str, ...] = ()
         self._warmed = 0
         self.release_memory()
 
     def release_memory(self) -> None:
         """Drop the graphs and their memory, which holds a step's activations. The next step is captured again."""
-        self._gradients: CapturedGraph[Result] | None = None
+        self._pieces: dict[str, tuple[CapturedGraph[StepState], list[torch.Tensor]]] = {}
         self._update: CapturedGraph[torch.Tensor] | None = None
 
     @property
     def replays(self) -> bool:
         """Whether steps of the last shape are replayed by now."""
-        return self._gradients is not None and self._update is not None
+        return bool(self._pieces) and self._update is not None
 
     def gradients(
-        self, micro_batches: Sequence[MicroBatch], keys: Sequence[Sequence[int]],
-        function: Callable[[StepInputs], Result],
-    ) -> Result:
-        """Run a step's passes: ``function`` of the inputs at fixed addresses, or its graph.
+        self, micro_batches: Sequence[MicroBatch], keys: Sequence[torch.Tensor], pieces: StepPieces
+    ) -> StepState:
+        """Run a step's passes on inputs at fixed addresses, or replay their graphs.
 
-        ``keys``: of the samples of each micro-batch.
+        ``keys``: of the samples of each micro-batch, int64 on the host.
         """
-        shapes = shapes_of(micro_batches)
-        if self.inputs is None or self.inputs.shapes != shapes:
-            self.release()
-            self.inputs = StepInputs(micro_batches, self.device)
         inputs = self.inputs
+        if inputs is None or inputs.shapes != shapes_of(micro_batches):
+            inputs = self._begin(micro_batches, pieces)
         inputs.load(micro_batches, keys)
         if self._warmed < WARM_UP:
-            return self.capturer.run(lambda: function(inputs))
-        if self._gradients is not None:
-            self._gradients.replay()
-            return self._gradients.result
-        result = self.capturer.run(lambda: function(inputs))
-        called = self.proof(result)
+            return self.capturer.run(lambda: self._called(inputs, pieces))
+        if self._pieces:
+            return self._replayed(inputs)
+        result = self.capturer.run(lambda: self._called(inputs, pieces))
+        called = proof_of(result)
         if not all(map(math.isfinite, called)):  # fp16 overflowed: this step would prove nothing
             return result
-        graph = self.capturer.capture(lambda: function(inputs))
-        graph.replay()
-        self.differing = differences(called, self.proof(graph.result))
+        self._capture(inputs, pieces)
+        result = self._replayed(inputs)
+        self.differing = differences(called, proof_of(result))
         if not self.differing:
-            self._gradients = graph
-            return graph.result
+            return result
+        order = self._order
         self.release()
-        return self.capturer.run(lambda: function(inputs))
+        self._order = order
+        return self.capturer.run(lambda: self._called(inputs, pieces))
+
+    def _begin(self, micro_batches: Sequence[MicroBatch], pieces: StepPieces) -> StepInputs:
+        """Make memory for steps of another shape. Graphs of micro-batches are kept for another number of the same."""
+        apart, former = pieces.apart(micro_batches), self.inputs
+        slot = None if former is None or not apart else former.slot
+        if slot is None or slot.shapes != shapes_of(micro_batches[:1]):
+            slot = None
+            self.release()
+        self.inputs = StepInputs(micro_batches, self.device, apart=apart, slot=slot)
+        self._order = pieces.order(len(micro_batches), apart=apart)
+        if not self._pieces.keys() >= set(self._order):
+            self.release_memory()
+        return self.inputs
+
+    def _called(self, inputs: StepInputs, pieces: StepPieces) -> StepState:
+        """Run the passes call by call."""
+        run = pieces.run(*inputs.given(len(inputs.batches)), apart=inputs.slot is not None)
+
+        def next_piece(name: str) -> tuple[StepState, list[torch.Tensor]]:
+            state = next(run)
+            return state, state.losses[-1:]
+
+        return self._through(inputs, next_piece)
+
+    def _capture(self, inputs: StepInputs, pieces: StepPieces) -> None:
+        """Capture each piece once, of a step that has no more micro-batches than it takes for that."""
+        names = list(dict.fromkeys(self._order))
+        run = pieces.run(*inputs.given(len(names) - (END in names)), apart=inputs.slot is not None)
+        captured = {}
+        for name in names:
+            graph = self.capturer.capture(lambda: next(run))
+            captured[name] = graph, graph.result.losses[-1:]
+        self._pieces = captured
+
+    def _replayed(self, inputs: StepInputs) -> StepState:
+        """Replay the passes."""
+        def replay(name: str) -> tuple[StepState, list[torch.Tensor]]:
+            graph, loss = self._pieces[name]
+            graph.replay()
+            return graph.result, loss
+
+        return self._through(inputs, replay)
+
+    def _through(
+        self, inputs: StepInputs, run: Callable[[str], tuple[StepState, list[torch.Tensor]]]
+    ) -> StepState:
+        """Run the pieces of a step in order, each of a micro-batch with that in the slot; keep its loss."""
+        for number, name in enumerate(self._order):
+            inputs.show(number)
+            state, loss = run(name)
+            inputs.keep(number, loss)
+        return replace(state, losses=inputs.losses) if inputs.slot is not None else state
 
     def update(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Run a step's update, or its graph, after the passes of the same step."""
-        if self._gradients is None:  # an update reads results of the passes, whose addresses only their graph fixes
+        if not self._pieces:  # an update reads results of the passes, whose addresses only their graphs fix
             self._warmed += 1
             return self.capturer.run(function)
         if self._update is None:
@@ -184,17 +232,6 @@ class StepGraphs(Generic[Result]):
 
 
 # Parts of a captured step, each in place of parts of a plain one.
-
-class Gather:
-    """Gathers the updated weights, at the beginning of a captured step: a graph cannot end with work under way."""
-
-    def __init__(self, sharded: ShardedParameters) -> None:
-        self.sharded = sharded
-
-    def run(self, state: StepState) -> None:
-        """Run the part."""
-        self.sharded.start_gather()
-
 
 def proof_of(state: StepState) -> tuple[float, float]:
     """Return the loss and the gradient norm of a step's passes, which are alike on all ranks. Waits for the device."""
@@ -214,30 +251,28 @@ def differences(called: tuple[float, float], replayed: tuple[float, float]) -> s
 
 
 class ReplayGradients:
-    """Runs ``parts`` up to the gradient norm from inputs at fixed addresses, or their graph. ``seed``: the run's."""
+    """Runs the pieces of a step up to the gradient norm from inputs at fixed addresses, or their graphs. ``seed``: the
+    run's."""
 
-    def __init__(
-        self, graphs: StepGraphs[StepState], parts: Sequence[StepPart], sharded: ShardedParameters, seed: int
-    ) -> None:
-        self.graphs, self.parts, self.sharded, self.seed = graphs, tuple(parts), sharded, seed
+    def __init__(self, graphs: StepGraphs, pieces: StepPieces, seed: int) -> None:
+        self.graphs, self.pieces, self.seed = graphs, pieces, seed
 
     def run(self, state: StepState) -> None:
         """Run the part."""
-        self.sharded.gathers_itself()
-        keys = [sample_keys(self.seed, state.step, batch.sample_ids) for batch in state.micro_batches]
-        found = self.graphs.gradients(state.micro_batches, keys, self._passes)
+        sharded = self.pieces.sharded
+        sharded.gathers_itself()
+        keys = [
+            torch.tensor(sample_keys(self.seed, state.step, batch.sample_ids), dtype=torch.int64)
+            for batch in state.micro_batches
+        ]
+        found = self.graphs.gradients(state.micro_batches, keys, self.pieces)
         if self.graphs.differing:
-            Logger(self.sharded.ctx.rank).log(
+            Logger(sharded.ctx.rank).log(
                 f"warning: the replay of a captured step has {self.graphs.differing}; the step was computed without "
                 'it, and no further one is captured (backend.graphs = "off" leaves this out; please report it)'
             )
         state.losses, state.sums, state.auxiliary = found.losses, found.sums, found.auxiliary
         state.skip, state.square = found.skip, found.square
-
-    def _passes(self, inputs: StepInputs) -> StepState:
-        found = StepState(inputs.batches, -1, keys=inputs.keys)
-        run_parts(self.parts, found)
-        return found
 
 
 class CheckReplayed:
@@ -254,7 +289,7 @@ class CheckReplayed:
 class ReplayUpdate:
     """Runs the update, or its graph."""
 
-    def __init__(self, graphs: StepGraphs[StepState], update: StepPart) -> None:
+    def __init__(self, graphs: StepGraphs, update: StepPart) -> None:
         self.graphs, self.update = graphs, update
 
     def run(self, state: StepState) -> None:
@@ -270,7 +305,7 @@ def _updated(update: StepPart, state: StepState) -> torch.Tensor:
 class Release:
     """Drops the graphs before a step that is not replayed, which needs their memory."""
 
-    def __init__(self, graphs: StepGraphs[StepState]) -> None:
+    def __init__(self, graphs: StepGraphs) -> None:
         self.graphs = graphs
 
     def run(self, state: StepState) -> None:
@@ -298,7 +333,7 @@ class CapturedSteps:
     """
 
     def __init__(self, capturer: GraphCapturer, sharded: ShardedParameters, *, seed: int) -> None:
-        self.graphs = StepGraphs[StepState](capturer, sharded.ctx.device, proof_of)
+        self.graphs = StepGraphs(capturer, sharded.ctx.device)
         self.sharded, self.seed = sharded, seed
 
     def parts(self, plain: StepParts, *, replayed: bool) -> list[StepPart]:
@@ -308,8 +343,8 @@ class CapturedSteps:
         ending: list[StepPart] = [DeferGather(sharded), plain.hash_state]
         if not replayed or graphs.differing:
             return [plain.count, Release(graphs), *plain.gradients, plain.verify, plain.apply, *ending]
-        gradients: list[StepPart] = [Gather(sharded), *plain.gradients]
+        pieces = StepPieces(plain.gradients, sharded)
         return [
-            plain.count, ReplayGradients(graphs, gradients, sharded, self.seed), plain.verify,
+            plain.count, ReplayGradients(graphs, pieces, self.seed), plain.verify,
             CheckReplayed(sharded.watch), ReplayUpdate(graphs, plain.apply), *ending,
         ]

@@ -45,9 +45,16 @@ class StepInputs:
     """Device memory for the micro-batches of a step.
 
     ``batches``: the micro-batches there; ``keys``: their samples' dropout keys, int64 [samples] each.
+
+    Args:
+        like: micro-batches of the same shapes.
+        apart: the micro-batches take turns in ``slot``, which has the shapes of each (``step_pieces``).
+        slot: the one to use; None: a new one.
     """
 
-    def __init__(self, like: Sequence[MicroBatch], device: torch.device) -> None:
+    def __init__(
+        self, like: Sequence[MicroBatch], device: torch.device, *, apart: bool = False, slot: StepInputs | None = None
+    ) -> None:
         self.shapes = shapes_of(like)
         keys = [torch.empty(len(b.sample_ids), dtype=torch.int64) for b in like]
         given = [*_tensors(like), *keys]
@@ -65,14 +72,33 @@ class StepInputs:
             with_tensors(batch, {name: placed(t) for name, t in tensors_of(batch).items()}) for batch in like
         ]
         self.keys = [placed(t) for t in keys]
+        self.slot: StepInputs | None = slot or StepInputs(like[:1], device) if apart else None
+        self.losses: list[torch.Tensor] = []
+        """Losses of micro-batches that take turns, each a scalar of its own."""
 
-    def load(self, micro_batches: Sequence[MicroBatch], keys: Sequence[Sequence[int]]) -> None:
+    def load(self, micro_batches: Sequence[MicroBatch], keys: Sequence[torch.Tensor]) -> None:
         """Copy a step's micro-batches and keys there, from the host or from the device, in one copy for each dtype and
         side; the host does not wait for the device."""
-        numbers = torch.tensor([key for of_batch in keys for key in of_batch], dtype=torch.int64)
-        given = [*_tensors(micro_batches), numbers]
+        given = [*_tensors(micro_batches), *keys]
         for dtype, memory in self._memory.items():
             _copy(memory, [t for t in given if t.dtype == dtype])
+
+    def show(self, number: int) -> None:
+        """Copy a micro-batch to the slot, if there are both: one launch for each dtype."""
+        if self.slot is not None and number < len(self.batches):
+            self.slot.load(self.batches[number : number + 1], self.keys[number : number + 1])
+
+    def keep(self, number: int, loss: Sequence[torch.Tensor]) -> None:
+        """Copy the loss of a micro-batch, before the next one takes its place."""
+        if self.slot is not None and number < len(self.batches):
+            if not self.losses:
+                self.losses = list(loss[0].new_zeros(len(self.batches)))
+            self.losses[number].copy_(loss[0])
+
+    def given(self, count: int) -> tuple[list[MicroBatch], list[torch.Tensor]]:
+        """Return the micro-batches and keys that the passes of ``count`` micro-batches read."""
+        slot = self.slot
+        return (self.batches, self.keys) if slot is None else (slot.batches * count, slot.keys * count)
 
 
 def _tensors(micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
