@@ -205,7 +205,7 @@ def by_site(family: str, own: bool) -> dict[Site, int]:
             owner[y.untyped_storage().data_ptr()] = "norm2"
             return total, y
 
-    layer.program.run_on_tape(layer, x, Tape())  # type: ignore[arg-type]
+    layer.program.run(layer, x, tape=Tape())  # type: ignore[arg-type]
     out: dict[Site, int] = dict.fromkeys(SITES, 0)
     for address, (size, _) in counting.kept.items():
         out[owner[address]] += size

@@ -239,7 +239,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
     The leading dimensions must be the same.
     """
-    return _Product.apply(a, b) if widens(a) else a @ b
+    return _Product.apply(a, b) if a.is_cpu and widens(a) else a @ b
 
 
 def linear(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -247,6 +247,6 @@ def linear(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
 
     For a pass of its own without autograd, which would keep float32 copies where it widens.
     """
-    if not widens(x):
+    if not (x.is_cpu and widens(x)):
         return F.linear(x, matrix, bias)
     return F.linear(x.float(), matrix.float(), None if bias is None else bias.float()).to(x.dtype)

@@ -188,7 +188,7 @@ class TransformerLayer(nn.Module):
             if self.activations:
                 tape = self.parking.tape(self.activations, self.step, x)
                 try:
-                    out = self.program.run_on_tape(self, x, tape)
+                    out = self.program.run(self, x, tape=tape)
                     tape.park(self.index)
                     return out
                 finally:

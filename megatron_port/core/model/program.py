@@ -123,48 +123,31 @@ class Program:
                 calls[-1] = AddNormCall(before, op)
             else:
                 calls.append(NormCall(op))
-        self._calls = tuple(zip(calls, last_uses(calls)))
-        self._forward = tuple((attrgetter(c.path), c.reads, c.writes, dead) for c, dead in self._calls)
+        self._calls = tuple(
+            (c, attrgetter(c.path), c.reads, c.writes, len(c.writes) == 1, dead)
+            for c, dead in zip(calls, last_uses(calls))
+        )
 
-    def run(self, layer: nn.Module, x: torch.Tensor, watch: Watch | None = None) -> torch.Tensor:
-        """Return the layer's output for the input x [seq(/tp), batch, hidden]; show each value to ``watch``."""
+    def run(
+        self, layer: nn.Module, x: torch.Tensor, watch: Watch | None = None, *, tape: Tape | None = None
+    ) -> torch.Tensor:
+        """Return the layer's output for the input x [seq(/tp), batch, hidden]; show each value to ``watch``. ``tape``:
+        runs each operation."""
         values: Values = {INPUT: x}
-        for find, reads, writes, dead in self._forward:
-            out = find(layer)(*_arguments(values, reads))
-            if watch is not None:
-                for name, value in zip(writes, out if len(writes) > 1 else (out,)):
+        for call, find, reads, writes, single, dead in self._calls:  # with no further call of Python's for each
+            given: list[torch.Tensor] = []
+            for name in reads:
+                value = values[name]
+                given += value if type(value) is tuple else (value,)
+            out = find(layer)(*given) if tape is None else call.on_tape(layer, tape, given)
+            for name, value in zip(writes, (out,) if single else out, strict=True):
+                values[name] = value
+                if watch is not None:
                     watch(name, value)
-            _note(values, writes, out, dead)
-            del out  # else it would live until the next operation has run
+            for name in dead:
+                del values[name]
+            del given, value, out  # else they would live until the next operation has run
         return _result(values)
-
-    def run_on_tape(self, layer: nn.Module, x: torch.Tensor, tape: Tape) -> torch.Tensor:
-        """Return the same as :meth:`run`, each operation run by ``tape``."""
-        values: Values = {INPUT: x}
-        for call, dead in self._calls:
-            _note(values, call.writes, call.on_tape(layer, tape, _arguments(values, call.reads)), dead)
-        return _result(values)
-
-
-def _arguments(values: Values, reads: tuple[str, ...]) -> list[torch.Tensor]:
-    arguments: list[torch.Tensor] = []
-    for name in reads:
-        value = values[name]
-        if isinstance(value, tuple):
-            arguments += value
-        else:
-            arguments.append(value)
-    return arguments
-
-
-def _note(values: Values, writes: tuple[str, ...], out: Any, dead: tuple[str, ...]) -> None:
-    """Store an operation's results by name; free the ``dead`` values, which no later one reads."""
-    if len(writes) == 1:
-        values[writes[0]] = out
-    else:
-        values.update(zip(writes, out, strict=True))
-    for name in dead:
-        del values[name]
 
 
 def _result(values: Values) -> torch.Tensor:

@@ -512,8 +512,8 @@ class Bucket:
         self.summed = True
 
     def end(self) -> None:
-        """End a step: clear sums that nothing was added to."""
-        if not (self.persistent or self.summed):
+        """End a step: clear sums, where they are no view of the gradients, that nothing was added to."""
+        if not self.summed:
             self.sums.zero_()
 
 

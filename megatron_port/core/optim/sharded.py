@@ -309,10 +309,10 @@ class ShardedParameters:
             self._start(self._open[0])
         return self._finish_reduction()
 
-    @torch.no_grad()
     def _start(self, bucket: Bucket) -> None:
         group = bucket.group
-        bucket.close()
+        if bucket.uninitialized:
+            bucket.close()
         if group is None or bucket.gradients is None or bucket.reducing is not None:
             return
         if bucket in self._open:
@@ -377,7 +377,8 @@ class ShardedParameters:
         ctx = self.ctx
         partial: dict[MeshDims, list[torch.Tensor]] = {}
         for bucket in self.trained:
-            bucket.end()
+            if not bucket.persistent:
+                bucket.end()
             copies = ctx.along(bucket.plan.copies)
             if copies is not None:
                 dist.all_reduce(bucket.sums, group=copies)

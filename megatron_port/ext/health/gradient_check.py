@@ -91,11 +91,14 @@ class GradientCheck:
         dtype: of gradients between replicas.
         interval: steps between checks; 0: never.
         hashes: row hash function of a device.
+        differing: counts rows and copies that differed in any check, an int64 scalar on the device; one that other
+            checks add to as well spares each step a sum.
     """
 
     def __init__(
         self, buckets: Sequence[Bucket], entries: Mapping[int, Sequence[StateEntry]], ctx: ParallelContext, *,
-        dtype: torch.dtype, interval: int, hashes: Callable[[torch.device], RowHashes] = RowHashes,
+        dtype: torch.dtype, interval: int, differing: torch.Tensor,
+        hashes: Callable[[torch.device], RowHashes] = RowHashes,
     ) -> None:
         self._dtype, self._ctx, self.interval = dtype, ctx, interval
         self._hashes = hashes
@@ -103,8 +106,7 @@ class GradientCheck:
         """Whether this step is checked."""
         self.captured = False
         """Steps are captured and replayed: their reductions cannot be checked, copies can."""
-        self.differing = torch.zeros((), dtype=torch.int64, device=ctx.device)
-        """Rows and copies that differed in any check so far; on the device."""
+        self.differing = differing
         self._tensors = {id(b): StateTensor(KIND, b.sums, entries[id(b)]) for b in buckets}
         self._copies = list(_copies(buckets, self._tensors, ctx))
         # What no other rank has part in is not reduced.

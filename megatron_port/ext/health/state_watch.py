@@ -29,13 +29,13 @@ class CheckedState(StateWatch):
         self.interval = self.state.interval
         self.gradients = GradientCheck(
             sharded.trained, self._entries, sharded.ctx, dtype=sharded.reduce_dtype, interval=self.interval,
-            hashes=hashes_of(config.backend),
+            differing=self.state.differing, hashes=hashes_of(config.backend),
         )
 
     @property
     def differing(self) -> torch.Tensor:
         """Rows and copies that differed in any check so far, an int64 scalar on the device."""
-        return self.state.differing + self.gradients.differing
+        return self.state.differing
 
     @property
     def _parameters(self) -> ShardedParameters:
