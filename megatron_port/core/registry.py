@@ -255,6 +255,7 @@ PARTS = Registry("part", "", {
     "packed documents": "megatron_port.ext.kernels.packed_documents:pack_documents",
     "partial attention, math": "megatron_port.ext.context.attention:MathPartial",
     "partial attention, own": "megatron_port.ext.kernels.ops.attention:OwnPartial",
+    "partial attention, fused": "megatron_port.ext.context.fused:FusedPartial",
     "PEFT folder": "megatron_port.tools.interop.peft:PeftFolder",
     "pipeline schedule check": "megatron_port.ext.pipeline.checks:check_added",
     "plugin data source": "megatron_port.ext.corpora.plugin_source:plugin_datasets",

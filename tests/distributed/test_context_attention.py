@@ -257,6 +257,58 @@ def test_the_parts_of_a_ring_are_not_rounded(ranks: RankPool) -> None:
     assert worst < 0.02, worst
 
 
+def fused_draws(ranks: int, dtype: torch.dtype, count: int) -> list[Draw]:
+    """Rings under the causal mask alone, sinks among them, in every division."""
+    return [
+        replace(draw_of(seed, ranks), method="ring", provider="sdpa", dtype=dtype, window=0, softcap=0.0, starts=None,
+                dropout=0.0)
+        for seed in range(count)
+    ]
+
+
+@pytest.mark.parametrize("ranks_of_a_sequence", [2, 4])
+def test_fused_parts_are_attention_of_the_whole_sequence(ranks: RankPool, ranks_of_a_sequence: int) -> None:
+    draws = fused_draws(ranks_of_a_sequence, torch.float64, 24)
+    assert len({draw.division.chunks for draw in draws}) > 1 and any(draw.has_sinks for draw in draws)
+    worst = max(max(map(max, results)) for results in ranks.run(4, on_ranks, draws))
+    assert worst < 1e-12, worst
+
+
+def _rows(held: Positions | None, x: torch.Tensor) -> torch.Tensor:
+    return x if held is None else held.take(x)
+
+
+def errors_on_ranks(draws: list[Draw]) -> list[tuple[float, float]]:
+    """Root mean squares of the errors of the result and the gradients, in a ring and by the same kernel in one process."""
+    out, rank, group = [], dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    for draw in draws:
+        held = SequencePartition(draw.division, rank).held(draw.seq)
+        rounded = [x.to(draw.dtype) for x in draw.inputs()]
+        exact = [x.double().requires_grad_() for x in rounded[:3]]
+        result = dense(draw, *exact, rounded[3].double())
+        want = [result, *torch.autograd.grad(result, exact, draw.weights().to(draw.dtype).double())]
+        found = []
+        for method, mine in ((method_of(draw, group), held), (Alone(provider_of(draw)), None)):
+            take = partial(_rows, mine)
+            leaves = [take(x).clone().requires_grad_() for x in rounded[:3]]
+            got = attend(draw, method, rank, tuple(leaves), rounded[3])
+            got = [got, *torch.autograd.grad(got, leaves, take(draw.weights()).to(draw.dtype))]
+            errors = [(a.double() - take(b)).square().mean().sqrt() / b.square().mean().sqrt() for a, b in zip(got, want)]
+            found.append(float(torch.stack(errors).square().mean().sqrt()))
+        out.append((found[0], found[1]))
+    return out
+
+
+def test_fused_parts_round_little_more_than_one_process(ranks: RankPool) -> None:
+    """In bf16 each part's result and gradients are rounded, then their sum: less than twice the error of one process."""
+    draws = [replace(draw, has_sinks=False) for draw in fused_draws(4, torch.bfloat16, 12)]
+    found = ranks.run(4, errors_on_ranks, draws)
+    for of_draw in zip(*found, strict=True):
+        ring, alone = (sum(e[i] ** 2 for e in of_draw) ** 0.5 for i in (0, 1))
+        assert ring < 2 * alone, (ring, alone)
+
+
 @pytest.mark.parametrize("ranks_of_a_sequence", [2, 4])
 def test_every_method_is_attention_of_the_whole_sequence(ranks: RankPool, ranks_of_a_sequence: int) -> None:
     draws = [draw_of(seed, ranks_of_a_sequence) for seed in range(45)]

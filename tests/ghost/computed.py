@@ -104,6 +104,9 @@ CASES = (
                          RECORDED)),
     Case("tp2dp2-attention-dropout-bf16", 4, "bf16", model=("model.attention_dropout=0.1",),
          settings=layout(2, 1, 2, "backend.attention=own")),
+    Case("cp2-ring-fused-bf16", 2, "bf16",
+         settings=("layout.context_parallel_size=2", "layout.cp_method=ring", "layout.cp_order=zigzag",
+                   "backend.attention=auto")),
 )
 
 

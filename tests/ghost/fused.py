@@ -1,7 +1,8 @@
 """Operators of torch that a CPU does not have, computed there: fused attention and the backward pass of RMSNorm.
 
-Arithmetic in fp32. What attention only keeps for its backward pass (log-sum-exp, the state of random numbers) stays as
-it is: the backward pass here computes the probabilities again. Tensors are [batch, heads, positions, head]; a key's
+Arithmetic in fp32. What attention only keeps for its backward pass (the state of random numbers; log-sum-exp but for
+flash attention, whose backward pass may be given that of more keys) stays as it is: the backward pass here computes the
+probabilities again. Tensors are [batch, heads, positions, head]; a key's
 head serves as many of the query's, after one another, as there are more of these.
 """
 
@@ -17,8 +18,8 @@ Values = Mapping[str, Any]
 """An operator's arguments by the names of its schema."""
 
 
-def probabilities(q: torch.Tensor, k: torch.Tensor, a: Values) -> tuple[torch.Tensor, float]:
-    """Softmax of the scores, and what these are scaled by. Raises NotImplementedError for dropout."""
+def scores_of(q: torch.Tensor, k: torch.Tensor, a: Values) -> tuple[torch.Tensor, float]:
+    """Scores, and what these are scaled by. Raises NotImplementedError for dropout."""
     if a["dropout_p"]:
         raise NotImplementedError("nobody computes fused attention with dropout: its random numbers are the GPU's own")
     scale = a.get("scale") or 1 / math.sqrt(q.size(-1))
@@ -28,7 +29,7 @@ def probabilities(q: torch.Tensor, k: torch.Tensor, a: Values) -> tuple[torch.Te
         scores = scores + bias.float()
     if a["is_causal"]:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
-    return torch.softmax(scores, dim=-1), scale
+    return scores, scale
 
 
 def for_each_query(a: Values) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,8 +42,14 @@ def for_each_query(a: Values) -> tuple[torch.Tensor, torch.Tensor]:
 def attention(a: Values) -> tuple[torch.Tensor, ...]:
     """Return the first result of a forward operator."""
     k, v = for_each_query(a)
-    weights, _ = probabilities(a["query"], k, a)
-    return ((weights @ v).to(a["query"].dtype),)
+    scores, _ = scores_of(a["query"], k, a)
+    return ((torch.softmax(scores, dim=-1) @ v).to(a["query"].dtype),)
+
+
+def flash_attention(a: Values) -> tuple[torch.Tensor, ...]:
+    """Return the result and the log-sum-exp of the scores."""
+    k, _ = for_each_query(a)
+    return *attention(a), torch.logsumexp(scores_of(a["query"], k, a)[0], dim=-1)
 
 
 def attention_backward(a: Values) -> tuple[torch.Tensor, ...]:
@@ -50,7 +57,11 @@ def attention_backward(a: Values) -> tuple[torch.Tensor, ...]:
     dout = a["grad_out_"] if "grad_out_" in a else a["grad_out"]
     dout, q, out = (x.float() for x in (dout, a["query"], a["out"]))
     k, v = for_each_query(a)
-    weights, scale = probabilities(q, k, a)
+    scores, scale = scores_of(q, k, a)
+    if "cum_seq_q" in a:  # flash attention
+        weights = torch.exp(scores - a["logsumexp"].unsqueeze(-1))
+    else:
+        weights = torch.softmax(scores, dim=-1)
     dscores = weights * (dout @ v.transpose(-2, -1) - (dout * out).sum(-1, keepdim=True))
     found = dscores @ k * scale, dscores.transpose(-2, -1) @ q * scale, weights.transpose(-2, -1) @ dout
     groups = (a["query"].size(1), a["key"].size(1), a["value"].size(1))
@@ -87,6 +98,7 @@ ATTENTION = "_scaled_dot_product_{}_attention{}"
 ANSWERS = {
     **{ATTENTION.format(kind, ""): attention for kind in ("efficient", "flash", "cudnn")},
     **{ATTENTION.format(kind, "_backward"): attention_backward for kind in ("efficient", "flash", "cudnn")},
+    ATTENTION.format("flash", ""): flash_attention,
     "_fused_rms_norm_backward": rms_norm_backward,
 }
 """Operator → its answer."""

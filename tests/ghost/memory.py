@@ -67,7 +67,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2-selective": {"data": 2, "activations.policy": "selective"},
     "cp2": {"context": 2},
     "cp2-heads": {"context": 2, "layout.cp_method": "heads"},
-    "cp2-ring": {"context": 2, "layout.cp_method": "ring", "backend.attention": "math"},
+    "cp2-ring": {"context": 2, "layout.cp_method": "ring"},
+    "cp2-ring-zigzag-4k": {
+        "context": 2, "layout.cp_method": "ring", "layout.cp_order": "zigzag", "model.seq_length": 4096,
+    },
+    "cp2-ring-math": {"context": 2, "layout.cp_method": "ring", "backend.attention": "math"},
     "dp1-torch": {"backend.own_kernels": "off"},
 }
 """Name → sizes of the layout and settings."""

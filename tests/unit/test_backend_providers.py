@@ -341,6 +341,31 @@ def test_dropout_on_a_gpu_is_inside_of_the_own_kernel(monkeypatch: pytest.Monkey
     assert row(chosen(dropout=0.0, attention="own"), "attention").provider == "own"
 
 
+def test_a_ring_on_a_gpu_is_fused_where_torch_can() -> None:
+    ring = MaskNeeds(runs=True, partials=True)
+
+    def chosen(mask: MaskNeeds = ring, size: int = 64, dtype: torch.dtype = torch.bfloat16, device: Any = GPU,
+               **config: Any) -> Any:
+        return choose_providers(BackendConfig(own_kernels="off", **config), device, dtype, shape=(size, 1024), mask=mask)
+
+    for asked in ("auto", "sdpa"):
+        served = chosen(attention=asked)
+        assert row(served, "attention").provider == "sdpa" and "torch's flash" in row(served, "attention").why
+        assert served.partial_attention == "partial attention, fused"
+    assert chosen(dataclasses.replace(ring, sinks=True)).partial_attention == "partial attention, fused"
+    for refused, why in (
+        ({"mask": dataclasses.replace(ring, window=True)}, "cannot serve a window"),
+        ({"mask": dataclasses.replace(ring, documents=True)}, "cannot serve attention within documents"),
+        ({"mask": dataclasses.replace(ring, softcap=True)}, "cannot serve soft-capped"),
+        ({"size": 68}, "a multiple of 8, not 68"), ({"size": 264}, "up to 256"), ({"dtype": torch.float32}, "float32"),
+    ):
+        found = chosen(**refused)
+        assert row(found, "attention").provider == "math" and why in row(found, "attention").why
+        assert found.partial_attention == "partial attention, math"
+        with pytest.raises(EnvironmentFault, match=why):
+            chosen(**refused, attention="sdpa")
+
+
 def test_the_own_kernel_needs_matrix_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     there = dataclasses.replace(GPU, memory_bytes=1 << 30)
     for arch, serves in (("sm_75", False), ("sm_80", True), ("sm_120", True), ("gfx90a", True), ("gfx908", False),

@@ -11,8 +11,8 @@ import torch
 from megatron_port.core.dist.positions import Positions, Run, SequencePartition
 from megatron_port.core.layers.attention import AttentionMask
 from megatron_port.core.layers.step import earliest_start
-from megatron_port.ext.context.attention import key_blocks, key_ranges
-from megatron_port.ext.context.division import divide
+from megatron_port.ext.context.attention import blocks_by_runs, key_blocks, key_ranges
+from megatron_port.ext.context.division import ChunkDivision, divide
 
 
 def drawn(r: random.Random, seq: int) -> Positions:
@@ -64,3 +64,27 @@ def test_every_rank_of_a_zigzag_computes_as_many_scores() -> None:
         costs = [sum(b.queries * b.keys for k in parts for b in key_blocks(q, k, longest=q.count // 2)) for q in parts]
         assert len(set(costs)) == 1
         assert sum(b.queries * b.keys for k in parts for b in key_blocks(parts[-1], k)) > costs[0]
+
+
+def test_blocks_by_runs_are_the_causal_mask() -> None:
+    """Of every rank's keys, in every order: whole blocks, and squares of the queries' own positions."""
+    squares = 0
+    for ranks in (2, 3, 4):
+        for order in ("contiguous", "zigzag", "drawn"):
+            chunks = list(range(4 * ranks))
+            random.Random(ranks).shuffle(chunks)
+            parts = tuple(tuple(sorted(chunks[4 * i : 4 * i + 4])) for i in range(ranks))
+            division = ChunkDivision(4 * ranks, parts) if order == "drawn" else divide(ranks, order)
+            held = [SequencePartition(division, rank).held(8 * ranks) for rank in range(ranks)]
+            for mine in held:
+                longest = mine.count // 2 if division.chunks > ranks else 0
+                for keys in held:
+                    q, k = (x.index(torch.device("cpu")) for x in (mine, keys))
+                    found = torch.zeros(len(q), len(k), dtype=torch.int64)
+                    for (query, count, key, seen), mask, _ in blocks_by_runs(mine, keys, longest):
+                        ones = torch.ones(count, seen, dtype=torch.int64)
+                        assert mask.runs is None or (mask.runs == ((1, count),) and seen == count)
+                        squares += mask.runs is not None
+                        found[query : query + count, key : key + seen] += ones if mask.runs is None else ones.tril()
+                    assert torch.equal(found, (k <= q[:, None]).long()), (ranks, order)
+    assert squares

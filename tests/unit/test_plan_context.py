@@ -166,3 +166,20 @@ def test_shipped_runs_fit_because_sequences_are_divided(name: str, world: int) -
     })
     case, machine = case_of(whole)[0], machine_of(whole)
     assert case.world == world and max(m.total for m in plan_memory(case, machine)) > machine.cluster.memory_gb * 1e9
+
+
+def test_a_fused_ring_has_no_scores() -> None:
+    """Memory grows with the positions, with scores by their square: also under a mask that torch's flash attention does
+    not know."""
+    def growth(setting: str = "") -> float:
+        peaks = []
+        for length in (32768, 65536, 131072):
+            sets = ["layout.cp_method=ring", f"model.seq_length={length}", *filter(None, [setting])]
+            config = load("runs/llama-8b-128k-1node", sets).config
+            case, _ = case_of(config, 8)
+            assert case.flash == (not setting)
+            peaks.append(plan_memory(case, machine_of(config))[0].allocated)
+        return (peaks[2] - peaks[1]) / (peaks[1] - peaks[0])
+
+    assert growth() == pytest.approx(2, rel=0.01)
+    assert growth("backend.attention=math") > 3.5 and growth("model.sliding_window=4096") > 3.5

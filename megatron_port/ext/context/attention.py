@@ -246,7 +246,7 @@ class Partial(NamedTuple):
     """Attention of some queries over some keys; of a query that sees none, zeros and a largest score of -inf."""
 
     out: Tensor
-    """[queries, b, heads, d], wide."""
+    """[queries, b, heads, d], wide; of a part that is only taken in, in any dtype."""
     top: Tensor
     """[b, heads, queries], wide: the largest score."""
     total: Tensor
@@ -288,8 +288,12 @@ class PartialAttention(Protocol):
     """Attention over some keys, and its backward pass, without autograd.
 
     q [queries, b, heads, d], k and v [keys, b, groups, d]; ``mask`` with ``end``, no sinks and no window (the window is
-    in ``first``). Gradients are wide.
+    in ``first``). Gradients are wide, unless ``by_runs``.
     """
+
+    by_runs: bool
+    """Whether it takes no ``end``: without ``AttentionMask.runs`` each query sees all keys, else query i the keys up
+    to i, of as many as there are queries. It has no windows, documents, soft-caps and dropout."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, drop: Drop | None
@@ -339,6 +343,8 @@ def _by_row(factor: Tensor) -> Tensor:
 
 class MathPartial:
     """Written out, in wide products."""
+
+    by_runs = False
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, drop: Drop | None
@@ -426,8 +432,8 @@ def context_attention(method: str, group: dist.ProcessGroup, providers: Provider
         return (ExchangeHeads if method == "heads" else GatherKeys)(group, providers.attention)
     if not providers.partial_attention:
         raise ConfigError(
-            'layout.cp_method "ring" needs partial results in fp32, which this provider of attention does not give; '
-            'set backend.attention = "math" or cp_method = "gather"'
+            'layout.cp_method "ring" needs partial results, which this provider of attention does not give; set '
+            'backend.attention = "auto" or "math", or cp_method = "gather"'
         )
     return RingKeys(group, PARTS.function(providers.partial_attention)())
 
@@ -449,10 +455,11 @@ class RingKeys:
         # In zigzag order the last rank's two chunks are neighbours: as one block they would cost it more than the
         # others' do, and twice the scores.
         longest = held.count // 2 if division.chunks > division.ranks else 0
-        plan = [
-            list(ring_blocks(held, replace(partition, rank=rank).held(seq), q, mask, dropout_of, seq, longest))
-            for rank in range(division.ranks)
-        ]
+        keys = [replace(partition, rank=rank).held(seq) for rank in range(division.ranks)]
+        if self.provider.by_runs:
+            plan: Plan = [list(blocks_by_runs(held, asked, longest)) for asked in keys]
+        else:
+            plan = [list(ring_blocks(held, asked, q, mask, dropout_of, seq, longest)) for asked in keys]
         out: Tensor = _RingAttention.apply(q, k, v, mask.sinks, self.group, self.provider, plan)
         return out
 
@@ -470,6 +477,18 @@ def ring_blocks(
         if dropout_of is not None:
             drop = dropout_of(asking, keys=asked, seq_length=seq_length).drop
         yield RingBlock(rows, AttentionMask(softcap=mask.softcap, first=first, end=end), drop)
+
+
+def blocks_by_runs(queries: Positions, keys: Positions, longest: int) -> Iterator[RingBlock]:
+    """Yield what queries see of keys at these positions under the causal mask alone, for a provider ``by_runs``: a block
+    of the keys before the queries, and one of their own positions. Keys of other ranks are never in between."""
+    for query, count, key, seen in key_blocks(queries, keys, longest=longest):
+        start = queries.rows(query, 1).runs[0].start
+        before = rows_below(start, keys) - key
+        if before:
+            yield RingBlock(KeyBlock(query, count, key, before), AttentionMask())
+        if seen > before:
+            yield RingBlock(KeyBlock(query, count, key + before, seen - before), AttentionMask(runs=((1, count),)))
 
 
 class RingStep:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from megatron_port.core.config.schema import BackendConfig
 from megatron_port.core.dist.rank import DeviceInfo
@@ -20,7 +21,13 @@ from megatron_port.core.layers.fused import CausalSoftmax, ProbabilityDropout
 from megatron_port.core.layers.providers import ProviderRow
 from megatron_port.core.package import shipped_folder
 from megatron_port.ext.kernels.kernels import optional_import
-from megatron_port.ext.kernels.settings import CAUSAL, MaskNeeds, own_gpu_problem
+from megatron_port.ext.kernels.settings import (
+    CAUSAL,
+    LARGEST_FLASH_HEAD,
+    MaskNeeds,
+    fused_parts_problem,
+    own_gpu_problem,
+)
 from megatron_port.ext.kernels.torch_attention import (
     flash_attention,
     gpu_kernels,
@@ -142,8 +149,6 @@ def _kind(shape: AttentionShape) -> tuple[object, ...]:
 _CHOICES = ("auto", "own", "math", "sdpa", "flash_attn", "varlen", "fa3", "fa4")
 _MATRIX_ARCHS = ("gfx90a", "gfx94", "gfx95")
 _PACKAGES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
-_LARGEST_HEAD = 256
-"""Largest head size of flash-attn, on CUDA and in its Composable Kernel build, and of torch's copy of it."""
 _VARLEN = "torch.nn.attention.varlen"
 
 
@@ -215,8 +220,8 @@ def _flash_problem(device: DeviceInfo, needs: AttentionNeeds) -> tuple[Any | Non
     problem = problem or needs.mask.problem("flash_attn")
     if problem:
         return None, problem
-    if needs.heads is not None and needs.heads[2] > _LARGEST_HEAD:
-        return None, f"flash-attn takes heads of up to {_LARGEST_HEAD}, not {needs.heads[2]}"
+    if needs.heads is not None and needs.heads[2] > LARGEST_FLASH_HEAD:
+        return None, f"flash-attn takes heads of up to {LARGEST_FLASH_HEAD}, not {needs.heads[2]}"
     module, problem = optional_import("flash_attn")
     wanted = ["flash_attn_func"] + (["flash_attn_varlen_func"] if needs.mask.documents else [])
     for name in wanted if module is not None else []:
@@ -233,8 +238,8 @@ def _varlen(device: DeviceInfo, needs: AttentionNeeds) -> tuple[Callable[..., An
     if not problem and device.kind != "cuda":
         problem = f"torch's varlen attention is for NVIDIA GPUs, not {device.kind}"
     size = needs.head_size or (needs.heads[2] if needs.heads is not None else 8)
-    if not problem and (size > _LARGEST_HEAD or size % 8):
-        problem = f"torch's varlen attention takes heads of up to {_LARGEST_HEAD}, a multiple of 8, not {size}"
+    if not problem and (size > LARGEST_FLASH_HEAD or size % 8):
+        problem = f"torch's varlen attention takes heads of up to {LARGEST_FLASH_HEAD}, a multiple of 8, not {size}"
     if not problem and needs.shape is not None and int(needs.shape.arch.removeprefix("sm_")) < 80:
         problem = f"torch's varlen attention needs sm_80 or later, not {needs.shape.arch}"
     module, problem = (None, problem) if problem else optional_import(_VARLEN)
@@ -244,6 +249,40 @@ def _varlen(device: DeviceInfo, needs: AttentionNeeds) -> tuple[Callable[..., An
     if not problem and missing:
         problem = f"torch {torch.__version__} has no varlen_attn with {' and '.join(missing)}"
     return (None, problem) if problem else (function, "")
+
+
+def _parts_of_a_ring(
+    config: BackendConfig, device: DeviceInfo, needs: AttentionNeeds, softmax: CausalSoftmax
+) -> tuple[Attention, ProviderRow]:
+    """Return torch's attention where its flash attention can serve the parts, on a CPU if it is asked for; else math.
+
+    Raises EnvironmentFault: it was asked for and cannot serve.
+    """
+    asked = config.attention == "sdpa"
+    problem = _parts_problem(device, needs)
+    if asked and problem:
+        raise refuse("attention", config.attention, problem, "math")
+    if problem or not (asked or device.is_gpu):
+        return math_attention_with(softmax), ProviderRow("attention", "math", "; ".join(filter(None, ("auto", problem))))
+    kernels = gpu_kernels(rocm=device.kind == "rocm", deterministic=config.deterministic) if device.is_gpu else ()
+    how = "asked for" if asked else "auto"
+    return sdpa_attention(kernels), ProviderRow("attention", "sdpa", f"{how}; a ring's parts by torch's flash attention")
+
+
+def _parts_problem(device: DeviceInfo, needs: AttentionNeeds) -> str:
+    """Return why torch's flash attention cannot serve the parts of a ring, or nothing."""
+    if not device.is_gpu:
+        return needs.mask.problem("sdpa")
+    size = needs.head_size or (needs.heads[2] if needs.heads is not None else 8)
+    if problem := fused_parts_problem(size, needs.mask):
+        return problem
+    if problem := _halves_on_gpu("torch's flash attention", device, needs.dtype):
+        return problem
+    if needs.heads is None or not device.memory_bytes:  # not a GPU that torch can use
+        return ""
+    kernel = [SDPBackend.FLASH_ATTENTION]
+    serves = serving_kernel(kernel, heads=needs.heads, dtype=needs.dtype, device=device.torch_device) != "none"
+    return "" if serves else "torch's flash attention does not serve this GPU"
 
 
 def _newer_flash_problem(which: str, device: DeviceInfo, needs: AttentionNeeds) -> str:
@@ -290,6 +329,8 @@ def choose_attention(
         if needs.dropout > 0.0 and device.is_gpu:
             how += f"; attention_dropout {needs.dropout:g}, inside of the kernel"
         return _own_attention(), ProviderRow("attention", "own", f"{how}; {own.load()}")
+    if needs.mask.partials and asked in ("auto", "sdpa"):
+        return _parts_of_a_ring(config, device, needs, softmax)
     flash, problem = _flash_problem(device, needs)
     without_row = ""
     if asked == "varlen" or (asked == "auto" and needs.mask.any):

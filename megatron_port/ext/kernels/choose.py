@@ -37,7 +37,9 @@ from megatron_port.ext.kernels.kernels import optional_import
 from megatron_port.ext.kernels.ops.hashes import OwnRowHashes
 from megatron_port.ext.kernels.settings import CAUSAL, MaskNeeds
 
-PARTIALS = {"math": "partial attention, math", "own": "partial attention, own"}
+PARTIALS = {
+    "math": "partial attention, math", "own": "partial attention, own", "sdpa": "partial attention, fused",
+}
 """Part for attention over parts of the keys (``Providers.partial_attention``), by the provider of attention."""
 
 

@@ -27,12 +27,14 @@ SERVED = {
     "fa3": frozenset[str](), "fa4": frozenset[str](),  # they stand in torch's place, which gives them no window
 }
 """Mask features that each provider supports (fields of :class:`MaskNeeds`); own and math support all of them."""
+SERVED_PARTS = {"sdpa": frozenset({"sinks", "runs", "partials"})}
+"""The same where results over parts of the keys are merged, which also takes the sinks in."""
 _WORDS = {
     "window": "a window (model.sliding_window)", "softcap": "soft-capped scores (model.attention_softcap)",
     "sinks": "attention sinks (model.attention_sinks)",
     "documents": "attention within documents (data.attention_documents)",
     "runs": "queries at other positions than the keys (layout.context_parallel_size)",
-    "partials": "partial results in fp32 (layout.cp_method = \"ring\")",
+    "partials": "partial results (layout.cp_method = \"ring\")",
 }
 
 
@@ -69,9 +71,23 @@ class MaskNeeds:
 
     def problem(self, provider: str) -> str:
         """Return a sentence with the needed features that the provider lacks; empty: none."""
-        served = SERVED.get(provider, frozenset(_WORDS))
+        served = (SERVED_PARTS if self.partials else SERVED).get(provider) or SERVED.get(provider, frozenset(_WORDS))
         missing = [words for name, words in _WORDS.items() if getattr(self, name) and name not in served]
         return f"{provider} cannot serve {' and '.join(missing)}" if missing else ""
+
+
+LARGEST_FLASH_HEAD = 256
+"""Head size of flash-attn, on CUDA and in its Composable Kernel build, and of torch's copy of it."""
+
+
+def fused_parts_problem(head_size: int, mask: MaskNeeds) -> str:
+    """Return why torch's flash attention on a GPU cannot serve the parts of a ring, or nothing; ``head_size`` as
+    :func:`own_gpu_problem` takes it."""
+    if problem := mask.problem("sdpa"):
+        return problem
+    if head_size > LARGEST_FLASH_HEAD or head_size % 8:
+        return f"torch's flash attention takes heads of up to {LARGEST_FLASH_HEAD}, a multiple of 8, not {head_size}"
+    return ""
 
 
 def own_gpu_problem(dtype: str, head_size: int, mask: MaskNeeds) -> str:

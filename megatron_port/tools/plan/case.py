@@ -24,7 +24,7 @@ from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.package import shipped_folder
 from megatron_port.core.pipeline.partition import balanced_layers
-from megatron_port.ext.kernels.settings import MaskNeeds, own_gpu_problem
+from megatron_port.ext.kernels.settings import MaskNeeds, fused_parts_problem, own_gpu_problem
 from megatron_port.ext.memory.sites import layer_choices
 from megatron_port.ext.objectives.settings import as_teacher
 from megatron_port.ext.telemetry.flops import document_of, unit_costs
@@ -618,8 +618,10 @@ def _is_fused(config: RunConfig) -> bool:
     if model.attention_dropout > 0:
         own = config.backend.own_kernels != "off" and config.backend.device != "cpu"
         return own and not own_gpu_problem(dtype, model.head_size, MaskNeeds.of(config))
-    ring = config.layout.context_parallel_size > 1 and config.layout.cp_method == "ring"  # in fp32: no fused kernel
-    written_out = ring or model.attention_sinks or (model.attention_softcap > 0 and asked != "flash_attn")
+    needs = MaskNeeds.of(config)
+    if needs.partials and config.backend.device != "cpu":
+        return asked in ("auto", "sdpa") and not fused_parts_problem(model.head_size, needs)
+    written_out = model.attention_sinks or (model.attention_softcap > 0 and asked != "flash_attn")
     return config.backend.device == "cpu" or not written_out
 
 

@@ -235,17 +235,23 @@ def _in_ring(t: Tape, s: Sizes, h: Heads, q: Value, k: Value, v: Value) -> Value
     runs = 1 if s.case.cp_order == "contiguous" else 2
     block = 0.0 if s.case.flash else h.scores / s.case.cp / runs * wide
     operands = (h.q / runs + 2 * h.k) * wide
+    forth, back = [3 * block, operands, h.q / runs * wide], [5 * block, 2 * operands]
+    if s.case.flash and not s.case.on_cpu:
+        # torch's flash attention: a part's result and its share of the whole; gradients, those of keys also for each
+        # query's head, and the kernel's wide sum.
+        each = h.q / runs
+        forth, back = [each, each * wide], [each * (1 + wide), 2 * h.k, 2 * h.q * h.grouped]
 
     def backward(grad: Block, saved: list[Block]) -> list[Block | None]:
         windows = t.block(4 * h.k), t.block(2 * 2 * h.k * wide)
         gradient = t.block(h.q * wide)
-        t.meter.need(5 * block, 2 * operands)
+        t.meter.need(*back)
         del windows, gradient
         return [t.block(h.q), t.block(h.k), t.block(h.k)]
 
     merged = t.block(h.q * wide), t.block(2 * rows)
     windows = t.block(4 * h.k)
-    t.meter.need(3 * block, operands, h.q / runs * wide)
+    t.meter.need(*forth)
     del windows
     out = t.block(h.q) if wide > 1 else merged[0]
     return t.note(out, [q, k, v], backward, [q.block, k.block, v.block, out, merged[1]])

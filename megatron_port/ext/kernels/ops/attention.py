@@ -122,6 +122,8 @@ class OwnPartial:
     """Attention over parts of the keys (``context.attention.PartialAttention``) by the own CPU kernel on float32
     copies: its arithmetic is float32 whatever it is given."""
 
+    by_runs = False
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, drop: Callable[[Tensor], Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
