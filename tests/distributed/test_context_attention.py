@@ -279,7 +279,7 @@ def _rows(held: Positions | None, x: torch.Tensor) -> torch.Tensor:
 
 
 def errors_on_ranks(draws: list[Draw]) -> list[tuple[float, float]]:
-    """Root mean squares of the errors of the result and the gradients, in a ring and by the same kernel in one process."""
+    """Errors of the result and the gradients (root mean square), in a ring and by the same kernel in one process."""
     out, rank, group = [], dist.get_rank(), dist.group.WORLD
     assert group is not None
     for draw in draws:
@@ -294,14 +294,14 @@ def errors_on_ranks(draws: list[Draw]) -> list[tuple[float, float]]:
             leaves = [take(x).clone().requires_grad_() for x in rounded[:3]]
             got = attend(draw, method, rank, tuple(leaves), rounded[3])
             got = [got, *torch.autograd.grad(got, leaves, take(draw.weights()).to(draw.dtype))]
-            errors = [(a.double() - take(b)).square().mean().sqrt() / b.square().mean().sqrt() for a, b in zip(got, want)]
-            found.append(float(torch.stack(errors).square().mean().sqrt()))
+            squares = [(a.double() - take(b)).square().mean() / b.square().mean() for a, b in zip(got, want)]
+            found.append(float(torch.stack(squares).mean().sqrt()))
         out.append((found[0], found[1]))
     return out
 
 
 def test_fused_parts_round_little_more_than_one_process(ranks: RankPool) -> None:
-    """In bf16 each part's result and gradients are rounded, then their sum: less than twice the error of one process."""
+    """In bf16 each part is rounded, then their sum: less than twice the error of one process."""
     draws = [replace(draw, has_sinks=False) for draw in fused_draws(4, torch.bfloat16, 12)]
     found = ranks.run(4, errors_on_ranks, draws)
     for of_draw in zip(*found, strict=True):

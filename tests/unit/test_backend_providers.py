@@ -346,7 +346,8 @@ def test_a_ring_on_a_gpu_is_fused_where_torch_can() -> None:
 
     def chosen(mask: MaskNeeds = ring, size: int = 64, dtype: torch.dtype = torch.bfloat16, device: Any = GPU,
                **config: Any) -> Any:
-        return choose_providers(BackendConfig(own_kernels="off", **config), device, dtype, shape=(size, 1024), mask=mask)
+        backend = BackendConfig(own_kernels="off", **config)
+        return choose_providers(backend, device, dtype, shape=(size, 1024), mask=mask)
 
     for asked in ("auto", "sdpa"):
         served = chosen(attention=asked)

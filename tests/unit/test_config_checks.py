@@ -234,7 +234,8 @@ OTHER_FAULTS: list[tuple[dict[str, object], str]] = [
 
 CONTEXT = {"layout__context_parallel_size": 4, "engine": "native", "model__num_attention_heads": 6}
 METHOD_FAULTS = [
-    ({"layout__cp_method": "ring", "backend__attention": "sdpa"}, 'sdpa cannot serve partial results in fp32'),
+    ({"layout__cp_method": "ring", "backend__attention": "sdpa", "model__sliding_window": 3},
+     "sdpa cannot serve a window"),
     ({"layout__cp_method": "ring", "backend__attention": "own", "model__attention_dropout": 0.1},
      "under layout.cp_method \"ring\" needs backend.attention auto or math"),
     ({"layout__cp_method": "heads"},

@@ -480,8 +480,8 @@ def ring_blocks(
 
 
 def blocks_by_runs(queries: Positions, keys: Positions, longest: int) -> Iterator[RingBlock]:
-    """Yield what queries see of keys at these positions under the causal mask alone, for a provider ``by_runs``: a block
-    of the keys before the queries, and one of their own positions. Keys of other ranks are never in between."""
+    """Yield what queries see of keys at these positions under the causal mask alone, for a provider ``by_runs``: a
+    block of the keys before the queries, and one of their own positions. Keys of other ranks are never in between."""
     for query, count, key, seen in key_blocks(queries, keys, longest=longest):
         start = queries.rows(query, 1).runs[0].start
         before = rows_below(start, keys) - key

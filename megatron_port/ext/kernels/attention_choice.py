@@ -263,10 +263,12 @@ def _parts_of_a_ring(
     if asked and problem:
         raise refuse("attention", config.attention, problem, "math")
     if problem or not (asked or device.is_gpu):
-        return math_attention_with(softmax), ProviderRow("attention", "math", "; ".join(filter(None, ("auto", problem))))
+        why = "; ".join(filter(None, ("auto", problem)))
+        return math_attention_with(softmax), ProviderRow("attention", "math", why)
     kernels = gpu_kernels(rocm=device.kind == "rocm", deterministic=config.deterministic) if device.is_gpu else ()
     how = "asked for" if asked else "auto"
-    return sdpa_attention(kernels), ProviderRow("attention", "sdpa", f"{how}; a ring's parts by torch's flash attention")
+    row = ProviderRow("attention", "sdpa", f"{how}; a ring's parts by torch's flash attention")
+    return sdpa_attention(kernels), row
 
 
 def _parts_problem(device: DeviceInfo, needs: AttentionNeeds) -> str:
