@@ -40,9 +40,10 @@ Tensor bias_gelu_forward(const Tensor& x, const std::optional<Tensor>& bias, boo
   return y;
 }
 
-// dx, dbias (empty unless wanted)
-std::tuple<Tensor, Tensor> bias_gelu_backward(
-    const Tensor& dy, const Tensor& x, const std::optional<Tensor>& bias, bool approximate, bool want_bias) {
+// dx, dbias (empty unless wanted), slots in its place (empty where it is written)
+std::tuple<Tensor, Tensor, Tensor> bias_gelu_backward(
+    const Tensor& dy, const Tensor& x, const std::optional<Tensor>& bias, bool approximate, bool want_bias,
+    bool keep_slots) {
   const char* op = "bias_gelu_backward";
   const int32_t dtype = dtype_of(dy, op);
   check_alike(op, {&dy, &x, maybe(bias)});
@@ -53,13 +54,13 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(
   const Where where(dy);
   Tensor dx = torch::stable::empty_like(x);
   Tensor dbias = want_bias ? torch::stable::empty_like(*bias) : nothing(x);
-  Tensor space = floats(x, {want_bias ? gelu_workspace.on(x)(rows, cols) : 0});
+  SlotSpace space(x, want_bias ? gelu_workspace.on(x)(rows, cols) : 0, keep_slots && want_bias);
   check_code(
       gelu_backward.on(x)(
           where.stream(), dtype, approximate, rows, cols, dy.data_ptr(), x.data_ptr(), pointer(bias), dx.data_ptr(),
-          want_bias ? dbias.data_ptr() : nullptr, want_bias ? static_cast<float*>(space.data_ptr()) : nullptr),
+          want_bias ? dbias.data_ptr() : nullptr, want_bias ? space.at() : nullptr, space.kept()),
       x, op);
-  return {dx, dbias};
+  return {dx, dbias, space.slots(1, cols)};
 }
 
 Tensor swiglu_forward(const Tensor& x) {
@@ -99,8 +100,8 @@ Tensor swiglu_backward(const Tensor& dy, const Tensor& x) {
 STABLE_TORCH_LIBRARY_FRAGMENT(megatron_port, m) {
   m.def("bias_gelu_forward(Tensor x, Tensor? bias, bool approximate) -> Tensor");
   m.def(
-      "bias_gelu_backward(Tensor dy, Tensor x, Tensor? bias, bool approximate, bool want_bias) "
-      "-> (Tensor dx, Tensor dbias)");
+      "bias_gelu_backward(Tensor dy, Tensor x, Tensor? bias, bool approximate, bool want_bias, bool keep_slots=False) "
+      "-> (Tensor dx, Tensor dbias, Tensor slots)");
   m.def("swiglu_forward(Tensor x) -> Tensor");
   m.def("swiglu_backward(Tensor dy, Tensor x) -> Tensor");
 }

@@ -92,4 +92,24 @@ inline Tensor floats(const Tensor& like, std::initializer_list<int64_t> shape) {
   return torch::stable::new_empty(like, {shape.begin(), shape.size()}, ScalarType::Float);
 }
 
+// The workspace of a gradient's sums over rows, which may be kept as slots (mp.h).
+class SlotSpace {
+ public:
+  SlotSpace(const Tensor& like, int64_t floats_needed, bool keep) : space_(floats(like, {floats_needed})), keep_(keep) {}
+  float* at() const { return static_cast<float*>(space_.data_ptr()); }
+  int64_t* kept() { return keep_ ? &slots_ : nullptr; }
+  // [slots, gradients, cols], or nothing where the gradients were written.
+  Tensor slots(int64_t gradients, int64_t cols) {
+    if (slots_ == 0) return nothing(space_);
+    Tensor own = torch::stable::narrow(space_, 0, 0, slots_ * gradients * cols);
+    const int64_t shape[] = {slots_, gradients, cols};
+    return torch::stable::view(own, {shape, 3});
+  }
+
+ private:
+  Tensor space_;
+  bool keep_;
+  int64_t slots_ = 0;
+};
+
 }  // namespace mp

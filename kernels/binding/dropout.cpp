@@ -45,10 +45,10 @@ Tensor dropout_forward(
   return out;
 }
 
-// dx (empty where threshold is 0: it is dout), dbias (empty without bias)
-std::tuple<Tensor, Tensor> dropout_backward(
+// dx (empty where threshold is 0: it is dout), dbias (empty without bias), slots in its place (empty where it is written)
+std::tuple<Tensor, Tensor, Tensor> dropout_backward(
     const Tensor& dout, const Tensor& keys, int64_t op_key, int64_t threshold, int64_t seq_offset, int64_t width,
-    int64_t width_offset, bool has_bias) {
+    int64_t width_offset, bool has_bias, bool keep_slots) {
   const char* op = "bias_dropout_add_backward";
   const int32_t dtype = dtype_of(dout, op);
   check_alike(op, {&dout});
@@ -59,17 +59,17 @@ std::tuple<Tensor, Tensor> dropout_backward(
   Tensor dbias = has_bias ? torch::stable::new_empty(dout, {cols}) : nothing(dout);
   if (rows == 0) {
     if (has_bias) torch::stable::fill_(dbias, 0.0);
-    return {dx, dbias};
+    return {dx, dbias, nothing(keys)};
   }
-  Tensor space = floats(dout, {has_bias ? workspace.on(dout)(rows, cols) : 0});
+  SlotSpace space(dout, has_bias ? workspace.on(dout)(rows, cols) : 0, keep_slots && has_bias);
   check_code(
       backward.on(dout)(
           where.stream(), dtype, dout.size(0), dout.size(1), cols, dout.data_ptr(),
           threshold != 0 ? static_cast<const int64_t*>(keys.data_ptr()) : nullptr, op_key,
           static_cast<int32_t>(threshold), seq_offset, width, width_offset, threshold != 0 ? dx.data_ptr() : nullptr,
-          has_bias ? dbias.data_ptr() : nullptr, has_bias ? static_cast<float*>(space.data_ptr()) : nullptr),
+          has_bias ? dbias.data_ptr() : nullptr, has_bias ? space.at() : nullptr, space.kept()),
       dout, op);
-  return {dx, dbias};
+  return {dx, dbias, space.slots(1, cols)};
 }
 
 }  // namespace
@@ -81,7 +81,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(megatron_port, m) {
       "int seq_offset, int width, int width_offset) -> Tensor");
   m.def(
       "bias_dropout_add_backward(Tensor dout, Tensor keys, int op_key, int threshold, int seq_offset, int width, "
-      "int width_offset, bool has_bias) -> (Tensor dx, Tensor dbias)");
+      "int width_offset, bool has_bias, bool keep_slots=False) -> (Tensor dx, Tensor dbias, Tensor slots)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_port, CPU, m) {

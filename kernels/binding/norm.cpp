@@ -38,10 +38,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_forward(
   return {y, sum, mean, rstd};
 }
 
-// dx, dweight, dbias (empty without bias)
-std::tuple<Tensor, Tensor, Tensor> norm_backward(
+// dx, dweight, dbias (empty without bias), slots in place of the last two (empty where those are written)
+std::tuple<Tensor, Tensor, Tensor, Tensor> norm_backward(
     const Tensor& dy, const std::optional<Tensor>& dsum, const Tensor& sum, const Tensor& weight, const Tensor& mean,
-    const Tensor& rstd, bool rms, bool has_bias) {
+    const Tensor& rstd, bool rms, bool has_bias, bool keep_slots) {
   const char* op = "norm_backward";
   const int32_t dtype = dtype_of(dy, op);
   check_alike(op, {&dy, maybe(dsum), &sum, &weight});
@@ -57,17 +57,17 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(
   if (rows == 0) {
     torch::stable::fill_(dweight, 0.0);
     if (has_bias) torch::stable::fill_(dbias, 0.0);
-    return {dx, dweight, dbias};
+    return {dx, dweight, dbias, nothing(rstd)};
   }
-  Tensor space = floats(dy, {workspace.on(dy)(rows, cols)});
+  SlotSpace space(dy, workspace.on(dy)(rows, cols), keep_slots);
   check_code(
       backward.on(dy)(
           where.stream(), dtype, rms, rows, cols, dy.data_ptr(), pointer(dsum), sum.data_ptr(), weight.data_ptr(),
           rms ? nullptr : static_cast<const float*>(mean.data_ptr()), static_cast<const float*>(rstd.data_ptr()),
           dx.data_ptr(), dweight.data_ptr(), has_bias ? dbias.data_ptr() : nullptr,
-          static_cast<float*>(space.data_ptr())),
+          space.at(), space.kept()),
       dy, op);
-  return {dx, dweight, dbias};
+  return {dx, dweight, dbias, space.slots(has_bias ? 2 : 1, cols)};
 }
 
 }  // namespace
@@ -79,7 +79,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(megatron_port, m) {
       "-> (Tensor y, Tensor sum, Tensor mean, Tensor rstd)");
   m.def(
       "norm_backward(Tensor dy, Tensor? dsum, Tensor sum, Tensor weight, Tensor mean, Tensor rstd, bool rms, "
-      "bool has_bias) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+      "bool has_bias, bool keep_slots=False) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor slots)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_port, CPU, m) {

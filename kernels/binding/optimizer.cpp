@@ -10,6 +10,7 @@ const Function<decltype(mp_square_norm)> norm{"mp_square_norm"};
 const Function<decltype(mp_square_norm_workspace)> norm_workspace{"mp_square_norm_workspace"};
 const Function<decltype(mp_adamw)> adamw{"mp_adamw"};
 const Function<decltype(mp_add_gradients)> add{"mp_add_gradients"};
+const Function<decltype(mp_add_slots)> add_kept{"mp_add_slots"};
 
 // Sum of squares, a float64 scalar.
 Tensor square_norm(const std::vector<Tensor>& tensors) {
@@ -88,6 +89,34 @@ void add_gradients_(const std::vector<Tensor>& sums, const std::vector<Tensor>& 
       first, op);
 }
 
+// slots: [slots, gradients, cols], of which sums[i] [cols] takes gradient number row[i], rounded to the dtype of `like`.
+void add_slots_(
+    const std::vector<Tensor>& sums, const std::vector<Tensor>& slots, const std::vector<int64_t>& row,
+    const Tensor& like) {
+  const char* op = "add_slots_";
+  check(!sums.empty() && sums.size() == slots.size() && sums.size() == row.size(), op,
+        "there must be as many slots and rows as sums, at least one");
+  const Tensor& first = sums[0];
+  check_list(op, "sums", sums, sums, ScalarType::Float);
+  std::vector<int64_t> counts, strides;
+  std::vector<const float*> from;
+  for (size_t i = 0; i < slots.size(); i++) {
+    const Tensor& t = slots[i];
+    check(t.dim() == 3 && t.size(0) >= 1 && t.size(2) == sums[i].numel(), op, "slots must be [slots, gradients, cols]");
+    check_tensor(op, "slots", t, first, ScalarType::Float, t.numel());
+    check(row[i] >= 0 && row[i] < t.size(1), op, "a row is not among the gradients of its slots");
+    counts.push_back(t.size(0));
+    strides.push_back(t.size(1) * t.size(2));
+    from.push_back(static_cast<const float*>(t.data_ptr()) + row[i] * t.size(2));
+  }
+  const Where where(first);
+  check_code(
+      add_kept.on(first)(
+          where.stream(), dtype_of(like, op), static_cast<int64_t>(sums.size()), pointers<float>(sums).data(),
+          from.data(), counts.data(), strides.data(), sizes_of(sums).data()),
+      first, op);
+}
+
 }  // namespace
 }  // namespace mp
 
@@ -98,16 +127,19 @@ STABLE_TORCH_LIBRARY_FRAGMENT(megatron_port, m) {
       "Tensor(d!)[] exp_avg_sq, Tensor step, Tensor? grad_scale, Tensor? skip, Tensor lr, float beta1, float beta2, "
       "float eps, float weight_decay) -> ()");
   m.def("add_gradients_(Tensor(a!)[] sums, Tensor[] grads) -> ()");
+  m.def("add_slots_(Tensor(a!)[] sums, Tensor[] slots, int[] row, Tensor like) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_port, CPU, m) {
   m.impl("square_norm", TORCH_BOX(&mp::square_norm));
   m.impl("adamw_", TORCH_BOX(&mp::adamw_));
   m.impl("add_gradients_", TORCH_BOX(&mp::add_gradients_));
+  m.impl("add_slots_", TORCH_BOX(&mp::add_slots_));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_port, CUDA, m) {
   m.impl("square_norm", TORCH_BOX(&mp::square_norm));
   m.impl("adamw_", TORCH_BOX(&mp::adamw_));
   m.impl("add_gradients_", TORCH_BOX(&mp::add_gradients_));
+  m.impl("add_slots_", TORCH_BOX(&mp::add_slots_));
 }

@@ -53,11 +53,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> residual_norm_forward(
   return {y, sum, mean, rstd};
 }
 
-// dsum_total, dx (empty where threshold is 0: it is dsum_total), dweight, dbias, dx_bias (empty where there is none)
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> residual_norm_backward(
+// dsum_total, dx (empty where threshold is 0: it is dsum_total), dweight, dbias, dx_bias (empty where there is none), slots
+// in place of the last three (empty where those are written)
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> residual_norm_backward(
     const Tensor& dy, const std::optional<Tensor>& dsum, const Tensor& sum, const Tensor& keys, int64_t op_key,
     int64_t threshold, int64_t seq_offset, const Tensor& weight, const Tensor& mean, const Tensor& rstd, bool rms,
-    bool has_bias, bool has_x_bias) {
+    bool has_bias, bool has_x_bias, bool keep_slots) {
   const char* op = "residual_norm_backward";
   const int32_t dtype = dtype_of(dy, op);
   check_alike(op, {&dy, maybe(dsum), &sum, &weight});
@@ -74,9 +75,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> residual_norm_backward(
   Tensor dx_bias = has_x_bias ? torch::stable::empty_like(weight) : nothing(weight);
   if (rows == 0) {
     for (Tensor* t : {&dweight, &dbias, &dx_bias}) torch::stable::fill_(*t, 0.0);
-    return {dsum_total, dx, dweight, dbias, dx_bias};
+    return {dsum_total, dx, dweight, dbias, dx_bias, nothing(rstd)};
   }
-  Tensor space = floats(dy, {workspace.on(dy)(rows, cols)});
+  SlotSpace space(dy, workspace.on(dy)(rows, cols), keep_slots);
   check_code(
       backward.on(dy)(
           where.stream(), dtype, rms, sum.size(0), sum.size(1), cols, dy.data_ptr(), pointer(dsum), sum.data_ptr(),
@@ -84,9 +85,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> residual_norm_backward(
           static_cast<const float*>(rstd.data_ptr()), key, op_key, static_cast<int32_t>(threshold), seq_offset,
           dsum_total.data_ptr(), threshold != 0 ? dx.data_ptr() : nullptr, dweight.data_ptr(),
           has_bias ? dbias.data_ptr() : nullptr, has_x_bias ? dx_bias.data_ptr() : nullptr,
-          static_cast<float*>(space.data_ptr())),
+          space.at(), space.kept()),
       dy, op);
-  return {dsum_total, dx, dweight, dbias, dx_bias};
+  return {dsum_total, dx, dweight, dbias, dx_bias, space.slots(1 + has_bias + has_x_bias, cols)};
 }
 
 }  // namespace
@@ -99,8 +100,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(megatron_port, m) {
       "-> (Tensor y, Tensor sum, Tensor mean, Tensor rstd)");
   m.def(
       "residual_norm_backward(Tensor dy, Tensor? dsum, Tensor sum, Tensor keys, int op_key, int threshold, "
-      "int seq_offset, Tensor weight, Tensor mean, Tensor rstd, bool rms, bool has_bias, bool has_x_bias) "
-      "-> (Tensor dsum_total, Tensor dx, Tensor dweight, Tensor dbias, Tensor dx_bias)");
+      "int seq_offset, Tensor weight, Tensor mean, Tensor rstd, bool rms, bool has_bias, bool has_x_bias, "
+      "bool keep_slots=False) "
+      "-> (Tensor dsum_total, Tensor dx, Tensor dweight, Tensor dbias, Tensor dx_bias, Tensor slots)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_port, CPU, m) {

@@ -115,7 +115,9 @@ Tensor rotary_backward(
   return dqkv;
 }
 
-std::tuple<Tensor, Tensor> split_backward(const Tensor& dq, const Tensor& dk, const Tensor& dv) {
+// dqkv, dbias, slots in its place (empty where it is written)
+std::tuple<Tensor, Tensor, Tensor> split_backward(
+    const Tensor& dq, const Tensor& dk, const Tensor& dv, bool keep_slots) {
   const char* op = "split_backward";
   const int32_t dtype = dtype_of(dq, op);
   const Gradients a(dq, dk, dv, op);
@@ -124,15 +126,15 @@ std::tuple<Tensor, Tensor> split_backward(const Tensor& dq, const Tensor& dk, co
   Tensor dqkv = a.packed(dq), dbias = torch::stable::new_empty(dq, {cols});
   if (rows == 0) {
     torch::stable::fill_(dbias, 0.0);
-    return {dqkv, dbias};
+    return {dqkv, dbias, nothing(dbias)};
   }
-  Tensor space = floats(dq, {workspace.on(dq)(rows, cols)});
+  SlotSpace space(dq, workspace.on(dq)(rows, cols), keep_slots);
   check_code(
       split.on(dq)(
           where.stream(), dtype, a.seq, a.batch, a.groups, a.per_group, a.size, dq.data_ptr(), dk.data_ptr(),
-          dv.data_ptr(), a.strides, dqkv.data_ptr(), dbias.data_ptr(), static_cast<float*>(space.data_ptr())),
+          dv.data_ptr(), a.strides, dqkv.data_ptr(), dbias.data_ptr(), space.at(), space.kept()),
       dq, op);
-  return {dqkv, dbias};
+  return {dqkv, dbias, space.slots(1, cols)};
 }
 
 }  // namespace
@@ -141,7 +143,8 @@ std::tuple<Tensor, Tensor> split_backward(const Tensor& dq, const Tensor& dk, co
 STABLE_TORCH_LIBRARY_FRAGMENT(megatron_port, m) {
   m.def("rotary_forward(Tensor qkv, Tensor? cos, Tensor? sin, int offset) -> (Tensor q, Tensor k, Tensor v)");
   m.def("rotary_backward(Tensor dq, Tensor dk, Tensor dv, Tensor? cos, Tensor? sin, int offset) -> Tensor");
-  m.def("split_backward(Tensor dq, Tensor dk, Tensor dv) -> (Tensor dqkv, Tensor dbias)");
+  m.def("split_backward(Tensor dq, Tensor dk, Tensor dv, bool keep_slots=False) "
+      "-> (Tensor dqkv, Tensor dbias, Tensor slots)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_port, CPU, m) {

@@ -139,7 +139,8 @@ extern "C" int32_t mp_bias_gelu_forward(
 
 extern "C" int32_t mp_bias_gelu_backward(
     void* stream, int32_t dtype, int32_t approximate, int64_t rows, int64_t cols, const void* dy, const void* x,
-    const void* bias, void* dx, void* dbias, float* workspace) {
+    const void* bias, void* dx, void* dbias, float* workspace,
+    int64_t*) {
   if (mp::bad(rows, cols)) return MP_BAD_SIZE;
   return mp::for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);

@@ -100,7 +100,7 @@ extern "C" int32_t mp_dropout_forward(
 extern "C" int32_t mp_dropout_backward(
     void* stream, int32_t dtype, int64_t seq, int64_t batch, int64_t cols, const void* dout, const int64_t* keys,
     int64_t op_key, int32_t threshold, int64_t seq_offset, int64_t width, int64_t width_offset, void* dx, void* dbias,
-    float* workspace) {
+    float* workspace, int64_t*) {
   if (!mp::good_sizes(seq, batch, cols, threshold) || seq * batch == 0) return MP_BAD_SIZE;
   if (threshold == 0 && dbias == nullptr) return MP_OK;
   const mp::Mask mask{keys, mp::keep_of(op_key, threshold), seq_offset, width, width_offset};

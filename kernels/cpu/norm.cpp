@@ -110,7 +110,7 @@ extern "C" int32_t mp_norm_forward(
 extern "C" int32_t mp_norm_backward(
     void* stream, int32_t dtype, int32_t rms, int64_t rows, int64_t cols, const void* dy, const void* dsum,
     const void* sum, const void* weight, const float* mean, const float* rstd, void* dx, void* dweight, void* dbias,
-    float* workspace) {
+    float* workspace, int64_t*) {
   if (rows < 1 || cols < 1) return MP_BAD_SIZE;
   return mp::for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);

@@ -134,3 +134,19 @@ extern "C" int32_t mp_add_gradients(
     return static_cast<int32_t>(MP_OK);
   });
 }
+
+extern "C" int32_t mp_add_slots(
+    void*, int32_t dtype, int64_t count, float* const* sums, const float* const* partial, const int64_t* slots,
+    const int64_t* strides, const int64_t* sizes) {
+  return mp::for_dtype(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    for (int64_t t = 0; t < count; t++) {
+      for (int64_t c = 0; c < sizes[t]; c++) {
+        float sum = 0.0f;
+        for (int64_t slot = 0; slot < slots[t]; slot++) sum += partial[t][slot * strides[t] + c];
+        sums[t][c] += mp::to_float(mp::from_float<T>(sum));
+      }
+    }
+    return static_cast<int32_t>(MP_OK);
+  });
+}

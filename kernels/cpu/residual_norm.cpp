@@ -27,11 +27,12 @@ extern "C" int32_t mp_residual_norm_backward(
     void* stream, int32_t dtype, int32_t rms, int64_t seq, int64_t batch, int64_t cols, const void* dy,
     const void* dsum, const void* sum, const void* weight, const float* mean, const float* rstd, const int64_t* keys,
     int64_t op_key, int32_t threshold, int64_t seq_offset, void* dsum_total, void* dx, void* dweight, void* dbias,
-    void* dx_bias, float* workspace) {
+    void* dx_bias, float* workspace, int64_t*) {
   const int32_t code = mp_norm_backward(
-      stream, dtype, rms, seq * batch, cols, dy, dsum, sum, weight, mean, rstd, dsum_total, dweight, dbias, workspace);
+      stream, dtype, rms, seq * batch, cols, dy, dsum, sum, weight, mean, rstd, dsum_total, dweight, dbias, workspace,
+      nullptr);
   if (code != MP_OK) return code;
   return mp_dropout_backward(
       stream, dtype, seq, batch, cols, dsum_total, keys, op_key, threshold, seq_offset, cols, 0, dx, dx_bias,
-      workspace);
+      workspace, nullptr);
 }

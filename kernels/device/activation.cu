@@ -9,6 +9,7 @@
 #include "activation.h"
 #include "common.cuh"
 #include "gelu.h"
+#include "slots.cuh"
 
 namespace mp {
 namespace {
@@ -200,13 +201,13 @@ int32_t run_gelu_forward(void* stream, bool approximate, Gelu a) {
 }
 
 template <typename T, int N>
-int32_t run_gelu_backward(void* stream, bool approximate, Gelu a, void* dbias) {
+int32_t run_gelu_backward(void* stream, bool approximate, Gelu a, void* dbias, int64_t* kept) {
   const Grid grid = grid_of(a.rows, a.cols, N, kRowsOfSlot);
   a.strips = static_cast<int>(grid.strips);
   const auto kernel = approximate ? gelu_backward<T, N, true> : gelu_backward<T, N, false>;
   const int32_t code = launch(kernel, grid.blocks(), grid.threads, stream, a);
   if (code != MP_OK || dbias == nullptr) return code;
-  return sum_slots<T>(stream, a.partial, grid.slots, a.cols, dbias);
+  return finish_slots<T>(stream, a.partial, grid.slots, a.cols, kept, dbias);
 }
 
 template <typename T, int N>
@@ -242,15 +243,15 @@ extern "C" int32_t mp_bias_gelu_forward(
 
 extern "C" int32_t mp_bias_gelu_backward(
     void* stream, int32_t dtype, int32_t approximate, int64_t rows, int64_t cols, const void* dy, const void* x,
-    const void* bias, void* dx, void* dbias, float* workspace) {
+    const void* bias, void* dx, void* dbias, float* workspace, int64_t* kept) {
   if (mp::bad(rows, cols)) return MP_BAD_SIZE;
   if (rows == 0 && dbias == nullptr) return MP_OK;
   const mp::Gelu a{rows, static_cast<int>(cols), 0, dy, x, bias, dx, dbias == nullptr ? nullptr : workspace};
   return mp::for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
     return mp::vectors_fit<T>(cols, dy, x, bias, dx)
-               ? mp::run_gelu_backward<T, mp::kVector<T>>(stream, approximate, a, dbias)
-               : mp::run_gelu_backward<T, 1>(stream, approximate, a, dbias);
+               ? mp::run_gelu_backward<T, mp::kVector<T>>(stream, approximate, a, dbias, kept)
+               : mp::run_gelu_backward<T, 1>(stream, approximate, a, dbias, kept);
   });
 }
 

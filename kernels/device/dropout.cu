@@ -11,6 +11,7 @@
 #include "columns.cuh"
 #include "dropout.h"
 #include "mask.cuh"
+#include "slots.cuh"
 
 namespace mp {
 namespace {
@@ -183,14 +184,15 @@ int32_t launch_forward(void* stream, Forward a, int64_t rows, int64_t batch, int
 }
 
 template <typename T, int N>
-int32_t launch_backward(void* stream, Backward a, int64_t rows, int64_t batch, int64_t cols, void* dbias) {
+int32_t launch_backward(
+    void* stream, Backward a, int64_t rows, int64_t batch, int64_t cols, void* dbias, int64_t* kept) {
   a.cut = cut_of(rows, batch, cols, N, a.partial != nullptr ? kSlotRows : kRows);
   const unsigned blocks = static_cast<unsigned>(a.cut.strips) * a.cut.bands;
   const int32_t code = a.mask.keep.threshold == 0 ? launch(backward<T, N, false>, blocks, a.cut.threads, stream, a)
                                              : launch(backward<T, N, true>, blocks, a.cut.threads, stream, a);
   if (code != MP_OK || dbias == nullptr) return code;
   const int64_t slots = static_cast<int64_t>(a.cut.bands) * a.cut.down;
-  return sum_slots<T>(stream, a.partial, slots, static_cast<int>(cols), dbias);
+  return finish_slots<T>(stream, a.partial, slots, static_cast<int>(cols), kept, dbias);
 }
 
 bool good_sizes(int64_t seq, int64_t batch, int64_t cols, int32_t threshold) {
@@ -230,7 +232,7 @@ extern "C" int32_t mp_dropout_forward(
 extern "C" int32_t mp_dropout_backward(
     void* stream, int32_t dtype, int64_t seq, int64_t batch, int64_t cols, const void* dout, const int64_t* keys,
     int64_t op_key, int32_t threshold, int64_t seq_offset, int64_t width, int64_t width_offset, void* dx, void* dbias,
-    float* workspace) {
+    float* workspace, int64_t* kept) {
   if (!mp::good_sizes(seq, batch, cols, threshold) || seq * batch == 0) return MP_BAD_SIZE;
   if (threshold == 0 && dbias == nullptr) return MP_OK;
   mp::Backward a{};
@@ -239,7 +241,7 @@ extern "C" int32_t mp_dropout_backward(
   return mp::for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
     const bool fits = mp::vectors_fit<T>(cols, dout, dx) && mp::groups_fit(a.mask);
-    return fits ? mp::launch_backward<T, mp::kVector<T>>(stream, a, seq * batch, batch, cols, dbias)
-                : mp::launch_backward<T, 1>(stream, a, seq * batch, batch, cols, dbias);
+    return fits ? mp::launch_backward<T, mp::kVector<T>>(stream, a, seq * batch, batch, cols, dbias, kept)
+                : mp::launch_backward<T, 1>(stream, a, seq * batch, batch, cols, dbias, kept);
   });
 }

@@ -18,6 +18,7 @@
 #include "norm.h"
 #include "norm_backward.cuh"
 #include "residual_norm.h"
+#include "slots.cuh"
 
 namespace mp {
 namespace {
@@ -286,7 +287,8 @@ int32_t backward_of(void* stream, unsigned blocks, unsigned threads, const typen
 
 // BRANCH: at most kMaxBranchPieces pieces; the caller looks first.
 template <typename T, bool RMS, bool BRANCH>
-int32_t backward(void* stream, typename ArgumentsOf<BRANCH>::type a, void* dweight, void* dbias, void* dx_bias) {
+int32_t backward(
+    void* stream, typename ArgumentsOf<BRANCH>::type a, void* dweight, void* dbias, void* dx_bias, int64_t* kept) {
   constexpr int N = kVector<T>;
   const int64_t slots = slots_of(a.rows, a.cols);
   const unsigned blocks = static_cast<unsigned>(slots);
@@ -306,7 +308,7 @@ int32_t backward(void* stream, typename ArgumentsOf<BRANCH>::type a, void* dweig
   }
   if (code != MP_OK) return code;
   void* second = dbias != nullptr ? dbias : dx_bias;
-  return sum_slots<T>(stream, a.partial, slots, a.cols, dweight, second, dbias != nullptr ? dx_bias : nullptr);
+  return finish_slots<T>(stream, a.partial, slots, a.cols, kept, dweight, second, dbias != nullptr ? dx_bias : nullptr);
 }
 
 }  // namespace
@@ -317,14 +319,14 @@ extern "C" int64_t mp_norm_workspace(int64_t rows, int64_t cols) { return mp::sl
 extern "C" int32_t mp_norm_backward(
     void* stream, int32_t dtype, int32_t rms, int64_t rows, int64_t cols, const void* dy, const void* dsum,
     const void* sum, const void* weight, const float* mean, const float* rstd, void* dx, void* dweight, void* dbias,
-    float* workspace) {
+    float* workspace, int64_t* kept) {
   if (rows < 1 || cols < 1 || cols > (1 << 24)) return MP_BAD_SIZE;
   const mp::Backward a{rows, static_cast<int>(cols), dy, dsum, sum, weight, mean, rstd, dx, workspace, 0,
                        dbias != nullptr};
   return mp::for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
-    return rms ? mp::backward<T, true, false>(stream, a, dweight, dbias, nullptr)
-               : mp::backward<T, false, false>(stream, a, dweight, dbias, nullptr);
+    return rms ? mp::backward<T, true, false>(stream, a, dweight, dbias, nullptr, kept)
+               : mp::backward<T, false, false>(stream, a, dweight, dbias, nullptr, kept);
   });
 }
 
@@ -337,7 +339,7 @@ extern "C" int32_t mp_residual_norm_backward(
     void* stream, int32_t dtype, int32_t rms, int64_t seq, int64_t batch, int64_t cols, const void* dy,
     const void* dsum, const void* sum, const void* weight, const float* mean, const float* rstd, const int64_t* keys,
     int64_t op_key, int32_t threshold, int64_t seq_offset, void* dsum_total, void* dx, void* dweight, void* dbias,
-    void* dx_bias, float* workspace) {
+    void* dx_bias, float* workspace, int64_t* kept) {
   const int64_t rows = seq * batch;
   if (rows < 1 || rows >= (int64_t{1} << 31) || cols < 1 || cols > (1 << 24)) return MP_BAD_SIZE;
   const mp::RowMask mask{keys, mp::keep_of(op_key, threshold), seq_offset, static_cast<int>(batch)};
@@ -347,14 +349,15 @@ extern "C" int32_t mp_residual_norm_backward(
   return mp::for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
     if (mp::pieces_of<T>(a, dx) <= mp::kMaxBranchPieces) {
-      return rms ? mp::backward<T, true, true>(stream, a, dweight, dbias, dx_bias)
-                 : mp::backward<T, false, true>(stream, a, dweight, dbias, dx_bias);
+      return rms ? mp::backward<T, true, true>(stream, a, dweight, dbias, dx_bias, kept)
+                 : mp::backward<T, false, true>(stream, a, dweight, dbias, dx_bias, kept);
     }
     const int32_t code = mp_norm_backward(
-        stream, dtype, rms, rows, cols, dy, dsum, sum, weight, mean, rstd, dsum_total, dweight, dbias, workspace);
+        stream, dtype, rms, rows, cols, dy, dsum, sum, weight, mean, rstd, dsum_total, dweight, dbias, workspace,
+        nullptr);  // both kernels' slots do not fit the workspace
     if (code != MP_OK) return code;
     return mp_dropout_backward(
         stream, dtype, seq, batch, cols, dsum_total, keys, op_key, threshold, seq_offset, cols, 0, dx, dx_bias,
-        workspace);
+        workspace, nullptr);
   });
 }

@@ -9,6 +9,7 @@
 // all tensors are gapless; an unaligned tensor goes element by element.
 #include "adamw.cuh"
 #include "optimizer.h"
+#include "slots.cuh"
 
 namespace mp {
 namespace {
@@ -220,6 +221,30 @@ __global__ void __launch_bounds__(kThreads) add_gradients(Sums a) {
   }
 }
 
+// Of gradients whose slots were kept; a chunk is one column a lane.
+struct Slots {
+  Table<kSumTensors> table;
+  float* sum[kSumTensors];
+  const float* partial[kSumTensors];
+  int32_t slots[kSumTensors], stride[kSumTensors];
+};
+static_assert(sizeof(Slots) <= 4096, "kernel parameters are at most 4 KiB");
+
+template <typename T>
+__global__ void __launch_bounds__(kSumThreads) add_slots(Slots a) {
+  __shared__ float scratch[2][kSumThreads];
+  const int chunks = a.table.first[a.table.tensors];
+  int t = 0, turn = 0;
+  for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x, turn ^= 1) {
+    while (chunk >= a.table.first[t + 1]) t++;
+    const int c = (chunk - a.table.first[t]) * MP_WARP + static_cast<int>(threadIdx.x % MP_WARP);
+    const bool live = c < a.table.size[t];
+    const int slots = a.slots[t];
+    const float sum = slot_sum(a.partial[t] + c, slots, a.stride[t], live, scratch[turn]);
+    if (threadIdx.x < MP_WARP && live) a.sum[t][c] += rounded<T>(sum);
+  }
+}
+
 }  // namespace
 }  // namespace mp
 
@@ -316,6 +341,32 @@ extern "C" int32_t mp_add_gradients(
     a.sum[t] = sums[i];
     a.grad[t] = grads[i];
     if (mp::aligned(sums[i], 16) && mp::aligned(grads[i], mp::piece_bytes(grad_dtype))) a.vectors |= uint64_t{1} << t;
+    if (a.table.tensors < mp::kSumTensors) continue;
+    if (const int32_t code = send(); code != MP_OK) return code;
+  }
+  return a.table.tensors > 0 ? send() : MP_OK;
+}
+
+extern "C" int32_t mp_add_slots(
+    void* stream, int32_t dtype, int64_t count, float* const* sums, const float* const* partial, const int64_t* slots,
+    const int64_t* strides, const int64_t* sizes) {
+  for (int64_t i = 0; i < count; i++) {
+    const bool fits = slots[i] >= 1 && slots[i] <= INT32_MAX && strides[i] >= sizes[i] && strides[i] <= INT32_MAX;
+    if (!fits || sizes[i] < 1 || sizes[i] > (1 << 24)) return MP_BAD_SIZE;
+  }
+  mp::Slots a = {};
+  const auto send = [&] {
+    const unsigned blocks = mp::persistent_blocks(a.table.first[a.table.tensors], mp::kBlocksEach);
+    const int32_t code = mp::for_dtype(dtype, [&](auto zero) {
+      return mp::launch(mp::add_slots<decltype(zero)>, blocks, mp::kSumThreads, stream, a);
+    });
+    a.table.tensors = 0;
+    return code;
+  };
+  for (int64_t i = 0; i < count; i++) {
+    const int t = mp::add(a.table, sizes[i], MP_WARP);
+    a.sum[t] = sums[i], a.partial[t] = partial[i];
+    a.slots[t] = static_cast<int32_t>(slots[i]), a.stride[t] = static_cast<int32_t>(strides[i]);
     if (a.table.tensors < mp::kSumTensors) continue;
     if (const int32_t code = send(); code != MP_OK) return code;
   }

@@ -7,6 +7,7 @@
 // packed tensor.
 #include "columns.cuh"
 #include "rotary.h"
+#include "slots.cuh"
 
 namespace mp {
 namespace {
@@ -78,13 +79,13 @@ __global__ void __launch_bounds__(kCutThreads) split_backward(SplitBackward a) {
 }
 
 template <typename T, int N>
-int32_t run(void* stream, SplitBackward a, int64_t rows, int64_t batch, int64_t cols, void* dbias) {
+int32_t run(void* stream, SplitBackward a, int64_t rows, int64_t batch, int64_t cols, void* dbias, int64_t* kept) {
   a.cut = cut_of(rows, batch, cols, N, kLeastRows);
   const unsigned blocks = static_cast<unsigned>(a.cut.strips) * a.cut.bands;
   const int32_t code = launch(split_backward<T, N>, blocks, a.cut.threads, stream, a);
   if (code != MP_OK) return code;
   const int64_t slots = static_cast<int64_t>(a.cut.bands) * a.cut.down;
-  return sum_slots<T>(stream, a.partial, slots, static_cast<int>(cols), dbias);
+  return finish_slots<T>(stream, a.partial, slots, static_cast<int>(cols), kept, dbias);
 }
 
 }  // namespace
@@ -94,7 +95,8 @@ extern "C" int64_t mp_split_workspace(int64_t rows, int64_t cols) { return mp::c
 
 extern "C" int32_t mp_split_backward(
     void* stream, int32_t dtype, int64_t seq, int64_t batch, int64_t groups, int64_t per_group, int64_t size,
-    const void* dq, const void* dk, const void* dv, const int64_t* strides, void* dqkv, void* dbias, float* workspace) {
+    const void* dq, const void* dk, const void* dv, const int64_t* strides, void* dqkv, void* dbias, float* workspace,
+    int64_t* kept) {
   const int64_t rows = seq * batch, cols = groups * (per_group + 2) * size;
   if (rows < 1 || rows >= (int64_t{1} << 31) || per_group < 1 || size < 1 || cols < 1 || cols > (1 << 24)) {
     return MP_BAD_SIZE;
@@ -110,7 +112,7 @@ extern "C" int32_t mp_split_backward(
     int64_t odd = 0;
     for (int i = 0; i < 9; i++) odd |= strides[i] % mp::kVector<T>;
     return odd == 0 && mp::vectors_fit<T>(size, dq, dk, dv, dqkv)
-               ? mp::run<T, mp::kVector<T>>(stream, a, rows, batch, cols, dbias)
-               : mp::run<T, 1>(stream, a, rows, batch, cols, dbias);
+               ? mp::run<T, mp::kVector<T>>(stream, a, rows, batch, cols, dbias, kept)
+               : mp::run<T, 1>(stream, a, rows, batch, cols, dbias, kept);
   });
 }

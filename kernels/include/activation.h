@@ -12,10 +12,11 @@ int32_t mp_bias_gelu_forward(
     void* y);
 
 /* dx = dy * gelu'(x + bias), dbias [cols] in dtype = the sum of dx over rows, before dx is rounded (NULL: not wanted;
- * then no workspace either). workspace: mp_bias_gelu_workspace floats. */
+ * then no workspace either). workspace: mp_bias_gelu_workspace floats; kept: see mp.h. */
 int32_t mp_bias_gelu_backward(
     void* stream, int32_t dtype, int32_t approximate, int64_t rows, int64_t cols, const void* dy, const void* x,
-    const void* bias, void* dx, void* dbias, float* workspace);
+    const void* bias, void* dx, void* dbias, float* workspace,
+    int64_t* kept);
 
 /* Floats of workspace of mp_bias_gelu_backward on the current device, whatever its dtype and pointers. */
 int64_t mp_bias_gelu_workspace(int64_t rows, int64_t cols);

@@ -19,11 +19,11 @@ int32_t mp_dropout_forward(
     int64_t width_offset, void* out);
 
 /* dx = mask * scale * dout (threshold 0: dx is dout, and NULL here), dbias [cols] its column sums (NULL: no bias;
- * then workspace may be NULL too). workspace: mp_dropout_workspace floats. */
+ * then workspace may be NULL too). workspace: mp_dropout_workspace floats; kept: see mp.h. */
 int32_t mp_dropout_backward(
     void* stream, int32_t dtype, int64_t seq, int64_t batch, int64_t cols, const void* dout, const int64_t* keys,
     int64_t op_key, int32_t threshold, int64_t seq_offset, int64_t width, int64_t width_offset, void* dx, void* dbias,
-    float* workspace);
+    float* workspace, int64_t* kept);
 
 /* Floats of workspace of mp_dropout_backward on the current device; rows = seq * batch. */
 int64_t mp_dropout_workspace(int64_t rows, int64_t cols);

@@ -14,11 +14,11 @@ int32_t mp_norm_forward(
     const void* residual, const void* weight, const void* bias, void* y, void* sum, float* mean, float* rstd);
 
 /* dx = gradient of `sum` through the norm, plus dsum where that is given: the gradient of x and of residual.
- * dweight, dbias [cols] in dtype (dbias NULL: no bias). workspace: mp_norm_workspace floats. */
+ * dweight, dbias [cols] in dtype (dbias NULL: no bias). workspace: mp_norm_workspace floats. kept: see mp.h. */
 int32_t mp_norm_backward(
     void* stream, int32_t dtype, int32_t rms, int64_t rows, int64_t cols, const void* dy, const void* dsum,
     const void* sum, const void* weight, const float* mean, const float* rstd, void* dx, void* dweight, void* dbias,
-    float* workspace);
+    float* workspace, int64_t* kept);
 
 /* Floats of workspace of mp_norm_backward on the current device. */
 int64_t mp_norm_workspace(int64_t rows, int64_t cols);

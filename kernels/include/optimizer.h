@@ -38,6 +38,13 @@ int32_t mp_add_gradients(
     void* stream, int32_t grad_dtype, int64_t count, float* const* sums, const void* const* grads,
     const int64_t* sizes);
 
+/* sums[i][c] += sum of partial[i][slot * strides[i] + c] over slots[i] slots, rounded to dtype, for c below sizes[i] and
+ * `count` tensors: to the bit what the gradient would have added that the slots were kept of (mp.h). Reads the slots and
+ * the sum and writes the sum, each once, in one launch for up to 64 tensors. */
+int32_t mp_add_slots(
+    void* stream, int32_t dtype, int64_t count, float* const* sums, const float* const* partial, const int64_t* slots,
+    const int64_t* strides, const int64_t* sizes);
+
 #ifdef __cplusplus
 }
 #endif

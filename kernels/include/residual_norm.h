@@ -21,13 +21,13 @@ int32_t mp_residual_norm_forward(
 
 /* dsum_total = gradient of `sum` through the norm, plus dsum where that is given: the gradient of residual, rounded to
  * dtype. dx = mask * scale * dsum_total (threshold 0: dx is dsum_total, and NULL here). dweight, dbias, dx_bias [cols]
- * in dtype; the last two may be NULL. workspace: mp_residual_norm_workspace floats. In one pass up to 8,192 columns in
+ * in dtype; the last two may be NULL. workspace: mp_residual_norm_workspace floats; kept: see mp.h. In one pass up to 8,192 columns in
  * half precision (4,096 in fp32). */
 int32_t mp_residual_norm_backward(
     void* stream, int32_t dtype, int32_t rms, int64_t seq, int64_t batch, int64_t cols, const void* dy,
     const void* dsum, const void* sum, const void* weight, const float* mean, const float* rstd, const int64_t* keys,
     int64_t op_key, int32_t threshold, int64_t seq_offset, void* dsum_total, void* dx, void* dweight, void* dbias,
-    void* dx_bias, float* workspace);
+    void* dx_bias, float* workspace, int64_t* kept);
 
 /* Floats of workspace of mp_residual_norm_backward on the current device; rows = seq * batch. */
 int64_t mp_residual_norm_workspace(int64_t rows, int64_t cols);

@@ -22,11 +22,12 @@ int32_t mp_rotary_backward(
     void* dqkv);
 
 /* The same without rotation, and dbias [groups * (per_group + 2) * size], the sums of dqkv over seq and batch, both at
- * least 1. workspace: mp_split_workspace floats for rows = seq * batch and cols the elements of dbias. */
+ * least 1. workspace: mp_split_workspace floats for rows = seq * batch and cols the elements of dbias; kept: see mp.h. */
 int64_t mp_split_workspace(int64_t rows, int64_t cols);
 int32_t mp_split_backward(
     void* stream, int32_t dtype, int64_t seq, int64_t batch, int64_t groups, int64_t per_group, int64_t size,
-    const void* dq, const void* dk, const void* dv, const int64_t* strides, void* dqkv, void* dbias, float* workspace);
+    const void* dq, const void* dk, const void* dv, const int64_t* strides, void* dqkv, void* dbias, float* workspace,
+    int64_t* kept);
 
 #ifdef __cplusplus
 }

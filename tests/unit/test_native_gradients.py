@@ -77,3 +77,20 @@ def test_gradients_of_a_bucket_are_added_before_another_bucket_is_asked_for() ->
         ("sum", 0), ("sum", 1), ("added", 0), ("added", 1), ("sum", 2), ("sum", 3), ("added", 2), ("added", 3),
         ("sum", 5), ("added", 5), ("sum", 4), ("added", 4), ("sum", 6), ("added", 6),
     ]
+
+
+def test_slots_wait_within_a_bucket_and_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    buckets: Any = Buckets([(0, 8), (0, 8), (1, 8)])
+    sink = SumsTogether(buckets)
+    first, second, third = buckets.parameters
+    before = [s.clone() for s in buckets.sums]
+    slots = torch.arange(48.0).view(3, 2, 8)
+    sink.take(slots, (first, second))
+    assert not buckets.asked
+    sink.take(slots[:, :1].contiguous(), (third,))
+    assert buckets.asked == [("sum", 0), ("sum", 1), ("added", 0), ("added", 1)]
+    monkeypatch.setattr("megatron_port.ext.kernels.gradient_sums._MOST_WAITING", 100)
+    sink.take(slots[:, 1:].contiguous(), (third,))
+    assert buckets.asked[4:] == [("sum", 2), ("sum", 2), ("added", 2), ("added", 2)]
+    wanted = [slots.sum(0)[0], slots.sum(0)[1], slots.sum(0)[0].add(slots.sum(0)[1])]
+    assert all(torch.allclose(s, b + w, rtol=1e-6) for s, b, w in zip(buckets.sums, before, wanted))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_port.ext.kernels.differentiable import differentiable
+from megatron_port.ext.kernels.slots import slots_of
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None, *, approximate: bool) -> Tensor:
@@ -35,9 +36,10 @@ def _gelu_shapes(x: Tensor, bias: Tensor | None, approximate: bool) -> Tensor:
 
 
 def _gelu_backward_shapes(
-    dy: Tensor, x: Tensor, bias: Tensor | None, approximate: bool, want_bias: bool
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(bias) if want_bias and bias is not None else x.new_empty(0)
+    dy: Tensor, x: Tensor, bias: Tensor | None, approximate: bool, want_bias: bool, keep_slots: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    dbias = torch.empty_like(bias) if want_bias and bias is not None else x.new_empty(0)
+    return torch.empty_like(x), dbias, x.new_empty(0, dtype=torch.float32)
 
 
 def _swiglu_shapes(x: Tensor) -> Tensor:
@@ -51,12 +53,17 @@ def _swiglu_backward_shapes(dy: Tensor, x: Tensor) -> Tensor:
 def _save_gelu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, bias, ctx.approximate = inputs
     ctx.save_for_backward(x, bias)
+    ctx.slots = slots_of(bias)
 
 
 def _gelu_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
     x, bias = ctx.saved_tensors
     want = bias is not None and ctx.needs_input_grad[1]
-    dx, dbias = torch.ops.megatron_port.bias_gelu_backward.default(dy.contiguous(), x, bias, ctx.approximate, want)
+    dx, dbias, slots = torch.ops.megatron_port.bias_gelu_backward.default(
+        dy.contiguous(), x, bias, ctx.approximate, want, ctx.slots is not None
+    )
+    if ctx.slots is not None and ctx.slots.take(slots):
+        dbias = None
     return dx, dbias if want else None, None
 
 

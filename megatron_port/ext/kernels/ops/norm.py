@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_port.core.layers.dropout import drop_threshold
 from megatron_port.core.layers.fused import FirstOrderFunction, first_order
 from megatron_port.ext.kernels.differentiable import differentiable
+from megatron_port.ext.kernels.slots import slots_of
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -60,6 +61,7 @@ class _Fork(FirstOrderFunction):
             y, _, mean, rstd = torch.ops.megatron_port.norm_forward.default(x, None, weight, bias, eps, rms)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.rms, ctx.has_bias, ctx.has_residual = rms, bias is not None, True
+        ctx.slots = slots_of(weight, bias)
         ctx.set_materialize_grads(False)
         return y, x
 
@@ -81,10 +83,10 @@ def _forward_shapes(
 
 def _backward_shapes(
     dy: Tensor, dsum: Tensor | None, total: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, rms: bool,
-    has_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    has_bias: bool, keep_slots: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dbias = torch.empty_like(weight) if has_bias else weight.new_empty(0)
-    return torch.empty_like(total), torch.empty_like(weight), dbias
+    return torch.empty_like(total), torch.empty_like(weight), dbias, rstd.new_empty(0)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -92,6 +94,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     _, total, mean, rstd = output
     ctx.save_for_backward(total if residual is not None else x, weight, mean, rstd)
     ctx.rms, ctx.has_bias, ctx.has_residual = rms, bias is not None, residual is not None
+    ctx.slots = slots_of(weight, bias)
     ctx.mark_non_differentiable(mean, rstd)
     ctx.set_materialize_grads(False)
 
@@ -103,9 +106,11 @@ def _backward(
     skip = dsum.contiguous() if ctx.has_residual and dsum is not None else None
     if dy is None:  # only the sum was used
         return skip, skip, None, None, None, None
-    dx, dweight, dbias = torch.ops.megatron_port.norm_backward.default(
-        dy.contiguous(), skip, total, weight, mean, rstd, ctx.rms, ctx.has_bias
+    dx, dweight, dbias, slots = torch.ops.megatron_port.norm_backward.default(
+        dy.contiguous(), skip, total, weight, mean, rstd, ctx.rms, ctx.has_bias, ctx.slots is not None
     )
+    if ctx.slots is not None and ctx.slots.take(slots):
+        dweight = dbias = None
     return dx, dx if ctx.has_residual else None, dweight, dbias if ctx.has_bias else None, None, None
 
 
@@ -153,13 +158,13 @@ def _add_norm_shapes(
 
 def _add_norm_backward_shapes(
     dy: Tensor, dsum: Tensor | None, total: Tensor, keys: Tensor, op_key: int, threshold: int, seq_offset: int,
-    weight: Tensor, mean: Tensor, rstd: Tensor, rms: bool, has_bias: bool, has_x_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    weight: Tensor, mean: Tensor, rstd: Tensor, rms: bool, has_bias: bool, has_x_bias: bool, keep_slots: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     row = weight.new_empty(weight.shape)
     return (
         torch.empty_like(total), torch.empty_like(total) if threshold else total.new_empty(0), row,
         torch.empty_like(row) if has_bias else row.new_empty(0),
-        torch.empty_like(row) if has_x_bias else row.new_empty(0),
+        torch.empty_like(row) if has_x_bias else row.new_empty(0), rstd.new_empty(0),
     )
 
 
@@ -169,16 +174,19 @@ def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
     ctx.save_for_backward(total, keys, weight, mean, rstd)
     ctx.mask, ctx.rms = (op_key, threshold, seq_offset), rms
     ctx.has_bias, ctx.has_x_bias = bias is not None, x_bias is not None
+    ctx.slots = slots_of(weight, bias, x_bias)
     ctx.mark_non_differentiable(mean, rstd)
     ctx.set_materialize_grads(False)
 
 
 def _add_norm_backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     total, keys, weight, mean, rstd = ctx.saved_tensors
-    dtotal, dx, dweight, dbias, dx_bias = torch.ops.megatron_port.residual_norm_backward.default(
+    dtotal, dx, dweight, dbias, dx_bias, slots = torch.ops.megatron_port.residual_norm_backward.default(
         torch.zeros_like(total) if dy is None else dy.contiguous(), None if dsum is None else dsum.contiguous(), total,
-        keys, *ctx.mask, weight, mean, rstd, ctx.rms, ctx.has_bias, ctx.has_x_bias,
+        keys, *ctx.mask, weight, mean, rstd, ctx.rms, ctx.has_bias, ctx.has_x_bias, ctx.slots is not None,
     )
+    if ctx.slots is not None and ctx.slots.take(slots):
+        dweight = dbias = dx_bias = None
     return (
         dx if ctx.mask[1] else dtotal, dx_bias if ctx.has_x_bias else None, dtotal, None, None, None, None, dweight,
         dbias if ctx.has_bias else None, None, None,
@@ -226,10 +234,10 @@ def _dropout_shapes(
 
 def _dropout_backward_shapes(
     dout: Tensor, keys: Tensor, op_key: int, threshold: int, seq_offset: int, width: int, width_offset: int,
-    has_bias: bool,
-) -> tuple[Tensor, Tensor]:
+    has_bias: bool, keep_slots: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     dx = torch.empty_like(dout) if threshold else dout.new_empty(0)
-    return dx, dout.new_empty(dout.shape[2] if has_bias else 0)
+    return dx, dout.new_empty(dout.shape[2] if has_bias else 0), dout.new_empty(0, dtype=torch.float32)
 
 
 def _save_drop(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -237,6 +245,7 @@ def _save_drop(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(keys)
     ctx.mask = tuple(mask)
     ctx.has_bias, ctx.has_residual = bias is not None, residual is not None
+    ctx.slots = slots_of(bias)
 
 
 def _drop_backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
@@ -245,7 +254,11 @@ def _drop_backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     masked = ctx.mask[1] > 0
     dx, dbias = dout, None
     if masked or ctx.has_bias:
-        made, dbias = torch.ops.megatron_port.bias_dropout_add_backward.default(dout, keys, *ctx.mask, ctx.has_bias)
+        made, dbias, slots = torch.ops.megatron_port.bias_dropout_add_backward.default(
+            dout, keys, *ctx.mask, ctx.has_bias, ctx.slots is not None
+        )
+        if ctx.slots is not None and ctx.slots.take(slots):
+            dbias = None
         dx = made if masked else dout
     return dx, dbias if ctx.has_bias else None, dout if ctx.has_residual else None, *[None] * 6
 

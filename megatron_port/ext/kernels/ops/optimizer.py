@@ -90,6 +90,18 @@ def add_gradients_(sums: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     torch.ops.megatron_port.add_gradients_(list(sums), [g.contiguous() for g in grads])
 
 
+@torch.no_grad()
+def add_slots_(sums: Sequence[Tensor], slots: Sequence[Tensor], rows: Sequence[int], like: Tensor) -> None:
+    """Add gradients that were left as partial sums, each rounded to the dtype of ``like``, in one launch for up to 64
+    of them: to the bit what :func:`add_gradients_` does with the gradients themselves.
+
+    Args:
+        sums: float32 [cols], contiguous, on one device.
+        slots: float32 [slots, gradients, cols], as a backward op returned it; ``rows``: which of its gradients.
+    """
+    torch.ops.megatron_port.add_slots_(list(sums), list(slots), list(rows), like)
+
+
 def _norm_shape(tensors: list[Tensor]) -> Tensor:
     return tensors[0].new_empty((), dtype=torch.float64)
 
@@ -103,6 +115,7 @@ def register_optimizer() -> None:
     torch.library.register_fake("megatron_port::square_norm", _norm_shape)
     torch.library.register_fake("megatron_port::adamw_", _nothing)
     torch.library.register_fake("megatron_port::add_gradients_", _nothing)
+    torch.library.register_fake("megatron_port::add_slots_", _nothing)
 
 
 # AdamW with moments in bf16 or in 8 bits, and Lion (Chen et al., arXiv 2302.06675), of many tensors in one call, with

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_port.core.layers.fused import FirstOrderFunction, first_order, torch_split_rotary
 from megatron_port.ext.kernels.differentiable import differentiable
+from megatron_port.ext.kernels.slots import slots_of
 
 _LARGEST_HEAD = 512
 
@@ -34,7 +35,11 @@ def split(qkv: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tens
     """Split without rotation: keys, values, and queries where a group has one head, are views of qkv.
 
     The three gradients, of any strides, are put into one packed tensor by one kernel, or by torch for heads that it
-    does not take (d odd, or above 512). ``bias`` [g·(r + 2)·d]: was added to qkv without a gradient of its own; it gets
+    does not take (d odd, or above 512). Own attention writes them there itself (``ops.attention.packed_attention``);
+    torch's operators for flash attention, cuDNN and varlen allocate their gradients, each dense, and take none to
+    write to, though the kernels behind them could.
+
+    ``bias`` [g·(r + 2)·d]: was added to qkv without a gradient of its own; it gets
     the sums of the packed gradient over s and b, from the same kernel.
     """
     q, k, v = _Split.apply(qkv, bias)
@@ -44,6 +49,7 @@ def split(qkv: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tens
 class _Split(FirstOrderFunction):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.slots = slots_of(bias)
         return torch_split_rotary(qkv, None, None)
 
     @staticmethod
@@ -55,8 +61,10 @@ class _Split(FirstOrderFunction):
             return packed, packed.flatten(0, 1).sum(dim=0).flatten() if sums else None
         if not sums:
             return _pack(grads, None, None, 0), None
-        both: tuple[Tensor, Tensor] = torch.ops.megatron_port.split_backward.default(*_last_contiguous(grads))
-        return both
+        packed, dbias, slots = torch.ops.megatron_port.split_backward.default(
+            *_last_contiguous(grads), ctx.slots is not None
+        )
+        return packed, None if ctx.slots is not None and ctx.slots.take(slots) else dbias
 
 
 def _pack_by_torch(dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
@@ -89,9 +97,9 @@ def _backward_shapes(
     return dq.new_empty((s, b, g, dq.shape[2] // g + 2, d))
 
 
-def _sums_shapes(dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+def _sums_shapes(dq: Tensor, dk: Tensor, dv: Tensor, keep_slots: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     packed = _backward_shapes(dq, dk, dv, None, None, 0)
-    return packed, dq.new_empty(packed.shape[2:].numel())
+    return packed, dq.new_empty(packed.shape[2:].numel()), dq.new_empty(0, dtype=torch.float32)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
