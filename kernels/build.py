@@ -4,6 +4,7 @@
     python kernels/build.py cpu binding     these, or stop
     python kernels/build.py cpu --best      of the CPU's libraries only the one that this processor would load
     python kernels/build.py rocm --archs gfx90a
+    python kernels/build.py cuda --checked  kernels stop at a token id or row index that is out of range
 
 | target | compiler | from | gives |
 |---|---|---|---|
@@ -52,6 +53,7 @@ ROCM_ARCHS = ("gfx90a", "gfx942", "gfx950")
 CPU_LEVELS = {
     "x86_64": (("v2", "-march=x86-64-v2"), ("v3", "-march=x86-64-v3"), ("v4", "-march=x86-64-v4")),
 }
+_CHECKED = ("-DMP_CHECKED",)
 WARNINGS = ("-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-unknown-pragmas")
 
 
@@ -177,8 +179,8 @@ def nvcc_path() -> str:
     return _compiler(f"{home}/bin/nvcc" if home else "", "nvcc", hint="install the CUDA toolkit, or set CUDA_HOME")
 
 
-def cuda_library(archs: Sequence[str]) -> list[Library]:
-    """libmp_cuda.so; without ``archs``: those of CUDA_ARCHS that the compiler knows.
+def cuda_library(archs: Sequence[str], checked: bool = False) -> list[Library]:
+    """libmp_cuda.so, ``checked``: with a look at indices; without ``archs``: for those of CUDA_ARCHS that nvcc knows.
 
     GPUs that have no code here get the PTX of PTX_ARCH or, where that is not among them, of the last.
     """
@@ -194,7 +196,8 @@ def cuda_library(archs: Sequence[str]) -> list[Library]:
     codes.append(f"-gencode=arch=compute_{ptx},code=compute_{ptx}")
     # Uncompressed, and with ptxas's report kept, so that isa.py can say what is in it.
     flags = [nvcc, "-std=c++17", "-O3", "-Xcompiler=-fPIC", "-lineinfo", "-Xptxas=-v", "-no-compress", *codes,
-             f'-DMP_TARGET="{" ".join(chosen)}"', f"-I{HERE / 'include'}", f"-I{HERE / 'device'}"]
+             f'-DMP_TARGET="{" ".join(chosen)}"', f"-I{HERE / 'include'}", f"-I{HERE / 'device'}",
+             *_CHECKED[:checked]]
     return [Library("libmp_cuda.so", "cuda", flags, sorted((HERE / "device").glob("*.cu")),
                     [nvcc, "-shared", *codes], headers_in("include", "device"), _version(nvcc))]
 
@@ -236,8 +239,9 @@ def lanes_of(arch: str) -> int:
     return 64 if arch.startswith("gfx9") else 32
 
 
-def rocm_library(archs: Sequence[str]) -> list[Library]:
-    """libmp_rocm.so from hipified sources; without ``archs``: those of ROCM_ARCHS that the compiler can."""
+def rocm_library(archs: Sequence[str], checked: bool = False) -> list[Library]:
+    """libmp_rocm.so from hipified sources; without ``archs``: for those of ROCM_ARCHS that the compiler can.
+    ``checked``: as :func:`cuda_library`."""
     home = os.environ.get("ROCM_HOME", os.environ.get("ROCM_PATH", ""))
     hipcc = _compiler(f"{home}/bin/hipcc" if home else "", "hipcc", "/opt/rocm/bin/hipcc",
                       hint="load the site's rocm module, or install hipcc")
@@ -253,7 +257,7 @@ def rocm_library(archs: Sequence[str]) -> list[Library]:
     sources = hipify(folder)
     targets = [f"--offload-arch={a}" for a in chosen]
     flags = [hipcc, "-std=c++17", "-O3", "-fPIC", f"-DMP_WARP={waves.pop()}", *targets,
-             f'-DMP_TARGET="{" ".join(chosen)}"', f"-I{HERE / 'include'}", f"-I{folder}"]
+             f'-DMP_TARGET="{" ".join(chosen)}"', f"-I{HERE / 'include'}", f"-I{folder}", *_CHECKED[:checked]]
     return [Library("libmp_rocm.so", "rocm", flags, sources, [hipcc, "-shared", *targets],
                     [*headers_in("include"), *sorted(folder.glob("*.cuh"))], _version(hipcc, environment),
                     environment)]
@@ -373,11 +377,11 @@ def _record(library: Library, out: Path, digest: str) -> None:
     os.replace(temporary, out / "manifest.json")
 
 
-def plan(target: str, archs: Sequence[str], best: bool = False) -> list[Library]:
+def plan(target: str, archs: Sequence[str], best: bool = False, checked: bool = False) -> list[Library]:
     """The libraries of a target; Missing where it cannot be built here."""
     makers: dict[str, Callable[[], list[Library]]] = {
-        "cpu": lambda: cpu_libraries(best), "binding": binding_library, "cuda": lambda: cuda_library(archs),
-        "rocm": lambda: rocm_library(archs), "emulated": emulated_libraries,
+        "cpu": lambda: cpu_libraries(best), "binding": binding_library, "cuda": lambda: cuda_library(archs, checked),
+        "rocm": lambda: rocm_library(archs, checked), "emulated": emulated_libraries,
     }
     return makers[target]()
 
@@ -389,6 +393,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--archs", default="", help="comma-separated: sm_90,sm_100 for cuda, gfx90a for rocm")
     parser.add_argument("--best", action="store_true", help="cpu: only the library that this processor would load")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the libraries")
+    parser.add_argument("--checked", action="store_true", help="cuda, rocm: stop at indices that are out of range")
     parser.add_argument("--jobs", type=int, default=0, help="compilers at once (default: one a core)")
     args = parser.parse_args(arguments)
     archs = [a for a in re.split(r"[,; ]+", args.archs) if a]
@@ -396,7 +401,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for target in args.targets or TARGETS:
         started = time.monotonic()
         try:
-            made = build(plan(target, archs, args.best), args.out, args.jobs)
+            made = build(plan(target, archs, args.best, args.checked), args.out, args.jobs)
         except Missing as error:
             print(f"{target}: left out: {error}", flush=True)
             wrong = wrong or (3 if args.targets else 0)

@@ -67,7 +67,7 @@ Tensor gather_rows(const Tensor& x, const Tensor& source) {
   check_code(
       gather.on(x)(
           where.stream(), dtype, rows, cols, x.data_ptr(), static_cast<const int64_t*>(source.data_ptr()),
-          out.data_ptr()),
+          out.data_ptr(), x.size(0)),
       x, op);
   return out;
 }
@@ -83,7 +83,7 @@ Tensor sum_rows(const Tensor& y, const Tensor& place, const std::optional<Tensor
   check_code(
       sum.on(y)(
           where.stream(), dtype, tokens, cols, k, y.data_ptr(), static_cast<const int64_t*>(place.data_ptr()),
-          static_cast<const float*>(pointer(weight)), out.data_ptr()),
+          static_cast<const float*>(pointer(weight)), out.data_ptr(), y.size(0)),
       y, op);
   return out;
 }
@@ -104,7 +104,7 @@ std::tuple<Tensor, Tensor> sum_rows_backward(
       backward.on(y)(
           where.stream(), dtype, tokens, cols, k, grad.data_ptr(), y.data_ptr(),
           static_cast<const int64_t*>(place.data_ptr()), static_cast<const float*>(weight.data_ptr()), dy.data_ptr(),
-          static_cast<float*>(dweight.data_ptr())),
+          static_cast<float*>(dweight.data_ptr()), y.size(0)),
       y, op);
   return {dy, dweight};
 }

@@ -15,7 +15,10 @@ void check_list(const char* op, const Tensor& order, const Tensor& ids, int64_t 
   const int64_t *id = static_cast<const int64_t*>(ids.data_ptr()), *at = static_cast<const int64_t*>(order.data_ptr());
   const int64_t n = ids.numel();
   for (int64_t i = 0; i < n; i++) {
-    check(id[i] >= 0 && id[i] < table_rows, op, "ids has one that is no row of the table");
+    if (id[i] < 0 || id[i] >= table_rows) {
+      fail(std::string("megatron_port::") + op + ": ids has " + std::to_string(id[i]) + ", which is no row of the table of " +
+           std::to_string(table_rows) + "; the data has another vocabulary than model.vocab_size: prepare it again");
+    }
     check(i == 0 || id[i - 1] <= id[i], op, "ids must ascend");
     check(at[i] >= 0 && at[i] < n, op, "order has one that is no row");
   }
@@ -38,7 +41,7 @@ void add_rows_(const Tensor& total, const Tensor& rows, const Tensor& order, con
       add.on(rows)(
           where.stream(), dtype, n, cols, rows.data_ptr(), static_cast<const int64_t*>(order.data_ptr()),
           static_cast<const int64_t*>(ids.data_ptr()), static_cast<float*>(total.data_ptr()),
-          static_cast<float*>(space.data_ptr())),
+          static_cast<float*>(space.data_ptr()), total.size(0)),
       rows, op);
 }
 

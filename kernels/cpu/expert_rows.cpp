@@ -157,7 +157,8 @@ bool good_sizes(int64_t rows, int64_t cols, int64_t k) {
 }  // namespace mp
 
 extern "C" int32_t mp_gather_rows(
-    void* stream, int32_t dtype, int64_t rows, int64_t cols, const void* x, const int64_t* source, void* out) {
+    void* stream, int32_t dtype, int64_t rows, int64_t cols, const void* x, const int64_t* source, void* out,
+    int64_t) {
   if (!mp::good_sizes(rows, cols, 1)) return MP_BAD_SIZE;
   return mp::for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
@@ -167,7 +168,7 @@ extern "C" int32_t mp_gather_rows(
 
 extern "C" int32_t mp_sum_rows(
     void* stream, int32_t dtype, int64_t tokens, int64_t cols, int64_t k, const void* y, const int64_t* place,
-    const float* weight, void* out) {
+    const float* weight, void* out, int64_t) {
   if (!mp::good_sizes(tokens, cols, k)) return MP_BAD_SIZE;
   return mp::for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
@@ -177,7 +178,7 @@ extern "C" int32_t mp_sum_rows(
 
 extern "C" int32_t mp_sum_rows_backward(
     void* stream, int32_t dtype, int64_t tokens, int64_t cols, int64_t k, const void* grad, const void* y,
-    const int64_t* place, const float* weight, void* dy, float* dweight) {
+    const int64_t* place, const float* weight, void* dy, float* dweight, int64_t) {
   if (!mp::good_sizes(tokens, cols, k)) return MP_BAD_SIZE;
   return mp::for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);

@@ -68,7 +68,7 @@ extern "C" int64_t mp_add_rows_workspace(int64_t, int64_t) { return 0; }
 
 extern "C" int32_t mp_add_rows(
     void*, int32_t dtype, int64_t n, int64_t cols, const void* rows, const int64_t* order, const int64_t* ids,
-    float* total, float*) {
+    float* total, float*, int64_t) {
   if (n < 0 || cols < 1) return MP_BAD_SIZE;
   return mp::for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);

@@ -5,7 +5,7 @@
 // Bytes: gather a row in, a row out; the sum k rows in, one out; backward grad in, then k rows in and k out, nothing
 // twice up to 8 rows a token.
 // A product and its sum are rounded one by one, as torch's ops round them: no fused multiply-add, on any compiler.
-#include "common.cuh"
+#include "indices.cuh"
 #include "expert_rows.h"
 
 namespace mp {
@@ -33,6 +33,7 @@ struct Gather {
   const void* x;
   const int64_t* source;
   void* out;
+  int64_t named;
 };
 
 struct Sum {
@@ -42,6 +43,7 @@ struct Sum {
   const int64_t* place;
   const float* weight;
   void* out;
+  int64_t named;
 };
 
 struct Backward {
@@ -52,6 +54,7 @@ struct Backward {
   const float* weight;
   void* dy;
   float* dweight;
+  int64_t named;
 };
 
 // The first row or token of this warp, and how many warps there are.
@@ -64,7 +67,7 @@ template <typename U, int N>
 __global__ void __launch_bounds__(kThreads) gather(Gather a) {
   const int lane = threadIdx.x % MP_WARP;
   for (int64_t row = first_of_warp(); row < a.rows; row += warps_of_grid()) {
-    const U* from = in_global(static_cast<const U*>(a.x) + a.source[row] * a.cols);
+    const U* from = in_global(static_cast<const U*>(a.x) + checked(a.source[row], 0, a.named, "row of a token") * a.cols);
     U* to = in_global(static_cast<U*>(a.out) + row * a.cols);
     for (int start = lane * N; start < a.cols; start += MP_WARP * N * kFlight) {
       Pack<U, N> piece[kFlight];
@@ -94,7 +97,7 @@ __global__ void __launch_bounds__(kThreads) sum_rows(Sum a) {
         int64_t row[kFlight];
 #pragma unroll
         for (int j = 0; j < kFlight; j++) {
-          row[j] = start + j < a.k ? place[start + j] : -1;
+          row[j] = start + j < a.k ? checked(place[start + j], -1, a.named, "place of a token") : -1;
           if (row[j] >= 0) piece[j] = load<N>(in_global(static_cast<const T*>(a.y) + row[j] * a.cols + at));
         }
 #pragma unroll
@@ -125,7 +128,7 @@ __device__ inline void backward_rows(const Backward& a, int64_t token, int start
       int64_t row[kTogether];
 #pragma unroll
       for (int j = 0; j < kTogether; j++) {  // before any store, which might be to what is read
-        row[j] = from + j < count ? a.place[first + from + j] : -1;
+        row[j] = from + j < count ? checked(a.place[first + from + j], -1, a.named, "place of a token") : -1;
         if (row[j] >= 0) y[j] = load<N>(in_global(static_cast<const T*>(a.y) + row[j] * a.cols + at));
       }
 #pragma unroll
@@ -185,9 +188,10 @@ bool good_sizes(int64_t rows, int64_t cols, int64_t k) {
 }  // namespace mp
 
 extern "C" int32_t mp_gather_rows(
-    void* stream, int32_t dtype, int64_t rows, int64_t cols, const void* x, const int64_t* source, void* out) {
+    void* stream, int32_t dtype, int64_t rows, int64_t cols, const void* x, const int64_t* source, void* out,
+    int64_t named) {
   if (!mp::good_sizes(rows, cols, 1)) return MP_BAD_SIZE;
-  const mp::Gather a{rows, 0, x, source, out};
+  const mp::Gather a{rows, 0, x, source, out, named};
   return mp::for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
     if (rows == 0) return static_cast<int32_t>(MP_OK);
@@ -200,9 +204,9 @@ extern "C" int32_t mp_gather_rows(
 
 extern "C" int32_t mp_sum_rows(
     void* stream, int32_t dtype, int64_t tokens, int64_t cols, int64_t k, const void* y, const int64_t* place,
-    const float* weight, void* out) {
+    const float* weight, void* out, int64_t named) {
   if (!mp::good_sizes(tokens, cols, k)) return MP_BAD_SIZE;
-  const mp::Sum a{tokens, static_cast<int>(cols), static_cast<int>(k), y, place, weight, out};
+  const mp::Sum a{tokens, static_cast<int>(cols), static_cast<int>(k), y, place, weight, out, named};
   return mp::for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
     if (tokens == 0) return static_cast<int32_t>(MP_OK);
@@ -213,9 +217,10 @@ extern "C" int32_t mp_sum_rows(
 
 extern "C" int32_t mp_sum_rows_backward(
     void* stream, int32_t dtype, int64_t tokens, int64_t cols, int64_t k, const void* grad, const void* y,
-    const int64_t* place, const float* weight, void* dy, float* dweight) {
+    const int64_t* place, const float* weight, void* dy, float* dweight, int64_t named) {
   if (!mp::good_sizes(tokens, cols, k)) return MP_BAD_SIZE;
-  const mp::Backward a{tokens, static_cast<int>(cols), static_cast<int>(k), grad, y, place, weight, dy, dweight};
+  const mp::Backward a{tokens, static_cast<int>(cols), static_cast<int>(k), grad, y, place, weight, dy, dweight,
+                       named};
   return mp::for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
     if (tokens == 0) return static_cast<int32_t>(MP_OK);

@@ -5,7 +5,7 @@
 // id begins, as `head` where it has begun before. A second launch adds those up, in order.
 // Bytes: each gradient in once, each row of the table that is named in and out once, 16 bytes a row of indices; and, of
 // ids that cross a multiple of MP_RUN, 8 bytes a column of each part.
-#include "common.cuh"
+#include "indices.cuh"
 #include "table_rows.h"
 
 namespace mp {
@@ -21,7 +21,12 @@ struct Rows {
   const void* rows;
   const int64_t *order, *ids;
   float *total, *tail, *head;  // [chunks, cols] the last two
+  int64_t table_rows;
 };
+
+__device__ inline int64_t table_row(const Rows& a, int64_t id) {
+  return checked(id, 0, a.table_rows, "token id (the data has another vocabulary than model.vocab_size)");
+}
 
 __device__ inline int64_t end_of(const Rows& a, int64_t chunk) {
   const int64_t end = (chunk + 1) * MP_RUN;
@@ -69,7 +74,8 @@ __global__ void __launch_bounds__(kThreads) add_runs(Rows a) {
 #pragma unroll
       for (int f = 0; f < kFlight; f++) {
         if (start + f >= end) continue;
-        piece[f] = load<N>(in_global(static_cast<const T*>(a.rows) + a.order[start + f] * a.cols + c));
+        piece[f] = load<N>(
+            in_global(static_cast<const T*>(a.rows) + checked(a.order[start + f], 0, a.n, "row") * a.cols + c));
       }
 #pragma unroll
       for (int f = 0; f < kFlight; f++) {
@@ -80,7 +86,7 @@ __global__ void __launch_bounds__(kThreads) add_runs(Rows a) {
         const bool on = goes_on(a, at + 1);
         if (on && at + 1 < end) continue;
         if (begun_here && !on) {
-          float* row = in_global(a.total + a.ids[at] * a.cols + c);
+          float* row = in_global(a.total + table_row(a, a.ids[at]) * a.cols + c);
           take(row, sum);
           put(row, sum);
         } else {
@@ -109,7 +115,7 @@ __global__ void __launch_bounds__(kThreads) join_runs(Rows a) {
       next++;
       take(a.head + next * a.cols + c, sum);
     } while (goes_on(a, end_of(a, next)) && a.ids[end_of(a, next)] == id);
-    float* row = in_global(a.total + id * a.cols + c);
+    float* row = in_global(a.total + table_row(a, id) * a.cols + c);
     take(row, sum);
     put(row, sum);
   }
@@ -134,11 +140,12 @@ extern "C" int64_t mp_add_rows_workspace(int64_t n, int64_t cols) { return 2 * m
 
 extern "C" int32_t mp_add_rows(
     void* stream, int32_t dtype, int64_t n, int64_t cols, const void* rows, const int64_t* order, const int64_t* ids,
-    float* total, float* workspace) {
+    float* total, float* workspace, int64_t table_rows) {
   if (n < 0 || cols < 1 || cols > (1 << 24)) return MP_BAD_SIZE;
   if (n == 0) return MP_OK;
   const int64_t chunks = mp::chunks_of(n);
-  const mp::Rows a{n, chunks, static_cast<int>(cols), 1, rows, order, ids, total, workspace, workspace + chunks * cols};
+  const mp::Rows a{n, chunks, static_cast<int>(cols), 1, rows, order, ids, total, workspace, workspace + chunks * cols,
+                   table_rows};
   return mp::for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
     return mp::vectors_fit<T>(cols, rows, total, workspace) ? mp::add<T, mp::kVector<T>>(stream, a)

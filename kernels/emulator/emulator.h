@@ -40,6 +40,13 @@ namespace emulator {
   abort();
 }
 
+[[noreturn]] inline void bad_index(const char* what, int64_t index, int64_t least, int64_t end) {
+  char text[256];
+  snprintf(text, sizeof(text), "%s %lld is not from %lld to %lld", what, static_cast<long long>(index),
+           static_cast<long long>(least), static_cast<long long>(end - 1));
+  stop(text);
+}
+
 MP_INLINE void check_aligned(const void* pointer, size_t bytes) {
   if (reinterpret_cast<uintptr_t>(pointer) % bytes) stop("misaligned vector access");
 }

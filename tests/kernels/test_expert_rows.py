@@ -125,17 +125,19 @@ def test_nothing_is_written_beyond_the_rows(own: Path, built: Path) -> None:
     library = kernels.library_path("cpu", own)[0]
     for path in (library, *(built / f"libmp_emulated{lanes}.so" for lanes in (32, 64))):
         call = partial(_call_between_guards, ctypes.CDLL(str(path)))
-        call("mp_gather_rows", (rows, 40), (c.x, c.source), (rows, 40))
-        call("mp_sum_rows", (tokens, 40, 2), (c.y, c.place, c.weight), (tokens, 40))
-        call("mp_sum_rows_backward", (tokens, 40, 2), (c.grad, c.y, c.place, c.weight), (rows, 40), (tokens, 2))
+        call("mp_gather_rows", (rows, 40), (c.x, c.source), (rows, 40), named=tokens)
+        call("mp_sum_rows", (tokens, 40, 2), (c.y, c.place, c.weight), (tokens, 40), named=rows)
+        call("mp_sum_rows_backward", (tokens, 40, 2), (c.grad, c.y, c.place, c.weight), (rows, 40), (tokens, 2),
+             named=rows)
 
 
 def _call_between_guards(
-    library: ctypes.CDLL, name: str, sizes: tuple[int, ...], inputs: tuple[Tensor, ...], *shapes: tuple[int, ...]
+    library: ctypes.CDLL, name: str, sizes: tuple[int, ...], inputs: tuple[Tensor, ...], *shapes: tuple[int, ...],
+    named: int,
 ) -> None:
     rooms = [torch.full((shape[0] + 2, *shape[1:]), NAN) for shape in shapes]
     arguments = [ctypes.c_void_p(t.data_ptr()) for t in (*inputs, *(room[1:] for room in rooms))]
-    given = [ctypes.c_void_p(None), ctypes.c_int32(0), *map(ctypes.c_int64, sizes), *arguments]
+    given = [ctypes.c_void_p(None), ctypes.c_int32(0), *map(ctypes.c_int64, sizes), *arguments, ctypes.c_int64(named)]
     assert getattr(library, name)(*given) == 0
     for room in rooms:
         assert bool(room[0].isnan().all() & room[-1].isnan().all()) and not bool(room[1:-1].isnan().any())

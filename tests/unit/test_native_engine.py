@@ -28,6 +28,7 @@ from megatron_port.core.data.loader import RankView, ReplicaShare, StepLoader
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.engine.api import EvalResult
 from megatron_port.core.engine.native import NativeEngine
+from megatron_port.core.errors import DataError
 from megatron_port.core.layers.linear import WgradAccumulator, linear
 from megatron_port.core.layers.providers import torch_providers
 from megatron_port.run.build import build_engine
@@ -73,6 +74,21 @@ def test_an_engine_ends_with_its_last_reference() -> None:
         assert [end() for end in ends] == [None] * 4
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("id_", [-1, 31, 50_300])
+def test_ids_outside_the_vocabulary_are_refused(id_: int) -> None:
+    """Whether a loader has looked at them or not; labels that do not count may be anything."""
+    engine, (first, *rest) = make_engine(), batches()
+    assert first.tokens is not None and first.labels is not None
+    tokens, labels = (x.index_fill(1, torch.tensor([3]), id_) for x in (first.tokens, first.labels))
+    for name, wrong in (("token", replace(first, tokens=tokens)), ("label", replace(first, labels=labels))):
+        text = f"{name} id {id_} is outside the vocabulary of 31; .* set model.vocab_size"
+        with pytest.raises(DataError, match=text):
+            engine.train_step([*rest, wrong], step=0, lr=1e-2)
+        with pytest.raises(DataError, match=text):
+            engine.eval_step([*rest, wrong])
+    replace(first, labels=labels, loss_mask=torch.ones(1, 8)).check_ids(31)
 
 
 def masked(made: list[MicroBatch], counted: float = 0.0) -> list[MicroBatch]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_port.core.dist.positions import Division
+from megatron_port.core.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -43,3 +44,12 @@ class MicroBatch:
     def masked(self) -> bool:
         """Whether some labels may not count, on whatever stage the mask is."""
         return self.labels_masked or self.loss_mask is not None
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise DataError where an id on the host is outside the vocabulary; labels under a mask may be anything."""
+        for name, ids in (("token", self.tokens), ("label", None if self.masked else self.labels)):
+            low, high = torch.aminmax(ids) if ids is not None and ids.is_cpu and ids.numel() else (0, 0)
+            if low < 0 or high >= vocab_size:
+                raise DataError(
+                    f"{name} id {int(low if low < 0 else high)} is outside the vocabulary of {vocab_size}; the data "
+                    "was made with another tokenizer: set model.vocab_size or prepare it again")

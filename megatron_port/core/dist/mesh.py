@@ -209,9 +209,7 @@ def communicators(mesh: Mesh, purposes: Iterable[Purpose]) -> list[Communicator]
         if size > 1 and len(ends) != 1:  # one stage shares its embedding with no other
             found.setdefault((purpose.over, ends, purpose.queue), []).append(purpose.name)
     return [
-        Communicator(
-            tuple(names), tuple(tuple(g[e] for e in ends) if ends else g for g in mesh.groups(over))
-        )
+        Communicator(tuple(names), tuple(tuple(g[e] for e in ends) if ends else g for g in mesh.groups(over)))
         for (over, ends, _), names in found.items()
     ]
 

@@ -157,6 +157,8 @@ class NativeEngine:
         if not self.stage.training:  # train() walks all modules, as long as a layer's launches take
             self.stage.train()
         self.stream.enabled = True
+        for batch in micro_batches:
+            batch.check_ids(self.config.model.vocab_size)
         state = StepState(micro_batches, step, lr=lr, limits=limits)
         plain = self.parts if probe is None else STEP_PARTS.function("probed step")(self.parts, probe)
         replayed, captured = probe is None and self.on_gradients is None, self.captured
@@ -206,6 +208,8 @@ class NativeEngine:
     @torch.no_grad()
     def eval_step(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
         """Forward only; see ``engine.api.Engine``."""
+        for batch in micro_batches:
+            batch.check_ids(self.config.model.vocab_size)
         if self.captured is not None:  # beside the graphs' memory that of an evaluation may not fit
             self.captured.graphs.release_memory()
         self.stage.eval()

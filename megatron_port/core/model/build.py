@@ -138,9 +138,7 @@ class BuildContext:
         group = self.ctx.over("cp")
         if group is None:  # one rank, or none are connected: nothing is computed then
             return None
-        found: ContextAttention = PARTS.function("context-parallel attention")(
-            self.cp_method, group, self.providers
-        )
+        found: ContextAttention = PARTS.function("context-parallel attention")(self.cp_method, group, self.providers)
         return found
 
     def rotary(self, rotation: Rotation) -> RotaryTables | None:

@@ -113,9 +113,7 @@ class ShardedParameters:
         capacity: int,
     ) -> tuple[list[BucketPlan], list[BucketPlan]]:
         """Plan the buckets of trained and of frozen parameters; ``shared``: numbers of those that several units use."""
-        units = [
-            [(self._index[id(p)], record, p.numel()) for record, p in unit] for chunk in chunks for unit in chunk
-        ]
+        units = [[(self._index[id(p)], record, p.numel()) for record, p in unit] for chunk in chunks for unit in chunk]
         trained, frozen = (
             plan_buckets(
                 [[entry for entry in unit if entry[1].trainable is trainable] for unit in units], self.ctx.mesh,
