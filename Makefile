@@ -78,6 +78,7 @@ ghost-check: setup  ## CUDA's torch and NCCL without a GPU: layouts, resume, bud
 	@$(VENV) tests/ghost/refused.py
 	@$(VENV) tests/ghost/recorded.py
 	@$(VENV) tests/ghost/expert_waits.py
+	@$(VENV) tests/ghost/priorities.py
 
 compare: setup  ## the same GPT through this project and what people would use instead (ARGS='--sizes tiny --peers ours torch')
 	@$(VENV) -m benchmarks.compare $(ARGS)

@@ -30,6 +30,7 @@ from megatron_port.ext.kernels.jit_guard import (
 from megatron_port.ext.kernels.kernels import optional_import
 from megatron_port.ext.kernels.settings import MaskNeeds
 from megatron_port.run.device import Accelerators, choose_device, installed_accelerators
+from megatron_port.run.stream_priority import describe_policy
 
 EXTENSIONS = {
     "flash-attn": {"flash_attn_2_cuda": "fwd"},
@@ -74,6 +75,9 @@ def devices(
     if device.comm_backend == "nccl" and not torch.distributed.is_nccl_available():
         remedy = "install a torch with NCCL or RCCL"
         findings.append(CheckResult("devices", "nccl", "not in this torch", "wrong", remedy))
+    elif device.comm_backend == "nccl":
+        streams = describe_policy(config.backend.collective_priority)
+        findings.append(CheckResult("devices", "collectives' streams", streams))
     return device, findings
 
 

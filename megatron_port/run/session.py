@@ -34,6 +34,7 @@ from megatron_port.run.device import choose_device, describe_device
 from megatron_port.run.elastic import elastic_layout
 from megatron_port.run.peer_failure import explain_peer_failure
 from megatron_port.run.rendezvous import Fingerprint
+from megatron_port.run.stream_priority import describe_priority, group_options
 
 
 def _refuse(config: RunConfig, device: DeviceInfo) -> None:
@@ -158,6 +159,10 @@ def open_session(
     )
     if not quiet:
         logger.log(describe_device(device, group.backend, info.world_size))
+        if group.backend == "nccl" and info.world_size > 1:
+            said = describe_priority(config.backend.collective_priority, topology_of(config),
+                                     two_way=config.engine == "native")
+            logger.log(f"streams of the collectives: {said}")
     failed = True
     try:
         met = time.perf_counter()
@@ -207,6 +212,7 @@ def _assemble(
     ctx = ParallelContext.create(
         topology, device.torch_device, backend, timeout_s=config.launch.collective_timeout,
         two_way=config.engine == "native", progress=progress,
+        options=group_options(config.backend.collective_priority, backend),
     )
     progress.at(START)
     providers = agreed(lambda: _providers(config, device), where=str(ctx.coords))

@@ -63,6 +63,23 @@ def communicators(logs: list[RankLog]) -> dict[str, Communicator]:
     return out
 
 
+def stream_priorities(log: RankLog) -> dict[str, set[int]]:
+    """Return the priorities of the streams that a rank's communicators ran on, in the order of their creation.
+
+    Streams that were made without one, as the default stream, are left out.
+    """
+    made: dict[str, int] = {}
+    out: dict[str, set[int]] = {}
+    for event in log.events:
+        if event.kind == "stream":
+            made[event.stream] = int(event.detail)
+        elif event.kind == "communicator begins":
+            out[event.detail.split()[0]] = set()
+        elif event.kind == "nccl" and event.stream in made:
+            out[event.detail.split()[0]].add(made[event.stream])
+    return out
+
+
 def meeting_faults(logs: list[RankLog]) -> list[str]:
     """Communicators that their ranks begin in orders that block for ever.
 

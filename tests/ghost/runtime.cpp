@@ -278,8 +278,9 @@ cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stre
 
 // ---- streams and events
 
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int priority) {
   *stream = static_cast<cudaStream_t>(ghost_handle());
+  ghost_event("stream", *stream, "%d", priority);
   return cudaSuccess;
 }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {

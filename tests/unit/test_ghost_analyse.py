@@ -15,7 +15,7 @@ import budgets
 import expert_waits
 import faults as planted
 import recorded
-from analyse import faults, meeting_faults, operation_faults
+from analyse import faults, meeting_faults, operation_faults, stream_priorities
 from combinations import Case
 from machine import Event, RankLog
 from ordering import race_faults, wait_faults, waits_between
@@ -321,3 +321,10 @@ def test_a_fault_to_plant_fits_the_package(fault: planted.Fault) -> None:
     text = (planted.ROOT / "megatron_port" / fault.file).read_text()
     assert text.count(fault.old) == 1
     compile(text.replace(fault.old, fault.new), fault.file, "exec")
+
+
+def test_priorities_of_a_communicators_streams() -> None:
+    events = [Event("communicator begins", "0", "a 2 0"), Event("stream", "s1", "-3"), Event("stream", "s2", "0"),
+              Event("nccl", "s1", "a 0 all_reduce 1 7 -1 0"), Event("communicator begins", "0", "b 2 0"),
+              Event("nccl", "0", "b 0 all_reduce 1 7 -1 0"), Event("nccl", "s2", "a 0 all_reduce 1 7 -1 0")]
+    assert stream_priorities(RankLog(0, events)) == {"a": {-3, 0}, "b": set()}

@@ -307,6 +307,9 @@ class BackendConfig:
     """auto | torch | reference (8-bit values multiplied in fp32, for tests): products under precision.fp8"""
     optimizer: Literal["auto", "own", "deepspeed", "apex", "torch"] = "auto"
     """auto | own (engine native) | deepspeed (CPUAdam or FusedAdam) | apex | torch"""
+    collective_priority: Literal["auto", "high", "normal"] = "auto"
+    """Priority of the streams of NCCL or RCCL: auto (high for tensor-, context-, expert- and pipeline-parallel groups,
+    for which the next kernel waits) | high (all groups) | normal (docs/performance.md)"""
     graphs: Literal["auto", "off", "step"] = "auto"
     """auto (step on an NVIDIA GPU, unless another setting or a plugin forbids it; the log says which) | off | step
     (CUDA or HIP graphs: a step's launches are captured once and replayed; docs/performance.md)"""

@@ -24,7 +24,7 @@ one over the world group, hence with a communicator for each neighbour.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -90,6 +90,7 @@ class ParallelContext:
         timeout_s: float | None = None,
         two_way: bool = True,
         progress: ProgressTracker | None = None,
+        options: Callable[[Communicator], object] = lambda communicator: None,
     ) -> ParallelContext:
         """Return the context of this rank, with every communicator made.
 
@@ -105,6 +106,7 @@ class ParallelContext:
             timeout_s: of a collective in them (seconds; None: torch's default).
             two_way: under nccl, a second group of the stages for gradients; only the native engine's pipeline uses it.
             progress: told which communicator is being made, so that the watch can name one that hangs.
+            options: returns the backend's options for a communicator's next group (None: its defaults).
 
         Raises:
             EnvironmentFault: the world has another size than the topology, there is no default group
@@ -121,13 +123,15 @@ class ParallelContext:
             return cls.single(device)
         rank = dist.get_rank()
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-        kind = backend or dist.get_backend()
-        listed = planned(topology, two_way=two_way and kind == "nccl")
+        listed = planned(topology, two_way=two_way and (backend or dist.get_backend()) == "nccl")
         mine: list[tuple[Communicator, dist.ProcessGroup]] = []
         for communicator in listed:
             description = communicator.names[0]
             for members in communicator.groups:
-                group = dist.new_group(list(members), backend=backend, timeout=timeout, group_desc=description)
+                group = dist.new_group(
+                    list(members), backend=backend, timeout=timeout, group_desc=description,
+                    pg_options=options(communicator) if rank in members else None,
+                )
                 if rank in members:
                     mine.append((communicator, group))
         ctx = cls(topology, rank, torch.device(device), topology.coordinates(rank), *_by_use(topology.mesh, mine))
