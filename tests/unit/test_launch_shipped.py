@@ -156,3 +156,51 @@ def test_a_slingshot_site_names_a_cache_monitor_that_does_not_hang(name: str) ->
 
 def test_the_slingshot_sites_are_known() -> None:
     assert {"frontier", "lumi", "perlmutter", "setonix", "adastra"} <= set(SLINGSHOT)
+
+
+OLCF = {
+    "NCCL_CROSS_NIC": "1", "NCCL_NET_GDR_LEVEL": "PHB", "NCCL_SOCKET_IFNAME": "hsn0,hsn1,hsn2,hsn3",
+    "HSA_FORCE_FINE_GRAIN_PCIE": "1", "FI_MR_CACHE_MONITOR": "kdreg2", "FI_CXI_DISABLE_HOST_REGISTER": "1",
+    "FI_CXI_DEFAULT_CQ_SIZE": "131072", "FI_CXI_RDZV_PROTO": "alt_read", "FI_CXI_RDZV_EAGER_SIZE": "0",
+    "FI_CXI_RDZV_THRESHOLD": "0", "FI_CXI_RDZV_GET_MIN": "0", "FI_CXI_DEFAULT_TX_SIZE": "2048",
+    "FI_CXI_RX_MATCH_MODE": "hybrid",
+}
+"""What OLCF's page "PyTorch on Frontier" asks for, its plug-in's own NCCL_NET and NCCL_NET_PLUGIN left out."""
+COMMUNICATES = ("NCCL_", "RCCL_", "FI_", "CXI_", "HSA_", "UCX_")
+
+
+def environment_of(name: str) -> dict[str, str]:
+    """The environment of a shipped cluster's jobs."""
+    return dict(entry.split("=", 1) for entry in load(f"clusters/{name}").config.cluster.environment)
+
+
+def test_frontier_has_what_its_site_asks_for() -> None:
+    found = environment_of("frontier")
+    assert {name: found.get(name) for name in OLCF} == OLCF
+    assert "--network=disable_rdzv_get" in load("clusters/frontier").config.cluster.sbatch_options  # with alt_read
+
+
+@pytest.mark.parametrize("name", SLINGSHOT)
+def test_a_slingshot_site_uses_all_of_its_adapters(name: str) -> None:
+    found, config = environment_of(name), load(f"clusters/{name}").config
+    assert found["NCCL_SOCKET_IFNAME"].count("hsn") == config.hardware.nics == 4
+    assert found.get("FI_CXI_RDZV_PROTO") in (None, "alt_read")
+    if "FI_CXI_RDZV_PROTO" in found:  # the one does not work without the other
+        assert "--network=disable_rdzv_get" in config.cluster.sbatch_options
+
+
+@pytest.mark.parametrize("name", shipped.site_names())
+def test_each_variable_of_the_network_says_where_it_is_from(name: str) -> None:
+    """On its line, or in the comment above it; and a cluster without such a source sets none."""
+    lines = (ROOT / "configs" / "clusters" / f"{name}.toml").read_text().splitlines()
+    above, begins = False, next((i for i, line in enumerate(lines) if line.startswith("environment = [")), len(lines))
+    of_all = begins < len(lines) and lines[begins - 1].startswith("#") and "these" in "".join(lines[begins - 4:begins])
+    for line in lines[begins + 1:]:
+        if line.startswith("]"):
+            break
+        entry, _, comment = line.strip().partition("#")
+        if entry.strip(' ",').startswith(COMMUNICATES):
+            assert comment or above or of_all, f"{name}: {line}"
+        above = not entry
+    if name not in SLINGSHOT:
+        assert not [entry for entry in environment_of(name) if entry.startswith(COMMUNICATES)]
