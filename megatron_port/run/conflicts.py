@@ -13,7 +13,9 @@ BYTE_VOCABULARY = 257
 GPT2_VOCABULARY = 50257
 """Entries of GPT-2's byte-pair encoding."""
 _OWN_OPS = ("norm", "activation", "rotary", "dropout", "softmax", "cross_entropy", "experts", "optimizer")
-_ONLY_GPU = {"attention": ("flash_attn", "varlen", "fa3", "fa4"), "norm": ("apex",), "optimizer": ("apex",)}
+_ONLY_GPU = {
+    "attention": ("flash_attn", "varlen", "fa3", "fa4", "ck", "aiter"), "norm": ("apex",), "optimizer": ("apex",),
+}
 _TOKENIZERS = ("auto", "byte", "gpt2")
 
 

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from megatron_port.core.config.checks import problems, resolve
+from megatron_port.core.config.ranges import local_path
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.objective import objective_of
 from megatron_port.core.dist.agree import agreed, attempt
@@ -215,6 +216,10 @@ def _assemble(
         options=group_options(config.backend.collective_priority, backend),
     )
     progress.at(START)
+    if config.backend.tuned_products:
+        from megatron_port.ext.kernels.tuned_products import freeze  # few runs have a table
+
+        logger.log(agreed(lambda: freeze(local_path(config.backend.tuned_products)), where=str(ctx.coords)))
     providers = agreed(lambda: _providers(config, device), where=str(ctx.coords))
     objective = objective_of(config)
     if objective.frozen_prefix:

@@ -1,4 +1,4 @@
-"""Train one step on layouts of the ghost machine, and hold the priority of the stream of each collective to the setting.
+"""Train a step on layouts of the ghost machine, and hold the priority of each collective's stream to the setting.
 
     python tests/ghost/priorities.py [--python ENV/bin/python]
 

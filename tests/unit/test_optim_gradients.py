@@ -20,7 +20,7 @@ from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.build import BuildContext
-from megatron_port.core.model.decoder import GPTStage, build_stage
+from megatron_port.core.model.decoder import GPTStage, build_chunks
 from megatron_port.core.model.shapes import model_records
 from megatron_port.core.optim.gradients import (
     global_square_norm,
@@ -55,7 +55,8 @@ def stage_of(topology: Topology, rank: int, *, tied: bool, sp: bool) -> GPTStage
         model=model_of(topology, tied=tied), layout=layout, ctx=ctx, providers=torch_providers(),
         step=StepSlot(DropoutStream(0, ctx.device)), dtype=torch.float32,
     )
-    return build_stage(build, balanced_layers([0.0, *[1.0] * MODEL.num_layers, 0.0], topology.pp))
+    (stage,) = build_chunks(build, balanced_layers([0.0, *[1.0] * MODEL.num_layers, 0.0], topology.pp))
+    return stage
 
 
 def whole_gradient(record: ParameterRecord, dtype: torch.dtype) -> torch.Tensor:

@@ -25,7 +25,7 @@ from megatron_port.core.layers.embedding import padded_vocab_size
 from megatron_port.core.layers.providers import torch_providers
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.build import BuildContext
-from megatron_port.core.model.decoder import GPTStage, build_stage
+from megatron_port.core.model.decoder import GPTStage, build_chunks
 from megatron_port.core.pipeline.partition import balanced_layers
 
 NORMAL = InitSpec("normal", 0.02)
@@ -109,7 +109,8 @@ def stage_of(model: ModelConfig, topology: Topology, rank: int, *, sp: bool = Fa
         model=model, layout=layout, ctx=ctx, providers=torch_providers(),
         step=StepSlot(DropoutStream(0, torch.device("cpu"))), dtype=torch.float32,
     )
-    return build_stage(build, balanced_layers([0.0, *[1.0] * model.num_layers, 0.0], topology.pp))
+    (stage,) = build_chunks(build, balanced_layers([0.0, *[1.0] * model.num_layers, 0.0], topology.pp))
+    return stage
 
 
 def weights(stage: GPTStage, seed: int) -> list[tuple[ParameterRecord, torch.Tensor]]:

@@ -281,9 +281,9 @@ class BackendConfig:
     own_kernels: Literal["auto", "on", "off"] = "auto"
     """What ``auto`` means for the ops below: auto (own kernels where they are built and supported) | on (own kernels,
     or stop) | off"""
-    attention: Literal["auto", "own", "math", "sdpa", "flash_attn", "varlen", "fa3", "fa4"] = "auto"
+    attention: Literal["auto", "own", "math", "sdpa", "flash_attn", "varlen", "fa3", "fa4", "ck", "aiter"] = "auto"
     """auto (GPUs: by configs/kernels; own under dropout) | own (GPUs: fp16, bf16, heads of up to 128) | math | sdpa |
-    flash_attn | varlen (torch's, for documents and windows) | fa3 | fa4 (instead of torch's flash)"""
+    flash_attn | varlen (torch's, for documents and windows) | fa3 | fa4 (for torch's flash) | ck | aiter (AMD)"""
     norm: str = "auto"
     """auto | own | apex | torch; for this and the next five ops also a provider that a plugin registers"""
     activation: str = "auto"
@@ -308,8 +308,9 @@ class BackendConfig:
     optimizer: Literal["auto", "own", "deepspeed", "apex", "torch"] = "auto"
     """auto | own (engine native) | deepspeed (CPUAdam or FusedAdam) | apex | torch"""
     collective_priority: Literal["auto", "high", "normal"] = "auto"
-    """Priority of the streams of NCCL or RCCL: auto (high for tensor-, context-, expert- and pipeline-parallel groups,
-    for which the next kernel waits) | high (all groups) | normal (docs/performance.md)"""
+    """Streams of NCCL or RCCL: auto (high for tp, cp, ep and pp groups; docs/performance.md) | high (all) | normal"""
+    tuned_products: PathSetting = ""
+    """ROCm: CSV file of TunableOp with an algorithm by shape (docs/kernels.md); nothing is tuned. Empty: defaults."""
     graphs: Literal["auto", "off", "step"] = "auto"
     """auto (step on an NVIDIA GPU, unless another setting or a plugin forbids it; the log says which) | off | step
     (CUDA or HIP graphs: a step's launches are captured once and replayed; docs/performance.md)"""

@@ -142,9 +142,3 @@ def build_chunks(build: BuildContext, layers_by_chunk: Sequence[int]) -> list[GP
             table = stage.embedding.word.weight
         chunks.append(stage)
     return chunks
-
-
-def build_stage(build: BuildContext, layers_by_stage: Sequence[int]) -> GPTStage:
-    """Build this rank's stage where each stage is one chunk."""
-    (stage,) = build_chunks(build, layers_by_stage)
-    return stage

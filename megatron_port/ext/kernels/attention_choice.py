@@ -146,9 +146,11 @@ def _kind(shape: AttentionShape) -> tuple[object, ...]:
     return shape.arch, shape.dtype, shape.head_dim, shape.causal, shape.dropout
 
 
-_CHOICES = ("auto", "own", "math", "sdpa", "flash_attn", "varlen", "fa3", "fa4")
+_CHOICES = ("auto", "own", "math", "sdpa", "flash_attn", "varlen", "fa3", "fa4", "ck", "aiter")
 _MATRIX_ARCHS = ("gfx90a", "gfx94", "gfx95")
 _PACKAGES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
+_NOT_AITER = ("gfx90a",)
+"""Architectures that AITER's attention is not built for (ROCm/aiter issues 179 and 900)."""
 _VARLEN = "torch.nn.attention.varlen"
 
 
@@ -358,7 +360,36 @@ def choose_attention(
             raise refuse("attention", asked, "FA4 compiles its kernels at run time, which backend.allow_jit permits",
                          "sdpa")
         return _newer_flash(asked, config), ProviderRow("attention", asked, "asked for; in torch's place for flash")
+    if asked in ("ck", "aiter"):
+        return _of_rocm(asked, device, needs)
     return _sdpa(config, device, needs, problem, own.problem, without_row)
+
+
+def _of_rocm(which: str, device: DeviceInfo, needs: AttentionNeeds) -> tuple[Attention, ProviderRow]:
+    """Return torch's flash attention from Composable Kernel instead of AOTriton, or that of the AITER package.
+
+    Raises EnvironmentFault where it cannot serve: nothing falls back.
+    """
+    problem = _halves_on_gpu(which, device, needs.dtype)
+    if not problem and device.kind != "rocm":
+        problem = f"{which} is for AMD GPUs, not {device.kind}"
+    if problem:
+        raise refuse("attention", which, problem, "sdpa")
+    if which == "ck":
+        prefer: Callable[..., Any] | None = getattr(torch.backends.cuda, "preferred_rocm_fa_library", None)
+        if prefer is None or str(prefer("ck")).rpartition(".")[2].lower() != "ck":
+            raise refuse("attention", which, f"torch {torch.__version__} was built without Composable Kernel", "sdpa")
+        row = ProviderRow("attention", which, "asked for; torch's flash attention from Composable Kernel alone")
+        return sdpa_attention([torch.nn.attention.SDPBackend.FLASH_ATTENTION]), row
+    if needs.shape is not None and needs.shape.arch.startswith(_NOT_AITER):
+        raise refuse("attention", which, f"AITER has no kernels for {needs.shape.arch}", "flash_attn")
+    module, problem = optional_import("aiter")
+    if not problem and not hasattr(module, "flash_attn_func"):
+        problem = "this aiter package has no flash_attn_func"
+    if module is None or problem:
+        raise refuse("attention", which, problem, "flash_attn")
+    row = ProviderRow("attention", which, f"asked for; AITER {getattr(module, '__version__', '?')}")
+    return flash_attention(module.flash_attn_func, name=which), row
 
 
 def _flash(module: Any, how: str) -> tuple[Attention, ProviderRow]:

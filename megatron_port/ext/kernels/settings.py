@@ -25,6 +25,7 @@ SERVED = {
     "flash_attn": frozenset({"window", "softcap", "documents", "runs"}),
     "varlen": frozenset({"window", "documents", "runs"}),
     "fa3": frozenset[str](), "fa4": frozenset[str](),  # they stand in torch's place, which gives them no window
+    "ck": frozenset[str](), "aiter": frozenset[str](),
 }
 """Mask features that each provider supports (fields of :class:`MaskNeeds`); own and math support all of them."""
 SERVED_PARTS = {"sdpa": frozenset({"sinks", "runs", "partials"})}
