@@ -272,6 +272,7 @@ PARTS = Registry("part", "", {
     "snapshot hashes": "megatron_port.ext.health.snapshot_hashes:SnapshotHashes",
     "stages of shared layers": "megatron_port.ext.weights.shared_layers:stages_of_shared_layers",
     "TensorBoard": "megatron_port.ext.telemetry.trackers:TensorBoardSink",
+    "tensor-parallel parts": "megatron_port.tools.plan.overlap:with_tensor_chunks",
     "time limit of corpus checks": "megatron_port.ext.corpora.checked_tokens:TimeLimit",
     "token dispatch, deepep": "megatron_port.ext.experts.exchanges:DeepEP",
     "token dispatch, mori": "megatron_port.ext.experts.exchanges:Mori",

@@ -130,13 +130,17 @@ def open_session(
     config, fitted = _fit_world(config, info)
     _check_world(config, info)
     config = resolve(config, info.world_size)
+    parts = ""
+    open_parts = not config.layout.tp_overlap_chunks and config.layout.tensor_parallel_size > 1
+    if open_parts and config.hardware.matmul_tflops:  # else nothing is known of the device, and they stay whole
+        config, parts = PARTS.function("tensor-parallel parts")(config, info.world_size)
     activations = config.activations
     plans = activations.policy == "plan" and not activations.layers
     if plans or activations.head_chunk < 0:
         config = PARTS.function("activation plan")(config, info.world_size)
     logger = Logger(info.rank)
-    if fitted:
-        logger.log(fitted)
+    for said in filter(None, (fitted, parts)):
+        logger.log(said)
     started = time.perf_counter()
     device, fault = attempt(lambda: _choose_device(config, info))
     if writes and info.rank == 0 and fault is None:

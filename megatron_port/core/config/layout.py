@@ -173,7 +173,7 @@ def _tensor_problems(config: RunConfig, world_size: int | None) -> list[str]:
 
 def _chunk_problems(config: RunConfig) -> list[str]:
     layout, seq = config.layout, config.model.seq_length
-    chunks, ranks = layout.tp_overlap_chunks, layout.tensor_parallel_size if layout.sequence_parallel else 1
+    chunks, ranks = max(layout.tp_overlap_chunks, 1), layout.tensor_parallel_size if layout.sequence_parallel else 1
     if seq % ranks or seq // ranks % chunks == 0:
         return []
     use = either(nearest(chunks, divisors(seq // ranks)))

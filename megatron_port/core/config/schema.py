@@ -91,9 +91,9 @@ class LayoutConfig:
     ranks, then over replicas. Each has whole experts."""
     sequence_parallel: bool = False
     """Split norms, dropout and residuals over the tensor-parallel ranks along the sequence."""
-    tp_overlap_chunks: Size = 1
-    """Parts in which a layer's forward products run, each overlapping the collective of another (docs/performance.md)
-    """
+    tp_overlap_chunks: SizeOrZero = 0
+    """Parts in which a layer's forward products run, each overlapping the collective of another; 0: as many as the
+    planner finds to pay on the cluster, else 1 (docs/performance.md)"""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """0: replicated optimizer; 1: optimizer state split over the replicas; 2: gradient sums too, at the price of one
     reduce-scatter per micro-batch instead of one per step (engine native, schedules other than zb); 3: weights too,

@@ -101,7 +101,7 @@ class BuildContext:
         kernels, narrow = _kernels(providers, options.quantisation), providers.fp8
         self.weight_copies = None if narrow is None else narrow.weight_copies()
         self.linears = LinearContext(ctx, self.sequence_parallel, dtype, kernels)
-        self.chunks = layout.tp_overlap_chunks if ctx.size("tp") > 1 else 1
+        self.chunks = max(layout.tp_overlap_chunks, 1) if ctx.size("tp") > 1 else 1
         if partition is None:
             partition = sequence_partition(
                 ctx.mesh, ctx.rank, order=layout.cp_order, sequence_parallel=self.sequence_parallel

@@ -21,6 +21,7 @@ from megatron_port.tools.plan.case import Case, Machine, case_of, machine_of, ma
 from megatron_port.tools.plan.chunk import copied_sites, site_bytes
 from megatron_port.tools.plan.layer import partition_costs, site_costs
 from megatron_port.tools.plan.memory import HostLink, StageMemory, link_of, stage_memory
+from megatron_port.tools.plan.overlap import with_tensor_chunks
 from megatron_port.tools.plan.rates import Links, Rates, span
 from megatron_port.tools.plan.step import chunk_costs
 
@@ -410,14 +411,15 @@ def plan_activations(
 def with_activation_plan(
     config: RunConfig, world_size: int | None = None, *, allow_fractions: bool = False
 ) -> RunConfig:
-    """Return the run with ``activations.head_chunk`` decided, where it is -1, and ``activations.layers`` filled in,
-    where its policy is plan and they are open.
+    """Return the run with ``layout.tp_overlap_chunks`` decided, where it is 0, ``activations.head_chunk``, where it is
+    -1, and ``activations.layers`` filled in, where its policy is plan and they are open.
 
     All ranks find the same, because nothing but the configuration is read. ``allow_fractions``: as ``case_of``.
 
     Raises:
         ConfigError: the cluster says too little to plan.
     """
+    config, _ = with_tensor_chunks(config, world_size, allow_fractions=allow_fractions)
     if config.activations.head_chunk < 0:
         chunk = _head_chunk(config, world_size, allow_fractions=allow_fractions)
         config = with_values(config, {"activations.head_chunk": chunk})

@@ -553,7 +553,7 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
             f"{batch.micro_batch_size} × data_parallel_size {dp} = {unit}; --fractional plans it with "
             f"{math.ceil(batch.global_batch_size / unit)} micro-batches per replica"
         )
-    chunks = 1 if config.fine_tuning.enabled else layout.tp_overlap_chunks  # adapted products have none
+    chunks = 1 if config.fine_tuning.enabled else max(layout.tp_overlap_chunks, 1)  # adapted products have none
     kernels = "torch" if config.backend.own_kernels == "off" or config.backend.device == "cpu" else "own"
     engine = ENGINES[config.engine]
     if config.precision.grad_reduce_dtype != "fp32":

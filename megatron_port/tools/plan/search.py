@@ -238,7 +238,7 @@ def settings_of(config: RunConfig, case: Case) -> dict[str, Any]:
         out["layout.shard_size"] = case.shard_size if case.shard else 0
     if (case.reshard if case.zero_stage == 3 else "forward") != config.layout.reshard:
         out["layout.reshard"] = case.reshard if case.zero_stage == 3 else "forward"
-    if config.layout.tp_overlap_chunks != case.tensor_chunks and case.tp > 1:
+    if max(config.layout.tp_overlap_chunks, 1) != case.tensor_chunks and case.tp > 1:
         out["layout.tp_overlap_chunks"] = case.tensor_chunks
     if case.offload != "none" and config.offload.fraction != case.offload_fraction:
         out["offload.fraction"] = case.offload_fraction
