@@ -3,7 +3,7 @@
     python benchmarks/epilogues.py --json epilogues.json
     python benchmarks/epilogues.py --tiny                # shapes for the ghost machine, whose times say nothing
 
-cublasLt is called through ctypes from the library that torch has loaded. *forward*: product, bias and GeLU, with what
+cublasLt is the library that torch has loaded, by the own product op. *forward*: product, bias and GeLU, with what
 GeLU was given kept (GELU_AUX_BIAS), against torch's product and the own bias + GeLU. *backward*: product, gradient
 through GeLU and the bias's gradient (DGELU_BGRAD), against torch's product and the own gradient. *product*: without an
 epilogue, against torch's. Of each up to eight algorithms that the library's heuristic names; the fastest counts.
@@ -16,12 +16,11 @@ each row.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,30 +34,10 @@ from benchmarks.compare.results import hardware
 from benchmarks.device_clock import time_calls
 from megatron_port.core.io.files import write_text
 from megatron_port.ext.kernels import kernels
-from megatron_port.ext.kernels.ops import activation
+from megatron_port.ext.kernels.ops import activation, products
+from megatron_port.ext.kernels.ops.products import Epilogue
 
-BF16, FP32, COMPUTE_FP32 = 14, 0, 68
-"""Of cudaDataType and cublasComputeType_t."""
-TRANSA, EPILOGUE, BIAS_POINTER, AUX_POINTER, AUX_LEADING = 3, 7, 8, 11, 12
-"""Of cublasLtMatmulDescAttributes_t."""
-PLAIN, GELU_AUX_BIAS, DGELU_BGRAD = 1, 32 | 128 | 4, 64 | 128 | 16
-"""Of cublasLtEpilogue_t."""
-WORKSPACE_BYTES_OF_PREFERENCE = 1
-CANDIDATES, WORKSPACE = 8, 32 << 20
 LEAST_SHARE, MOST_ERROR = 2 / 3, 2.0
-
-
-class Algorithm(ctypes.Structure):
-    """cublasLtMatmulAlgo_t."""
-
-    _fields_ = [("data", ctypes.c_uint64 * 8)]
-
-
-class Heuristic(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t."""
-
-    _fields_ = [("algorithm", Algorithm), ("workspace", ctypes.c_size_t), ("state", ctypes.c_int),
-                ("waves", ctypes.c_float), ("reserved", ctypes.c_int * 4)]
 
 
 @dataclass(frozen=True)
@@ -116,77 +95,6 @@ def decision(cases: Sequence[Case], rows: Sequence[Row]) -> dict[str, Any]:
     return made
 
 
-class CublasLt:
-    """The library's calls that a product needs. Raises RuntimeError where one of them fails."""
-
-    def __init__(self, library: Any, handle: int, device: torch.device, stream: Callable[[], int]) -> None:
-        self.library, self.handle, self.stream = library, ctypes.c_void_p(handle), stream
-        self.workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
-        self.preference = ctypes.c_void_p()
-        self.call("MatmulPreferenceCreate", ctypes.byref(self.preference))
-        size = ctypes.c_size_t(WORKSPACE)
-        self.call("MatmulPreferenceSetAttribute", self.preference, WORKSPACE_BYTES_OF_PREFERENCE, ctypes.byref(size),
-                  ctypes.c_size_t(ctypes.sizeof(size)))
-
-    def call(self, name: str, *arguments: Any) -> None:
-        """Call ``cublasLt…``."""
-        status = getattr(self.library, f"cublasLt{name}")(*arguments)
-        if status:
-            raise RuntimeError(f"cublasLt{name} gave status {status}")
-
-    def layout(self, rows: int, columns: int) -> ctypes.c_void_p:
-        """Return a bf16 matrix whose columns lie after one another."""
-        made = ctypes.c_void_p()
-        self.call("MatrixLayoutCreate", ctypes.byref(made), BF16, ctypes.c_uint64(rows), ctypes.c_uint64(columns),
-                  ctypes.c_int64(rows))
-        return made
-
-    def described(self, transposed: bool, epilogue: int, bias: Tensor | None, aux: Tensor | None) -> ctypes.c_void_p:
-        """Return the description of a product and of what follows it."""
-        made = ctypes.c_void_p()
-        self.call("MatmulDescCreate", ctypes.byref(made), COMPUTE_FP32, FP32)
-        wanted: list[tuple[int, Any]] = [(TRANSA, ctypes.c_int32(int(transposed))),
-                                         (EPILOGUE, ctypes.c_uint32(epilogue))]
-        if bias is not None:
-            wanted.append((BIAS_POINTER, ctypes.c_void_p(bias.data_ptr())))
-        if aux is not None:
-            wanted += [(AUX_POINTER, ctypes.c_void_p(aux.data_ptr())), (AUX_LEADING, ctypes.c_int64(aux.shape[1]))]
-        for key, value in wanted:
-            self.call("MatmulDescSetAttribute", made, key, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
-        return made
-
-    def products(self, a: Tensor, b: Tensor, out: Tensor, *, transposed: bool, epilogue: int = PLAIN,
-                 bias: Tensor | None = None, aux: Tensor | None = None) -> list[Callable[[int], None]]:
-        """Return out [rows, m] = b [rows, k] times a ([m, k] if ``transposed``, else [k, m]), one function for each
-        algorithm. In columns after one another, as cuBLAS counts, rows of ours are columns."""
-        how = self.described(transposed, epilogue, bias, aux)
-        layouts = [self.layout(x.shape[1], x.shape[0]) for x in (a, b, out)]
-        found, count = (Heuristic * CANDIDATES)(), ctypes.c_int()
-        self.call("MatmulAlgoGetHeuristic", self.handle, how, layouts[0], layouts[1], layouts[2], layouts[2],
-                  self.preference, CANDIDATES, found, ctypes.byref(count))
-        one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
-        at_a, at_b, at_out, space = (ctypes.c_void_p(x.data_ptr()) for x in (a, b, out, self.workspace))
-
-        def run(candidate: Any, _: int) -> None:
-            self.call("Matmul", self.handle, how, ctypes.byref(one), at_a, layouts[0], at_b, layouts[1],
-                      ctypes.byref(zero), at_out, layouts[2], at_out, layouts[2], ctypes.byref(candidate.algorithm),
-                      space, ctypes.c_size_t(WORKSPACE), ctypes.c_void_p(self.stream()))
-
-        usable = [found[i] for i in range(count.value) if found[i].state == 0]
-        return [lambda i, candidate=candidate: run(candidate, i) for candidate in usable]  # type: ignore[misc]
-
-
-def loaded_library() -> Any:
-    """Return the cublasLt of this process; torch's own is in the global scope, or found by its mapping."""
-    whole = ctypes.CDLL(None)
-    if hasattr(whole, "cublasLtMatmul"):
-        return whole
-    mapped = re.search(r"(/\S*libcublasLt\.so\S*)$", Path("/proc/self/maps").read_text(), re.M)
-    if mapped is None:
-        raise RuntimeError("torch has loaded no libcublasLt")
-    return ctypes.CDLL(mapped.group(1))
-
-
 def gelu_slope(x: Tensor) -> Tensor:
     """Derivative of GeLU's tanh form, in x's dtype."""
     wide = x.detach().requires_grad_()
@@ -226,15 +134,19 @@ class Passes:
             gradient, self.before, self.bias, True, True)
         return made[:2]
 
-    def fused(self, library: CublasLt, kind: str) -> list[Callable[[int], None]]:
-        """The algorithms of a pass."""
-        if kind == "product":
-            return library.products(self.up, self.x, self.out, transposed=True)
+    def fused(self, kind: str) -> list[Callable[[int], None]]:
+        """The algorithms of a pass, in the order of the open library's heuristic."""
+        left, right, more = self.x, self.up.t(), dict[str, Any]()
         if kind == "forward":
-            return library.products(self.up, self.x, self.out, transposed=True, epilogue=GELU_AUX_BIAS, bias=self.bias,
-                                    aux=self.before)
-        return library.products(self.down, self.dy, self.out, transposed=False, epilogue=DGELU_BGRAD,
-                                bias=self.bias_gradient, aux=self.before)
+            more = {"epilogue": Epilogue.GELU_AUX_BIAS, "vector": self.bias, "aux": self.before}
+        elif kind == "backward":
+            left, right = self.dy, self.down
+            more = {"epilogue": Epilogue.DGELU_BGRAD, "vector": self.bias_gradient, "aux": self.before}
+
+        def run(candidate: int, _: int) -> None:
+            products.product(left, right, self.out, candidate=candidate, **more)
+
+        return [partial(run, i) for i in range(products.candidates(left, right, self.out, **more))]
 
     def exact(self, kind: str) -> tuple[Tensor, ...]:
         """In fp64. Backward: of what GeLU was given as ``before`` has it, rounded to bf16."""
@@ -251,11 +163,11 @@ def error_of(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     return max(float((a.double() - b).abs().max() / b.square().mean().sqrt()) for a, b in zip(found, exact))
 
 
-def measure(passes: Passes, kind: str, library: CublasLt, device: torch.device, clocks: ClockLog) -> Row:
+def measure(passes: Passes, kind: str, device: torch.device, clocks: ClockLog) -> Row:
     """Check and time a pass."""
     row = Row(passes.case.name, kind)
     try:
-        algorithms = passes.fused(library, kind)
+        algorithms = passes.fused(kind)
         if not algorithms:
             raise RuntimeError("the heuristic names no algorithm")
         own: Callable[[], Any] = {"product": lambda: (passes.product(),), "forward": passes.forward,
@@ -289,16 +201,17 @@ def main(argv: list[str] | None = None) -> int:
         return 3
     device = torch.device("cuda", 0)
     kernels.load("cuda")
+    if problem := products.open_library():
+        print(problem, file=sys.stderr)
+        return 3
     cases, rows = TINY if args.tiny else CASES, list[Row]()
     made = {"command": " ".join(["benchmarks/epilogues.py", *(sys.argv[1:] if argv is None else argv)]),
             "hardware": hardware("cuda", 1), "rows": rows, "decision": {}}
-    library = CublasLt(loaded_library(), torch.cuda.current_blas_handle(), device,
-                       lambda: torch.cuda.current_stream().cuda_stream)
     with clock_log("cuda") as clocks:
         for case in cases:
             passes = Passes(case, device)
             for kind in ("product", "forward", "backward"):
-                row = measure(passes, kind, library, device, clocks)
+                row = measure(passes, kind, device, clocks)
                 rows.append(row)
                 made["decision"] = decision(cases, rows)
                 if args.json:

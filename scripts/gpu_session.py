@@ -80,7 +80,7 @@ SIZES = {
     },
     "b": {
         "xl-48": Sized((48, 48), (RECORDED, "torch"), 16, ("--steps", "8", "--repetitions", "1")),
-        "llama-8b": Sized((4, 2), (RECORDED, "torch-compile", "torchtitan", "ours", *FIELD), 4),
+        "llama-8b": Sized((4, 2), (RECORDED, "ours-lt", "torch-compile", "torchtitan", "ours", *FIELD), 4),
         "llama-8b-long": Sized((0, 0), ("ours", "torch", "torchtitan", "megatron-core", "torch-compile")),
     },
 }

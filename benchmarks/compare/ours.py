@@ -24,6 +24,7 @@ from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.layers import TransformerLayer
 from megatron_port.ext.kernels.choose import choose_providers
+from megatron_port.ext.kernels.choose_products import choose_lt
 from megatron_port.ext.kernels.quantised import QuantizedWeightCache
 from megatron_port.ext.kernels.settings import FP8
 from megatron_port.run.build import DTYPES, build_engine
@@ -107,9 +108,11 @@ class Layers:
 
 
 def build(
-    size: Size, weights: Weights, device: torch.device, *, own_kernels: bool, fp8: str = "none", graphs: str = "off"
+    size: Size, weights: Weights, device: torch.device, *, own_kernels: bool, fp8: str = "none", graphs: str = "off",
+    products: str = "torch",
 ) -> Training | Layers:
     """See ``peer.build``."""
+    graphs = "off" if size.layers_only and products == "lt" else graphs
     if graphs != "off" and (size.layers_only or device.type == "cpu"):
         raise Unable("only whole steps are captured, and on a GPU")
     found = [text for table in FP8 for text in table.problems(size.run_config(fp8))]
@@ -123,6 +126,10 @@ def build(
             backend, info, DTYPES[size.dtype], engine="native", heads=(m.num_attention_heads, m.kv_heads, m.head_size),
             fp8=fp8, moe=m.moe,
         )
+        if products == "lt":
+            run = size.run_config(fp8)
+            chosen, row = choose_lt(replace(run, backend=replace(backend, products=products)), info, 0)
+            providers = replace(providers, products=chosen, table=(*providers.table, row))
     except PortError as error:
         raise Unable(str(error)) from error
     table = {row.op: row.provider for row in providers.table}

@@ -67,6 +67,8 @@ class Peer:
 PEERS: dict[str, Peer] = {
     "ours": Peer("ours", {"own_kernels": True}, "this project, own kernels", True),
     "ours-recorded": Peer("ours", {"own_kernels": True, "graphs": "step"}, "ours, steps recorded and replayed", True),
+    "ours-lt": Peer("ours", {"own_kernels": True, "graphs": "step", "products": "lt"},
+                    "the same, products by cublasLt's or hipBLASLt's fastest algorithms", True),
     "ours-no-kernels": Peer("ours", {"own_kernels": False}, "this project, torch's ops", True),
     "ours-fp8": Peer("ours", {"own_kernels": True, "fp8": "tensorwise"}, "ours, layers in 8 bits, a scale a tensor",
                      True, "fp8"),

@@ -22,6 +22,7 @@ from megatron_port.ext.kernels.attention_choice import AttentionNeeds, shape_her
 from megatron_port.ext.kernels.choose import Chooser
 from megatron_port.ext.kernels.choose_experts import choose_exchange, choose_ops
 from megatron_port.ext.kernels.choose_fp8 import choose_fp8, choose_quantiser
+from megatron_port.ext.kernels.choose_products import lt_row
 from megatron_port.ext.kernels.jit_guard import (
     install_guard,
     prebuild_command,
@@ -172,6 +173,8 @@ def providers(config: RunConfig, device: DeviceInfo) -> Iterator[CheckResult]:
     if config.precision.fp8 != "none" and visible:
         picks["quantise"] = lambda: choose_quantiser(chooser)[1]
         picks["scaled_mm"] = lambda: choose_fp8(config.backend, config.precision.fp8, device)[1]
+    if visible and (device.is_gpu or config.backend.products == "lt"):
+        picks["products"] = lambda: lt_row(config, device)[0]
     for op, pick in picks.items():
         try:
             row = pick()

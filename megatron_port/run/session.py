@@ -225,6 +225,9 @@ def _assemble(
 
         logger.log(agreed(lambda: freeze(local_path(config.backend.tuned_products)), where=str(ctx.coords)))
     providers = agreed(lambda: _providers(config, device), where=str(ctx.coords))
+    if config.backend.products == "lt" or (config.backend.products == "auto" and device.is_gpu):
+        products, row = PARTS.function("measured products")(config, device, info.rank)
+        providers = replace(providers, products=products, table=(*providers.table, row))
     objective = objective_of(config)
     if objective.frozen_prefix:
         frozen = agreed(objective.frozen_run, where=str(ctx.coords))

@@ -69,6 +69,7 @@ OTHER_TESTS = {
     "backend.experts": ("with model.moe", "distributed/test_experts.py"),
     "backend.experts_exchange": ("with model.moe", "unit/test_exchange_providers.py"),
     "backend.quantise": ("only under precision.fp8", "kernels/test_quantise.py"),
+    "backend.products": ("of GPUs", "kernels/test_lt_products.py"),
     "backend.scaled_mm": ("only under precision.fp8", "distributed/test_fp8_layouts.py"),
 }
 """Option or section → why no draw has it, and the test file that sets it."""

@@ -24,6 +24,7 @@ from answers import CPU_DRAWS
 from check import own_launches
 from machine import Machine, RankLog
 from options import ROOT, chosen_torch, commit, machine, parser
+from ordering import STEP_ENDS
 from recorded import capture_faults
 
 from benchmarks.compare.devices import PEERS
@@ -60,6 +61,8 @@ BOUNDS = {"fp32": (5e-7, 5e-6), "bf16": (2e-4, 5e-3), "fp16": (3e-5, 1e-3)}
 """Precision → largest relative difference of a loss, and of a gradient norm. 2^-23 is 1.2e-7.
 The norm's difference grows with the steps, as the weights move apart."""
 RECORDED = "backend.graphs=step"
+CANDIDATES = 8
+LT = "backend.products=lt"
 ON_DEVICE = "batches-on-the-device"
 Step = tuple[float, float]
 
@@ -102,6 +105,8 @@ CASES = (
     Case("pp2dp2-zb-v-recorded", 4, layers=4,
          settings=layout(1, 2, 2, "layout.pipeline_schedule=zb-v", "layout.virtual_pipeline_size=2",
                          RECORDED)),
+    Case("tp2dp2-lt-bf16", 4, "bf16", settings=layout(2, 1, 2, LT)),
+    Case("tp2-lt-recorded-fp16", 2, "fp16", settings=layout(2, 1, 1, LT, RECORDED)),
     Case("tp2dp2-attention-dropout-bf16", 4, "bf16", model=("model.attention_dropout=0.1",),
          settings=layout(2, 1, 2, "backend.attention=own")),
     Case("cp2-ring-fused-bf16", 2, "bf16",
@@ -146,6 +151,16 @@ def counted(logs: list[RankLog]) -> dict[str, int]:
             "nccl": kinds["nccl"]}
 
 
+def asked_again(log: RankLog) -> list[str]:
+    """Return how often own products asked cuBLASLt for algorithms (8; torch's ask for one) after a rank's first step,
+    or that they never did."""
+    asks = [i for i, e in enumerate(log.events) if e.kind == "heuristic" and e.detail == str(CANDIDATES)]
+    first = next((i for i, e in enumerate(log.events) if e.kind == "mark" and e.detail == STEP_ENDS), 0)
+    late = sum(i > first for i in asks)
+    return ([] if asks else [f"rank {log.rank} has no own product"]) + (
+        [f"rank {log.rank} asks {late} times after its first step"] if late else [])
+
+
 def run_case(made: Machine, case: Case) -> dict[str, Any]:
     """Return the record's line."""
     expected = reference(case, made.scratch / f"cpu-{case.name}")
@@ -159,6 +174,8 @@ def run_case(made: Machine, case: Case) -> dict[str, Any]:
     if RECORDED in case.settings and not ended.code:
         wrong += [fault for log in ended.logs for fault in capture_faults(log)]
         wrong += [f"rank {log.rank} replayed nothing" for log in ended.logs if not log.counts()["graph begins"]]
+    if LT in case.settings and not ended.code:
+        wrong += [fault for log in ended.logs for fault in asked_again(log)]
     row = {"case": case.name, "ranks": case.ranks, "dtype": case.dtype, "steps": len(expected), "ok": False,
            "cpu_s": ended.cpu_s}
     if not ended.code:

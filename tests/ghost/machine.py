@@ -111,7 +111,8 @@ class Machine:
         for folder in (logs, meeting):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-        own = {"GHOST_LOG": str(logs / "process"), "GHOST_MEETING": str(meeting), **(settings or {})}
+        own = {"GHOST_LOG": str(logs / "process"), "GHOST_MEETING": str(meeting), "HOME": str(self.scratch),
+               **(settings or {})}  # tables of a card that is not there stay out of the user's folder
         request = {"argv": argv, "folder": str(self.scratch), "settings": own, "output": str(output),
                    "seconds": seconds}
         self._server.stdin.write(json.dumps(request) + "\n")

@@ -2,60 +2,35 @@
 
 from __future__ import annotations
 
-import ctypes
-import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from ghost_cublaslt import compiled_cublaslt
 
-from benchmarks.epilogues import CASES, Algorithm, Case, CublasLt, Heuristic, Passes, Row, decision, error_of
-
-GHOST = Path(__file__).resolve().parents[1] / "ghost"
-CUDA_HEADER = """#pragma once
-struct dim3 { unsigned x, y, z; };
-typedef int cudaError_t;
-"""
-REST = """#include <cstdarg>
-#include <cstdio>
-#include <cstdlib>
-#include "events.h"
-#include "graphs.h"
-#include "compute.h"
-GhostMemory& GhostMemory::add(char, const void*, size_t) { return *this; }
-void ghost_touch(const char*, const void*, const std::string&, const char*, ...) {}
-void* ghost_handle() { return malloc(1); }
-bool ghost_computes() { return true; }
-void ghost_stop(const char* format, ...) {
-  va_list rest; va_start(rest, format); vfprintf(stderr, format, rest); va_end(rest); abort();
-}
-void ghost_do(const void*, std::function<void()> action) { action(); }
-"""
-"""What the ghost machine's cublasLt needs of the rest of it, on the host's memory."""
+from benchmarks.epilogues import CASES, Case, Passes, Row, decision, error_of
+from megatron_port.ext.kernels import kernels
+from megatron_port.ext.kernels.ops import products
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> CublasLt:
-    """The ghost machine's cublasLt, compiled by itself."""
-    folder = tmp_path_factory.mktemp("cublaslt")
-    (folder / "cuda_runtime_api.h").write_text(CUDA_HEADER)
-    (folder / "rest.cpp").write_text(REST)
-    sources = [str(GHOST / "cublaslt.cpp"), str(GHOST / "products.cpp"), str(folder / "rest.cpp")]
-    subprocess.run(["g++", "-shared", "-fPIC", "-O1", "-std=c++17", f"-I{folder}", f"-I{GHOST}", *sources, "-o",
-                    str(folder / "lib.so")], check=True)
-    return CublasLt(ctypes.CDLL(str(folder / "lib.so")), 1, torch.device("cpu"), lambda: 0)
+@pytest.fixture(scope="module", autouse=True)
+def _library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The ghost machine's cublasLt, for tensors of a CPU."""
+    kernels.load("cpu")
+    assert products.open_library(products.CPU, compiled_cublaslt(tmp_path_factory.mktemp("cublaslt"))) == ""
+    yield
+    products.close_library(products.CPU)
 
 
 @pytest.mark.parametrize("kind", ["product", "forward", "backward"])
-def test_each_algorithm_gives_the_pass_in_fp64(library: CublasLt, kind: str) -> None:
-    """The structures, codes, orders and leading dimensions are those that cublasLt reads; the algorithm that is handed
-    back must be one that the heuristic named."""
+def test_each_algorithm_gives_the_pass_in_fp64(kind: str) -> None:
+    """Each pass gives cublasLt its operands, layouts, epilogue, bias and aux."""
     passes = Passes(Case("x", rows=24, wide=40, hidden=16, pairs=1, expected_ms=1.0), torch.device("cpu"))
     torch.manual_seed(0)
     passes.before.copy_(torch.randn(24, 40))
     exact = passes.exact(kind)
-    algorithms = passes.fused(library, kind)
+    algorithms = passes.fused(kind)
     assert len(algorithms) == 8
     for call in (algorithms[0], algorithms[7]):
         passes.out.fill_(float("nan"))
@@ -64,11 +39,6 @@ def test_each_algorithm_gives_the_pass_in_fp64(library: CublasLt, kind: str) -> 
         assert error_of(found, exact) < 2e-2
     if kind == "forward":  # what GeLU was given is kept, for the backward pass
         assert error_of([passes.before], [passes.x.double() @ passes.up.double().t() + passes.bias.double()]) < 2e-2
-
-
-def test_structures_have_the_sizes_of_the_header() -> None:
-    assert ctypes.sizeof(Algorithm) == 64 and ctypes.sizeof(Heuristic) == 96
-    assert [getattr(Heuristic, name).offset for name in ("workspace", "state", "waves", "reserved")] == [64, 72, 76, 80]
 
 
 def rows(forward_us: float, backward_us: float, error: float = 1e-3) -> list[Row]:

@@ -305,6 +305,8 @@ class BackendConfig:
     """auto | own | torch: casts to 8 bits under precision.fp8; both give the same bits"""
     scaled_mm: Literal["auto", "torch", "reference"] = "auto"
     """auto | torch | reference (8-bit values multiplied in fp32, for tests): products under precision.fp8"""
+    products: Literal["auto", "torch", "lt"] = "auto"
+    """auto (lt where the card's table has it faster) | torch | lt (cublasLt or hipBLASLt, measured at start)"""
     optimizer: Literal["auto", "own", "deepspeed", "apex", "torch"] = "auto"
     """auto | own (engine native) | deepspeed (CPUAdam or FusedAdam) | apex | torch"""
     collective_priority: Literal["auto", "high", "normal"] = "auto"

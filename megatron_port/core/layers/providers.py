@@ -8,7 +8,7 @@ from typing import Any
 from megatron_port.core.layers import fused
 from megatron_port.core.layers.attention import Attention, math_attention
 from megatron_port.core.layers.cross_entropy import CrossEntropyOps, torch_cross_entropy
-from megatron_port.core.layers.linear import NarrowProducts
+from megatron_port.core.layers.linear import PLAIN, LinearKernels, NarrowProducts
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class Providers:
     """The split that gives the projection's bias its gradient; None: the linear layer does."""
     bias_dropout_add_norm: fused.BiasDropoutAddNorm | None = None
     """``bias_dropout_add`` with the norm that follows, where one provider has both; None: one after the other."""
+    products: LinearKernels = PLAIN
+    """Products of linears and of the head in the compute dtype."""
     fp8: NarrowProducts | None = None
     """Products of the layers' linears in 8 bits; None: in the compute dtype."""
     experts: Any = None

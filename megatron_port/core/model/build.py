@@ -20,7 +20,6 @@ from megatron_port.core.layers.attention import ContextAttention
 from megatron_port.core.layers.cross_entropy import TokenLoss, vocab_parallel_cross_entropy
 from megatron_port.core.layers.embedding import padded_vocab_size, vocab_parameter
 from megatron_port.core.layers.linear import (
-    PLAIN,
     ColumnParallelLinear,
     Linear,
     LinearContext,
@@ -241,7 +240,7 @@ class BuildContext:
 
 def _kernels(providers: Providers, quantisation: QuantisationConfig) -> LinearKernels:
     """Return the products of the layers' linears: in the compute dtype, in 8 bits, or of weights of few bits."""
-    found: LinearKernels = PLAIN
+    found = providers.products
     if quantisation.enabled:
         found = PARTS.function("few-bit matmuls")(quantisation)
     elif providers.fp8 is not None:

@@ -210,7 +210,7 @@ class Head(nn.Module):
         self.group, self.sequence_parallel = build.ctx.over("tp"), build.sequence_parallel
         self.loss, self.cross_entropy, self.z_loss = build.loss, build.providers.cross_entropy, build.z_loss
         self.norm, self.divisor = Norm("", spec.norm, build), build.model.output_divisor
-        self.softcap, tied = build.model.logits_softcap, spec.weight.tied
+        self.softcap, tied, self.products = build.model.logits_softcap, spec.weight.tied, build.providers.products
         self.weight = shared if shared is not None else build.table(spec.weight, tied_apart=tied, primary=not tied)
         self.bias = None if spec.bias is None else build.vocabulary_bias(spec.bias)
         self._keeps_hidden = bool(spec.predictions)
@@ -246,7 +246,7 @@ class Head(nn.Module):
     def logits(self, y: torch.Tensor) -> torch.Tensor:
         """Return the logits [seq, batch, padded_vocab/tp] of the product's input."""
         return self.capped(linear(
-            y, self.weight, self.bias, group=self.group, sequence_parallel=self.sequence_parallel
+            y, self.weight, self.bias, group=self.group, sequence_parallel=self.sequence_parallel, kernels=self.products
         ))
 
     def capped(self, logits: torch.Tensor) -> torch.Tensor:

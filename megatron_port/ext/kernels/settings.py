@@ -187,6 +187,13 @@ FP8 = (
           rows=(Conflict("precision.fp8", "a chunk would have scales of its own", 'use 1, or fp8 = "none"',
                          allowed=("none",)),)),
 )
+PRODUCTS = (Table(asked='backend.products "lt"', on=lambda c: c.backend.products == "lt", rows=(
+    Conflict("backend.device", "which has neither cublasLt nor hipBLASLt", "use a GPU", refused=("cpu",)),
+    Conflict("backend.own_kernels", "whose library calls it", 'use own_kernels "auto"', refused=("off",)),
+    Rule(lambda c: c.precision.dtype not in ("bf16", "fp16"),
+         '{asked} needs precision.dtype "bf16" or "fp16", not "{c.precision.dtype}"; use one of them, or '
+         'products = "torch"'),
+)),)
 GRAPHS = (Table(
     asked='backend.graphs "step"', on=lambda c: c.backend.graphs == "step", end=' (or graphs = "off")', rows=(
         native_only("whose step the host drives"),

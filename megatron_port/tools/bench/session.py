@@ -6,6 +6,7 @@ import platform
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from megatron_port.core.io.files import write_output
 from megatron_port.core.layers.linear import WgradAccumulator, linear
 from megatron_port.core.layers.providers import Providers
 from megatron_port.ext.kernels.choose import choose_providers
+from megatron_port.ext.kernels.choose_products import measure_card
 from megatron_port.run import rendezvous as process_group
 from megatron_port.tools.bench.calibration import (
     calibrated,
@@ -207,11 +209,20 @@ def calibrate(
             write_output(entries, to_csv(kernel_entries(found, source=source)))
             write_output(out, to_toml(fit, found, extends=extends, table_name=str(entries.absolute())))
             text = "\n".join([*table(fit, found), f"written: {out}, {entries}"])
+            if device.is_gpu:
+                text += f"\n{measure_card(_runs(config, model, tensor), device)}"
         failed = False
     finally:
         if group is not None:
             process_group.stop(group, failed=failed)
     return text
+
+
+def _runs(config: RunConfig, model: ModelConfig, tensor: Sequence[int]) -> list[RunConfig]:
+    """Return the runs whose products are measured: of a model in bf16 on tensor-parallel ranks that divide it."""
+    named = replace(config, model=model, precision=replace(config.precision, dtype="bf16"))
+    divides = [t for t in tensor if not (model.num_attention_heads % t or model.kv_heads % t or model.ffn_size % t)]
+    return [replace(named, layout=replace(config.layout, tensor_parallel_size=t)) for t in divides]
 
 
 def _some_model(device: DeviceInfo) -> ModelConfig:

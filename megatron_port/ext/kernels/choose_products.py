@@ -1,0 +1,238 @@
+"""Choice of a run's matrix products: torch's, or those of cublasLt or hipBLASLt by algorithms measured on this card.
+
+Rank 0 reads the card's table, or measures what it lacks, and tells the others which algorithm each product has: two
+replicas that added in different orders would drift apart. Nothing is measured later, nor in a captured step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_port.core.config.schema import BackendConfig, RunConfig
+from megatron_port.core.dist.agree import agreed, broadcast_text
+from megatron_port.core.dist.rank import DeviceInfo
+from megatron_port.core.errors import EnvironmentFault
+from megatron_port.core.layers.linear import PLAIN, LinearKernels, add_product
+from megatron_port.core.layers.providers import ProviderRow
+from megatron_port.ext.kernels import kernels
+from megatron_port.ext.kernels.attention_choice import refuse
+from megatron_port.ext.kernels.lt_linear import LtLinearKernels
+from megatron_port.ext.kernels.ops.products import Epilogue, candidates, library_name, open_library, product
+from megatron_port.ext.kernels.products_table import (
+    Form,
+    ProductTable,
+    ProductTimes,
+    forms_of,
+    read_table,
+    table_path,
+    write_table,
+)
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+CALLS, ROUNDS = 4, 3
+"""Calls between two events, and how often each function has its turn."""
+PERIOD = 65537
+"""Numbers after which operands repeat themselves: a prime, which no row of a matrix is as long as."""
+Clock = Callable[[Sequence[Callable[[], object]]], list[float]]
+"""Seconds of a call of each of some functions."""
+
+
+def event_seconds(functions: Sequence[Callable[[], object]]) -> list[float]:
+    """Return the device's seconds of a call of each function: medians of rounds in which they take turns."""
+    for function in functions:
+        function()
+    turns = []
+    for function in list(functions) * ROUNDS:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(CALLS):
+            function()
+        end.record()
+        turns.append((begin, end))
+    torch.cuda.synchronize()
+    times = [begin.elapsed_time(end) * 1e-3 / CALLS for begin, end in turns]
+    return [statistics.median(times[i :: len(functions)]) for i in range(len(functions))]
+
+
+class Operands(NamedTuple):
+    """What a product is measured with."""
+
+    left: Tensor
+    right: Tensor
+    out: Tensor
+    vector: Tensor | None
+
+    @classmethod
+    def of(cls, form: Form, dtype: torch.dtype, device: torch.device) -> Operands:
+        """Make operands of mixed numbers within ±1: zeros would draw less power. torch's random state stays."""
+        mixed = ((torch.arange(PERIOD, device=device) * 7919 % PERIOD) / (PERIOD / 2) - 1).to(dtype)
+
+        def random(*shape: int) -> Tensor:
+            return mixed.repeat(-(-math.prod(shape) // PERIOD))[: math.prod(shape)].view(shape)
+
+        wide = torch.float32 if form.kind == "wgrad" else dtype
+        out = torch.zeros(form.rows, form.columns, device=device, dtype=wide)
+        vector = random(form.columns) if form.kind == "forward+bias" else None
+        if form.kind == "wgrad":
+            return cls(random(form.inner, form.rows).t(), random(form.inner, form.columns), out, vector)
+        if form.kind == "dgrad":
+            return cls(random(form.rows, form.inner), random(form.inner, form.columns), out, vector)
+        return cls(random(form.rows, form.inner), random(form.columns, form.inner).t(), out, vector)
+
+    def by_torch(self) -> None:
+        """Compute the product as the linear layers do without a library of their own."""
+        if self.out.dtype != self.left.dtype:
+            add_product(self.out, self.left.t(), self.right)
+        elif self.vector is None:
+            torch.mm(self.left, self.right)
+        else:
+            torch.addmm(self.vector, self.left, self.right)
+
+
+@torch.no_grad()
+def measured(
+    forms: Iterable[Form], dtype: str, device: torch.device, clock: Clock = event_seconds
+) -> list[ProductTimes]:
+    """Measure products by torch and by each algorithm of the open library."""
+    rows = []
+    for form in forms:
+        x = Operands.of(form, DTYPES[dtype], device)
+        more: dict[str, Any] = {"epilogue": Epilogue.PLAIN if x.vector is None else Epilogue.BIAS, "vector": x.vector}
+        count = candidates(x.left, x.right, x.out, **more)
+        calls = [partial(product, x.left, x.right, x.out, adds=form.kind == "wgrad", candidate=i, **more)
+                 for i in range(count)]
+        seconds = clock([x.by_torch, *calls])
+        rows.append(ProductTimes(*form, dtype=dtype, torch_s=seconds[0], candidates_s=tuple(seconds[1:])))  # type: ignore[arg-type]
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return rows
+
+
+def measure_card(configs: Iterable[RunConfig], device: DeviceInfo, *, folder: Path | None = None,
+                 clock: Clock = event_seconds) -> str:
+    """Measure the products of runs on one device and write the card's table; return a line that says so.
+
+    Raises:
+        EnvironmentFault: the table cannot be written.
+    """
+    runs = list(configs)
+    if problem := lt_problem(runs[0].backend, device, runs[0].precision.dtype):
+        return f"products: torch's alone ({problem})"
+    dtype, library = runs[0].precision.dtype, library_name()
+    forms = list(dict.fromkeys(form for run in runs for form in forms_of(run)))
+    rows = measured(forms, dtype, device.torch_device, clock)
+    path = write_table(read_table(device.name, library, folder)[0].with_rows(rows), folder)
+    faster = sum(row.fastest(must_gain=True) is not None for row in rows)
+    return f"products: {library} is faster for {faster} of {len(rows)}; written: {path}"
+
+
+def lt_problem(backend: BackendConfig, device: DeviceInfo, dtype: str) -> str:
+    """Return why the products of cublasLt or hipBLASLt cannot be used, or nothing. Opens the library."""
+    if not device.is_gpu:
+        return "cublasLt and hipBLASLt need a GPU"
+    if dtype not in DTYPES:
+        return f"products of cublasLt and hipBLASLt are for bf16 and fp16 here, not {dtype}"
+    if backend.own_kernels == "off":
+        return "own_kernels is off"
+    if problem := kernels.kernels_status(device.kind)[1]:
+        return problem
+    kernels.load(device.kind)
+    return open_library()
+
+
+def lt_row(
+    config: RunConfig, device: DeviceInfo, folder: Path | None = None
+) -> tuple[ProviderRow, ProductTable | None]:
+    """Return the row of the table of providers before anything is measured, and the card's table (None: unused).
+
+    Raises:
+        EnvironmentFault: ``backend.products`` asks for lt, which cannot serve.
+    """
+    asked, dtype = config.backend.products, config.precision.dtype
+    if asked == "torch":
+        return ProviderRow("products", "torch", "asked for"), None
+    problem = lt_problem(config.backend, device, dtype)
+    if problem and asked == "lt":
+        raise refuse("products", asked, problem, "torch")
+    if problem or (asked == "auto" and config.backend.deterministic):
+        return ProviderRow("products", "torch", f"auto; {problem or 'deterministic'}"), None
+    library = library_name()
+    if asked == "lt" and config.backend.deterministic:
+        why = f"asked for; {library}, the heuristic's first choice (deterministic)"
+        return ProviderRow("products", "lt", why), None
+    table, unread = read_table(device.name, library, folder)
+    if asked == "lt":
+        return ProviderRow("products", "lt", "; ".join(filter(None, ("asked for", library, unread)))), table
+    forms = forms_of(config)
+    faster = [row for row in table.of(forms, dtype).values() if row.fastest(must_gain=True) is not None]
+    if faster:
+        why = f"auto; {library}, faster for {len(faster)} of {len(forms)} products here"
+        return ProviderRow("products", "lt", why), table
+    slow = f"{library} is not faster for any product that {table_path(device.name, library, folder).name} has"
+    why = unread or (slow if table.rows else f"no measured table for {device.name}; bench calibrate makes one")
+    return ProviderRow("products", "torch", f"auto; {why}"), None
+
+
+def _settled(config: RunConfig, device: DeviceInfo, folder: Path | None, clock: Clock) -> dict[str, Any]:
+    """Decide on rank 0: the row, the library, and the candidate of each product."""
+    row, table = lt_row(config, device, folder)
+    told: dict[str, Any] = {"row": [row.op, row.provider, row.why], "library": "", "card": device.name, "chosen": []}
+    if row.provider != "lt":
+        return told
+    dtype, forms, by_name = config.precision.dtype, forms_of(config), config.backend.products == "lt"
+    if table is None:
+        first = [form for form in forms if _is_served(form, DTYPES[dtype], device.torch_device)]
+        chosen: dict[Form, int] = dict.fromkeys(first, 0)
+    else:
+        lacking = [form for form in forms if form not in table.of(forms, dtype)] if by_name else []
+        if lacking:
+            table = table.with_rows(measured(lacking, dtype, device.torch_device, clock))
+            path = write_table(table, folder)
+            told["row"][2] += f"; {len(lacking)} products measured, {path}"
+        found = {form: times.fastest(must_gain=not by_name) for form, times in table.of(forms, dtype).items()}
+        chosen = {form: candidate for form, candidate in found.items() if candidate is not None}
+    return told | {"library": library_name(), "chosen": [[*form, candidate] for form, candidate in chosen.items()]}
+
+
+def _is_served(form: Form, dtype: torch.dtype, device: torch.device) -> bool:
+    x = Operands.of(form, dtype, device)
+    epilogue = Epilogue.PLAIN if x.vector is None else Epilogue.BIAS
+    return candidates(x.left, x.right, x.out, epilogue=epilogue, vector=x.vector) > 0
+
+
+def choose_lt(
+    config: RunConfig, device: DeviceInfo, rank: int, *, folder: Path | None = None, clock: Clock = event_seconds
+) -> tuple[LinearKernels, ProviderRow]:
+    """Collective: return the products of a run's linear layers and their row of the table of providers.
+
+    ``folder``: of the card's table, in place of ``~/.cache/megatron_port``.
+
+    Raises:
+        EnvironmentFault: lt was asked for and cannot serve, or ranks have different cards or libraries.
+    """
+    told = agreed(lambda: _settled(config, device, folder, clock) if rank == 0 else {})
+    told = json.loads(broadcast_text(json.dumps(told)) or "{}")
+    agreed(lambda: _check_alike(config, device, told))
+    chosen = {Form(*form): candidate for *form, candidate in told["chosen"]}
+    row = ProviderRow(*told["row"])
+    return (LtLinearKernels(chosen, DTYPES[config.precision.dtype]) if chosen else PLAIN), row
+
+
+def _check_alike(config: RunConfig, device: DeviceInfo, told: dict[str, Any]) -> None:
+    """Raise EnvironmentFault unless this rank has the card and the library that rank 0 has chosen for."""
+    if not told["chosen"]:
+        return
+    problem = lt_problem(config.backend, device, config.precision.dtype)
+    here = problem or f"{library_name()} on {device.name}"
+    if here != (wanted := f"{told['library']} on {told['card']}"):
+        raise EnvironmentFault(f"rank 0 has chosen products of {wanted}, and here is: {here}; all ranks need the same, "
+                               'or backend.products = "torch"')

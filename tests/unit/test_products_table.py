@@ -1,0 +1,245 @@
+"""Which algorithm a product gets: the products of a run, the card's table of times, and what every rank is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from ghost_cublaslt import compiled_cublaslt
+
+from megatron_port.core.config.layout import with_values
+from megatron_port.core.config.schema import ModelConfig, RunConfig
+from megatron_port.core.dist.rank import DeviceInfo
+from megatron_port.core.errors import EnvironmentFault
+from megatron_port.core.layers.linear import PLAIN
+from megatron_port.ext.kernels import choose_products, kernels
+from megatron_port.ext.kernels.choose_products import Operands, choose_lt, lt_row, measured
+from megatron_port.ext.kernels.lt_linear import LtLinearKernels
+from megatron_port.ext.kernels.ops import products
+from megatron_port.ext.kernels.products_table import (
+    Form,
+    ProductTable,
+    ProductTimes,
+    forms_of,
+    read_table,
+    table_path,
+    write_table,
+)
+
+CARD = DeviceInfo("cuda", torch.device("cpu"), "nccl", "NVIDIA H200", 141 << 30, "a test")
+LIBRARY = "cublasLt 130100"
+
+
+def run_of(**values: object) -> RunConfig:
+    """A run of a model whose sizes all differ, on a GPU in bf16."""
+    model = ModelConfig(name="x", num_layers=2, hidden_size=48, num_attention_heads=4, vocab_size=100, seq_length=8,
+                        ffn_hidden_size=112)
+    return with_values(RunConfig(model=model), {
+        "precision.dtype": "bf16", "backend.device": "cuda", "batch.micro_batch_size": 3,
+        "layout.vocab_padding_multiple": 16, **{key.replace("__", "."): value for key, value in values.items()}})
+
+
+def test_a_runs_products_are_those_of_its_layers_and_head() -> None:
+    """By hand: 24 tokens; qkv 48 → 144 with bias, output 48 → 48, up 48 → 112, down 112 → 48, head 48 → 112 padded."""
+    pairs = {(48, 144), (48, 48), (48, 112), (112, 48)}
+    wanted = {Form("forward+bias", 24, 144, 48)}
+    for inputs, outputs in pairs:
+        wanted |= {Form("forward", 24, outputs, inputs), Form("dgrad", 24, inputs, outputs),
+                   Form("wgrad", outputs, inputs, 24)}
+    found = forms_of(run_of())
+    assert set(found) == wanted and len(found) == len(wanted)
+    half = forms_of(run_of(layout__tensor_parallel_size=2, model__vocab_size=129, model__add_bias=False))
+    assert Form("wgrad", 72, 48, 24) in half and Form("forward", 24, 48, 56) in half  # half of qkv, of down
+    assert Form("dgrad", 24, 48, 80) in half and not [f for f in half if f.kind == "forward+bias"]  # 160 of 129
+
+
+def row(form: Form, torch_s: float, *candidates_s: float) -> ProductTimes:
+    return ProductTimes(*form, dtype="bf16", torch_s=torch_s, candidates_s=candidates_s)  # type: ignore[arg-type]
+
+
+FORM = Form("dgrad", 24, 48, 144)
+
+
+@pytest.mark.parametrize(("times", "by_name", "by_gain"), [
+    ((1.0, 3.0, 0.5, 2.0), 1, 1), ((1.0, 3.0, 0.995, 2.0), 1, None), ((1.0, 3.0, 0.98), 1, 1), ((1.0,), None, None),
+    ((1.0, 2.0), 0, None),
+])
+def test_the_fastest_is_taken(times: tuple[float, ...], by_name: int | None, by_gain: int | None) -> None:
+    """``auto`` leaves a product to torch where the gain is under 1 %."""
+    made = row(FORM, *times)
+    assert (made.fastest(must_gain=False), made.fastest(must_gain=True)) == (by_name, by_gain)
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+    table = ProductTable(CARD.name, LIBRARY, (row(FORM, 1.0, 0.1, 1 / 3),))
+    path = write_table(table, tmp_path / "new")
+    assert path.name == "products-nvidia-h200-cublaslt-130100.json"
+    assert read_table(CARD.name, LIBRARY, tmp_path / "new") == (table, "")
+    assert read_table(CARD.name, LIBRARY, tmp_path) == (ProductTable(CARD.name, LIBRARY), "")
+    later = table.with_rows([row(FORM, 2.0, 1.0), row(FORM._replace(rows=25), 3.0)])
+    assert [r.torch_s for r in later.rows] == [2.0, 3.0]
+    assert later.of([FORM], "bf16") == {FORM: later.rows[0]} and later.of([FORM], "fp16") == {}
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda text: text[: len(text) // 2], "is no JSON"),
+    (lambda text: text.replace("0.125", "0.625"), "its digest is that of other numbers"),
+    (lambda text: text.replace('"dgrad"', '"grad"'), "kind"),
+    (lambda text: text.replace("0.125", "-0.125"), "candidates_s"),
+    (lambda text: text.replace("NVIDIA H200", "NVIDIA H100"), "digest"),
+    (lambda text: "[]", "expected"),
+])
+def test_a_damaged_table_is_refused_by_name_and_made_again(
+    tmp_path: Path, lt: Path, change: Callable[[str], str], said: str
+) -> None:
+    path = write_table(ProductTable(CARD.name, LIBRARY, (row(FORM, 1.0, 0.125),)), tmp_path)
+    path.write_text(change(path.read_text()))
+    table, why = read_table(CARD.name, LIBRARY, tmp_path)
+    assert table.rows == () and why.startswith(f"{path} is not read: ") and said in why
+    config = run_of(backend__products="auto")
+    assert why in lt_row(config, CARD, tmp_path)[0].why and lt_row(config, CARD, tmp_path)[0].provider == "torch"
+    _, made = choose_lt(run_of(backend__products="lt"), CARD, 0, folder=tmp_path, clock=Clock())
+    assert why in made.why and f"13 products measured, {path}" in made.why
+    assert len(read_table(CARD.name, LIBRARY, tmp_path)[0].rows) == 13
+
+
+def test_a_table_of_another_card_is_not_taken(tmp_path: Path) -> None:
+    table = ProductTable("NVIDIA H100", LIBRARY, (row(FORM, 1.0, 0.1),))
+    table_path(CARD.name, LIBRARY, tmp_path).write_text(table.text())
+    assert "is for NVIDIA H100" in read_table(CARD.name, LIBRARY, tmp_path)[1]
+
+
+class Clock:
+    """Times by the place of a function: torch's 8, then 9, 10, 1, 11, …; counts what was measured."""
+
+    def __init__(self) -> None:
+        self.measured = 0
+
+    def __call__(self, functions: Sequence[Callable[[], object]]) -> list[float]:
+        self.measured += 1
+        for function in functions:
+            function()
+        return [8.0, 9.0, 10.0, 1.0, *(float(10 + i) for i in range(1, 6))][: len(functions)]
+
+
+@pytest.fixture
+def lt(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The ghost machine's cublasLt in place of a GPU's, for tensors of a CPU."""
+    kernels.load("cpu")
+    path = Path(tmp_path_factory.getbasetemp()) / "lt"
+    if not path.exists():
+        path.mkdir()
+        compiled_cublaslt(path)
+
+    def opened(*_: object) -> str:
+        return products.open_library(products.CPU, path / "lib.so")
+
+    assert opened() == ""
+    monkeypatch.setattr(choose_products, "lt_problem", opened)
+    monkeypatch.setattr(choose_products, "library_name", lambda: products.library_name(products.CPU))
+    yield path
+    products.close_library(products.CPU)
+
+
+def test_products_by_name_are_measured_once_for_a_card(tmp_path: Path, lt: Path) -> None:
+    clock, config = Clock(), run_of(backend__products="lt")
+    made, told = choose_lt(config, CARD, 0, folder=tmp_path, clock=clock)
+    assert isinstance(made, LtLinearKernels) and made.dtype == torch.bfloat16
+    assert made.chosen == dict.fromkeys(forms_of(config), 2) and clock.measured == 13
+    assert told.provider == "lt" and told.why.startswith(f"asked for; {LIBRARY}; 13 products measured")
+    again, told = choose_lt(config, CARD, 0, folder=tmp_path, clock=clock)
+    assert isinstance(again, LtLinearKernels) and again.chosen == made.chosen and clock.measured == 13
+    assert told.why == f"asked for; {LIBRARY}"
+    more = run_of(backend__products="lt", batch__micro_batch_size=4)
+    choose_lt(more, CARD, 0, folder=tmp_path, clock=clock)
+    assert clock.measured == 26 and len(read_table(CARD.name, LIBRARY, tmp_path)[0].rows) == 26
+
+
+def test_auto_takes_what_a_table_has_faster_and_measures_nothing(tmp_path: Path, lt: Path) -> None:
+    config, clock = run_of(), Clock()
+    assert config.backend.products == "auto"
+    made, told = choose_lt(config, CARD, 0, folder=tmp_path, clock=clock)
+    assert made is PLAIN and told.provider == "torch" and "no measured table for NVIDIA H200" in told.why
+    forms = forms_of(config)
+    slow = ProductTable(CARD.name, LIBRARY, tuple(row(form, 1.0, 2.0, 0.995) for form in forms))
+    write_table(slow, tmp_path)
+    made, told = choose_lt(config, CARD, 0, folder=tmp_path, clock=clock)
+    assert made is PLAIN and "is not faster for any product" in told.why
+    write_table(slow.with_rows([row(forms[0], 1.0, 2.0, 0.5), row(forms[3], 1.0, 0.7)]), tmp_path)
+    made, told = choose_lt(config, CARD, 0, folder=tmp_path, clock=clock)
+    assert isinstance(made, LtLinearKernels) and made.chosen == {forms[0]: 1, forms[3]: 0}
+    assert told.why == f"auto; {LIBRARY}, faster for 2 of 13 products here" and clock.measured == 0
+    fixed = run_of(backend__deterministic=True)
+    assert choose_lt(fixed, CARD, 0, folder=tmp_path, clock=clock)[1].why == "auto; deterministic"
+
+
+def test_a_deterministic_run_takes_the_first_of_each(tmp_path: Path, lt: Path) -> None:
+    """What was measured may change from one start to the next."""
+    config, clock = run_of(backend__products="lt", backend__deterministic=True), Clock()
+    made, told = choose_lt(config, CARD, 0, folder=tmp_path, clock=clock)
+    assert isinstance(made, LtLinearKernels) and made.chosen == dict.fromkeys(forms_of(config), 0)
+    assert clock.measured == 0 and "deterministic" in told.why and not list(tmp_path.iterdir())
+
+
+def test_every_rank_takes_what_rank_0_was_told(tmp_path: Path, lt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank neither measures nor reads a table of its own, which has another order."""
+    config, told = run_of(backend__products="lt"), list[str | None]()
+    monkeypatch.setattr(choose_products, "broadcast_text", lambda text: told.append(text) or told[0])
+    first, _ = choose_lt(config, CARD, 0, folder=tmp_path, clock=Clock())
+    write_table(ProductTable(CARD.name, LIBRARY, tuple(row(f, 1.0, 0.1) for f in forms_of(config))), tmp_path / "1")
+    second, _ = choose_lt(config, CARD, 1, folder=tmp_path / "1", clock=Clock())
+    clock = Clock()
+    choose_lt(config, CARD, 1, folder=tmp_path / "2", clock=clock)
+    assert clock.measured == 0 and not (tmp_path / "2").exists()
+    assert isinstance(first, LtLinearKernels) and isinstance(second, LtLinearKernels)
+    assert first.chosen == second.chosen == dict.fromkeys(forms_of(config), 2)
+    other = replace(CARD, name="NVIDIA H100")
+    with pytest.raises(EnvironmentFault, match="rank 0 has chosen products of cublasLt 130100 on NVIDIA H200, and here "
+                                               "is: cublasLt 130100 on NVIDIA H100"):
+        choose_lt(config, other, 1, folder=tmp_path, clock=Clock())
+    told[0] = json.dumps({**json.loads(told[0] or ""), "library": "cublasLt 120900"})
+    with pytest.raises(EnvironmentFault, match="cublasLt 120900"):
+        choose_lt(config, CARD, 1, folder=tmp_path, clock=Clock())
+
+
+def test_operands_are_the_layers_and_torchs_product_is_timed_beside_them(lt: Path) -> None:
+    """What is timed is what a layer asks for: the same transposition, sum and bias."""
+    for form in (Form("forward", 24, 40, 16), Form("forward+bias", 24, 40, 16), Form("dgrad", 24, 16, 40),
+                 Form("wgrad", 40, 16, 24)):
+        x = Operands.of(form, torch.bfloat16, torch.device("cpu"))
+        assert (x.left @ x.right).shape == x.out.shape == (form.rows, form.columns) and x.left.shape[1] == form.inner
+        assert x.left.is_contiguous() == (form.kind != "wgrad")
+        assert x.right.is_contiguous() == (not form.kind.startswith("forward"))
+        assert (x.out.dtype == torch.float32) == (form.kind == "wgrad")
+        assert x.left.unique().numel() > 100
+    made = measured([FORM], "bf16", torch.device("cpu"), Clock())
+    assert made == [row(FORM, 8.0, 9.0, 10.0, 1.0, 11.0, 12.0, 13.0, 14.0, 15.0)]
+
+
+@pytest.mark.parametrize(("values", "said"), [
+    ({"backend__device": "cpu"}, "which has neither cublasLt nor hipBLASLt"),
+    ({"precision__dtype": "fp32"}, "needs precision.dtype"),
+    ({"backend__own_kernels": "off"}, "whose library calls it"),
+])
+def test_a_run_that_cannot_have_them_is_told(values: dict[str, object], said: str) -> None:
+    from megatron_port.core.config.checks import problems
+
+    assert any(said in text for text in problems(run_of(backend__products="lt", **values)))
+    assert not any("products" in text for text in problems(run_of(**values)))
+
+
+def test_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu = replace(CARD, kind="cpu")
+    config = run_of(backend__products="lt")
+    with pytest.raises(EnvironmentFault, match="cannot serve: cublasLt and hipBLASLt need a GPU"):
+        lt_row(config, on_cpu)
+    assert lt_row(run_of(backend__products="torch"), CARD)[0].why == "asked for"
+    kernels.load("cpu")
+    assert "torch has loaded no libcublasLt and no libhipblaslt" in products.open_library()
+    monkeypatch.setattr(kernels, "kernels_status", lambda kind: ("x", ""))
+    monkeypatch.setattr(kernels, "load", lambda kind: kind)
+    assert "auto; torch has loaded no libcublasLt" in lt_row(run_of(), CARD)[0].why
