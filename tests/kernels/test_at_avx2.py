@@ -23,8 +23,8 @@ assert found == ("AVX2", "libmp_cpu-v3.so (cpu v3)"), found
 sys.exit(pytest.main(sys.argv[1:]))
 """
 FILES = ("unit/test_hf_logits.py", "kernels/test_norm.py", "kernels/test_softmax.py", "kernels/test_cross_entropy.py",
-         "kernels/test_sums.py")
-CHOSEN = "test_logits or v3 or cpu and (values or gradient or norm) and not opcheck and not twins"
+         "kernels/test_sums.py", "kernels/test_row_hashes.py")
+CHOSEN = "test_logits or v3 or cpu and (values or gradient or norm or bits) and not opcheck and not twins"
 
 
 def test_numerics_with_avx2_alone(own: Path) -> None:

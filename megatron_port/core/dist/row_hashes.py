@@ -25,7 +25,8 @@ class RowHashes:
     """64-bit hashes of a tensor's rows of ``ROW`` words: each word times a fixed random odd number, summed mod 2^64.
 
     A change of one word always changes its row's hash (an odd number has an inverse); changes of several cancel with
-    probability 2^-32 at most (multilinear hashing). Hashes compare within one process only.
+    probability 2^-32 at most (multilinear hashing). Hashes compare within one process only. Words are integers, so that
+    nothing here is recorded for a gradient.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,12 +42,10 @@ class RowHashes:
         total, begin = flat.numel() * size, flat.storage_offset() * size
         return flat.view(next(d for d in _WORDS if total % d.itemsize == 0 and begin % d.itemsize == 0))
 
-    @torch.no_grad()
     def __call__(self, flat: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return int64 [rows], in ``out`` where given. Launches a few kernels for 16 MiB and waits for nothing."""
         return self.of_words(self.words(flat), out)
 
-    @torch.no_grad()
     def of_words(self, words: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the hashes of rows of :meth:`words`."""
         whole, rest = divmod(words.numel(), ROW)

@@ -12,7 +12,6 @@ from torch import Tensor
 from megatron_port.core.dist.row_hashes import ROW, RowHashes, row_factors
 
 
-@torch.no_grad()
 def row_hashes_(out: Tensor, words: Tensor, factors: Tensor) -> None:
     """Write the sum of ``words · factors`` modulo 2^64 of each row to ``out``, as ``core.dist.row_hashes`` does.
 
@@ -33,7 +32,6 @@ class OwnRowHashes(RowHashes):
     def __init__(self, device: torch.device) -> None:
         self.factors = row_factors(device)
 
-    @torch.no_grad()
     def of_words(self, words: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the hashes of rows of :meth:`words`."""
         if out is None:
