@@ -28,7 +28,7 @@ from megatron_port.ext.kernels.choose_products import choose_lt
 from megatron_port.ext.kernels.quantised import QuantizedWeightCache
 from megatron_port.ext.kernels.settings import FP8
 from megatron_port.run.build import DTYPES, build_engine
-from megatron_port.run.device import choose_device
+from megatron_port.run.device import choose_device, keep_freed_memory
 
 
 class Training:
@@ -119,6 +119,8 @@ def build(
     if found:
         raise Unable(found[0])
     info = choose_device("cpu" if device.type == "cpu" else "auto")
+    if not info.is_gpu:
+        keep_freed_memory()
     backend = BackendConfig(device=info.kind, own_kernels="on" if own_kernels else "off")
     m = size.model
     try:

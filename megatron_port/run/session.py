@@ -31,7 +31,7 @@ from megatron_port.ext.kernels.settings import MaskNeeds
 from megatron_port.ext.telemetry.flops import trained_count
 from megatron_port.run import rendezvous as process_group
 from megatron_port.run.build import DTYPES, topology_of
-from megatron_port.run.device import choose_device, describe_device
+from megatron_port.run.device import choose_device, describe_device, keep_freed_memory
 from megatron_port.run.elastic import elastic_layout
 from megatron_port.run.peer_failure import explain_peer_failure
 from megatron_port.run.rendezvous import Fingerprint
@@ -205,6 +205,8 @@ def _choose_device(config: RunConfig, info: ProcessInfo) -> DeviceInfo:
         share=config.backend.share_devices,
     )
     _refuse(config, device)
+    if not device.is_gpu:
+        keep_freed_memory()
     return device
 
 
