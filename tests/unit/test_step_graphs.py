@@ -303,12 +303,14 @@ RECORDED = RunConfig(engine="native", backend=BackendConfig(graphs="step", devic
     ({"activations": ActivationsConfig(policy="plan", layers=("core:swap", ""))}, "activations.layers with :swap"),
     ({"optimizer": OptimizerConfig(name="lion")}, 'optimizer.name "lion"'),
     ({"precision": PrecisionConfig(dtype="fp64")}, "fp64"),
-    ({"batch": BatchConfig(rampup_start=2)}, "batch.rampup_start 2"),
+    ({"batch": BatchConfig(rampup_start=2), "layout": LayoutConfig(zero_stage=2)}, "batch.rampup_start 2"),
+    ({"batch": BatchConfig(rampup_start=2), "layout": LayoutConfig(pipeline_parallel_size=2)}, "batch.rampup_start 2"),
     ({"numerics": NumericsConfig(replay_interval=3)}, "numerics.replay_interval 3"),
     ({"data": DataConfig(attention_documents="within")}, 'data.attention_documents "within" and backend.attention'),
 ])
 def test_what_cannot_be_captured_is_refused_by_name(change: dict[str, Any], named: str) -> None:
     assert not contradictions(CONFLICTS, RECORDED)
+    assert not contradictions(CONFLICTS, dataclasses.replace(RECORDED, batch=BatchConfig(rampup_start=2)))
     (problem,) = contradictions(CONFLICTS, dataclasses.replace(RECORDED, **change))
     assert problem.startswith('backend.graphs "step" with ') and named in problem
 

@@ -2,7 +2,7 @@
 
 A plain step (``StepParts.plain``): count, passes, reduce, show, loss, norm, verify, update, hash, gather. ZeRO
 stages 0 to 3 differ in what their ``ShardedParameters`` do at reduce and gather, rules and offload in the update that
-is applied. A captured step (``kernels.step_graphs``) runs the same parts within two of its own, each a CUDA graph.
+is applied. A captured step (``kernels.step_graphs``) runs the same parts within two of its own, in CUDA graphs.
 
 No part keeps the engine: a cycle of references would keep process groups alive until a garbage collection.
 """

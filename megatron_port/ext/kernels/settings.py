@@ -194,6 +194,15 @@ PRODUCTS = (Table(asked='backend.products "lt"', on=lambda c: c.backend.products
          '{asked} needs precision.dtype "bf16" or "fp16", not "{c.precision.dtype}"; use one of them, or '
          'products = "torch"'),
 )),)
+
+
+def _apart(config: RunConfig) -> bool:
+    """Return whether a layout captures micro-batches apart, whatever their number (``step_pieces``)."""
+    layout = config.layout
+    stages = layout.pipeline_parallel_size * layout.virtual_pipeline_size
+    return stages == 1 and layout.zero_stage != 2 and layout.pipeline_schedule != "gpipe"
+
+
 GRAPHS = (Table(
     asked='backend.graphs "step"', on=lambda c: c.backend.graphs == "step", end=' (or graphs = "off")', rows=(
         native_only("whose step the host drives"),
@@ -209,7 +218,9 @@ GRAPHS = (Table(
         Conflict("optimizer.name", "only AdamW has an update that the host does not decide", allowed=("adamw",)),
         Conflict("backend.optimizer", "the host decides on its updates", "use own or auto", allowed=("auto", "own")),
         Conflict("precision.dtype", "which the own optimizer kernel does not take", refused=("fp64",)),
-        Conflict("batch.rampup_start", "the number of micro-batches changes"),
+        Conflict("batch.rampup_start", "where each number of micro-batches would be captured anew", "use one stage of a "
+                 "pipeline and zero_stage 0 or 1",
+                 when=lambda c: c.batch.rampup_start > 0 and not _apart(c)),
         Rule(lambda c: c.data.attention_documents == "within" and c.backend.attention not in ("sdpa", "math"),
              '{asked} with data.attention_documents "within" and backend.attention "{c.backend.attention}": flash-attn '
              'takes the lengths of documents from the host; use attention = "sdpa" or "math"'),
