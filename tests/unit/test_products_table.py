@@ -11,13 +11,14 @@ import pytest
 import torch
 from ghost_cublaslt import compiled_cublaslt
 
+from megatron_port.cli.doctor_backend import providers as doctor_providers
 from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.schema import ModelConfig, RunConfig
 from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.errors import EnvironmentFault
 from megatron_port.core.layers.linear import PLAIN
 from megatron_port.ext.kernels import choose_products, kernels
-from megatron_port.ext.kernels.choose_products import Operands, choose_lt, lt_row, measured
+from megatron_port.ext.kernels.choose_products import Operands, choose_lt, lt_row, measure_card, measured
 from megatron_port.ext.kernels.lt_linear import LtLinearKernels
 from megatron_port.ext.kernels.ops import products
 from megatron_port.ext.kernels.products_table import (
@@ -29,6 +30,7 @@ from megatron_port.ext.kernels.products_table import (
     table_path,
     write_table,
 )
+from megatron_port.tools.bench.session import _runs as calibrated_runs
 
 CARD = DeviceInfo("cuda", torch.device("cpu"), "nccl", "NVIDIA H200", 141 << 30, "a test")
 LIBRARY = "cublasLt 130100"
@@ -206,6 +208,19 @@ def test_every_rank_takes_what_rank_0_was_told(tmp_path: Path, lt: Path, monkeyp
         choose_lt(config, CARD, 1, folder=tmp_path, clock=Clock())
 
 
+def test_a_calibration_measures_each_product_of_its_layouts_once(tmp_path: Path, lt: Path) -> None:
+    clock, config = Clock(), run_of()
+    runs = calibrated_runs(config, config.model, (1, 2, 3, 4, 8))
+    assert [run.layout.tensor_parallel_size for run in runs] == [1, 2, 4]  # 4 heads
+    said = measure_card(runs, CARD, folder=tmp_path, clock=clock)
+    forms = {form for run in runs for form in forms_of(run)}
+    path = table_path(CARD.name, LIBRARY, tmp_path)
+    assert said == f"products: {LIBRARY} is faster for {len(forms)} of {len(forms)}; written: {path}"
+    assert {r.form for r in read_table(CARD.name, LIBRARY, tmp_path)[0].rows} == forms and clock.measured == len(forms)
+    made, _ = choose_lt(runs[1], CARD, 0, folder=tmp_path, clock=clock)
+    assert isinstance(made, LtLinearKernels) and made.chosen == dict.fromkeys(forms_of(runs[1]), 2)
+
+
 def test_operands_are_the_layers_and_torchs_product_is_timed_beside_them(lt: Path) -> None:
     """What is timed is what a layer asks for: the same transposition, sum and bias."""
     for form in (Form("forward", 24, 40, 16), Form("forward+bias", 24, 40, 16), Form("dgrad", 24, 16, 40),
@@ -235,6 +250,9 @@ def test_a_run_that_cannot_have_them_is_told(values: dict[str, object], said: st
 def test_why_it_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu = replace(CARD, kind="cpu")
     config = run_of(backend__products="lt")
+    assert measure_card([config], on_cpu) == "products: torch's alone (cublasLt and hipBLASLt need a GPU)"
+    (found,) = (row for row in doctor_providers(config, on_cpu) if row.name == "products")
+    assert found.status == "wrong" and "need a GPU" in found.remedy
     with pytest.raises(EnvironmentFault, match="cannot serve: cublasLt and hipBLASLt need a GPU"):
         lt_row(config, on_cpu)
     assert lt_row(run_of(backend__products="torch"), CARD)[0].why == "asked for"
