@@ -224,9 +224,7 @@ PARTS = Registry("part", "", {
     "adapter": "megatron_port.ext.weights.adapters:make_adapter",
     "adapters of a layer": "megatron_port.ext.weights.adapter_spec:layer_adapters",
     "balanced context-parallel divisions": "megatron_port.ext.context.balance:divisions_by_documents",
-    "chunked column linear": "megatron_port.ext.weights.chunked:ChunkedColumnParallelLinear",
     "chunked head": "megatron_port.ext.memory.chunked_head:ChunkedHead",
-    "chunked row linear": "megatron_port.ext.weights.chunked:ChunkedRowParallelLinear",
     "context-parallel attention": "megatron_port.ext.context.attention:context_attention",
     "context-parallel checks": "megatron_port.ext.context.checks:context_checks",
     "context-parallel division": "megatron_port.ext.context.division:divide",
@@ -253,6 +251,8 @@ PARTS = Registry("part", "", {
     "object blocks": "megatron_port.ext.storage.store:Blocks",
     "object store": "megatron_port.ext.storage.store:Store",
     "measured products": "megatron_port.ext.kernels.choose_products:choose_lt",
+    "overlapped column linear": "megatron_port.ext.weights.chunked:overlapped_column",
+    "overlapped row linear": "megatron_port.ext.weights.chunked:overlapped_row",
     "packed documents": "megatron_port.ext.kernels.packed_documents:pack_documents",
     "partial attention, math": "megatron_port.ext.context.attention:MathPartial",
     "partial attention, own": "megatron_port.ext.kernels.ops.attention:OwnPartial",
@@ -319,6 +319,7 @@ CONFLICTS = Registry("table of conflicts", "", {setting: target for target, sett
     "megatron_port.ext.objectives.settings:TEACHER": ("distillation",),
     "megatron_port.ext.weights.settings:MASKS": ("sparsity",),
     "megatron_port.ext.weights.settings:FEW_BITS": ("quantisation",),
+    "megatron_port.ext.weights.settings:EXCHANGES": ("layout.tp_exchange",),
     "megatron_port.ext.memory.settings:ACTIVATIONS": ("activations",),
 }.items() for setting in settings})
 """By the settings that ask for a feature: tuples of ``config.conflicts.Table``, which a check reads where one of those

@@ -61,6 +61,7 @@ OTHER_TESTS = {
     "numerics": ("what is done about a value; a check computes none", "faults/test_numerics.py"),
     "backend.graphs": ("of GPUs; recorded steps run here on a stand-in", "distributed/test_recorded_steps.py"),
     "backend.device": ("the ranks of the draws have no GPU", "unit/test_backend_providers.py"),
+    "layout.tp_exchange": ("with sequence parallelism alone", "distributed/test_exchanged.py"),
     "backend.tuned_products": ("of AMD GPUs", "unit/test_rocm_choices.py"),
     "backend.collective_priority": ("of NCCL and RCCL", "unit/test_stream_priority.py"),
     "backend.share_devices": ("of GPUs", "unit/test_backend_providers.py"),

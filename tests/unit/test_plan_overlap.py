@@ -14,8 +14,9 @@ from megatron_port.core.config.schema import RunConfig
 from megatron_port.tools.plan import overlap
 from megatron_port.tools.plan.activation_plan import with_activation_plan
 from megatron_port.tools.plan.case import Machine, case_of
+from megatron_port.tools.plan.memory import exchange_bytes, stage_memory
 from megatron_port.tools.plan.overlap import with_tensor_chunks
-from megatron_port.tools.plan.step import plan_step
+from megatron_port.tools.plan.step import chunk_costs, plan_step
 
 RUNS = Path(__file__).resolve().parents[2] / "configs" / "runs"
 
@@ -82,3 +83,23 @@ def test_parts_divide_the_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "LEAST_GAIN", -1.0)
     config, _ = with_tensor_chunks(shipped("frontier-1.4b", **{"model.seq_length": 2052}))
     assert 2052 % config.layout.tp_overlap_chunks == 0 and config.layout.tp_overlap_chunks > 1
+
+
+def test_pairs_of_ranks_are_planned_with_their_time_and_buffers() -> None:
+    sizes = {"layout.sequence_parallel": True, "engine": "native"}
+    plain, pairs = (
+        shipped("frontier-1.4b", **sizes, **{"layout.tp_exchange": name}) for name in ("collective", "pairs")
+    )
+    (one, _), (other, _) = case_of(plain), case_of(pairs)
+    machine = Machine(cluster=plain.cluster, hardware=plain.hardware, calibration=plain.calibration)
+    exposed = [sum(c.forward_tensor for c in chunk_costs(case, machine)) for case in (one, other)]
+    assert exposed[1] < 0.5 * exposed[0]
+    held = [stage_memory(case, machine, 0).buffers for case in (one, other)]
+    product = one.micro_batch * 2048 * one.model.hidden_size * 2
+    assert held[1] - held[0] == pytest.approx(product * (one.tp - 1) / one.tp)
+    assert with_tensor_chunks(pairs)[0].layout.tp_overlap_chunks == 1
+
+
+def test_a_case_without_sequence_parallelism_exchanges_nothing() -> None:
+    case, _ = case_of(shipped("frontier-1.4b", **{"engine": "native"}))
+    assert case.engine.tensor_overlap == "backward" and exchange_bytes(case) == 0.0

@@ -35,10 +35,14 @@ def device(kind: str) -> DeviceInfo:
     return DeviceInfo(kind, torch.device("cuda", 0), "nccl", "a GPU", 0, "asked for")
 
 
+def no_softmax(scores: torch.Tensor, *, scale: float, dropout: Any = None) -> torch.Tensor:
+    return scores
+
+
 def chosen(which: Any, kind: str = "rocm", dtype: torch.dtype = torch.bfloat16, arch: str = "gfx942",
            mask: MaskNeeds | None = None) -> str:
     needs = AttentionNeeds(dtype, head_size=64, shape=AttentionShape(arch, "bf16", 64, 2048), mask=mask or MaskNeeds())
-    row = choose_attention(BackendConfig(attention=which), device(kind), needs, lambda *a, **k: None, OWN)[1]
+    row = choose_attention(BackendConfig(attention=which), device(kind), needs, no_softmax, OWN)[1]
     return f"{row.provider}: {row.why}"
 
 
@@ -82,7 +86,7 @@ def test_aiter_is_called_as_flash_attention_is(monkeypatch: pytest.MonkeyPatch) 
     package.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "aiter", package)
     needs = AttentionNeeds(torch.bfloat16, head_size=64, shape=AttentionShape("gfx950", "bf16", 64, 2048))
-    attend, row = choose_attention(BackendConfig(attention="aiter"), device("rocm"), needs, lambda *a, **k: None, OWN)
+    attend, row = choose_attention(BackendConfig(attention="aiter"), device("rocm"), needs, no_softmax, OWN)
     q = torch.zeros(8, 2, 4, 64, dtype=torch.bfloat16)
     assert row.provider == "aiter" and attend(q, q, q).shape == (8, 2, 256) and seen == [((1, 8, 8, 64), True)]
 

@@ -94,6 +94,8 @@ class LayoutConfig:
     tp_overlap_chunks: SizeOrZero = 0
     """Parts in which a layer's forward products run, each overlapping the collective of another; 0: as many as the
     planner finds to pay on the cluster, else 1 (docs/performance.md)"""
+    tp_exchange: Literal["collective", "pairs", "symm_mem"] = "collective"
+    """collective | pairs (of ranks, each beside a product) | symm_mem (torch's, NVLink, bf16); docs/performance.md"""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """0: replicated optimizer; 1: optimizer state split over the replicas; 2: gradient sums too, at the price of one
     reduce-scatter per micro-batch instead of one per step (engine native, schedules other than zb); 3: weights too,

@@ -100,7 +100,8 @@ class BuildContext:
         kernels, narrow = _kernels(providers, options.quantisation), providers.fp8
         self.weight_copies = None if narrow is None else narrow.weight_copies()
         self.linears = LinearContext(ctx, self.sequence_parallel, dtype, kernels)
-        self.chunks = max(layout.tp_overlap_chunks, 1) if ctx.size("tp") > 1 else 1
+        overlaps = layout.tp_overlap_chunks > 1 or layout.tp_exchange != "collective"
+        self.overlapped = layout if overlaps and ctx.size("tp") > 1 else None
         if partition is None:
             partition = sequence_partition(
                 ctx.mesh, ctx.rank, order=layout.cp_order, sequence_parallel=self.sequence_parallel
@@ -157,8 +158,8 @@ class BuildContext:
             factored: Linear = make(layer, spec, self, rows=rows, skip_bias=skip_bias)
             return factored
         adapter = self.adapter(layer, spec)
-        chunked = self.chunks > 1 and adapter is None
-        make = partial(PARTS.function("chunked column linear"), self.chunks) if chunked else ColumnParallelLinear
+        plain = self.overlapped is None or adapter is not None
+        make = ColumnParallelLinear if plain else partial(PARTS.function("overlapped column linear"), self.overlapped)
         made: ColumnParallelLinear = make(layer, spec, self.linears, rows=rows, skip_bias=skip_bias)
         made.adapter = adapter
         return made
@@ -169,8 +170,8 @@ class BuildContext:
             factored: Linear = PARTS.function("low-rank row linear")(layer, spec, self)
             return factored
         adapter = self.adapter(layer, spec)
-        chunked = self.chunks > 1 and adapter is None
-        make = partial(PARTS.function("chunked row linear"), self.chunks) if chunked else RowParallelLinear
+        plain = self.overlapped is None or adapter is not None
+        make = RowParallelLinear if plain else partial(PARTS.function("overlapped row linear"), self.overlapped)
         made: RowParallelLinear = make(layer, spec, self.linears, skip_bias=True)
         made.adapter = adapter
         return made

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_port.core.config.schema import LayoutConfig
 from megatron_port.core.dist.collectives import Group, all_gather_first, all_gather_single, reduce_scatter_single
 from megatron_port.core.dist.device_streams import COMPUTE, access, in_flight
 from megatron_port.core.layers.fused import first_order, widens
 from megatron_port.core.layers.linear import PLAIN, ColumnParallelLinear, LinearKernels, RowParallelLinear, _Linear
+from megatron_port.ext.weights.exchanged import ExchangedColumnLinear, ExchangedRowLinear
 from megatron_port.ext.weights.few_bits import forward_operand
 
 
@@ -167,3 +169,21 @@ class ChunkedRowParallelLinear(RowParallelLinear):
         how = self.group, self.sequence_parallel, self.chunks
         y: torch.Tensor = _Leaving.apply(x, None, how, False, self.kernels, self.weight)
         return y if self.bias is None or self.skip_bias else y + self.bias
+
+
+def overlapped_column(layout: LayoutConfig, *arguments: Any, **options: Any) -> ColumnParallelLinear:
+    """Return a ColumnParallelLinear of the form that a layout asks for, of those that overlap.
+
+    Raises:
+        EnvironmentFault: ``layout.tp_exchange`` names one that cannot serve this device.
+    """
+    if layout.tp_exchange != "collective":
+        return ExchangedColumnLinear(layout.tp_exchange, *arguments, **options)
+    return ChunkedColumnParallelLinear(layout.tp_overlap_chunks, *arguments, **options)
+
+
+def overlapped_row(layout: LayoutConfig, *arguments: Any, **options: Any) -> RowParallelLinear:
+    """Return a RowParallelLinear likewise."""
+    if layout.tp_exchange != "collective":
+        return ExchangedRowLinear(layout.tp_exchange, *arguments, **options)
+    return ChunkedRowParallelLinear(layout.tp_overlap_chunks, *arguments, **options)

@@ -191,3 +191,30 @@ FEW_BITS = (
                  allowed=("none",)),
     ), more=(_groups,)),
 )
+
+_OVER_NVLINK = 'use "pairs" or "collective"'
+EXCHANGES = (
+    Table(asked='layout.tp_exchange "{c.layout.tp_exchange}"', on=lambda c: c.layout.tp_exchange != "collective", rows=(
+        Rule(lambda c: c.layout.tensor_parallel_size > 1 and not c.layout.sequence_parallel,
+             '{asked} needs layout.sequence_parallel: without it every rank has all rows; set it, or use "collective"'),
+        Conflict("layout.tp_overlap_chunks", "the rows of each rank are the parts already", "use 0 or 1",
+                 allowed=(0, 1)),
+        native_only("whose backward pass exchanges gradients in the same way", 'use engine = "native" or "collective"'),
+        Conflict("precision.fp8", "the rows of a rank would have scales of their own", 'use "collective", or fp8 = '
+                 '"none"', allowed=("none",)),
+        Conflict("quantisation.weights", "whose products see other weights", 'use "collective"', allowed=("none",)),
+        Conflict("fine_tuning.method", "adapters have products of their own", 'use "collective"', allowed=("none",)),
+    )),
+    Table(asked='layout.tp_exchange "symm_mem"', on=lambda c: c.layout.tp_exchange == "symm_mem", rows=(
+        Conflict("precision.dtype", "the ranks' products are added in bf16 as nobody proved for others", _OVER_NVLINK,
+                 allowed=("bf16",)),
+        Conflict("backend.device", "torch's operators over symmetric memory need NVIDIA GPUs and NVLink", _OVER_NVLINK,
+                 refused=("cpu", "rocm")),
+        Conflict("backend.share_devices", "a GPU has no link to itself", _OVER_NVLINK),
+        Conflict("backend.graphs", "no graph has captured its waits for other ranks", 'use graphs = "off"',
+                 refused=("step",)),
+        Rule(lambda c: c.layout.tensor_parallel_size > max(c.hardware.domain_devices, c.cluster.gpus_per_node),
+             "{asked} needs the {c.layout.tensor_parallel_size} tensor-parallel ranks in one NVLink domain, and a node "
+             "of {c.cluster.name} has {c.cluster.gpus_per_node} GPUs; use fewer ranks, or \"pairs\""),
+    )),
+)

@@ -308,6 +308,11 @@ class Case:
     """Which predicts the same tokens beside the model; None: nobody."""
 
     @property
+    def in_pairs(self) -> bool:
+        """Whether this program's tensor-parallel products exchange rows pair by pair (``layout.tp_exchange``)."""
+        return self.tp > 1 and self.engine.name == "native" and self.engine.tensor_overlap == "tiled"
+
+    @property
     def of_teacher(self) -> Case | None:
         """The teacher by itself, split over the same ranks; None: there is none."""
         if self.teacher is None:
@@ -558,6 +563,8 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
     engine = ENGINES[config.engine]
     if config.precision.grad_reduce_dtype != "fp32":
         engine = replace(engine, reduce_bytes=2)
+    if layout.tp_exchange != "collective" and layout.sequence_parallel:
+        engine = replace(engine, tensor_overlap="tiled")
     engine = replace(
         engine, attention=_attention_provider(config),
         graphed=config.backend.graphs == "step",

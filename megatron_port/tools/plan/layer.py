@@ -235,7 +235,7 @@ def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
     w, tokens = case.width, stream_of(case)[0]
     shapes = layer_products(case, layer)
     pw = 1 if case.dtype == "fp8" else w
-    pieces = case.tensor_chunks
+    pieces = case.tp if case.in_pairs else case.tensor_chunks
     products = pieces * sum(rates.product(r / pieces, c, k, width=pw) for r, c, k in shapes)
     inputs = sum(rates.product(r, k, c, width=pw, exact=True, op="product-input") for r, c, k in shapes)
     narrow = pw if case.fp8 != "rowwise" else w  # rowwise leaves the weights' gradients in the compute dtype
@@ -453,8 +453,8 @@ def _hidden(
         again = regions[1] * each / 2 if case.sequence_parallel else 0.0
         return hidden, back - (1 - share) * again
     if overlap == "tiled":
-        once = each * (1 - 1 / case.tp)
-        return min(regions[0] * once, products), min(regions[1] * once, 2 * weights)
+        once, share = each * (1 - 1 / case.tp), links.machine.calibration.overlap_share
+        return share * min(regions[0] * once, products), share * min(regions[1] * once, 2 * weights)
     raise ValueError(f"unknown tensor_overlap {overlap!r}")
 
 

@@ -265,6 +265,15 @@ def teacher_bytes(case: Case, stage: int) -> tuple[float, float]:
     return weights, tokens * case.padded_vocab / case.tp * case.width
 
 
+def exchange_bytes(case: Case) -> float:
+    """Return what products that exchange rows pair by pair hold beside those of a collective (``weights.exchanged``):
+    the products that are sent, or two shards of torch's symmetric workspace."""
+    if not case.in_pairs:
+        return 0.0
+    product = case.micro_batch * case.model.seq_length / case.cp * case.model.hidden_size * case.width
+    return product * max(case.tp - 1, 2) / case.tp
+
+
 def stage_memory(case: Case, machine: Machine, stage: int, *, quick: bool = False) -> StageMemory:
     """Bytes of a rank of ``stage`` at its peak. ``quick``: messages between stages are estimated, for a search."""
     n, trained, w, e = stage_elements(case, stage), trained_elements(case, stage), case.width, case.engine
@@ -276,7 +285,7 @@ def stage_memory(case: Case, machine: Machine, stage: int, *, quick: bool = Fals
     if case.weight_gathers == 1 or case.shards == 1:
         weights += copy_bytes(case, stage)
     sums = sum_elements(case, stage) * case.wide if case.shards_sums and case.shards > 1 else 0.0
-    bucket = e.buffers(case.dp * case.cp, n, sums)
+    bucket = e.buffers(case.dp * case.cp, n, sums) + exchange_bytes(case)
     # Only while the optimizer steps: a copy of this rank's share of the gradient, torch's square roots of a moment.
     roots = case.wide if case.kernels == "torch" else 0
     update = updated_elements(case, stage) * max(e.update_copy_bytes, roots)

@@ -46,6 +46,8 @@ def _chosen(config: RunConfig, world_size: int | None, *, allow_fractions: bool)
     name = config.cluster.name or "this cluster"
     if config.backend.device == "cpu" or config.hardware.is_host:
         return 1, "on a CPU nothing runs beside them"
+    if config.layout.tp_exchange != "collective":
+        return 1, f"layout.tp_exchange {config.layout.tp_exchange} divides them by ranks"
     if config.fine_tuning.enabled:
         return 1, "products with adapters have no parts"
     try:
