@@ -30,8 +30,7 @@ from megatron_port.ext.kernels.jit_guard import (
 )
 from megatron_port.ext.kernels.kernels import optional_import
 from megatron_port.ext.kernels.settings import MaskNeeds
-from megatron_port.run.device import Accelerators, choose_device, installed_accelerators
-from megatron_port.run.stream_priority import describe_policy
+from megatron_port.run.device import Accelerators, choose_device, describe_policy, installed_accelerators
 
 EXTENSIONS = {
     "flash-attn": {"flash_attn_2_cuda": "fwd"},

@@ -31,11 +31,16 @@ from megatron_port.ext.kernels.settings import MaskNeeds
 from megatron_port.ext.telemetry.flops import trained_count
 from megatron_port.run import rendezvous as process_group
 from megatron_port.run.build import DTYPES, topology_of
-from megatron_port.run.device import choose_device, describe_device, keep_freed_memory
+from megatron_port.run.device import (
+    choose_device,
+    describe_device,
+    describe_priority,
+    group_options,
+    keep_freed_memory,
+)
 from megatron_port.run.elastic import elastic_layout
 from megatron_port.run.peer_failure import explain_peer_failure
 from megatron_port.run.rendezvous import Fingerprint
-from megatron_port.run.stream_priority import describe_priority, group_options
 
 
 def _refuse(config: RunConfig, device: DeviceInfo) -> None:

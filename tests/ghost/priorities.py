@@ -3,7 +3,7 @@
     python tests/ghost/priorities.py [--python ENV/bin/python]
 
 A communicator is known by its place in the list that every rank creates in one order (``groups.planned``). Those that
-``run.stream_priority`` calls urgent must have started operations on a stream of the highest priority, the others none.
+``run.device`` calls urgent must have started operations on a stream of the highest priority, the others none.
 What a rank waits for at once runs on the stream of its kernels, which nobody made with a priority. Exit 1: a priority
 is another than the setting's.
 """
@@ -20,7 +20,7 @@ from options import chosen_torch, machine, parser
 
 from megatron_port.core.dist.groups import planned
 from megatron_port.core.dist.mesh import Topology
-from megatron_port.run.stream_priority import is_urgent
+from megatron_port.run.device import is_urgent
 
 RUNS = (
     (Topology(tp=2, pp=2, dp=2), "auto", ("layout.sequence_parallel=true",)),

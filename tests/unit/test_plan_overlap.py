@@ -101,5 +101,5 @@ def test_pairs_of_ranks_are_planned_with_their_time_and_buffers() -> None:
 
 
 def test_a_case_without_sequence_parallelism_exchanges_nothing() -> None:
-    case, _ = case_of(shipped("frontier-1.4b", **{"engine": "native"}))
+    case, _ = case_of(shipped("frontier-1.4b", engine="native"))
     assert case.engine.tensor_overlap == "backward" and exchange_bytes(case) == 0.0

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from megatron_port.core.dist import groups
 from megatron_port.core.dist.groups import ParallelContext, planned
 from megatron_port.core.dist.mesh import Communicator, Topology
-from megatron_port.run import stream_priority
-from megatron_port.run.stream_priority import describe_policy, describe_priority, group_options, is_urgent
+from megatron_port.run.device import FORCED, describe_policy, describe_priority, group_options, is_urgent
 
 WHOLE = Topology(tp=2, pp=2, dp=2, cp=2, ep=4)
 
@@ -41,7 +40,7 @@ def test_the_start_says_what_is_high() -> None:
 
 
 def test_torchs_own_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(stream_priority.FORCED, "1")
+    monkeypatch.setenv(FORCED, "1")
     expected = "all high: TORCH_NCCL_HIGH_PRIORITY is set"
     assert describe_priority("normal", Topology(tp=2), two_way=True) == describe_policy("normal") == expected
 
