@@ -285,15 +285,15 @@ def errors_on_ranks(draws: list[Draw]) -> list[tuple[float, float]]:
     for draw in draws:
         held = SequencePartition(draw.division, rank).held(draw.seq)
         rounded = [x.to(draw.dtype) for x in draw.inputs()]
-        exact = [x.double().requires_grad_() for x in rounded[:3]]
-        result = dense(draw, *exact, rounded[3].double())
-        want = [result, *torch.autograd.grad(result, exact, draw.weights().to(draw.dtype).double())]
+        q, k, v = (x.double().requires_grad_() for x in rounded[:3])
+        result = dense(draw, q, k, v, rounded[3].double())
+        want = [result, *torch.autograd.grad(result, (q, k, v), draw.weights().to(draw.dtype).double())]
         found = []
         for method, mine in ((method_of(draw, group), held), (Alone(provider_of(draw)), None)):
             take = partial(_rows, mine)
             leaves = [take(x).clone().requires_grad_() for x in rounded[:3]]
-            got = attend(draw, method, rank, tuple(leaves), rounded[3])
-            got = [got, *torch.autograd.grad(got, leaves, take(draw.weights()).to(draw.dtype))]
+            mixed = attend(draw, method, rank, tuple(leaves), rounded[3])
+            got = [mixed, *torch.autograd.grad(mixed, leaves, take(draw.weights()).to(draw.dtype))]
             squares = [(a.double() - take(b)).square().mean() / b.square().mean() for a, b in zip(got, want)]
             found.append(float(torch.stack(squares).mean().sqrt()))
         out.append((found[0], found[1]))

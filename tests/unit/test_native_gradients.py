@@ -85,12 +85,24 @@ def test_slots_wait_within_a_bucket_and_a_limit(monkeypatch: pytest.MonkeyPatch)
     first, second, third = buckets.parameters
     before = [s.clone() for s in buckets.sums]
     slots = torch.arange(48.0).view(3, 2, 8)
-    sink.take(slots, (first, second))
+    sink.take(slots, (first, second), 48)
     assert not buckets.asked
-    sink.take(slots[:, :1].contiguous(), (third,))
+    sink.take(slots[:, :1].contiguous(), (third,), 24)
     assert buckets.asked == [("sum", 0), ("sum", 1), ("added", 0), ("added", 1)]
-    monkeypatch.setattr("megatron_port.ext.kernels.gradient_sums._MOST_WAITING", 100)
-    sink.take(slots[:, 1:].contiguous(), (third,))
+    monkeypatch.setattr("megatron_port.ext.kernels.gradient_sums._MOST_WAITING", 40)
+    sink.take(slots[:, 1:].contiguous(), (third,), 24)
     assert buckets.asked[4:] == [("sum", 2), ("sum", 2), ("added", 2), ("added", 2)]
     wanted = [slots.sum(0)[0], slots.sum(0)[1], slots.sum(0)[0].add(slots.sum(0)[1])]
     assert all(torch.allclose(s, b + w, rtol=1e-6) for s, b, w in zip(buckets.sums, before, wanted))
+
+
+def test_slots_of_parameters_in_two_buckets_are_added_apart() -> None:
+    buckets: Any = Buckets([(0, 8), (1, 8)])
+    sink = SumsTogether(buckets)
+    before = [s.clone() for s in buckets.sums]
+    slots = torch.arange(48.0).view(3, 2, 8)
+    sink.take(slots, tuple(buckets.parameters), 48)
+    assert buckets.asked == [("sum", 0), ("added", 0)]
+    sink.flush()
+    assert buckets.asked[2:] == [("sum", 1), ("added", 1)]
+    assert all(torch.allclose(s, b + w, rtol=1e-6) for s, b, w in zip(buckets.sums, before, slots.sum(0)))

@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 
 from megatron_port.core.engine.native_passes import GradientSink
 from megatron_port.core.optim.sharded import ShardedParameters
 from megatron_port.ext.kernels.ops.optimizer import add_gradients_, add_rows_, add_slots_
+from megatron_port.ext.kernels.slots import Parameters
 
 _LARGEST_DEFERRED = 1 << 16
 """Elements of a gradient that may wait for others: of biases and norms; the memory of a table's is to be freed."""
-_MOST_WAITING = 32 << 20
-"""Bytes of slots that may wait: they are read again from a GPU's cache, which has 40 to 60 MB."""
-
-
-class _Kept(NamedTuple):
-    """A gradient as slots: which of those that a kernel summed together, and whose."""
-
-    slots: torch.Tensor
-    row: int
-    parameter: torch.Tensor
+_MOST_WAITING = 8 << 20
+"""Elements of slots that may wait, 32 MiB: they are read again from a GPU's cache, which has 40 to 60 MB."""
 
 
 class SumsTogether(GradientSink):
     """Sink whose small gradients wait until one arrives that is reduced with others, and for the end of the pass.
 
     The sums are those of each added by itself, to the bit. On a GPU gradients wait as the slots of the kernels that
-    made them (``ext/kernels/slots.py``), up to :data:`_MOST_WAITING` bytes. A parameter that is used twice in a pass
+    made them (``ext/kernels/slots.py``), up to :data:`_MOST_WAITING` elements. A parameter that is used twice in a pass
     then gets two gradients, each rounded, where autograd would round their sum.
     """
 
     def __init__(self, sharded: ShardedParameters) -> None:
         super().__init__(sharded, add_rows_)
         self._waiting: list[torch.Tensor] = []
-        self._kept: list[_Kept] = []
-        self._kept_bytes = 0
+        self._kept: list[tuple[torch.Tensor, int, Parameters]] = []
+        """(slots, which of their gradients is the first parameter's, parameters)"""
+        self._kept_elements = 0
         self._bucket: int | None = None
 
     def hook(self, parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
@@ -49,25 +42,30 @@ class SumsTogether(GradientSink):
             parameter.slot_sums = self  # type: ignore[attr-defined]
 
         def wait(parameter: torch.Tensor) -> None:
-            if parameter.grad is not None:  # else layers.linear adds it itself
-                self._open_bucket_of(parameter)
+            if parameter.grad is not None:  # else layers.linear or the kernel itself has added it
+                self._turn_to(self._sharded().reduced_with(parameter))
                 self._waiting.append(parameter)
 
         return wait
 
-    def take(self, slots: torch.Tensor, parameters: Sequence[torch.Tensor]) -> None:
+    def take(self, slots: torch.Tensor, parameters: Parameters, elements: int) -> None:
         """Keep slots [slots, parameters, cols], float32, until the next :meth:`flush` adds their sums."""
-        for row, parameter in enumerate(parameters):
-            self._open_bucket_of(parameter)
-            self._kept.append(_Kept(slots, row, parameter))
-        self._kept_bytes += slots.untyped_storage().nbytes()
-        if self._kept_bytes > _MOST_WAITING:
+        sharded = self._sharded()
+        buckets = [sharded.reduced_with(parameter) for parameter in parameters]
+        if len(set(buckets)) == 1:
+            self._turn_to(buckets[0])
+            self._kept.append((slots, 0, parameters))
+        else:
+            for row, (bucket, parameter) in enumerate(zip(buckets, parameters)):
+                self._turn_to(bucket)
+                self._kept.append((slots, row, (parameter,)))
+        self._kept_elements += elements
+        if self._kept_elements > _MOST_WAITING:
             self.flush()
 
-    def _open_bucket_of(self, parameter: torch.Tensor) -> None:
-        """Let those of one bucket alone wait: its reduction is not to wait for another's gradients, and to give memory
-        to those of another may take away that of the first."""
-        bucket = self._sharded().reduced_with(parameter)
+    def _turn_to(self, bucket: int) -> None:
+        """Let gradients of one bucket alone wait: its reduction is not to wait for another's, and to give memory to
+        those of another may take away that of the first."""
         if bucket != self._bucket:
             self.flush()
             self._bucket = bucket
@@ -75,17 +73,19 @@ class SumsTogether(GradientSink):
     @torch.no_grad()
     def flush(self) -> None:
         """Add the gradients that wait to their sums. To be called at the end of every backward pass."""
-        kept, self._kept, self._kept_bytes = self._kept, [], 0
+        kept, self._kept, self._kept_elements = self._kept, [], 0
         waiting, self._waiting = self._waiting, []
         if not kept and not waiting:
             return
         sharded = self._sharded()
+        owners = [parameter for _, _, parameters in kept for parameter in parameters]
         if kept:
-            sums = [sharded.gradient_of(k.parameter) for k in kept]
-            add_slots_(sums, [k.slots for k in kept], [k.row for k in kept], kept[0].parameter)
+            slots = [part for part, _, parameters in kept for _ in parameters]
+            rows = [first + i for _, first, parameters in kept for i in range(len(parameters))]
+            add_slots_([sharded.gradient_of(parameter) for parameter in owners], slots, rows, owners[0])
         if waiting:
             add_gradients_([sharded.gradient_of(p) for p in waiting], [p.grad for p in waiting if p.grad is not None])
         for parameter in waiting:
             parameter.grad = None
-        for parameter in [*(k.parameter for k in kept), *waiting]:
+        for parameter in owners + waiting:
             sharded.added(parameter)

@@ -8,38 +8,46 @@ bandwidth. So the slots wait, until one launch sums those of several kernels and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
+
+Parameters = tuple[Tensor, ...]
+"""Parameters whose gradients one kernel sums, in its order."""
 
 
 class SlotSums(Protocol):
     """Destination of slots; parameters carry it as ``slot_sums``."""
 
-    def take(self, slots: Tensor, parameters: Sequence[Tensor]) -> None:
-        """Keep slots [slots, parameters, cols] until their sums are added to those of the parameters' gradients."""
+    def take(self, slots: Tensor, parameters: Parameters, elements: int) -> None:
+        """Keep slots [slots, parameters, cols], ``elements`` in all, until their sums are added to those of the
+        parameters' gradients."""
 
 
-class Slots(NamedTuple):
-    """Parameters whose gradients one kernel sums, in its order, and where its slots go."""
-
-    sums: SlotSums
-    parameters: tuple[Tensor, ...]
-
-    def take(self, slots: Tensor) -> bool:
-        """Hand over what the kernel left; return False where it left nothing, because it wrote the gradients."""
-        if not slots.numel():
-            return False
-        self.sums.take(slots, self.parameters)
-        return True
+Slots = tuple[SlotSums, Parameters]
+"""Where a kernel's slots go, and whose they are."""
 
 
-def slots_of(*parameters: Tensor | None) -> Slots | None:
+def slots_of(first: Tensor | None, second: Tensor | None = None, third: Tensor | None = None) -> Slots | None:
     """Return where the slots of these parameters go; None: at least one is no parameter that takes them, so that
-    autograd gets its gradient. ``None`` among the parameters: the op has none there."""
-    given = tuple(p for p in parameters if p is not None)
-    sums = getattr(given[0], "slot_sums", None) if given else None
-    if sums is None or any(getattr(p, "slot_sums", None) is not sums for p in given):
+    autograd gets its gradient. A parameter that is None is none of the op's. Written for few calls: each op asks."""
+    sums: SlotSums | None = getattr(first, "slot_sums", None)
+    if sums is None or first is None:
         return None
-    return Slots(sums, given)
+    if second is None:
+        second, third = third, None
+    if second is None:
+        return sums, (first,)
+    alike = getattr(second, "slot_sums", None) is sums
+    if third is None:
+        return (sums, (first, second)) if alike else None
+    alike &= getattr(third, "slot_sums", None) is sums
+    return (sums, (first, second, third)) if alike else None
+
+
+def took(slots: Slots | None, kept: Tensor) -> bool:
+    """Hand over what a kernel kept; return False where that is nothing, because it wrote the gradients."""
+    if slots is None or not (elements := kept.numel()):
+        return False
+    slots[0].take(kept, slots[1], elements)
+    return True

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_port.ext.kernels.differentiable import differentiable
-from megatron_port.ext.kernels.slots import slots_of
+from megatron_port.ext.kernels.slots import slots_of, took
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None, *, approximate: bool) -> Tensor:
@@ -62,7 +62,7 @@ def _gelu_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
     dx, dbias, slots = torch.ops.megatron_port.bias_gelu_backward.default(
         dy.contiguous(), x, bias, ctx.approximate, want, ctx.slots is not None
     )
-    if ctx.slots is not None and ctx.slots.take(slots):
+    if took(ctx.slots, slots):
         dbias = None
     return dx, dbias if want else None, None
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_port.core.layers.fused import FirstOrderFunction, first_order, torch_split_rotary
 from megatron_port.ext.kernels.differentiable import differentiable
-from megatron_port.ext.kernels.slots import slots_of
+from megatron_port.ext.kernels.slots import slots_of, took
 
 _LARGEST_HEAD = 512
 
@@ -64,7 +64,7 @@ class _Split(FirstOrderFunction):
         packed, dbias, slots = torch.ops.megatron_port.split_backward.default(
             *_last_contiguous(grads), ctx.slots is not None
         )
-        return packed, None if ctx.slots is not None and ctx.slots.take(slots) else dbias
+        return packed, None if took(ctx.slots, slots) else dbias
 
 
 def _pack_by_torch(dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
