@@ -83,6 +83,8 @@ def test_slots_wait_within_a_bucket_and_a_limit(monkeypatch: pytest.MonkeyPatch)
     buckets: Any = Buckets([(0, 8), (0, 8), (1, 8)])
     sink = SumsTogether(buckets)
     first, second, third = buckets.parameters
+    for parameter in buckets.parameters:
+        sink.hook(parameter)
     before = [s.clone() for s in buckets.sums]
     slots = torch.arange(48.0).view(3, 2, 8)
     sink.take(slots, (first, second), 48)
@@ -99,6 +101,8 @@ def test_slots_wait_within_a_bucket_and_a_limit(monkeypatch: pytest.MonkeyPatch)
 def test_slots_of_parameters_in_two_buckets_are_added_apart() -> None:
     buckets: Any = Buckets([(0, 8), (1, 8)])
     sink = SumsTogether(buckets)
+    for parameter in buckets.parameters:
+        sink.hook(parameter)
     before = [s.clone() for s in buckets.sums]
     slots = torch.arange(48.0).view(3, 2, 8)
     sink.take(slots, tuple(buckets.parameters), 48)

@@ -38,22 +38,26 @@ class SumsTogether(GradientSink):
         :meth:`flush`, and frees it."""
         if parameter.numel() > _LARGEST_DEFERRED:
             return self._add
+        bucket = self._sharded().reduced_with(parameter)
+        parameter.slot_bucket = bucket  # type: ignore[attr-defined]
         if not parameter.is_cpu and parameter.dim() == 1:
             parameter.slot_sums = self  # type: ignore[attr-defined]
 
         def wait(parameter: torch.Tensor) -> None:
             if parameter.grad is not None:  # else layers.linear or the kernel itself has added it
-                self._turn_to(self._sharded().reduced_with(parameter))
+                if bucket != self._bucket:
+                    self._turn_to(bucket)
                 self._waiting.append(parameter)
 
         return wait
 
     def take(self, slots: torch.Tensor, parameters: Parameters, elements: int) -> None:
-        """Keep slots [slots, parameters, cols], float32, until the next :meth:`flush` adds their sums."""
-        sharded = self._sharded()
-        buckets = [sharded.reduced_with(parameter) for parameter in parameters]
-        if len(set(buckets)) == 1:
-            self._turn_to(buckets[0])
+        """Keep slots [slots, parameters, cols], float32, until the next :meth:`flush` adds their sums. The parameters
+        have been given to :meth:`hook`."""
+        buckets = [parameter.slot_bucket for parameter in parameters]  # type: ignore[attr-defined]
+        if buckets == buckets[:1] * len(buckets):
+            if buckets[0] != self._bucket:
+                self._turn_to(buckets[0])
             self._kept.append((slots, 0, parameters))
         else:
             for row, (bucket, parameter) in enumerate(zip(buckets, parameters)):

@@ -45,9 +45,9 @@ def slots_of(first: Tensor | None, second: Tensor | None = None, third: Tensor |
     return (sums, (first, second, third)) if alike else None
 
 
-def took(slots: Slots | None, kept: Tensor) -> bool:
+def took(slots: Slots, kept: Tensor) -> bool:
     """Hand over what a kernel kept; return False where that is nothing, because it wrote the gradients."""
-    if slots is None or not (elements := kept.numel()):
+    if not (elements := kept.numel()):
         return False
     slots[0].take(kept, slots[1], elements)
     return True

@@ -62,7 +62,7 @@ def _gelu_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
     dx, dbias, slots = torch.ops.megatron_port.bias_gelu_backward.default(
         dy.contiguous(), x, bias, ctx.approximate, want, ctx.slots is not None
     )
-    if took(ctx.slots, slots):
+    if ctx.slots is not None and took(ctx.slots, slots):
         dbias = None
     return dx, dbias if want else None, None
 

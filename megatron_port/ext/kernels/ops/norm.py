@@ -109,7 +109,7 @@ def _backward(
     dx, dweight, dbias, slots = torch.ops.megatron_port.norm_backward.default(
         dy.contiguous(), skip, total, weight, mean, rstd, ctx.rms, ctx.has_bias, ctx.slots is not None
     )
-    if took(ctx.slots, slots):
+    if ctx.slots is not None and took(ctx.slots, slots):
         dweight = dbias = None
     return dx, dx if ctx.has_residual else None, dweight, dbias if ctx.has_bias else None, None, None
 
@@ -185,7 +185,7 @@ def _add_norm_backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None, *_: Any
         torch.zeros_like(total) if dy is None else dy.contiguous(), None if dsum is None else dsum.contiguous(), total,
         keys, *ctx.mask, weight, mean, rstd, ctx.rms, ctx.has_bias, ctx.has_x_bias, ctx.slots is not None,
     )
-    if took(ctx.slots, slots):
+    if ctx.slots is not None and took(ctx.slots, slots):
         dweight = dbias = dx_bias = None
     return (
         dx if ctx.mask[1] else dtotal, dx_bias if ctx.has_x_bias else None, dtotal, None, None, None, None, dweight,
@@ -257,7 +257,7 @@ def _drop_backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         made, dbias, slots = torch.ops.megatron_port.bias_dropout_add_backward.default(
             dout, keys, *ctx.mask, ctx.has_bias, ctx.slots is not None
         )
-        if took(ctx.slots, slots):
+        if ctx.slots is not None and took(ctx.slots, slots):
             dbias = None
         dx = made if masked else dout
     return dx, dbias if ctx.has_bias else None, dout if ctx.has_residual else None, *[None] * 6

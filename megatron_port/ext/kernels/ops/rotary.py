@@ -64,7 +64,7 @@ class _Split(FirstOrderFunction):
         packed, dbias, slots = torch.ops.megatron_port.split_backward.default(
             *_last_contiguous(grads), ctx.slots is not None
         )
-        return packed, None if took(ctx.slots, slots) else dbias
+        return packed, None if ctx.slots is not None and took(ctx.slots, slots) else dbias
 
 
 def _pack_by_torch(dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
