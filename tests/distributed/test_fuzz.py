@@ -14,9 +14,9 @@ from megatron_port.core.config.checks import problems
 from megatron_port.core.config.dump import leaves
 
 SEEDS = (14, 18, 29, 118, 136, 143, 268, 269, 340, 374, 424, 529, 550, 561, 594, 630, 1937)
-"""Of the first 700 a cheap set that covers what the last test asks, 18 for its eight ranks, and one beyond them: chunked
-products whose inputs are not contiguous, partitioned, with key/value heads that tp ranks share under ZeRO in fp64
-(1937). 1,000 draws are a record (benchmarks/evidence/parity.md)."""
+"""Of the first 700 a cheap set that covers what the last test asks, 18 for its eight ranks, and one beyond them:
+chunked products whose inputs are not contiguous, partitioned, with key/value heads that tp ranks share under ZeRO in
+fp64 (1937). 1,000 draws are a record (benchmarks/evidence/parity.md)."""
 
 
 @pytest.mark.parametrize("part", range(2))

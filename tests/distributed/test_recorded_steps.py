@@ -15,7 +15,8 @@ from megatron_port.core.dist.mesh import Topology
 
 CASES = {
     "zero 1": (replace(
-        case("fp16", 1, micro_batches=4), precision=PrecisionConfig(  # overflows at first, and not in the step that is captured
+        # Overflows at first, and not in the step that is captured.
+        case("fp16", 1, micro_batches=4), precision=PrecisionConfig(
             dtype="fp16", initial_loss_scale=2.0**18, loss_scale_hysteresis=1, loss_scale_window=3)
     ), Topology(1, 1, 2)),
     "zero 2, shared table apart": (case("bf16", 2, tied=False), Topology(1, 1, 2)),

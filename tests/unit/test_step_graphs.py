@@ -106,7 +106,7 @@ def test_replayed_steps_are_the_steps() -> None:
     captured.capture_steps(capturer)
     want = train(plain)
     assert train(captured) == want
-    # First micro-batch, others, what follows, and update: before the evaluation, after it, after the step without masks.
+    # First micro-batch, others, what follows, update: before the evaluation, after it, after the step without masks.
     assert capturer.captured == 3 * 4
     assert captured.captured is not None and captured.captured.graphs.replays
     skipped = [one[0].skipped for one in want if isinstance(one, tuple)]

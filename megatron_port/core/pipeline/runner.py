@@ -132,7 +132,7 @@ class StageLink:
         self._downstream = group = ctx.over("pp")
         self._upstream = ctx.reverse_group or group
         self._batched = group is not None and dist.get_backend(group) == "nccl"
-        self._via_host = (group is not None and ctx.device.type != "cpu" and dist.get_backend(group) == "gloo")
+        self._via_host = group is not None and ctx.device.type != "cpu" and dist.get_backend(group) == "gloo"
 
     def peer(self, stage: int) -> int:
         """Return this rank's peer on another stage."""

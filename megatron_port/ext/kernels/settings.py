@@ -218,8 +218,8 @@ GRAPHS = (Table(
         Conflict("optimizer.name", "only AdamW has an update that the host does not decide", allowed=("adamw",)),
         Conflict("backend.optimizer", "the host decides on its updates", "use own or auto", allowed=("auto", "own")),
         Conflict("precision.dtype", "which the own optimizer kernel does not take", refused=("fp64",)),
-        Conflict("batch.rampup_start", "where each number of micro-batches would be captured anew", "use one stage of a "
-                 "pipeline and zero_stage 0 or 1",
+        Conflict("batch.rampup_start", "where each number of micro-batches would be captured anew",
+                 "use one stage of a pipeline and zero_stage 0 or 1",
                  when=lambda c: c.batch.rampup_start > 0 and not _apart(c)),
         Rule(lambda c: c.data.attention_documents == "within" and c.backend.attention not in ("sdpa", "math"),
              '{asked} with data.attention_documents "within" and backend.attention "{c.backend.attention}": flash-attn '

@@ -1,17 +1,17 @@
 """Steps captured once and replayed: CUDA or HIP graphs in place of thousands of launches by the host.
 
-A step's graphs are those of its passes with all that follows them up to the gradient norm (``step_pieces``: one of the
-first micro-batch, one of the others), and one of the update. What differs between steps and between micro-batches is at
-fixed addresses and is filled in before a replay (``step_inputs``, ``optim.rules``); what a kernel takes by value must be
-alike in every step. Before the update the engine may look at the state.
+A step's graphs are those of its passes with all that follows them up to the gradient norm (``step_pieces``: one of
+the first micro-batch, one of the others), and one of the update. What differs between steps and between micro-batches
+is at fixed addresses and is filled in before a replay (``step_inputs``, ``optim.rules``); what a kernel takes by value
+must be alike in every step. Before the update the engine may look at the state.
 
 The first ``WARM_UP`` steps run without a graph: they allocate what is made at first use, count the gradients of
 each bucket, and let libraries choose their kernels. Steps of another shape are captured anew; steps that have other
 numbers of micro-batches, as long as these are captured apart, are not.
 
-New graphs of the passes prove themselves: the step's passes run once more without them, and where the replay has another
-loss or gradient norm, a warning names them and steps are no longer captured. The update has no such proof, since it
-could not be undone.
+New graphs of the passes prove themselves: the step's passes run once more without them, and where the replay has
+another loss or gradient norm, a warning names them and steps are no longer captured. The update has no such proof,
+since it could not be undone.
 """
 
 from __future__ import annotations

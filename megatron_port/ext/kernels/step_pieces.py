@@ -2,11 +2,11 @@
 
 The first micro-batch of a step writes gradients over what was there, and the others add theirs; all else that differs
 between micro-batches is at the addresses of one slot (``step_inputs``). So a step is a graph of its first micro-batch,
-one graph for the others, and one of what follows up to the gradient norm. Where gradients are reduced over replicas, the
-last micro-batch has a graph with what follows, since buckets are reduced beside its backward pass.
+one graph for the others, and one of what follows up to the gradient norm. Where gradients are reduced over replicas,
+the last micro-batch has a graph with what follows, since buckets are reduced beside its backward pass.
 
-A step stays one graph (``WHOLE``) where a micro-batch's work does not end before the next one's begins, because no graph
-can end with work under way:
+A step stays one graph (``WHOLE``) where a micro-batch's work does not end before the next one's begins, because no
+graph can end with work under way:
 
 * between pipeline stages, where activations of several micro-batches are held and sent meanwhile, and in schedules that
   hold several (GPipe);
