@@ -30,6 +30,7 @@ from megatron_port.core.config.schema import (
     PrecisionConfig,
     RunConfig,
     SparsityConfig,
+    TrainingConfig,
 )
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.dist.groups import ParallelContext
@@ -328,6 +329,7 @@ def test_a_device_without_launches_is_refused() -> None:
     ({"backend": BackendConfig(graphs="step"), "layout": LayoutConfig(zero_stage=3)}, ""),  # which checks refuse
     ({"layout": LayoutConfig(zero_stage=3)}, "layout.zero_stage 3"),
     ({"optimizer": OptimizerConfig(name="lion")}, 'optimizer.name "lion"'),
+    ({"training": TrainingConfig(hooks=("theirs",))}, "training.hooks"),
 ])
 def test_steps_are_captured_where_nothing_refuses_them(change: dict[str, Any], named: str) -> None:
     config = dataclasses.replace(RunConfig(), **change)  # of which other checks have something to say

@@ -241,6 +241,8 @@ def why_not_captured(config: RunConfig, *, amd: bool, optimizer: str) -> str:
     providers = (op for op, registry in OP_PROVIDERS.items() if getattr(config.backend, op) in registry.added)
     if next(providers, None) or any(registry.added for registry in (MIXERS, OBJECTIVES, LOSSES)):
         return 'a plugin\'s code may read numbers of the device, which ends a capture; backend.graphs "step" tries it'
+    if config.training.hooks:
+        return 'training.hooks may look into the passes, which a replay does not call; backend.graphs "step" tries it'
     called, asked = (replace(config, backend=replace(config.backend, graphs=each)) for each in ("off", "step"))
     others = [text for table in tables_of(called) for text in table.problems(called)]
     refused = (text for table in tables_of(asked) for text in table.problems(asked) if text not in others)
