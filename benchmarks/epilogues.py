@@ -34,8 +34,9 @@ from benchmarks.compare.results import hardware
 from benchmarks.device_clock import time_calls
 from megatron_port.core.io.files import write_text
 from megatron_port.ext.kernels import kernels
-from megatron_port.ext.kernels.ops import activation, products
-from megatron_port.ext.kernels.ops.products import Epilogue
+from megatron_port.ext.kernels import lt_products as products
+from megatron_port.ext.kernels.lt_products import Epilogue
+from megatron_port.ext.kernels.ops import activation
 
 LEAST_SHARE, MOST_ERROR = 2 / 3, 2.0
 

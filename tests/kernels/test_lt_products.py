@@ -14,9 +14,9 @@ from torch import Tensor
 
 from megatron_port.core.layers.linear import PLAIN, WgradAccumulator, linear
 from megatron_port.ext.kernels import kernels
+from megatron_port.ext.kernels import lt_products as products
 from megatron_port.ext.kernels.lt_linear import LtLinearKernels
-from megatron_port.ext.kernels.ops import products
-from megatron_port.ext.kernels.ops.products import Epilogue, product, times_asked
+from megatron_port.ext.kernels.lt_products import Epilogue, product, times_asked
 from megatron_port.ext.kernels.products_table import Form
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

@@ -84,7 +84,7 @@ def bad_float(rng: random.Random, text: str, config: Any) -> Mutation:
 
 def bad_choice(rng: random.Random, text: str, config: Any) -> Mutation:
     name = rng.choice(list(CHOICES))
-    bad = '"nothing"' if isinstance(CHOICES[name][0], str) else "3"
+    bad = '"nothing"' if isinstance(CHOICES[name][0], str) else str(max(map(int, CHOICES[name])) + 1)
     return edit(text, name, f"{name.rpartition('.')[2]} = {bad}"), [name, bad.strip('"'), str(CHOICES[name][0])]
 
 

@@ -11,7 +11,7 @@ from ghost_cublaslt import compiled_cublaslt
 
 from benchmarks.epilogues import CASES, Case, Passes, Row, decision, error_of
 from megatron_port.ext.kernels import kernels
-from megatron_port.ext.kernels.ops import products
+from megatron_port.ext.kernels import lt_products as products
 
 
 @pytest.fixture(scope="module", autouse=True)

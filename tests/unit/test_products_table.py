@@ -18,9 +18,9 @@ from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.errors import EnvironmentFault
 from megatron_port.core.layers.linear import PLAIN
 from megatron_port.ext.kernels import choose_products, kernels
+from megatron_port.ext.kernels import lt_products as products
 from megatron_port.ext.kernels.choose_products import Operands, choose_lt, lt_row, measure_card, measured
 from megatron_port.ext.kernels.lt_linear import LtLinearKernels
-from megatron_port.ext.kernels.ops import products
 from megatron_port.ext.kernels.products_table import (
     Form,
     ProductTable,

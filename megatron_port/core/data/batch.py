@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from megatron_port.core.dist.positions import Division
@@ -48,8 +49,11 @@ class MicroBatch:
     def check_ids(self, vocab_size: int) -> None:
         """Raise DataError where an id on the host is outside the vocabulary; labels under a mask may be anything."""
         for name, ids in (("token", self.tokens), ("label", None if self.masked else self.labels)):
-            low, high = torch.aminmax(ids) if ids is not None and ids.is_cpu and ids.numel() else (0, 0)
+            if ids is None or not ids.is_cpu or not ids.numel():
+                continue
+            seen = np.from_dlpack(ids)  # type: ignore[arg-type]  # the host's memory: no operation of torch
+            low, high = seen.min(), seen.max()
             if low < 0 or high >= vocab_size:
                 raise DataError(
-                    f"{name} id {int(low if low < 0 else high)} is outside the vocabulary of {vocab_size}; the data "
+                    f"{name} id {low if low < 0 else high} is outside the vocabulary of {vocab_size}; the data "
                     "was made with another tokenizer: set model.vocab_size or prepare it again")

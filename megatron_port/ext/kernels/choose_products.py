@@ -26,7 +26,7 @@ from megatron_port.core.layers.providers import ProviderRow
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.attention_choice import refuse
 from megatron_port.ext.kernels.lt_linear import LtLinearKernels
-from megatron_port.ext.kernels.ops.products import Epilogue, candidates, library_name, open_library, product
+from megatron_port.ext.kernels.lt_products import Epilogue, candidates, library_name, open_library, product
 from megatron_port.ext.kernels.products_table import (
     Form,
     ProductTable,

@@ -8,8 +8,8 @@ import torch
 
 from megatron_port.core.engine.native_passes import GradientSink
 from megatron_port.core.optim.sharded import ShardedParameters
+from megatron_port.ext.kernels.differentiable import Parameters
 from megatron_port.ext.kernels.ops.optimizer import add_gradients_, add_rows_, add_slots_
-from megatron_port.ext.kernels.slots import Parameters
 
 _LARGEST_DEFERRED = 1 << 16
 """Elements of a gradient that may wait for others: of biases and norms; the memory of a table's is to be freed."""
@@ -21,7 +21,7 @@ class SumsTogether(GradientSink):
     """Sink whose small gradients wait until one arrives that is reduced with others, and for the end of the pass.
 
     The sums are those of each added by itself, to the bit. On a GPU gradients wait as the slots of the kernels that
-    made them (``ext/kernels/slots.py``), up to :data:`_MOST_WAITING` elements. A parameter that is used twice in a pass
+    made them (``differentiable``), up to :data:`_MOST_WAITING` elements. A parameter that is used twice in a pass
     then gets two gradients, each rounded, where autograd would round their sum.
     """
 

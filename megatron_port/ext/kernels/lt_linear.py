@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_port.core.layers.linear import PLAIN, PlainLinearKernels
-from megatron_port.ext.kernels.ops.products import Epilogue, product
+from megatron_port.ext.kernels.lt_products import Epilogue, product
 from megatron_port.ext.kernels.products_table import Form
 
 ALIGNMENT = 16
@@ -24,7 +24,7 @@ class LtLinearKernels(PlainLinearKernels):
     """Forward with its bias, dgrad, and wgrad added to its float32 sum by the product itself.
 
     Args:
-        chosen: candidate (``ops.products``) by form. The same on every rank: algorithms add in different orders.
+        chosen: candidate (``lt_products``) by form. The same on every rank: algorithms add in different orders.
         dtype: of the operands.
     """
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_port.ext.kernels.differentiable import differentiable
-from megatron_port.ext.kernels.slots import slots_of, took
+from megatron_port.ext.kernels.differentiable import differentiable, slots_of, took
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None, *, approximate: bool) -> Tensor:

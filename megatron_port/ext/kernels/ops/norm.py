@@ -13,8 +13,7 @@ from torch import Tensor
 
 from megatron_port.core.layers.dropout import drop_threshold
 from megatron_port.core.layers.fused import FirstOrderFunction, first_order
-from megatron_port.ext.kernels.differentiable import differentiable
-from megatron_port.ext.kernels.slots import slots_of, took
+from megatron_port.ext.kernels.differentiable import differentiable, slots_of, took
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

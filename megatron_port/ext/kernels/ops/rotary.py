@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_port.core.layers.fused import FirstOrderFunction, first_order, torch_split_rotary
-from megatron_port.ext.kernels.differentiable import differentiable
-from megatron_port.ext.kernels.slots import slots_of, took
+from megatron_port.ext.kernels.differentiable import differentiable, slots_of, took
 
 _LARGEST_HEAD = 512
 

@@ -11,6 +11,7 @@ Nothing here is differentiable: linear layers call it from their own forward and
 from __future__ import annotations
 
 import ctypes
+import functools
 from enum import IntEnum
 from pathlib import Path
 
@@ -74,6 +75,7 @@ def open_library(side: int = GPU, path: Path | None = None) -> str:
 
     ``kernels.load`` must have run, for any device. A call for a side whose library is open opens it anew.
     """
+    _register_shapes()
     wrong: bytes | None = _binding().megatron_port_lt_open(None if path is None else str(path).encode(), side)
     return "" if wrong is None else wrong.decode()
 
@@ -103,6 +105,7 @@ def _product_shapes(
     return None
 
 
-def register_products() -> None:
-    """Shapes of the op, in torch's registry."""
+@functools.cache
+def _register_shapes() -> None:
+    """Shapes of the op, in torch's registry. Once a process, and not with the other ops: few runs open the library."""
     torch.library.register_fake("megatron_port::lt_product", _product_shapes)
