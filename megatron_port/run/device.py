@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import psutil
@@ -173,16 +174,22 @@ def is_urgent(communicator: Communicator, asked: str) -> bool:
     return asked == "high" or (asked == "auto" and not URGENT.isdisjoint(communicator.names))
 
 
-def group_options(asked: str, backend: str) -> Callable[[Communicator], Any]:
+def group_options(asked: str, backend: str, timeout_s: float) -> Callable[[Communicator], Any]:
     """Return what makes the options of a communicator's next group (``ParallelContext.create``).
 
-    Each group takes options of its own, because torch writes into them. gloo has no streams, and gets None.
+    Each group takes options of its own, because torch writes into them, and warns on each rank where their timeout is
+    not the group's. gloo has no streams, and gets None.
     """
     if backend != "nccl":
         return lambda communicator: None
     from torch.distributed import ProcessGroupNCCL  # only in a torch with NCCL or RCCL
 
-    return lambda communicator: ProcessGroupNCCL.Options(is_high_priority_stream=is_urgent(communicator, asked))
+    def options_of(communicator: Communicator) -> Any:
+        options = ProcessGroupNCCL.Options(is_high_priority_stream=is_urgent(communicator, asked))
+        options._timeout = timedelta(seconds=timeout_s)
+        return options
+
+    return options_of
 
 
 def describe_policy(asked: str) -> str:

@@ -224,7 +224,7 @@ def _assemble(
     ctx = ParallelContext.create(
         topology, device.torch_device, backend, timeout_s=config.launch.collective_timeout,
         two_way=config.engine == "native", progress=progress,
-        options=group_options(config.backend.collective_priority, backend),
+        options=group_options(config.backend.collective_priority, backend, config.launch.collective_timeout),
     )
     progress.at(START)
     if config.backend.tuned_products:

@@ -324,7 +324,8 @@ def inference_config(weights: Weights, overrides: Sequence[str], world_size: int
     neutral = [
         "engine=native", "layout.tensor_parallel_size=1", "layout.pipeline_parallel_size=1",
         "layout.virtual_pipeline_size=1", "layout.data_parallel_size=0", "layout.expert_parallel_size=1",
-        "layout.context_parallel_size=1", "layout.sequence_parallel=false",
+        "layout.context_parallel_size=1", "layout.cp_method=gather", "layout.sequence_parallel=false",
+        "layout.tp_overlap_chunks=1", "layout.tp_exchange=collective",
         "layout.pipeline_split=[]", "layout.zero_stage=0", "layout.shard_size=0", "layout.reshard=forward",
         "layout.pipeline_schedule=1f1b", "activations.policy=none", "activations.head_chunk=0", "layout.elastic=false",
         "offload.optimizer=none", "offload.weights=none", "offload.fraction=1.0", "offload.nvme_path=",

@@ -83,7 +83,7 @@ def test_ids_outside_the_vocabulary_are_refused(id_: int) -> None:
     assert first.tokens is not None and first.labels is not None
     tokens, labels = (x.index_fill(1, torch.tensor([3]), id_) for x in (first.tokens, first.labels))
     for name, wrong in (("token", replace(first, tokens=tokens)), ("label", replace(first, labels=labels))):
-        text = f"{name} id {id_} is outside the vocabulary of 31; .* set model.vocab_size"
+        text = f"{name} id {id_} is outside the vocabulary of 31; mask labels .*, set model.vocab_size, or"
         with pytest.raises(DataError, match=text):
             engine.train_step([*rest, wrong], step=0, lr=1e-2)
         with pytest.raises(DataError, match=text):

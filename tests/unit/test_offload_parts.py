@@ -23,6 +23,7 @@ from megatron_port.core.checkpoint.writer import Peers
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.dump import to_toml
 from megatron_port.core.config.features import OffloadConfig
+from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.schema import (
     BackendConfig,
     BatchConfig,
@@ -293,6 +294,21 @@ def test_a_run_with_offload_can_be_read_for_inference(tmp_path: Path) -> None:
     weights = Weights(tmp_path, config.model, None, path, "", None, lambda: None)  # type: ignore[arg-type]
     found = inference_config(weights, ["data.synthetic=true"], 1)
     assert found.offload == OffloadConfig() and not problems(found, world_size=1)
+
+
+def test_how_training_exchanged_rows_and_keys_does_not_bind_inference(tmp_path: Path) -> None:
+    """Not its pairs, which need sequence parallelism, nor its ring, whose attention may take no sinks elsewhere."""
+    config = with_values(run(), {
+        "layout.tensor_parallel_size": 2, "layout.context_parallel_size": 2, "layout.sequence_parallel": True,
+        "layout.tp_exchange": "pairs", "layout.cp_method": "ring"})
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(config))
+    weights = Weights(tmp_path, config.model, None, path, "", None, lambda: None)  # type: ignore[arg-type]
+    for size in (1, 2):
+        sizes = [f"layout.{axis}_parallel_size={size}" for axis in ("tensor", "context")]
+        found = inference_config(weights, ["data.synthetic=true", *sizes], size * size)
+        assert not problems(found, world_size=size * size)
+        assert (found.layout.tp_exchange, found.layout.cp_method) == ("collective", "gather")
 
 
 def test_another_optimizer_kernel_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -50,6 +51,7 @@ class FakeOptions:
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
+        self._timeout = timedelta(minutes=10)
 
 
 def test_every_group_gets_options_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,12 +59,13 @@ def test_every_group_gets_options_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
         Options = FakeOptions
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
-    made = group_options("auto", "nccl")
+    made = group_options("auto", "nccl", 1800.0)
     urgent, other = Communicator(("tp",), ((0, 1),)), Communicator(("dp",), ((0, 2),))
     first, second = made(urgent), made(urgent)
     assert first.is_high_priority_stream and second.is_high_priority_stream and first is not second
     assert not made(other).is_high_priority_stream
-    assert group_options("high", "gloo")(urgent) is None
+    assert first._timeout == timedelta(minutes=30)  # as the group's: torch warns of another on every rank
+    assert group_options("high", "gloo", 1800.0)(urgent) is None
 
 
 @pytest.fixture

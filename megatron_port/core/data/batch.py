@@ -51,9 +51,9 @@ class MicroBatch:
         for name, ids in (("token", self.tokens), ("label", None if self.masked else self.labels)):
             if ids is None or not ids.is_cpu or not ids.numel():
                 continue
-            seen = np.from_dlpack(ids)  # type: ignore[arg-type]  # the host's memory: no operation of torch
+            seen = np.from_dlpack(ids)  # the host's memory: no operation of torch
             low, high = seen.min(), seen.max()
             if low < 0 or high >= vocab_size:
                 raise DataError(
-                    f"{name} id {low if low < 0 else high} is outside the vocabulary of {vocab_size}; the data "
-                    "was made with another tokenizer: set model.vocab_size or prepare it again")
+                    f"{name} id {low if low < 0 else high} is outside the vocabulary of {vocab_size}; mask labels that "
+                    "do not count (loss_mask), set model.vocab_size, or prepare the data with this model's tokenizer")

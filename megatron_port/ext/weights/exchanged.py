@@ -52,7 +52,7 @@ class PairedMessages:
     def gather(
         self, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup
     ) -> Tensors:
-        """See :class:`Exchange`. All messages are started before the first product."""
+        """Gather and multiply (:class:`Exchange`); all messages are started before the first product."""
         members, me = dist.get_process_group_ranks(group), dist.get_rank(group)
         x, ranks = x.contiguous(), len(members)
         whole = x.new_empty(ranks, *x.shape)
@@ -71,7 +71,7 @@ class PairedMessages:
         return whole.flatten(0, 1), out.flatten(0, 1)
 
     def scatter(self, x: torch.Tensor, matrix: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """See :class:`Exchange`. Sends the rows of the others first, and computes its own last."""
+        """Multiply and add (:class:`Exchange`); the rows of the others are sent first, its own computed last."""
         members, me = dist.get_process_group_ranks(group), dist.get_rank(group)
         ranks = len(members)
         parts = x.chunk(ranks)
@@ -106,12 +106,12 @@ class SymmetricMemory:
     def gather(
         self, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup
     ) -> Tensors:
-        """See :class:`Exchange`."""
+        """Gather and multiply (:class:`Exchange`)."""
         whole, (out,) = torch.ops.symm_mem.fused_all_gather_matmul(x.contiguous(), [matrix.t()], 0, group.group_name)
         return whole, out if bias is None else out.add_(bias)
 
     def scatter(self, x: torch.Tensor, matrix: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """See :class:`Exchange`."""
+        """Multiply and add (:class:`Exchange`)."""
         added: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
             x.contiguous(), matrix.t(), "sum", 0, group.group_name
         )
