@@ -39,6 +39,7 @@ from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.model.shapes import parameter_shapes
 from megatron_port.core.registry import MIXERS, PROVIDERS
+from megatron_port.ext.context.division import ChunkDivision
 from megatron_port.ext.kernels.choose import choose_providers
 from megatron_port.ext.kernels.settings import GRAPHS as CONFLICTS
 from megatron_port.ext.kernels.settings import why_not_captured
@@ -290,7 +291,25 @@ def test_inputs_come_from_the_host_or_from_the_device() -> None:
             assert [0, *ends[:-1]] == [at for at, _ in sorted(ranges)] and ends[-1] == memory[dtype]
 
 
+def test_another_division_is_another_graphs() -> None:
+    """A graph has the positions of the micro-batch that it was captured with, whatever the tensors hold later."""
+    first, second, same = (ChunkDivision(4, ranks) for ranks in (((0, 3), (1, 2)), ((0, 1), (2, 3)), ((0, 3), (1, 2))))
+    given = batches_of(0)
+    divided = [[dataclasses.replace(b, division=d) for b, d in zip(given, pair, strict=True)]
+               for pair in ((first, first), (first, second), (same, same))]
+    assert shapes_of(divided[0]) not in (shapes_of(given), shapes_of(divided[1]))
+    assert shapes_of(divided[0]) == shapes_of(divided[2])
+    inputs = StepInputs(divided[1], torch.device("cpu"))
+    assert [b.division for b in inputs.batches] == [first, second]
+
+
 RECORDED = RunConfig(engine="native", backend=BackendConfig(graphs="step", device="cuda"))
+DIVIDED = {
+    "backend": BackendConfig(graphs="step", device="cuda", attention="math"),
+    "data": DataConfig(attention_documents="within"),
+    "layout": LayoutConfig(context_parallel_size=2, cp_order="balanced"),
+}
+"""Each micro-batch has a division of its own, whatever the kernels take."""
 
 
 @pytest.mark.parametrize(("change", "named"), [
@@ -307,6 +326,7 @@ RECORDED = RunConfig(engine="native", backend=BackendConfig(graphs="step", devic
     ({"batch": BatchConfig(rampup_start=2), "layout": LayoutConfig(zero_stage=2)}, "batch.rampup_start 2"),
     ({"batch": BatchConfig(rampup_start=2), "layout": LayoutConfig(pipeline_parallel_size=2)}, "batch.rampup_start 2"),
     ({"numerics": NumericsConfig(replay_interval=3)}, "numerics.replay_interval 3"),
+    (DIVIDED, 'layout.cp_order "balanced"'),
     ({"data": DataConfig(attention_documents="within")}, 'data.attention_documents "within" and backend.attention'),
 ])
 def test_what_cannot_be_captured_is_refused_by_name(change: dict[str, Any], named: str) -> None:
@@ -330,6 +350,9 @@ def test_a_device_without_launches_is_refused() -> None:
     ({"layout": LayoutConfig(zero_stage=3)}, "layout.zero_stage 3"),
     ({"optimizer": OptimizerConfig(name="lion")}, 'optimizer.name "lion"'),
     ({"training": TrainingConfig(hooks=("theirs",))}, "training.hooks"),
+    (DIVIDED | {"backend": BackendConfig(attention="math")}, 'layout.cp_order "balanced"'),
+    (DIVIDED | {"backend": BackendConfig(attention="math"), "layout": LayoutConfig(
+        context_parallel_size=2, cp_order="zigzag")}, ""),
 ])
 def test_steps_are_captured_where_nothing_refuses_them(change: dict[str, Any], named: str) -> None:
     config = dataclasses.replace(RunConfig(), **change)  # of which other checks have something to say

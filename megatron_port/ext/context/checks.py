@@ -31,12 +31,6 @@ def context_checks(config: RunConfig) -> list[str]:
             f'"{layout.cp_order}"); use {" or ".join(map(str, near))}'
         )
     out += _unequal_heads(config) if layout.cp_method == "heads" else []
-    captured = config.backend.graphs == "step"
-    if captured and layout.cp_order == "balanced" and config.data.attention_documents == "within":
-        out.append(
-            f'layout.cp_order "balanced" divides each micro-batch in another way; backend.graphs '
-            f'"{config.backend.graphs}" replays one; use "zigzag"'
-        )
     return out
 
 

@@ -224,6 +224,9 @@ GRAPHS = (Table(
         Rule(lambda c: c.data.attention_documents == "within" and c.backend.attention not in ("sdpa", "math"),
              '{asked} with data.attention_documents "within" and backend.attention "{c.backend.attention}": flash-attn '
              'takes the lengths of documents from the host; use attention = "sdpa" or "math"'),
+        Conflict("layout.cp_order", "which divides each micro-batch by its documents, where a replay repeats one",
+                 'use "zigzag"', refused=("balanced",), when=lambda c: (
+                     c.layout.context_parallel_size > 1 and c.data.attention_documents == "within")),
         Conflict("numerics.replay_interval", "a replay looks at every micro-batch from the host", "use 0"),
     ),
 ),)

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from megatron_port.core.data.batch import MicroBatch
+from megatron_port.core.dist.positions import Division
 
 FIELDS = ("tokens", "labels", "loss_mask", "document_starts")
 """Fields of a micro-batch that are tensors, beside ``side``."""
-Shapes = tuple[tuple[int, ...] | int | str, ...]
-"""Samples of each micro-batch and whether labels are masked, then the name and the shape of each of its tensors."""
+Shapes = tuple[tuple[int, ...] | int | str | Division | None, ...]
+"""Samples of each micro-batch, whether labels are masked and how its sequences are divided, then the name and the shape
+of each of its tensors."""
 
 
 def tensors_of(batch: MicroBatch) -> dict[str, torch.Tensor]:
@@ -32,10 +34,11 @@ def with_tensors(batch: MicroBatch, tensors: Mapping[str, torch.Tensor]) -> Micr
 
 def shapes_of(micro_batches: Sequence[MicroBatch]) -> Shapes:
     """Return the shapes that a graph is for: it serves steps of equal ones. They change on all ranks at once."""
-    out: list[tuple[int, ...] | int | str] = []
+    out: list[tuple[int, ...] | int | str | Division | None] = []
     for batch in micro_batches:
         # Masks are on the last stage alone, and a new graph runs the passes more than once: all stages must, or hang.
-        out += [len(batch.sample_ids), int(batch.masked)]
+        # A division is numbers of the host, which a graph holds as they were at its capture.
+        out += [len(batch.sample_ids), int(batch.masked), batch.division]
         for name, tensor in tensors_of(batch).items():
             out += [name, tuple(tensor.shape)]
     return tuple(out)
@@ -47,7 +50,7 @@ class StepInputs:
     ``batches``: the micro-batches there; ``keys``: their samples' dropout keys, int64 [samples] each.
 
     Args:
-        like: micro-batches of the same shapes.
+        like: micro-batches of the same shapes and divisions.
         apart: the micro-batches take turns in ``slot``, which has the shapes of each (``step_pieces``).
         slot: the one to use; None: a new one.
     """
