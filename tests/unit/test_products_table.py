@@ -208,6 +208,30 @@ def test_every_rank_takes_what_rank_0_was_told(tmp_path: Path, lt: Path, monkeyp
         choose_lt(config, CARD, 1, folder=tmp_path, clock=Clock())
 
 
+def test_auto_takes_torchs_everywhere_where_one_rank_has_another_card(
+    tmp_path: Path, lt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has a table, rank 1 another card: rank 0, whose own check passes, hears of it, and no start stops."""
+    config, told = run_of(), list[str | None]()
+    write_table(ProductTable(CARD.name, LIBRARY, tuple(row(f, 1.0, 0.5) for f in forms_of(config))), tmp_path)
+    monkeypatch.setattr(choose_products, "broadcast_text", lambda text: told.append(text) or told[0])
+    made, said = choose_lt(config, CARD, 0, folder=tmp_path, clock=Clock())
+    assert isinstance(made, LtLinearKernels) and said.provider == "lt"
+    made, there = choose_lt(config, replace(CARD, name="NVIDIA H100"), 1, folder=tmp_path, clock=Clock())
+    assert made is PLAIN and there.provider == "torch"
+    assert there.why.startswith("auto; rank 0 has chosen products of cublasLt 130100 on NVIDIA H200, and here is")
+
+    def met(action: Callable[[], object]) -> object:
+        """What rank 0 gets of ``agreed`` once rank 1 has failed: rank 1's fault after the broadcast."""
+        if len(told) > 2:
+            raise EnvironmentFault("rank 1 on there: another card")
+        return action()
+
+    monkeypatch.setattr(choose_products, "agreed", met)
+    made, here = choose_lt(config, CARD, 0, folder=tmp_path, clock=Clock())
+    assert made is PLAIN and here.why == "auto; rank 1 on there: another card"
+
+
 def test_a_calibration_measures_each_product_of_its_layouts_once(tmp_path: Path, lt: Path) -> None:
     clock, config = Clock(), run_of()
     runs = calibrated_runs(config, config.model, (1, 2, 3, 4, 8))

@@ -217,12 +217,18 @@ def choose_lt(
     ``folder``: of the card's table, in place of ``~/.cache/megatron_port``.
 
     Raises:
-        EnvironmentFault: lt was asked for and cannot serve, or ranks have different cards or libraries.
+        EnvironmentFault: lt was asked for by name and cannot serve, or ranks have different cards or libraries; under
+            ``auto`` all ranks then take torch's products, and the row says why.
     """
     told = agreed(lambda: _settled(config, device, folder, clock) if rank == 0 else {})
     told = json.loads(broadcast_text(json.dumps(told)) or "{}")
-    agreed(lambda: _check_alike(config, device, told))
     chosen = {Form(*form): candidate for *form, candidate in told["chosen"]}
+    try:
+        agreed(lambda: _check_alike(config, device, told))
+    except EnvironmentFault as fault:  # on every rank, in the words of the lowest that has one
+        if config.backend.products == "lt":
+            raise
+        return PLAIN, ProviderRow("products", "torch", f"auto; {fault}")
     row = ProviderRow(*told["row"])
     return (LtLinearKernels(chosen, DTYPES[config.precision.dtype]) if chosen else PLAIN), row
 
