@@ -9,6 +9,35 @@
 #include <string>
 
 namespace mp {
+namespace {
+
+// cublasStatus_t and hipblasStatus_t, in the order of kDialects.
+struct Status {
+  int32_t value;
+  const char* name;
+};
+constexpr Status kStatuses[][7] = {
+    {{1, "NOT_INITIALIZED"}, {3, "ALLOC_FAILED"}, {7, "INVALID_VALUE"}, {8, "ARCH_MISMATCH"}, {13, "EXECUTION_FAILED"},
+     {14, "INTERNAL_ERROR"}, {15, "NOT_SUPPORTED"}},
+    {{1, "NOT_INITIALIZED"}, {2, "ALLOC_FAILED"}, {3, "INVALID_VALUE"}, {8, "ARCH_MISMATCH"}, {5, "EXECUTION_FAILED"},
+     {6, "INTERNAL_ERROR"}, {7, "NOT_SUPPORTED"}},
+};
+
+std::string name_of(const Dialect& dialect, int32_t status) {
+  for (const Status& known : kStatuses[dialect.name == kDialects[0].name ? 0 : 1])
+    if (known.value == status) return known.name;
+  return "";
+}
+
+std::runtime_error fault(const Dialect& dialect, const char* function, int32_t status) {
+  const std::string name = name_of(dialect, status);
+  const char* free = name == "ALLOC_FAILED" ? "leave more of the device's memory free, or " : "";
+  return std::runtime_error(std::string(dialect.name) + function + " gave status " + std::to_string(status) +
+                            (name.empty() ? "" : " (" + name + ")") + "; " + free +
+                            "set backend.products = \"torch\"");
+}
+
+}  // namespace
 
 LtLibrary::LtLibrary(void* library, const Dialect& dialect) : library_(library), dialect_(dialect) {
   create_ = function("Create");
@@ -32,8 +61,7 @@ void* LtLibrary::function(const char* name) const {
 template <typename... T>
 void LtLibrary::call(const char* name, void* function, T... arguments) const {
   const int32_t status = reinterpret_cast<int32_t (*)(T...)>(function)(arguments...);
-  if (status != 0)
-    throw std::runtime_error(std::string(dialect_.name) + name + " gave status " + std::to_string(status));
+  if (status != 0) throw fault(dialect_, name, status);
 }
 
 void LtLibrary::set(void* how, int32_t attribute, const void* value, size_t bytes) const {
@@ -70,12 +98,15 @@ void LtLibrary::ask(const LtProduct& product, Plan& plan) {
   std::vector<unsigned char> results(MP_CANDIDATES * dialect_.result_bytes);
   int32_t count = 0;
   asked_++;
-  // An unknown form of a product is a status of its own, and no fault: it has no algorithm.
   const int32_t status = reinterpret_cast<int32_t (*)(
       void*, void*, void*, void*, void*, void*, void*, int32_t, void*, int32_t*)>(heuristic_)(
       handle(product.device), plan.how, plan.a, plan.b, plan.out, plan.out, preference, MP_CANDIDATES, results.data(),
       &count);
   call("MatmulPreferenceDestroy", prefer_end_, preference);
+  // A product that the library cannot compute has no algorithm. Any other fault may pass, and must not be kept.
+  const std::string said = name_of(dialect_, status);
+  if (status != 0 && said != "NOT_SUPPORTED" && said != "INVALID_VALUE")
+    throw fault(dialect_, "MatmulAlgoGetHeuristic", status);
   for (int32_t i = 0; i < count && status == 0; i++) {
     const unsigned char* result = results.data() + i * dialect_.result_bytes;
     Algorithm found{{result, result + dialect_.workspace_at}, 0};

@@ -147,6 +147,34 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     assert products.library_name(side(device)) == ""
 
 
+@pytest.mark.parametrize(("status", "said"), [
+    (1, "1 (NOT_INITIALIZED)"), (3, "3 (ALLOC_FAILED)"), (14, "14 (INTERNAL_ERROR)"), (99, "99"), (7, ""), (15, ""),
+])
+def test_a_heuristic_that_fails_is_asked_again(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, status: int, said: str
+) -> None:
+    """Of the library's faults only those that tell of a product it cannot compute are kept as no algorithm."""
+    if device.type != "cpu":
+        pytest.skip("nothing makes a GPU's library fail")
+    left, right = random(device, torch.bfloat16, ROWS, INNER), random(device, torch.bfloat16, INNER, COLUMNS)
+    out = torch.empty(ROWS, COLUMNS, device=device, dtype=torch.bfloat16)
+    monkeypatch.setenv("GHOST_HEURISTIC", str(status))
+    if not said:
+        assert products.candidates(left, right, out) == 0
+        monkeypatch.delenv("GHOST_HEURISTIC")
+        assert products.candidates(left, right, out) == 0
+        return
+    with pytest.raises(RuntimeError) as caught:
+        products.candidates(left, right, out)
+    words = str(caught.value)
+    assert f"cublasLtMatmulAlgoGetHeuristic gave status {said}; " in words
+    assert 'set backend.products = "torch"' in words and ("memory free" in words) == (status == 3)
+    monkeypatch.delenv("GHOST_HEURISTIC")
+    assert products.candidates(left, right, out) == 8
+    product(left, right, out)
+    assert off(out, left.double() @ right.double()) < 8 * ROUNDING[torch.bfloat16]
+
+
 def forms(tokens: int) -> dict[Form, int]:
     """All products of a linear layer of INNER inputs and COLUMNS outputs, each by another candidate."""
     return {Form("forward", tokens, COLUMNS, INNER): 0, Form("forward+bias", tokens, COLUMNS, INNER): 1,

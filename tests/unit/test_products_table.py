@@ -232,6 +232,38 @@ def test_auto_takes_torchs_everywhere_where_one_rank_has_another_card(
     assert made is PLAIN and here.why == "auto; rank 1 on there: another card"
 
 
+@pytest.mark.parametrize(("variable", "said"), [
+    (("GHOST_CANDIDATES", "2"), "cublasLt 130100 on NVIDIA H200 names 2 algorithms, and rank 0 has chosen number 2; see"),
+    (("GHOST_HEURISTIC", "15"), "names 0 algorithms"),
+    (("GHOST_HEURISTIC", "3"), "cublasLtMatmulAlgoGetHeuristic gave status 3 (ALLOC_FAILED); leave more"),
+])
+def test_a_rank_that_lacks_an_algorithm_says_so_at_the_start(
+    tmp_path: Path, lt: Path, monkeypatch: pytest.MonkeyPatch, variable: tuple[str, str], said: str
+) -> None:
+    """And not in the middle of a pass, with the others in a collective."""
+    told = list[str | None]()
+    monkeypatch.setattr(choose_products, "broadcast_text", lambda text: told.append(text) or told[0])
+    choose_lt(run_of(backend__products="lt"), CARD, 0, folder=tmp_path, clock=Clock())
+    products.open_library(products.CPU, lt / "lib.so")  # another rank's, which has been asked nothing
+    monkeypatch.setenv(*variable)
+    with pytest.raises(EnvironmentFault) as caught:
+        choose_lt(run_of(backend__products="lt"), CARD, 1, folder=tmp_path, clock=Clock())
+    assert said in str(caught.value) and str(caught.value).startswith("forward [24, 48] × [48, 144]: ")
+    made, row_ = choose_lt(run_of(), CARD, 1, folder=tmp_path, clock=Clock())
+    assert made is PLAIN and row_.why.startswith("auto; forward [24, 48] × ") and said in row_.why
+
+
+def test_a_start_asks_for_all_that_its_products_will(tmp_path: Path, lt: Path) -> None:
+    config = run_of(backend__products="lt")
+    choose_lt(config, CARD, 0, folder=tmp_path, clock=Clock())
+    products.open_library(products.CPU, lt / "lib.so")  # as after another start
+    made, _ = choose_lt(config, CARD, 0, folder=tmp_path, clock=Clock())
+    assert isinstance(made, LtLinearKernels)
+    asked = products.times_asked(products.CPU)
+    measured(made.chosen, "bf16", torch.device("cpu"), Clock())
+    assert products.times_asked(products.CPU) == asked
+
+
 def test_a_calibration_measures_each_product_of_its_layouts_once(tmp_path: Path, lt: Path) -> None:
     clock, config = Clock(), run_of()
     runs = calibrated_runs(config, config.model, (1, 2, 3, 4, 8))

@@ -72,21 +72,42 @@ class Operands(NamedTuple):
     vector: Tensor | None
 
     @classmethod
-    def of(cls, form: Form, dtype: torch.dtype, device: torch.device) -> Operands:
-        """Make operands of mixed numbers within ±1: zeros would draw less power. torch's random state stays."""
+    def of(cls, form: Form, dtype: torch.dtype, device: torch.device, *, filled: bool = True) -> Operands:
+        """Make operands of mixed numbers within ±1: zeros would draw less power. torch's random state stays.
+
+        ``filled`` False: of any numbers, for questions about their form.
+        """
         mixed = ((torch.arange(PERIOD, device=device) * 7919 % PERIOD) / (PERIOD / 2) - 1).to(dtype)
 
         def random(*shape: int) -> Tensor:
+            if not filled:
+                return torch.empty(shape, device=device, dtype=dtype)
             return mixed.repeat(-(-math.prod(shape) // PERIOD))[: math.prod(shape)].view(shape)
 
         wide = torch.float32 if form.kind == "wgrad" else dtype
-        out = torch.zeros(form.rows, form.columns, device=device, dtype=wide)
+        out = (torch.zeros if filled else torch.empty)(form.rows, form.columns, device=device, dtype=wide)
         vector = random(form.columns) if form.kind == "forward+bias" else None
         if form.kind == "wgrad":
             return cls(random(form.inner, form.rows).t(), random(form.inner, form.columns), out, vector)
         if form.kind == "dgrad":
             return cls(random(form.rows, form.inner), random(form.inner, form.columns), out, vector)
         return cls(random(form.rows, form.inner), random(form.columns, form.inner).t(), out, vector)
+
+    @property
+    def more(self) -> dict[str, Any]:
+        """What the product takes beside its matrices."""
+        return {"epilogue": Epilogue.PLAIN if self.vector is None else Epilogue.BIAS, "vector": self.vector}
+
+    def count(self, form: Form) -> int:
+        """Return how many algorithms the library names here for a form, of which these are the operands.
+
+        Raises:
+            EnvironmentFault: it could not tell.
+        """
+        try:
+            return candidates(self.left, self.right, self.out, **self.more)
+        except RuntimeError as error:
+            raise EnvironmentFault(f"{form.words}: {str(error).splitlines()[0]}") from error
 
     def by_torch(self) -> None:
         """Compute the product as the linear layers do without a library of their own."""
@@ -102,14 +123,16 @@ class Operands(NamedTuple):
 def measured(
     forms: Iterable[Form], dtype: str, device: torch.device, clock: Clock = event_seconds
 ) -> list[ProductTimes]:
-    """Measure products by torch and by each algorithm of the open library."""
+    """Measure products by torch and by each algorithm of the open library.
+
+    Raises:
+        EnvironmentFault: the library could not tell which algorithms it has.
+    """
     rows = []
     for form in forms:
         x = Operands.of(form, DTYPES[dtype], device)
-        more: dict[str, Any] = {"epilogue": Epilogue.PLAIN if x.vector is None else Epilogue.BIAS, "vector": x.vector}
-        count = candidates(x.left, x.right, x.out, **more)
-        calls = [partial(product, x.left, x.right, x.out, adds=form.kind == "wgrad", candidate=i, **more)
-                 for i in range(count)]
+        calls = [partial(product, x.left, x.right, x.out, adds=form.kind == "wgrad", candidate=i, **x.more)
+                 for i in range(x.count(form))]
         seconds = clock([x.by_torch, *calls])
         rows.append(ProductTimes(*form, dtype=dtype, torch_s=seconds[0], candidates_s=tuple(seconds[1:])))  # type: ignore[arg-type]
     if device.type == "cuda":
@@ -190,7 +213,8 @@ def _settled(config: RunConfig, device: DeviceInfo, folder: Path | None, clock: 
         return told
     dtype, forms, by_name = config.precision.dtype, forms_of(config), config.backend.products == "lt"
     if table is None:
-        first = [form for form in forms if _is_served(form, DTYPES[dtype], device.torch_device)]
+        counts = counted(forms, DTYPES[dtype], device.torch_device)
+        first = [form for form in forms if counts[form]]
         chosen: dict[Form, int] = dict.fromkeys(first, 0)
     else:
         lacking = [form for form in forms if form not in table.of(forms, dtype)] if by_name else []
@@ -203,10 +227,16 @@ def _settled(config: RunConfig, device: DeviceInfo, folder: Path | None, clock: 
     return told | {"library": library_name(), "chosen": [[*form, candidate] for form, candidate in chosen.items()]}
 
 
-def _is_served(form: Form, dtype: torch.dtype, device: torch.device) -> bool:
-    x = Operands.of(form, dtype, device)
-    epilogue = Epilogue.PLAIN if x.vector is None else Epilogue.BIAS
-    return candidates(x.left, x.right, x.out, epilogue=epilogue, vector=x.vector) > 0
+def counted(forms: Iterable[Form], dtype: torch.dtype, device: torch.device) -> dict[Form, int]:
+    """Return how many algorithms the library names here for each form; it then knows them, and is asked no more.
+
+    Raises:
+        EnvironmentFault: it could not tell.
+    """
+    found = {form: Operands.of(form, dtype, device, filled=False).count(form) for form in forms}
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
 
 
 def choose_lt(
@@ -217,14 +247,14 @@ def choose_lt(
     ``folder``: of the card's table, in place of ``~/.cache/megatron_port``.
 
     Raises:
-        EnvironmentFault: lt was asked for by name and cannot serve, or ranks have different cards or libraries; under
-            ``auto`` all ranks then take torch's products, and the row says why.
+        EnvironmentFault: lt was asked for by name and cannot serve, ranks have different cards or libraries, or a rank
+            lacks an algorithm; under ``auto`` all ranks then take torch's products, and the row says why.
     """
     told = agreed(lambda: _settled(config, device, folder, clock) if rank == 0 else {})
     told = json.loads(broadcast_text(json.dumps(told)) or "{}")
     chosen = {Form(*form): candidate for *form, candidate in told["chosen"]}
     try:
-        agreed(lambda: _check_alike(config, device, told))
+        agreed(lambda: _check_alike(config, device, told, chosen))
     except EnvironmentFault as fault:  # on every rank, in the words of the lowest that has one
         if config.backend.products == "lt":
             raise
@@ -233,12 +263,16 @@ def choose_lt(
     return (LtLinearKernels(chosen, DTYPES[config.precision.dtype]) if chosen else PLAIN), row
 
 
-def _check_alike(config: RunConfig, device: DeviceInfo, told: dict[str, Any]) -> None:
-    """Raise EnvironmentFault unless this rank has the card and the library that rank 0 has chosen for."""
-    if not told["chosen"]:
+def _check_alike(config: RunConfig, device: DeviceInfo, told: dict[str, Any], chosen: dict[Form, int]) -> None:
+    """Raise EnvironmentFault unless this rank has the card, the library and the algorithms that rank 0 has chosen."""
+    if not chosen:
         return
     problem = lt_problem(config.backend, device, config.precision.dtype)
     here = problem or f"{library_name()} on {device.name}"
     if here != (wanted := f"{told['library']} on {told['card']}"):
         raise EnvironmentFault(f"rank 0 has chosen products of {wanted}, and here is: {here}; all ranks need the same, "
                                'or backend.products = "torch"')
+    for form, count in counted(chosen, DTYPES[config.precision.dtype], device.torch_device).items():
+        if chosen[form] >= count:
+            raise EnvironmentFault(f"{form.words}: {here} names {count} algorithms, and rank 0 has chosen number "
+                                   f'{chosen[form]}; see that all ranks are alike, or set backend.products = "torch"')

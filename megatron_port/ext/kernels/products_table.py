@@ -36,6 +36,11 @@ class Form(NamedTuple):
     columns: int
     inner: int
 
+    @property
+    def words(self) -> str:
+        """The product in an error."""
+        return f"{self.kind} [{self.rows}, {self.inner}] × [{self.inner}, {self.columns}]"
+
 
 def forms_of(config: RunConfig) -> list[Form]:
     """Return the products of a run's linear layers and of its head on a rank, each form once.
