@@ -233,7 +233,7 @@ def test_auto_takes_torchs_everywhere_where_one_rank_has_another_card(
 
 
 @pytest.mark.parametrize(("variable", "said"), [
-    (("GHOST_CANDIDATES", "2"), "cublasLt 130100 on NVIDIA H200 names 2 algorithms, and rank 0 has chosen number 2; see"),
+    (("GHOST_CANDIDATES", "2"), "cublasLt 130100 on NVIDIA H200 names 2 algorithms, and rank 0 has chosen number 2"),
     (("GHOST_HEURISTIC", "15"), "names 0 algorithms"),
     (("GHOST_HEURISTIC", "3"), "cublasLtMatmulAlgoGetHeuristic gave status 3 (ALLOC_FAILED); leave more"),
 ])

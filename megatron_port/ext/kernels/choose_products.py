@@ -142,7 +142,7 @@ def measured(
 
 def measure_card(configs: Iterable[RunConfig], device: DeviceInfo, *, folder: Path | None = None,
                  clock: Clock = event_seconds) -> str:
-    """Measure the products of runs on one device and write the card's table; return a line that says so.
+    """Measure the products of runs on one device and write the card's table; return a line about it.
 
     Raises:
         EnvironmentFault: the table cannot be written.
