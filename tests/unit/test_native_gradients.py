@@ -10,6 +10,7 @@ import torch
 from megatron_port.core.engine.native_passes import GradientSink
 from megatron_port.ext.kernels import kernels
 from megatron_port.ext.kernels.gradient_sums import SumsTogether
+from megatron_port.ext.kernels.ops.optimizer import add_slots_
 
 
 @pytest.fixture(autouse=True)
@@ -80,9 +81,9 @@ def test_gradients_of_a_bucket_are_added_before_another_bucket_is_asked_for() ->
 
 
 def test_slots_wait_within_a_bucket_and_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    buckets: Any = Buckets([(0, 8), (0, 8), (1, 8)])
+    buckets: Any = Buckets([(0, 8), (0, 8), (1, 8), (1, 8)])
     sink = SumsTogether(buckets)
-    first, second, third = buckets.parameters
+    first, second, third, fourth = buckets.parameters
     for parameter in buckets.parameters:
         sink.hook(parameter)
     before = [s.clone() for s in buckets.sums]
@@ -92,9 +93,9 @@ def test_slots_wait_within_a_bucket_and_a_limit(monkeypatch: pytest.MonkeyPatch)
     sink.take(slots[:, :1].contiguous(), (third,), 24)
     assert buckets.asked == [("sum", 0), ("sum", 1), ("added", 0), ("added", 1)]
     monkeypatch.setattr("megatron_port.ext.kernels.gradient_sums._MOST_WAITING", 40)
-    sink.take(slots[:, 1:].contiguous(), (third,), 24)
-    assert buckets.asked[4:] == [("sum", 2), ("sum", 2), ("added", 2), ("added", 2)]
-    wanted = [slots.sum(0)[0], slots.sum(0)[1], slots.sum(0)[0].add(slots.sum(0)[1])]
+    sink.take(slots[:, 1:].contiguous(), (fourth,), 24)
+    assert buckets.asked[4:] == [("sum", 2), ("sum", 3), ("added", 2), ("added", 3)]
+    wanted = [*slots.sum(0), *slots.sum(0)]
     assert all(torch.allclose(s, b + w, rtol=1e-6) for s, b, w in zip(buckets.sums, before, wanted))
 
 
@@ -110,3 +111,29 @@ def test_slots_of_parameters_in_two_buckets_are_added_apart() -> None:
     sink.flush()
     assert buckets.asked[2:] == [("sum", 1), ("added", 1)]
     assert all(torch.allclose(s, b + w, rtol=1e-6) for s, b, w in zip(buckets.sums, before, slots.sum(0)))
+
+
+def test_a_launch_adds_to_a_sum_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a launch read and write sums without waiting for each other: of two, one could be lost. A parameter may
+    be used by two kernels, by one in two places, and with others that are not used again."""
+    launches: list[list[int]] = []
+
+    def launch(sums: list[torch.Tensor], *others: Any) -> None:
+        launches.append([next(i for i, s in enumerate(buckets.sums) if s is each) for each in sums])
+        add_slots_(sums, *others)
+
+    monkeypatch.setattr("megatron_port.ext.kernels.gradient_sums.add_slots_", launch)
+    buckets: Any = Buckets([(0, 8), (0, 8), (0, 8), (1, 8)])
+    sink = SumsTogether(buckets)
+    for parameter in buckets.parameters:
+        sink.hook(parameter)
+    wanted, draw = [s.clone() for s in buckets.sums], torch.Generator().manual_seed(3)
+    for used in ((0, 1), (2,), (1,), (2, 2), (1, 3, 1), (0, 3)) * 2:
+        slots = torch.randn(3, len(used), 8, generator=draw)
+        for i, gradient in zip(used, slots.sum(0), strict=True):
+            wanted[i] += gradient.bfloat16()
+        sink.take(slots, tuple(buckets.parameters[i] for i in used), slots.numel())
+    sink.flush()
+    assert all(len(set(sums)) == len(sums) for sums in launches), launches
+    assert launches[:3] == [[0, 1, 2], [1], [2]]
+    assert all(torch.allclose(s, w, rtol=1e-2) for s, w in zip(buckets.sums, wanted, strict=True))

@@ -32,6 +32,8 @@ class SumsTogether(GradientSink):
         """(slots, which of their gradients is the first parameter's, parameters)"""
         self._kept_elements = 0
         self._bucket: int | None = None
+        self._turn = 0
+        """Number of the next flush. A parameter's ``slot_turn`` is that of the flush its slots were last kept for."""
 
     def hook(self, parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
         """Return the hook that adds what arrives as ``grad`` to a parameter's sum, now or with the next
@@ -39,7 +41,7 @@ class SumsTogether(GradientSink):
         if parameter.numel() > _LARGEST_DEFERRED:
             return self._add
         bucket = self._sharded().reduced_with(parameter)
-        parameter.slot_bucket = bucket  # type: ignore[attr-defined]
+        parameter.slot_bucket, parameter.slot_turn = bucket, -1  # type: ignore[attr-defined]
         if not parameter.is_cpu and parameter.dim() == 1:
             parameter.slot_sums = self  # type: ignore[attr-defined]
 
@@ -55,17 +57,30 @@ class SumsTogether(GradientSink):
         """Keep slots [slots, parameters, cols], float32, until the next :meth:`flush` adds their sums. The parameters
         have been given to :meth:`hook`."""
         buckets = [parameter.slot_bucket for parameter in parameters]  # type: ignore[attr-defined]
-        if buckets == buckets[:1] * len(buckets):
+        together = buckets == buckets[:1] * len(buckets)
+        if together:
             if buckets[0] != self._bucket:
                 self._turn_to(buckets[0])
+            for parameter in parameters:  # marked, not looked up: every kernel's backward pass is here
+                together &= parameter.slot_turn != self._turn  # type: ignore[attr-defined]
+                parameter.slot_turn = self._turn  # type: ignore[attr-defined]
+        if together:
             self._kept.append((slots, 0, parameters))
         else:
             for row, (bucket, parameter) in enumerate(zip(buckets, parameters)):
-                self._turn_to(bucket)
-                self._kept.append((slots, row, (parameter,)))
+                self._keep_alone(slots, row, parameter, bucket)
         self._kept_elements += elements
         if self._kept_elements > _MOST_WAITING:
             self.flush()
+
+    def _keep_alone(self, slots: torch.Tensor, row: int, parameter: torch.Tensor, bucket: int) -> None:
+        """Keep the slots of one parameter. Blocks of a launch add to its sum without waiting for each other, so a
+        launch may have a parameter only once."""
+        self._turn_to(bucket)
+        if parameter.slot_turn == self._turn:  # type: ignore[attr-defined]
+            self.flush()
+        parameter.slot_turn = self._turn  # type: ignore[attr-defined]
+        self._kept.append((slots, row, (parameter,)))
 
     def _turn_to(self, bucket: int) -> None:
         """Let gradients of one bucket alone wait: its reduction is not to wait for another's, and to give memory to
@@ -77,6 +92,7 @@ class SumsTogether(GradientSink):
     @torch.no_grad()
     def flush(self) -> None:
         """Add the gradients that wait to their sums. To be called at the end of every backward pass."""
+        self._turn += 1
         kept, self._kept, self._kept_elements = self._kept, [], 0
         waiting, self._waiting = self._waiting, []
         if not kept and not waiting:
