@@ -230,6 +230,34 @@ def test_a_linear_layer_sums_weight_gradients_unrounded(
     assert weight.grad is None and times_asked(side(device)) - before == 3
 
 
+def test_the_two_weights_of_a_shared_projection_are_served_apart(device: torch.device) -> None:
+    """Of ranks that share a key and value: a weight for queries and one for what is shared, with one bias."""
+    torch.manual_seed(7)
+    dtype, shared_rows, tokens = torch.bfloat16, 16, 24
+    whole = random(device, dtype, COLUMNS + shared_rows, INNER)
+    weights = [part.clone().requires_grad_() for part in whole.split([COLUMNS, shared_rows])]
+    totals = [torch.full_like(w, float("nan"), dtype=torch.float32) for w in weights]
+
+    def adding(total: Tensor) -> WgradAccumulator:
+        return WgradAccumulator(lambda _: None, lambda _: total, lambda _: total)
+
+    for weight, total in zip(weights, totals):
+        weight.wgrad_accumulator = adding(total)  # type: ignore[attr-defined]
+    bias = random(device, dtype, COLUMNS + shared_rows).requires_grad_()
+    chosen = forms(tokens) | {
+        Form("forward+bias", tokens, shared_rows, INNER): 4, Form("dgrad", tokens, INNER, shared_rows): 5,
+        Form("wgrad", shared_rows, INNER, tokens): 6}
+    x, dy = random(device, dtype, 6, 4, INNER).requires_grad_(), random(device, dtype, 6, 4, COLUMNS + shared_rows)
+    before = times_asked(side(device))
+    y = linear(x, weights[0], bias, shared=weights[1], kernels=LtLinearKernels(chosen, dtype))
+    y.backward(dy)
+    assert times_asked(side(device)) - before == 6
+    wide, dy_2d = whole.double(), dy.double().flatten(0, 1)
+    assert off(y.detach(), x.detach().double() @ wide.t() + bias.detach().double()) < 8 * ROUNDING[dtype]
+    assert x.grad is not None and off(x.grad, dy.double() @ wide) < 8 * ROUNDING[dtype]
+    assert off(torch.cat(totals), dy_2d.t() @ x.detach().double().flatten(0, 1)) < 1e-5
+
+
 def test_other_forms_and_dtypes_are_torchs(device: torch.device) -> None:
     lt, weight = LtLinearKernels(forms(24), torch.bfloat16), random(device, torch.bfloat16, COLUMNS, INNER)
     asked = times_asked(side(device))
@@ -237,6 +265,9 @@ def test_other_forms_and_dtypes_are_torchs(device: torch.device) -> None:
               random(device, torch.bfloat16, INNER, 24).t()):
         w = weight.to(x.dtype)
         assert torch.equal(lt.forward(x, w, w, None)[0], PLAIN.forward(x, w, w, None)[0])
+    x, bias = random(device, torch.bfloat16, 24, INNER), random(device, torch.bfloat16, COLUMNS + 1)[1:]
+    given = (x, weight, weight, bias)  # a bias between 16 bytes
+    assert torch.equal(lt.forward(*given)[0], PLAIN.forward(*given)[0])
     dy = random(device, torch.bfloat16, 25, COLUMNS)
     assert torch.equal(lt.dgrad(dy, weight, weight), PLAIN.dgrad(dy, weight, weight))
     x, dy = random(device, torch.bfloat16, 24, INNER), random(device, torch.bfloat16, 24, COLUMNS)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import fake_ranks
 import pytest
 import torch
 from ghost_cublaslt import compiled_cublaslt
@@ -16,13 +17,14 @@ from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.schema import ModelConfig, RunConfig
 from megatron_port.core.dist.rank import DeviceInfo
 from megatron_port.core.errors import EnvironmentFault
-from megatron_port.core.layers.linear import PLAIN
+from megatron_port.core.layers.linear import PLAIN, PlainLinearKernels
 from megatron_port.ext.kernels import choose_products, kernels
 from megatron_port.ext.kernels import lt_products as products
 from megatron_port.ext.kernels.choose_products import Operands, choose_lt, lt_row, measure_card, measured
 from megatron_port.ext.kernels.lt_linear import LtLinearKernels
 from megatron_port.ext.kernels.products_table import (
     Form,
+    Kind,
     ProductTable,
     ProductTimes,
     forms_of,
@@ -48,15 +50,99 @@ def run_of(**values: object) -> RunConfig:
 def test_a_runs_products_are_those_of_its_layers_and_head() -> None:
     """By hand: 24 tokens; qkv 48 → 144 with bias, output 48 → 48, up 48 → 112, down 112 → 48, head 48 → 112 padded."""
     pairs = {(48, 144), (48, 48), (48, 112), (112, 48)}
-    wanted = {Form("forward+bias", 24, 144, 48)}
+    wanted = set()
     for inputs, outputs in pairs:
-        wanted |= {Form("forward", 24, outputs, inputs), Form("dgrad", 24, inputs, outputs),
+        kind: Kind = "forward+bias" if outputs == 144 else "forward"
+        wanted |= {Form(kind, 24, outputs, inputs), Form("dgrad", 24, inputs, outputs),
                    Form("wgrad", outputs, inputs, 24)}
     found = forms_of(run_of())
     assert set(found) == wanted and len(found) == len(wanted)
     half = forms_of(run_of(layout__tensor_parallel_size=2, model__vocab_size=129, model__add_bias=False))
     assert Form("wgrad", 72, 48, 24) in half and Form("forward", 24, 48, 56) in half  # half of qkv, of down
     assert Form("dgrad", 24, 48, 80) in half and not [f for f in half if f.kind == "forward+bias"]  # 160 of 129
+
+
+class Recorder(PlainLinearKernels):
+    """torch's products, and the forms that came to them."""
+
+    def __init__(self) -> None:
+        self.seen: set[Form] = set()
+
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, weight_2d: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        outputs, inputs = weight_2d.shape
+        self.seen.add(Form("forward" if bias is None else "forward+bias", x.numel() // inputs, outputs, inputs))
+        return super().forward(x, weight, weight_2d, bias)
+
+    def dgrad(self, grad_output_2d: torch.Tensor, weight: torch.Tensor, weight_2d: torch.Tensor) -> torch.Tensor:
+        self.seen.add(Form("dgrad", len(grad_output_2d), weight_2d.shape[1], len(weight_2d)))
+        return super().dgrad(grad_output_2d, weight, weight_2d)
+
+    def wgrad_accumulate(
+        self, main_grad: torch.Tensor, grad_output_2d: torch.Tensor, x: torch.Tensor,
+        saved_input_scale: torch.Tensor | None, *, first: bool = False,
+    ) -> None:
+        self.seen.add(Form("wgrad", grad_output_2d.shape[1], x.shape[1], len(x)))
+        super().wgrad_accumulate(main_grad, grad_output_2d, x, saved_input_scale, first=first)
+
+
+TP2, TP4 = ({"layout__tensor_parallel_size": size} for size in (2, 4))
+SEQUENCE: dict[str, object] = {"layout__sequence_parallel": True}
+CHUNKS: dict[str, object] = {"layout__tp_overlap_chunks": 2}
+PAIRS = SEQUENCE | {"layout__tp_exchange": "pairs"}
+
+
+@pytest.mark.parametrize("values", [
+    {}, TP2, TP2 | SEQUENCE, TP2 | CHUNKS, TP2 | CHUNKS | SEQUENCE, TP2 | PAIRS, TP4, TP4 | CHUNKS | SEQUENCE,
+    TP4 | PAIRS, {"activations__head_chunk": 4}, {"model__head_bias": True, "model__tie_embeddings": False},
+    TP2 | CHUNKS | {"model__activation": "swiglu", "model__add_bias": False, "model__qkv_bias": True},
+    {"quantisation__weights": "int8", "quantisation__group_size": 8},
+], ids=str)
+def test_the_forms_are_those_that_a_step_brings(values: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one rank of a real model: with whole heads (tp 1, 2) and with keys and values that two ranks share (tp 4)."""
+    recorder = Recorder()
+    with_them = replace(fake_ranks.torch_providers(), products=recorder)
+    monkeypatch.setattr(fake_ranks, "torch_providers", lambda: with_them)
+    config = run_of(**{
+        "model__num_query_groups": 2, "backend__device": "cpu", "precision__dtype": "fp32", "data__synthetic": True,
+        "batch__global_batch_size": 3, "layout__data_parallel_size": 1, **values})
+    with fake_ranks.fake_rank(config, 0, initialise=True) as (engine, ctx, resolved):
+        engine.train_step(fake_ranks.batches(resolved, ctx), step=0, lr=1e-3)
+    assert recorder.seen == set(forms_of(config))
+
+
+@pytest.mark.parametrize(("values", "said"), [
+    ({"layout__tp_overlap_chunks": 2},
+     "torch's: forward of attention.output, mlp.down (layout.tp_overlap_chunks 2)"),
+    ({"layout__tp_overlap_chunks": 2, "layout__sequence_parallel": True},
+     "torch's: forward of attention.qkv, mlp.up, attention.output, mlp.down (layout.tp_overlap_chunks 2)"),
+    ({"layout__tp_exchange": "pairs", "layout__sequence_parallel": True},
+     'torch\'s: forward of attention.qkv, mlp.up (layout.tp_exchange "pairs"); '
+     'torch\'s: forward and dgrad of attention.output, mlp.down (layout.tp_exchange "pairs")'),
+    ({"precision__fp8": "tensorwise", "layout__tp_overlap_chunks": 2},
+     "torch's: all of attention.qkv, attention.output, mlp.up, mlp.down (precision.fp8 \"tensorwise\")"),
+    ({"hardware__matmul_tflops": 500.0}, "torch's too: forward products, if the start divides them"),
+    ({"activations__head_chunk": 4}, "torch's: all of head (activations.head_chunk 4)"),
+])
+def test_the_row_names_what_stays_with_torch(
+    tmp_path: Path, lt: Path, values: dict[str, object], said: str
+) -> None:
+    """The row of a run's start, and of doctor."""
+    for asked in ({}, {"backend__deterministic": True}):
+        config = run_of(backend__products="lt", layout__tensor_parallel_size=2, **values, **asked)
+        clock = Clock()
+        made, row_ = choose_lt(config, CARD, 0, folder=tmp_path, clock=clock)
+        assert said in row_.why and isinstance(made, LtLinearKernels) and set(made.chosen) == set(forms_of(config))
+    assert said in lt_row(config, CARD, tmp_path)[0].why
+    assert "torch's" not in lt_row(run_of(backend__products="lt"), CARD, tmp_path)[0].why
+
+
+def test_a_run_without_a_product_for_it_is_told(lt: Path) -> None:
+    values = {"precision__fp8": "rowwise", "activations__head_chunk": 4}
+    assert lt_row(run_of(**values), CARD)[0].provider == "torch"
+    with pytest.raises(EnvironmentFault, match="this run has no product for it; torch's: all of attention.qkv"):
+        lt_row(run_of(backend__products="lt", **values), CARD)
 
 
 def row(form: Form, torch_s: float, *candidates_s: float) -> ProductTimes:
@@ -105,8 +191,8 @@ def test_a_damaged_table_is_refused_by_name_and_made_again(
     config = run_of(backend__products="auto")
     assert why in lt_row(config, CARD, tmp_path)[0].why and lt_row(config, CARD, tmp_path)[0].provider == "torch"
     _, made = choose_lt(run_of(backend__products="lt"), CARD, 0, folder=tmp_path, clock=Clock())
-    assert why in made.why and f"13 products measured, {path}" in made.why
-    assert len(read_table(CARD.name, LIBRARY, tmp_path)[0].rows) == 13
+    assert why in made.why and f"12 products measured, {path}" in made.why
+    assert len(read_table(CARD.name, LIBRARY, tmp_path)[0].rows) == 12
 
 
 def test_a_table_of_another_card_is_not_taken(tmp_path: Path) -> None:
@@ -151,14 +237,14 @@ def test_products_by_name_are_measured_once_for_a_card(tmp_path: Path, lt: Path)
     clock, config = Clock(), run_of(backend__products="lt")
     made, told = choose_lt(config, CARD, 0, folder=tmp_path, clock=clock)
     assert isinstance(made, LtLinearKernels) and made.dtype == torch.bfloat16
-    assert made.chosen == dict.fromkeys(forms_of(config), 2) and clock.measured == 13
-    assert told.provider == "lt" and told.why.startswith(f"asked for; {LIBRARY}; 13 products measured")
+    assert made.chosen == dict.fromkeys(forms_of(config), 2) and clock.measured == 12
+    assert told.provider == "lt" and told.why.startswith(f"asked for; {LIBRARY}; 12 products measured")
     again, told = choose_lt(config, CARD, 0, folder=tmp_path, clock=clock)
-    assert isinstance(again, LtLinearKernels) and again.chosen == made.chosen and clock.measured == 13
+    assert isinstance(again, LtLinearKernels) and again.chosen == made.chosen and clock.measured == 12
     assert told.why == f"asked for; {LIBRARY}"
     more = run_of(backend__products="lt", batch__micro_batch_size=4)
     choose_lt(more, CARD, 0, folder=tmp_path, clock=clock)
-    assert clock.measured == 26 and len(read_table(CARD.name, LIBRARY, tmp_path)[0].rows) == 26
+    assert clock.measured == 24 and len(read_table(CARD.name, LIBRARY, tmp_path)[0].rows) == 24
 
 
 def test_auto_takes_what_a_table_has_faster_and_measures_nothing(tmp_path: Path, lt: Path) -> None:
@@ -174,7 +260,7 @@ def test_auto_takes_what_a_table_has_faster_and_measures_nothing(tmp_path: Path,
     write_table(slow.with_rows([row(forms[0], 1.0, 2.0, 0.5), row(forms[3], 1.0, 0.7)]), tmp_path)
     made, told = choose_lt(config, CARD, 0, folder=tmp_path, clock=clock)
     assert isinstance(made, LtLinearKernels) and made.chosen == {forms[0]: 1, forms[3]: 0}
-    assert told.why == f"auto; {LIBRARY}, faster for 2 of 13 products here" and clock.measured == 0
+    assert told.why == f"auto; {LIBRARY}, faster for 2 of 12 products here" and clock.measured == 0
     fixed = run_of(backend__deterministic=True)
     assert choose_lt(fixed, CARD, 0, folder=tmp_path, clock=clock)[1].why == "auto; deterministic"
 
@@ -248,9 +334,9 @@ def test_a_rank_that_lacks_an_algorithm_says_so_at_the_start(
     monkeypatch.setenv(*variable)
     with pytest.raises(EnvironmentFault) as caught:
         choose_lt(run_of(backend__products="lt"), CARD, 1, folder=tmp_path, clock=Clock())
-    assert said in str(caught.value) and str(caught.value).startswith("forward [24, 48] × [48, 144]: ")
+    assert said in str(caught.value) and str(caught.value).startswith("forward+bias [24, 48] × [48, 144]: ")
     made, row_ = choose_lt(run_of(), CARD, 1, folder=tmp_path, clock=Clock())
-    assert made is PLAIN and row_.why.startswith("auto; forward [24, 48] × ") and said in row_.why
+    assert made is PLAIN and row_.why.startswith("auto; forward+bias [24, 48] × ") and said in row_.why
 
 
 def test_a_start_asks_for_all_that_its_products_will(tmp_path: Path, lt: Path) -> None:

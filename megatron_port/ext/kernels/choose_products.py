@@ -32,6 +32,7 @@ from megatron_port.ext.kernels.products_table import (
     ProductTable,
     ProductTimes,
     forms_of,
+    kept_by_torch,
     read_table,
     table_path,
     write_table,
@@ -180,29 +181,42 @@ def lt_row(
     Raises:
         EnvironmentFault: ``backend.products`` asks for lt, which cannot serve.
     """
-    asked, dtype = config.backend.products, config.precision.dtype
+    asked, dtype, forms = config.backend.products, config.precision.dtype, forms_of(config)
     if asked == "torch":
         return ProviderRow("products", "torch", "asked for"), None
     problem = lt_problem(config.backend, device, dtype)
+    kept = [found.words for found in kept_by_torch(config)]
+    if not problem and not forms:
+        problem = f"this run has no product for it; {'; '.join(kept)}"
     if problem and asked == "lt":
         raise refuse("products", asked, problem, "torch")
     if problem or (asked == "auto" and config.backend.deterministic):
         return ProviderRow("products", "torch", f"auto; {problem or 'deterministic'}"), None
+
+    def row(*why: str) -> ProviderRow:
+        return ProviderRow("products", "lt", "; ".join(filter(None, (*why, *kept, _may_keep(config)))))
+
     library = library_name()
     if asked == "lt" and config.backend.deterministic:
-        why = f"asked for; {library}, the heuristic's first choice (deterministic)"
-        return ProviderRow("products", "lt", why), None
+        return row("asked for", f"{library}, the heuristic's first choice (deterministic)"), None
     table, unread = read_table(device.name, library, folder)
     if asked == "lt":
-        return ProviderRow("products", "lt", "; ".join(filter(None, ("asked for", library, unread)))), table
-    forms = forms_of(config)
-    faster = [row for row in table.of(forms, dtype).values() if row.fastest(must_gain=True) is not None]
+        return row("asked for", library, unread), table
+    faster = [times for times in table.of(forms, dtype).values() if times.fastest(must_gain=True) is not None]
     if faster:
-        why = f"auto; {library}, faster for {len(faster)} of {len(forms)} products here"
-        return ProviderRow("products", "lt", why), table
+        return row("auto", f"{library}, faster for {len(faster)} of {len(forms)} products here"), table
     slow = f"{library} is not faster for any product that {table_path(device.name, library, folder).name} has"
     why = unread or (slow if table.rows else f"no measured table for {device.name}; bench calibrate makes one")
     return ProviderRow("products", "torch", f"auto; {why}"), None
+
+
+def _may_keep(config: RunConfig) -> str:
+    """Say what a start may yet leave to torch, before it has chosen the chunks of tensor-parallel products."""
+    layout = config.layout
+    is_open = layout.tensor_parallel_size > 1 and not layout.tp_overlap_chunks and layout.tp_exchange == "collective"
+    if not is_open or not config.hardware.matmul_tflops:
+        return ""
+    return "torch's too: forward products, if the start divides them into chunks (layout.tp_overlap_chunks 0)"
 
 
 def _settled(config: RunConfig, device: DeviceInfo, folder: Path | None, clock: Clock) -> dict[str, Any]:

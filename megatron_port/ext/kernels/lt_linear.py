@@ -37,7 +37,8 @@ class LtLinearKernels(PlainLinearKernels):
         outputs, inputs = weight_2d.shape
         rows = x.numel() // inputs
         kind, epilogue = ("forward", Epilogue.PLAIN) if bias is None else ("forward+bias", Epilogue.BIAS)
-        candidate = self._candidate(kind, rows, outputs, inputs, x, weight_2d)
+        operands = (x, weight_2d) if bias is None else (x, weight_2d, bias)
+        candidate = self._candidate(kind, rows, outputs, inputs, *operands)
         if candidate is None:
             return PLAIN.forward(x, weight, weight_2d, bias)
         y = x.new_empty(*x.shape[:-1], outputs)

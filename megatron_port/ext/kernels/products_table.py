@@ -42,25 +42,80 @@ class Form(NamedTuple):
         return f"{self.kind} [{self.rows}, {self.inner}] × [{self.inner}, {self.columns}]"
 
 
-def forms_of(config: RunConfig) -> list[Form]:
-    """Return the products of a run's linear layers and of its head on a rank, each form once.
+FORWARD: tuple[Kind, ...] = ("forward", "forward+bias")
+ENTRIES, EXITS = ("attention.qkv", "mlp.up"), ("attention.output", "mlp.down")
 
-    Not those of experts, of adapters, in 8 bits and of a head in chunks, which are torch's.
+
+class Kept(NamedTuple):
+    """Products of some linears that never come to cublasLt or hipBLASLt, and the setting that keeps them with torch."""
+
+    linears: tuple[str, ...]
+    kinds: tuple[Kind, ...]
+    why: str
+
+    @property
+    def words(self) -> str:
+        """The products in the table of providers."""
+        which = "all" if "wgrad" in self.kinds else "forward and dgrad" if "dgrad" in self.kinds else "forward"
+        return f"torch's: {which} of {', '.join(self.linears)} ({self.why})"
+
+
+def kept_by_torch(config: RunConfig) -> list[Kept]:
+    """Return the products of a run that are torch's in its layout, for whatever algorithms were chosen."""
+    layout, fp8 = config.layout, config.precision.fp8
+    divided, sequence, found = layout.tensor_parallel_size > 1, layout.sequence_parallel, list[Kept]()
+    everything: tuple[Kind, ...] = (*FORWARD, "dgrad", "wgrad")
+    if fp8 != "none" or config.quantisation.enabled:
+        why = f'precision.fp8 "{fp8}"' if fp8 != "none" else f'quantisation.weights "{config.quantisation.weights}"'
+        found.append(Kept(tuple(layer_linears(config)), everything, why))
+    elif divided and layout.tp_exchange != "collective" and sequence:
+        why = f'layout.tp_exchange "{layout.tp_exchange}"'
+        found += [Kept(_whole(config), FORWARD, why), Kept(EXITS, (*FORWARD, "dgrad"), why)]
+    elif divided and layout.tp_overlap_chunks > 1:
+        linears = (*_whole(config), *EXITS) if sequence else EXITS
+        found.append(Kept(linears, FORWARD, f"layout.tp_overlap_chunks {layout.tp_overlap_chunks}"))
+    if config.activations.head_chunk > 0:
+        found.append(Kept(("head",), everything, f"activations.head_chunk {config.activations.head_chunk}"))
+    return found
+
+
+def _whole(config: RunConfig) -> tuple[str, ...]:
+    """Linears at the entries of a tensor-parallel region that have one weight: only those overlap."""
+    return tuple(name for name in ENTRIES if name in layer_linears(config))
+
+
+def layer_linears(config: RunConfig) -> dict[str, tuple[int, int]]:
+    """Return (inputs, outputs) on a rank of each weight of a layer's linears.
+
+    Tensor-parallel ranks that share a key and value have a weight for their queries, and one for what they share.
+    """
+    model, tp = config.model, config.layout.tensor_parallel_size
+    shapes = {name: (int(inputs), int(outputs)) for name, (inputs, outputs) in linear_shapes(config).items()}
+    if model.kv_heads_held(tp) == model.kv_heads:
+        return shapes
+    hidden, outputs = shapes.pop("attention.qkv")
+    shared = 2 * model.head_size
+    return {"attention.q": (hidden, outputs - shared), "attention.kv": (hidden, shared), **shapes}
+
+
+def forms_of(config: RunConfig) -> list[Form]:
+    """Return the products of a run's linear layers and of its head on a rank that come to a library, each form once.
+
+    Not those that its layout leaves to torch (:func:`kept_by_torch`), of experts and of adapters.
     """
     model, layout = config.model, config.layout
     tokens = model.seq_length // layout.context_parallel_size * config.batch.micro_batch_size
-    shapes = linear_shapes(config)
     vocab = padded_vocab_size(model.vocab_size, tp=layout.tensor_parallel_size, multiple=layout.vocab_padding_multiple)
-    shapes["head"] = (model.hidden_size, vocab // layout.tensor_parallel_size)
+    shapes = layer_linears(config) | {"head": (model.hidden_size, vocab // layout.tensor_parallel_size)}
+    kept = {(name, kind) for linears, kinds, _ in kept_by_torch(config) for name in linears for kind in kinds}
+    biased = dict.fromkeys(("attention.qkv", "attention.q", "attention.kv"), model.add_bias or model.qkv_bias)
+    biased["head"] = model.head_bias  # other biases are added with what follows
     found: dict[Form, None] = {}
-    for name, sizes in shapes.items():
-        inputs, outputs = map(int, sizes)
-        kinds: list[Kind] = ["forward"]
-        if name == "attention.qkv" and (model.add_bias or model.qkv_bias):
-            kinds.append("forward+bias")
-        found |= {Form(kind, tokens, outputs, inputs): None for kind in kinds}
-        found[Form("dgrad", tokens, inputs, outputs)] = None
-        found[Form("wgrad", outputs, inputs, tokens)] = None
+    for name, (inputs, outputs) in shapes.items():
+        forward: Kind = "forward+bias" if biased.get(name) else "forward"
+        of_linear = (Form(forward, tokens, outputs, inputs), Form("dgrad", tokens, inputs, outputs),
+                     Form("wgrad", outputs, inputs, tokens))
+        found |= {form: None for form in of_linear if (name, form.kind) not in kept}
     return list(found)
 
 
