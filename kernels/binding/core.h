@@ -92,6 +92,12 @@ inline Tensor floats(const Tensor& like, std::initializer_list<int64_t> shape) {
   return torch::stable::new_empty(like, {shape.begin(), shape.size()}, ScalarType::Float);
 }
 
+// Floats that the sums of some gradients take, of a workspace that has room for `most`: of slots that are kept, all of
+// it is held. Kernels of a device write [slots, gradients, cols], whether slots are kept or not; a CPU's use all.
+inline int64_t floats_for(const Tensor& like, int64_t workspace, int64_t most, int64_t gradients) {
+  return on_device_kernels(like.is_cpu()) ? workspace / most * gradients : workspace;
+}
+
 // The workspace of a gradient's sums over rows, which may be kept as slots (mp.h).
 class SlotSpace {
  public:

@@ -59,7 +59,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_backward(
     if (has_bias) torch::stable::fill_(dbias, 0.0);
     return {dx, dweight, dbias, nothing(rstd)};
   }
-  SlotSpace space(dy, workspace.on(dy)(rows, cols), keep_slots);
+  const int64_t gradients = has_bias ? 2 : 1;
+  SlotSpace space(dy, floats_for(dy, workspace.on(dy)(rows, cols), 2, gradients), keep_slots);
   check_code(
       backward.on(dy)(
           where.stream(), dtype, rms, rows, cols, dy.data_ptr(), pointer(dsum), sum.data_ptr(), weight.data_ptr(),
@@ -67,7 +68,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_backward(
           dx.data_ptr(), dweight.data_ptr(), has_bias ? dbias.data_ptr() : nullptr,
           space.at(), space.kept()),
       dy, op);
-  return {dx, dweight, dbias, space.slots(has_bias ? 2 : 1, cols)};
+  return {dx, dweight, dbias, space.slots(gradients, cols)};
 }
 
 }  // namespace

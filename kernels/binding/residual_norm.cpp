@@ -1,9 +1,12 @@
 // megatron_port::residual_norm_forward, residual_norm_backward: bias, dropout, residual add and the norm that follows.
 #include "residual_norm.h"
 
+#include <algorithm>
 #include <tuple>
 
 #include "core.h"
+#include "dropout.h"
+#include "norm.h"
 
 namespace mp {
 namespace {
@@ -11,6 +14,8 @@ namespace {
 const Function<decltype(mp_residual_norm_forward)> forward{"mp_residual_norm_forward"};
 const Function<decltype(mp_residual_norm_backward)> backward{"mp_residual_norm_backward"};
 const Function<decltype(mp_residual_norm_workspace)> workspace{"mp_residual_norm_workspace"};
+const Function<decltype(mp_norm_workspace)> norm_workspace{"mp_norm_workspace"};
+const Function<decltype(mp_dropout_workspace)> dropout_workspace{"mp_dropout_workspace"};
 
 // What both passes must be given of the tensor [s, b, h], its mask and the norm's weight; the keys as the kernel takes
 // them.
@@ -53,6 +58,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> residual_norm_forward(
   return {y, sum, mean, rstd};
 }
 
+// Floats for the sums of these gradients. A device sums them in one pass, or the bias's after the norm's.
+int64_t floats_needed(const Tensor& dy, int64_t rows, int64_t cols, int64_t gradients, bool has_x_bias) {
+  if (!on_device_kernels(dy.is_cpu())) return workspace.on(dy)(rows, cols);
+  const int64_t together = floats_for(dy, norm_workspace.on(dy)(rows, cols), 2, gradients);
+  return has_x_bias ? std::max(together, dropout_workspace.on(dy)(rows, cols)) : together;
+}
+
 // dsum_total, dx (empty where threshold is 0: it is dsum_total), dweight, dbias, dx_bias (empty where there is none), slots
 // in place of the last three (empty where those are written)
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> residual_norm_backward(
@@ -77,7 +89,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> residual_norm_backwar
     for (Tensor* t : {&dweight, &dbias, &dx_bias}) torch::stable::fill_(*t, 0.0);
     return {dsum_total, dx, dweight, dbias, dx_bias, nothing(rstd)};
   }
-  SlotSpace space(dy, workspace.on(dy)(rows, cols), keep_slots);
+  const int64_t gradients = 1 + has_bias + has_x_bias;
+  SlotSpace space(dy, floats_needed(dy, rows, cols, gradients, has_x_bias), keep_slots);
   check_code(
       backward.on(dy)(
           where.stream(), dtype, rms, sum.size(0), sum.size(1), cols, dy.data_ptr(), pointer(dsum), sum.data_ptr(),
@@ -87,7 +100,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> residual_norm_backwar
           has_bias ? dbias.data_ptr() : nullptr, has_x_bias ? dx_bias.data_ptr() : nullptr,
           space.at(), space.kept()),
       dy, op);
-  return {dsum_total, dx, dweight, dbias, dx_bias, space.slots(1 + has_bias + has_x_bias, cols)};
+  return {dsum_total, dx, dweight, dbias, dx_bias, space.slots(gradients, cols)};
 }
 
 }  // namespace

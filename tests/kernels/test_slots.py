@@ -53,6 +53,14 @@ def _residual_norm(x: Tensor, p: list[Tensor]) -> Tensor:
     return y * total
 
 
+def _bare_residual_norm(x: Tensor, p: list[Tensor]) -> Tensor:
+    keys = torch.arange(x.shape[1], device=x.device)
+    y, total = norm.bias_dropout_add_norm(
+        x, None, x.detach() * 0.5, keys, p[0], None, op_key=3, p=0.25, seq_offset=1, eps=EPS, rms=True
+    )
+    return y * total
+
+
 def _dropout(x: Tensor, p: list[Tensor]) -> Tensor:
     keys = torch.arange(x.shape[1], device=x.device)
     return norm.bias_dropout_add(
@@ -119,6 +127,21 @@ def test_a_device_kernel_leaves_its_slots(device: torch.device, request: pytest.
     found = torch.ops.megatron_port.bias_gelu_backward.default(x, x, x[0, 0], True, True, True)
     of_device = "cpu" not in request.node.name.split("[")[1]
     assert (found[2].numel() > 0) == of_device
+
+
+def test_slots_hold_no_memory_beside_them(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as for the sums of a bias that a norm does not have: what waits is limited by the slots' elements."""
+    taken: list[Tensor] = []
+    take = SumsTogether.take
+
+    def noted(self: SumsTogether, slots: Tensor, parameters: Any, elements: int) -> None:
+        taken.append(slots)
+        take(self, slots, parameters, elements)
+
+    monkeypatch.setattr(SumsTogether, "take", noted)
+    for op, count in [*OPS.values(), (_bare_residual_norm, 1)]:
+        _sums(op, count, SHAPES["many"], torch.bfloat16, device, kept=True)
+    assert all(slots.untyped_storage().nbytes() == 4 * slots.numel() for slots in taken)
 
 
 def test_many_slots_at_once_are_the_exact_sums(device: torch.device) -> None:

@@ -30,7 +30,7 @@ from megatron_port.tools.plan.chunk import layer_activation_bytes
 from megatron_port.tools.plan.elements import stage_elements
 from megatron_port.tools.plan.engines import Engine
 from megatron_port.tools.plan.layer import attention_seconds
-from megatron_port.tools.plan.memory import plan_memory, stage_memory
+from megatron_port.tools.plan.memory import plan_memory, stage_memory, waiting_slots
 from megatron_port.tools.plan.rates import Rates
 
 GIB, MIB = 2**30, 2**20
@@ -215,3 +215,20 @@ def test_what_a_layer_really_keeps(family: str, recompute: Any, batch: int) -> N
         model=model, engine=Engine(name="native"), recompute=recompute, micro_batch=batch, flash=False, kernels="torch"
     )
     assert layer_activation_bytes(case) == pytest.approx(measured, rel=0.05)
+
+
+def test_sums_that_wait_are_counted_where_own_kernels_make_them() -> None:
+    """At most the 32 MiB that wait, and no more than a small model has; 4 bytes of 264 partial sums of a column."""
+    small = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=8448, vocab_size=256)
+    large = replace(small, num_layers=8, hidden_size=4096, num_attention_heads=32)
+    described = load("clusters/h200").config
+
+    def bytes_of(model: ModelConfig, **backend: Any) -> float:
+        config = replace(described, model=model, layout=LayoutConfig(), backend=BackendConfig(**backend),
+                         precision=PrecisionConfig(dtype="bf16"), cluster=replace(described.cluster, nodes=0))
+        return waiting_slots(case_of(config, 1)[0], 0)
+
+    assert bytes_of(small) == 4 * 264 * 2 * 13 * 64
+    assert bytes_of(replace(small, add_bias=False)) == 4 * 264 * 2 * 4 * 64
+    assert bytes_of(large) == 32 * MIB
+    assert bytes_of(large, own_kernels="off") == bytes_of(large, device="cpu") == 0

@@ -225,6 +225,21 @@ def narrow_copies(case: Case, stage: int, elements: int) -> tuple[float, float]:
     return 0.0, float(elements * each)
 
 
+MOST_WAITING = 2.0**25
+"""Bytes of the partial sums that may wait on a GPU (``ext/kernels/gradient_sums.py``)."""
+SLOTS = 264, 32
+"""Partial sums of a vector's gradient, at most, and rows of each where there are fewer (``norm_backward.cu``)."""
+
+
+def waiting_slots(case: Case, stage: int) -> float:
+    """Return the most bytes of partial sums of norms' and biases' gradients that wait for others during a pass."""
+    if case.kernels != "own" or case.engine.name != "native":
+        return 0.0
+    rows = case.micro_batch * case.model.seq_length / case.cp
+    columns = (13 if case.model.add_bias else 4) * case.model.hidden_size * case.stage_layers(stage)
+    return min(MOST_WAITING, 4.0 * columns * min(SLOTS[0], rows / SLOTS[1]))
+
+
 def held_bytes(case: Case, elements: int, trained: int, experts: int = 0) -> tuple[float, float, float]:
     """Return the bytes of weights, gradient sums and optimizer (masters and the rule's state) that a rank with so many
     parameters, so many of them ``trained``, holds all through a run; 8-bit copies of weights and, under ZeRO-3,
@@ -298,6 +313,8 @@ def stage_memory(case: Case, machine: Machine, stage: int, *, quick: bool = Fals
     if update > peak.total:
         peak = Peak(activations=0.0, logits=0.0, working=update, messages=0.0, in_flight=peak.in_flight,
                     at="the optimizer step")
+    else:
+        bucket += waiting_slots(case, stage)
     of_teacher, judged = teacher_bytes(case, stage)
     weights, judged = weights + of_teacher, judged * max(1.0, peak.in_flight)
     allocated = weights + gradients + optimizer + peak.total + judged + bucket
