@@ -8,8 +8,9 @@ head serves as many of the query's, after one another, as there are more of thes
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -52,13 +53,13 @@ def flash_attention(a: Values) -> tuple[torch.Tensor, ...]:
     return *attention(a), torch.logsumexp(scores_of(a["query"], k, a)[0], dim=-1)
 
 
-def attention_backward(a: Values) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of query, key and value."""
+def attention_backward(a: Values, *, given: bool = False) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of query, key and value; ``given``: by the log-sum-exp that the operator was given."""
     dout = a["grad_out_"] if "grad_out_" in a else a["grad_out"]
     dout, q, out = (x.float() for x in (dout, a["query"], a["out"]))
     k, v = for_each_query(a)
     scores, scale = scores_of(q, k, a)
-    if "cum_seq_q" in a:  # flash attention
+    if given:
         weights = torch.exp(scores - a["logsumexp"].unsqueeze(-1))
     else:
         weights = torch.softmax(scores, dim=-1)
@@ -95,10 +96,11 @@ def cudnn_gradients(a: Values) -> tuple[torch.Tensor, ...]:
 
 
 ATTENTION = "_scaled_dot_product_{}_attention{}"
-ANSWERS = {
+ANSWERS: dict[str, Callable[[Values], tuple[torch.Tensor | None, ...]]] = {
     **{ATTENTION.format(kind, ""): attention for kind in ("efficient", "flash", "cudnn")},
     **{ATTENTION.format(kind, "_backward"): attention_backward for kind in ("efficient", "flash", "cudnn")},
     ATTENTION.format("flash", ""): flash_attention,
+    ATTENTION.format("flash", "_backward"): functools.partial(attention_backward, given=True),
     "_fused_rms_norm_backward": rms_norm_backward,
 }
 """Operator → its answer."""
