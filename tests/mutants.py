@@ -185,10 +185,9 @@ def run_tests(server: Commands, tree: Path, tests: Sequence[str], limit_s: float
 
 def portable(text: str) -> str:
     """Return a text without the folders of this machine: temporary ones, the interpreter's, the repository."""
-    text = TEMPORARY.sub("TMP", text)
     for folder, name in ((sys.prefix, "VENV"), (sys.base_prefix, "PYTHON"), (str(ROOT), ".")):
         text = text.replace(folder, name)
-    return text
+    return TEMPORARY.sub("TMP", text)  # after the repository, which may be in one
 
 
 def judge(server: Commands, tree: Path, mutant: Mutant) -> dict[str, Any]:

@@ -214,7 +214,7 @@ def _may_keep(config: RunConfig) -> str:
     """Say what a start may yet leave to torch, before it has chosen the chunks of tensor-parallel products."""
     layout = config.layout
     is_open = layout.tensor_parallel_size > 1 and not layout.tp_overlap_chunks and layout.tp_exchange == "collective"
-    if not is_open or not config.hardware.matmul_tflops:
+    if not is_open:
         return ""
     return "torch's too: forward products, if the start divides them into chunks (layout.tp_overlap_chunks 0)"
 
