@@ -38,12 +38,12 @@ SOURCES = {module_name(path): path.read_text() for path in sorted(PACKAGE.rglob(
 
 @functools.cache
 def nodes_of(source: str) -> list[ast.AST]:
-    """Every node of a module; six tests look at all of the package's."""
+    """Every node of a module; these tests and those of names look at all of the package's."""
     return list(ast.walk(ast.parse(source)))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _forget_the_nodes() -> Iterator[None]:
+def forget_the_nodes() -> Iterator[None]:
     yield
     nodes_of.cache_clear()
     needed.cache_clear()

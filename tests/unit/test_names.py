@@ -6,13 +6,13 @@ Names are a matter of review. What is here has happened by accident, and reads w
 from __future__ import annotations
 
 import ast
-import functools
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from test_imports import forget_the_nodes, nodes_of  # noqa: F401  # a fixture
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -38,18 +38,6 @@ def test_no_phrase_of_a_private_language(refused: Refused, suspects: list[tuple[
     found = [place for place, line in suspects
              if re.search(refused.pattern, line) and not (refused.allowed and re.search(refused.allowed, line))]
     assert not found, f"use {refused.use}: {', '.join(found)}"
-
-
-@functools.cache
-def nodes_of(source: str) -> list[ast.AST]:
-    """Every node of a module, for three tests."""
-    return list(ast.walk(ast.parse(source)))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _forget_the_nodes() -> Iterator[None]:
-    yield
-    nodes_of.cache_clear()
 
 
 def public_docstrings(source: str) -> Iterator[tuple[int, str]]:
