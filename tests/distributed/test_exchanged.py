@@ -10,6 +10,7 @@ import torch.distributed as dist
 from cases import make_config, run_case
 from pool import RankPool
 from stream_order import OrderChecker, StreamRace
+from test_chunked import unequal
 from test_zero3 import Case, case, differences
 
 from megatron_port.core.config.checks import check, problems
@@ -84,16 +85,6 @@ def both(dtype: str, size: int, **layout: Any) -> tuple[Case, Case]:
         for name in ("collective", "pairs")
     )
     return plain, pairs
-
-
-def unequal(pairs: list[tuple[Case, Case]]) -> list[list[str]]:
-    """What differs in each pair of runs of three steps, the second under the happens-before checker."""
-    out = []
-    for plain, exchanged_case in pairs:
-        one = run_case(*plain, 3)
-        with observed_by(OrderChecker()):
-            out.append(differences(one, run_case(*exchanged_case, 3)))
-    return out
 
 
 def test_two_ranks_train_with_the_bits_of_collectives(ranks: RankPool) -> None:

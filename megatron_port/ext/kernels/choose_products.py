@@ -65,7 +65,7 @@ def event_seconds(functions: Sequence[Callable[[], object]]) -> list[float]:
 
 
 class Operands(NamedTuple):
-    """What a product is measured with."""
+    """Operands that a product is measured with."""
 
     left: Tensor
     right: Tensor
@@ -96,7 +96,7 @@ class Operands(NamedTuple):
 
     @property
     def more(self) -> dict[str, Any]:
-        """What the product takes beside its matrices."""
+        """Return the arguments of a product beside its matrices."""
         return {"epilogue": Epilogue.PLAIN if self.vector is None else Epilogue.BIAS, "vector": self.vector}
 
     def count(self, form: Form) -> int:

@@ -25,17 +25,17 @@ CPU, GPU = 0, 1
 
 
 class Epilogue(IntEnum):
-    """What follows a product (``mp_epilogue``). ``vector`` is [c], ``aux`` has the form and dtype of out."""
+    """Operation that follows a product (``mp_epilogue``). ``vector`` is [c], ``aux`` has the form and dtype of out."""
 
     PLAIN = 0
     BIAS = 1
     """vector is added to each row."""
     GELU_AUX_BIAS = 2
-    """The same; the sum is written to aux, and its GeLU in the tanh form to out."""
+    """vector is added to each row; the sum is written to aux, and its GeLU in the tanh form to out."""
     DGELU = 3
-    """The product times the derivative of that GeLU at aux."""
+    """Product times the derivative of that GeLU at aux."""
     DGELU_BGRAD = 4
-    """The same; its sum over rows is written to vector."""
+    """Product times the derivative of that GeLU at aux, whose sum over rows is written to vector."""
 
 
 def product(

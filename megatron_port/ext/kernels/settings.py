@@ -29,7 +29,7 @@ SERVED = {
 }
 """Mask features that each provider supports (fields of :class:`MaskNeeds`); own and math support all of them."""
 SERVED_PARTS = {"sdpa": frozenset({"sinks", "runs", "partials"})}
-"""The same where results over parts of the keys are merged, which also takes the sinks in."""
+"""Abilities where results over parts of the keys are merged, which also takes the sinks in."""
 _WORDS = {
     "window": "a window (model.sliding_window)", "softcap": "soft-capped scores (model.attention_softcap)",
     "sinks": "attention sinks (model.attention_sinks)",

@@ -22,7 +22,7 @@ from megatron_port.core.dist.collectives import Group, all_gather_first, all_gat
 from megatron_port.core.dist.device_streams import COMPUTE, access, in_flight
 from megatron_port.core.layers.fused import first_order, widens
 from megatron_port.core.layers.linear import PLAIN, ColumnParallelLinear, LinearKernels, RowParallelLinear, _Linear
-from megatron_port.ext.weights.exchanged import ExchangedColumnLinear, ExchangedRowLinear
+from megatron_port.ext.weights.exchanged import ExchangedColumnLinear, ExchangedRowLinear, prepare_entry
 from megatron_port.ext.weights.few_bits import forward_operand
 
 
@@ -126,11 +126,8 @@ class _Entering(_Linear):
         ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, how: tuple[dist.ProcessGroup, int], sequence: bool,
         kernels: LinearKernels, weight: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
         group, chunks = how
-        ctx.weights, ctx.group, ctx.sequence, ctx.kernels = (weight,), group, True, kernels
-        matrix = weight.flatten(0, -2)
-        ctx.sizes, ctx.saved_input_scales = [matrix.shape[0]], [None]
+        matrix = prepare_entry(ctx, x, weight, group, kernels)
         return _gather_chunks(x, forward_operand(kernels, matrix), bias, group, chunks)
 
 

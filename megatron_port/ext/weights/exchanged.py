@@ -166,6 +166,20 @@ def exchange_of(name: str, device: torch.device) -> Exchange:
     return SymmetricMemory()
 
 
+def prepare_entry(
+    ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, kernels: LinearKernels
+) -> torch.Tensor:
+    """Keep what the backward pass of ``layers.linear`` needs at the entry of a region under sequence parallelism.
+
+    x [seq/tp, batch, in], weight [..., out/tp, in]. Returns the weight as a matrix.
+    """
+    ctx.save_for_backward(x, weight)
+    ctx.weights, ctx.group, ctx.sequence, ctx.kernels = (weight,), group, True, kernels
+    matrix = weight.flatten(0, -2)
+    ctx.sizes, ctx.saved_input_scales = [matrix.shape[0]], [None]
+    return matrix
+
+
 class _Entering(_Linear):
     """Product of gathered rows. ``how``: group and exchange."""
 
@@ -174,11 +188,8 @@ class _Entering(_Linear):
         ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, how: tuple[dist.ProcessGroup, Exchange], sequence: bool,
         kernels: LinearKernels, weight: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
         group, exchange = how
-        ctx.weights, ctx.group, ctx.sequence, ctx.kernels = (weight,), group, True, kernels
-        matrix = weight.flatten(0, -2)
-        ctx.sizes, ctx.saved_input_scales = [matrix.shape[0]], [None]
+        matrix = prepare_entry(ctx, x, weight, group, kernels)
         return exchange.gather(x, matrix, bias, group)[1]
 
 
