@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from types import FrameType
 
 from megatron_port.core.dist.process import die_with_parent
@@ -26,16 +27,71 @@ from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.run import launchers
 from megatron_port.run import launchers as slurm
 from megatron_port.run.launchers import LOCAL_RANK_VARIABLE
+from megatron_port.run.processes import name_rank
 
 GRACE_S = 8.0
 """After the first rank failed the others may finish speaking; then they are killed. A failing rank leaves within 7 s
 (``run.rendezvous.stop``); one that waits for the dead to report would wait for minutes."""
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+def share_cores(nproc: int) -> None:
+    """Divide this machine's cores among ``nproc`` ranks (``OMP_NUM_THREADS``), unless the user has.
+
+    Call it before torch is imported, whose thread library reads the variable once, when it is loaded. Ranks with a
+    thread for every core each wait for one another in busy loops: eight on two cores took 1.3 times as long a step, and
+    2.4 s longer for the first.
+
+    Raises:
+        ConfigError: ``nproc`` is below one.
+    """
+    if nproc < 1:
+        raise ConfigError(f"--nproc {nproc}: at least 1")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, cores // nproc)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        if "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(threads)  # the ranks inherit it
+
+
+@dataclass
+class LocalStart:
+    """How the ranks of one machine are started: what each of them is told."""
+
+    nproc: int
+    port: int
+    host: str = field(default_factory=socket.gethostname)
+    secret: str = field(default_factory=lambda: secrets.token_hex(16))
+    """Any user of this machine can connect to a port of the loopback interface."""
+
+    @classmethod
+    def of(cls, nproc: int, port: int | None) -> LocalStart:
+        """Return the start of ``nproc`` ranks, whose threads share the cores (``OMP_NUM_THREADS``).
+
+        Raises:
+            ConfigError: ``nproc`` is below one.
+            EnvironmentFault: a launcher started this process already.
+        """
+        share_cores(nproc)
+        _refuse_launcher()
+        return cls(nproc, port or cls.free_port())
+
+    @staticmethod
+    def free_port() -> int:
+        """Return a port that nobody listens on now."""
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            return int(s.getsockname()[1])
+
+    def info(self, rank: int, *, attempt: str = "0") -> ProcessInfo:
+        """Return what a rank's own process is told; for use in that process, whose environment it sets."""
+        name_rank(rank)
+        os.environ["RANK"] = os.environ[LOCAL_RANK_VARIABLE] = str(rank)
+        sources = dict.fromkeys(("rank", "world_size", "local_rank", "master_addr", "master_port"), "--nproc")
+        return ProcessInfo(
+            rank, self.nproc, rank, self.nproc, 0, 1, "127.0.0.1", self.port, "local", self.host, attempt=attempt,
+            sources=sources, secret=self.secret,
+        )
 
 
 def run_local(
@@ -52,14 +108,8 @@ def run_local(
         ConfigError: ``nproc`` is below one.
         EnvironmentFault: a launcher started this process already, or torch ran in it.
     """
-    if nproc < 1:
-        raise ConfigError(f"--nproc {nproc}: at least 1")
-    _refuse_launcher()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
-    _import_for_all(preload)
-    # Any user of this machine can connect to a port of the loopback interface.
-    host, port, secret = socket.gethostname(), port or _free_port(), secrets.token_hex(16)
+    start = LocalStart.of(nproc, port)
+    import_for_all(preload)
     sys.stdout.flush()
     sys.stderr.flush()
     children: dict[int, int] = {}
@@ -68,14 +118,7 @@ def run_local(
         if pid == 0:
             die_with_parent()
             gc.enable()
-            os.environ["RANK"] = os.environ[LOCAL_RANK_VARIABLE] = str(rank)
-            sources = dict.fromkeys(("rank", "world_size", "local_rank", "master_addr", "master_port"), "--nproc")
-            return rank_main(
-                ProcessInfo(
-                    rank, nproc, rank, nproc, 0, 1, "127.0.0.1", port, "local", host, attempt="0", sources=sources,
-                    secret=secret,
-                )
-            )
+            return rank_main(start.info(rank))
         children[pid] = rank
     gc.enable()
     return _wait(children)
@@ -87,7 +130,7 @@ def run_apart(call: Callable[[], int], *, preload: Sequence[str] = ()) -> int:
     ``preload``: modules that it needs, imported here first, once for all that are forked. The calling process must not
     have run torch's operators on several threads: a fork has none of them.
     """
-    _import_for_all(preload)
+    import_for_all(preload)
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -116,7 +159,7 @@ def _refuse_launcher() -> None:
         raise EnvironmentFault(f"{more}: --nproc would start ranks twice; leave it out, or unset {names}")
 
 
-def _import_for_all(modules: Sequence[str]) -> None:
+def import_for_all(modules: Sequence[str]) -> None:
     """Import what every rank needs, and leave the garbage collector off.
 
     It would go through a million objects again and again while they are made, a tenth of the time; and in the ranks it

@@ -8,6 +8,8 @@ import signal
 from collections.abc import Iterable
 from pathlib import Path
 
+_NAME = "mp-rank-"
+
 
 def born(pid: int) -> int:
     """Start of a process in clock ticks since boot; 0: there is no such process, or this system does not tell."""
@@ -17,6 +19,25 @@ def born(pid: int) -> int:
         return 0
     fields = text.rpartition(")")[2].split()
     return 0 if fields[0] in "ZX" else int(fields[19])
+
+
+def stopped(pid: int) -> bool:
+    """Return whether a signal has stopped the process (SIGSTOP, Ctrl-Z, a debugger)."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False
+
+
+def name_rank(rank: int) -> None:
+    """Name this process in ps and top: ``mp-rank-3``. At most 15 characters, so far as the kernel keeps them."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(f"{_NAME}{rank}")
+
+
+def rank_named(name: str) -> int | None:
+    """Return the rank that a process is by its name; None: it is none."""
+    number = name.removeprefix(_NAME)
+    return int(number) if number != name and number.isdigit() else None
 
 
 def process_space() -> str:

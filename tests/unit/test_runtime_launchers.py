@@ -5,6 +5,9 @@ The variables are those that the launchers document, and for Open MPI those that
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -219,3 +222,28 @@ def test_no_environment_makes_one_of_several(env: Env) -> None:
                  "MV2_COMM_WORLD_SIZE": "MV2_COMM_WORLD_RANK"}
         in_step = env.get("SLURM_STEP_ID", "").isdigit()
         assert all(env[n] in ("", "0", "1", "x") or not env.get(ranks[n]) or in_step for n in sizes), info
+
+
+def test_ranks_of_one_machine_share_its_cores() -> None:
+    """OpenMP reads its variable when torch is loaded, so the command divides the cores before that (or tells torch)."""
+    program = """
+import os, sys
+import megatron_port.cli.train as command
+def rank(config, info, kept=None):
+    import ctypes, torch
+    loaded = [line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line]
+    most = ctypes.CDLL(loaded[0]).omp_get_max_threads() if loaded else torch.get_num_threads()
+    print("threads", torch.get_num_threads(), most, os.environ["OMP_NUM_THREADS"], flush=True)
+    return 0
+command.train = rank
+from megatron_port.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+    cores = len(os.sched_getaffinity(0))
+    clean = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTEST_ADDOPTS")}
+    done = subprocess.run(
+        [sys.executable, "-c", program, "train", "runs/quickstart", "--nproc", "8", "--set", "data.synthetic=true",
+         "--set", "data.train=[]"],
+        capture_output=True, text=True, env=clean, timeout=120, check=False)
+    own = str(max(1, cores // 8))
+    assert done.stdout.count(f"threads {own} {own} {own}\n") == 8, done.stdout + done.stderr
