@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from megatron_port.core.model.decoder import GPTStage
     from megatron_port.core.train.hooks import Session
     from megatron_port.core.train.loop import TrainingResult
+    from megatron_port.run.agent_link import KeptRank
 
 
 def load_config(file: str | Path | Sequence[str | Path] | None = None, *overrides: str) -> RunConfig:
@@ -143,23 +144,31 @@ def _warnings(config: RunConfig, world_size: int) -> list[str]:
     return [warning for warning in found if warning]
 
 
-def run_training(config: RunConfig, info: ProcessInfo | None = None) -> TrainingResult:
+def run_training(
+    config: RunConfig, info: ProcessInfo | None = None, *, kept: KeptRank | None = None
+) -> TrainingResult:
     """Run one rank's part of a run: resume, train, evaluate, save, report; what ``megatron-port train`` calls.
 
     Signals make it save and return early; ``outcome.exit_code`` says how it ended. On failure the run's folder gets
     the first rank's message for the job script.
 
+    Args:
+        kept: of a rank that an agent keeps (``run.recovery``): that a peer was lost is then no failure of the run.
+
     Raises:
         PortError: see ``megatron_port.core.errors``; the same on every rank where it concerns all.
     """
+    from functools import partial
+
     from megatron_port.core.dist.process import block_signals
 
     block_signals()
-    from megatron_port.core.errors import PeerLost
+    from megatron_port.core.errors import LauncherFault, PeerLost
     from megatron_port.core.train.folders import run_folder
     from megatron_port.run.discovery import discover
     from megatron_port.run.launchers import attempt_name
     from megatron_port.run.leasing import leased_session
+    from megatron_port.run.peer_failure import explain_peer_failure
     from megatron_port.run.provenance import record_failure_event
     from megatron_port.run.run_files import record_failure
     from megatron_port.run.session import open_session
@@ -168,17 +177,27 @@ def run_training(config: RunConfig, info: ProcessInfo | None = None) -> Training
 
     info = info or discover()
     try:
+        if config.launch.when_lost == "replace" and kept is None:
+            raise LauncherFault(
+                f'launch.when_lost "replace" needs an agent that keeps the ranks, and {info.launcher} started this '
+                "process; start them with `megatron-port train RUN --nproc N` on one machine, or set launch.when_lost "
+                '= "stop" and let launch.when_failed queue the job again'
+            )
         for warning in _warnings(config, info.world_size):
             if info.rank == 0:
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
-        opening = open_session(config, info, around=watch_ranks, writes=True)
+        around = partial(watch_ranks, replaces=True) if kept else watch_ranks
+        opening = open_session(config, info, around=around, writes=True, replaced=kept is not None)
         with opening as opened, leased_session(opened) as session:
             try:
-                return Trainer(session).run()
+                return Trainer(session, kept).run()
             except Exception as error:
-                record_failure_event(session, error)
+                if kept is None or explain_peer_failure(error, info) is None:
+                    record_failure_event(session, error)
                 raise
     except BaseException as error:
         lost = isinstance(error, PeerLost)
+        if lost and kept:
+            raise
         record_failure(run_folder(config), attempt_name(), info.rank, error, lost_peer=lost)
         raise

@@ -44,6 +44,7 @@ COMMANDS = {
     "plan": "does a run fit, how fast is it, what would be better",
     "tune": "find the fastest layout: planned, then measured",
     "bench": "measure one node for the planner; run the paper's scaling studies",
+    "chaos": "kill ranks of a run on purpose, and report what it cost",
     "preflight": "check the nodes of a job and the network between them",
     "completion": "print what makes a shell complete this command",
 }

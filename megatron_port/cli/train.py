@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from megatron_port.core.errors import PortError
 if TYPE_CHECKING:
     from megatron_port.core.config.schema import RunConfig
     from megatron_port.core.dist.rank import ProcessInfo
+    from megatron_port.run.agent_link import KeptRank
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -43,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """Train; return the run's exit code."""
     from megatron_port.core.config.checks import check
     from megatron_port.core.config.dump import toml_value
+    from megatron_port.run.local_ranks import run_local, share_cores
 
     if (args.profile_ranks or args.profile_memory) and not args.profile:
         args.profile = "next"
@@ -60,12 +63,20 @@ def run(args: argparse.Namespace) -> int:
         print(dry_run(config, args.nproc, all_stages=args.dry_run == "all"))
         return 0
     if args.nproc:
+        share_cores(args.nproc)
         check(config, world_size=None if config.layout.elastic else args.nproc)
         from megatron_port.api import check_memory
 
         check_memory(config, args.nproc)
-        from megatron_port.run.local_ranks import run_local
+        if config.launch.when_lost == "replace":
+            from megatron_port.run.agent import run_kept
 
+            def let_go() -> None:
+                from megatron_port.ext.storage.copies import remove_copies
+
+                remove_copies(config)
+
+            return run_kept(args.nproc, partial(train, config), let_go, preload=_modules(config), port=args.master_port)
         return run_local(args.nproc, lambda info: train(config, info), preload=_modules(config), port=args.master_port)
     return train(config, _discover(config, args))
 
@@ -98,15 +109,20 @@ def _modules(config: RunConfig) -> list[str]:
     return modules
 
 
-def train(config: RunConfig, info: ProcessInfo) -> int:
-    """Train on one rank; return its exit code."""
+def train(config: RunConfig, info: ProcessInfo, kept: KeptRank | None = None) -> int:
+    """Train on one rank; return its exit code. ``kept``: of a rank that an agent keeps."""
     from megatron_port.api import run_training
     from megatron_port.core.io.logging import unexpected
     from megatron_port.run.launchers import attempt_name
     from megatron_port.run.run_files import FAILURES
 
     try:
-        outcome = run_training(config, info)
+        if kept is None:
+            outcome = run_training(config, info)
+        else:
+            from megatron_port.run.recovery import train_kept
+
+            outcome = train_kept(config, info, kept)
     except (PortError, BrokenPipeError):
         raise
     except Exception as error:

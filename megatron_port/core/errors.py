@@ -106,6 +106,10 @@ class NumericsError(PortError):
     exit_code = EXIT_NUMERICS
 
 
+class StateDamaged(NumericsError):
+    """Something other than an update changed a rank's state."""
+
+
 class HangError(PortError):
     """A rank stopped making progress."""
 

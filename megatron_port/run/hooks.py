@@ -298,7 +298,7 @@ class PeriodicSave(LoopHook):
         """Begin a save. Raises CheckpointError as :meth:`Saving.save` does."""
         with self.state.session.progress.enter(SAVE, "checkpoint"):
             self._ask_hooks()
-            self.saving.save(self._position())
+            self.saving.save(position(self.state))
 
     def finish(self, ending: Ending) -> None:
         """Wait for the save in flight, and make the last one."""
@@ -307,7 +307,7 @@ class PeriodicSave(LoopHook):
             check_lease(self.state)
             if self.state.config.checkpoint.save_final or ending.stopped:
                 self._ask_hooks()
-                self.saving.final(self._position())
+                self.saving.final(position(self.state))
 
     def close(self, ending: Ending | None) -> None:
         """Wait for copies in a store, unless an error or a signal ends the run."""
@@ -318,13 +318,15 @@ class PeriodicSave(LoopHook):
         for hook in self.state.hooks:
             hook.before_save()
 
-    def _position(self) -> Position:
-        state, p = self.state, self.state.progress
-        return Position(
-            step=p.step, samples=p.samples, skipped=p.skipped, tokenizer=state.loaders.tokenizer_name,
-            numerics=state.numerics.state(), tokenizer_identity=state.loaders.tokenizer,
-            corpora=state.loaders.data_fingerprint, base=state.base, objective=state.learns_from,
-        )
+
+def position(state: LoopState) -> Position:
+    """Return where a run stands, for a checkpoint."""
+    p = state.progress
+    return Position(
+        step=p.step, samples=p.samples, skipped=p.skipped, tokenizer=state.loaders.tokenizer_name,
+        numerics=state.numerics.state(), tokenizer_identity=state.loaders.tokenizer,
+        corpora=state.loaders.data_fingerprint, base=state.base, objective=state.learns_from,
+    )
 
 
 def _run_ids(session: Session) -> dict[str, str]:

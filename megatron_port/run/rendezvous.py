@@ -653,7 +653,7 @@ def start(
     return StartedGroup(info, backend, store)
 
 
-def stop(group: StartedGroup, *, wait_s: float = 10.0, failed: bool = False) -> None:
+def stop(group: StartedGroup, *, wait_s: float = 10.0, failed: bool = False, replaced: bool = False) -> None:
     """Take the default group down, and with it all others.
 
     Rank 0, which serves the store, leaves last: a dead rank delays it ``wait_s`` seconds.
@@ -661,6 +661,7 @@ def stop(group: StartedGroup, *, wait_s: float = 10.0, failed: bool = False) -> 
     Args:
         failed: this rank leaves on an error, perhaps because a peer died. Then NCCL's communicators are aborted
             (an orderly end waits for the peers), nothing is raised, and it all takes 7 seconds at most.
+        replaced: ranks that are lost are replaced: nobody takes leave of ranks that are about to meet again.
     """
     if not failed:
         if dist.is_initialized():
@@ -670,4 +671,5 @@ def stop(group: StartedGroup, *, wait_s: float = 10.0, failed: bool = False) -> 
     if dist.is_initialized():
         abort = getattr(distributed_c10d, "_abort_process_group", None) if group.backend == "nccl" else None
         within(5.0, abort or dist.destroy_process_group)
-    within(2.0, lambda: abandon(group.info, group.store))
+    if not replaced:
+        within(2.0, lambda: abandon(group.info, group.store))

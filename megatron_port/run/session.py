@@ -115,7 +115,7 @@ SessionHook = Callable[[RunConfig, ProcessInfo, ProgressTracker, Store], Abstrac
 @contextmanager
 def open_session(
     config: RunConfig, info: ProcessInfo, *, quiet: bool = False, around: SessionHook | None = None,
-    writes: bool = False,
+    writes: bool = False, replaced: bool = False,
 ) -> Iterator[Session]:
     """Check the configuration, meet the other ranks, yield the session, take the groups down.
 
@@ -124,6 +124,7 @@ def open_session(
         around: entered once the ranks have met and left before the groups are taken down: the watch, which must
             see ranks that hang while communicators are made.
         writes: the run's folder will be written, so rank 0 tries that first.
+        replaced: an agent replaces ranks that are lost (``run.agent``).
 
     Raises:
         ConfigError: the configuration is wrong.
@@ -191,7 +192,7 @@ def open_session(
             raise
         raise lost from error
     finally:
-        process_group.stop(group, failed=failed)
+        process_group.stop(group, failed=failed, replaced=replaced)
 
 
 def _providers(config: RunConfig, device: DeviceInfo) -> Providers:

@@ -21,11 +21,12 @@ from megatron_port.core.engine.api import Engine
 from megatron_port.core.errors import CheckpointError
 from megatron_port.core.optim.rules import mixed_kinds, rule_of, state_kinds, state_shapes
 from megatron_port.core.optim.schedules import BatchSchedule, learning_rate
+from megatron_port.core.registry import PARTS
 from megatron_port.core.train.folders import FOLDER, run_folder
 from megatron_port.core.train.hooks import Session
 from megatron_port.run.build import state_records
 from megatron_port.run.config_hash import config_hash
-from megatron_port.run.provenance import own_checkpoints
+from megatron_port.run.provenance import own_checkpoints, read_identity
 
 
 def find_checkpoints(session: Session) -> list[Path]:
@@ -40,10 +41,14 @@ def find_checkpoints(session: Session) -> list[Path]:
             one is damaged (a run never starts over without being told to), or all are of another run.
         ConfigError: on every rank: the batch schedule, the seed or the optimizer's rule is not that of the newest.
     """
+    copies: list[tuple[Path, Manifest]] = []
+    if session.config.checkpoint.memory_interval and session.config.checkpoint.resume == "auto":
+        copies = PARTS.function("copies in memory")(session)
+
     def look() -> list[str]:
         if not session.is_rank_zero or session.config.checkpoint.resume == "never":
             return []
-        whole = _look(session.config, session.logger.log)
+        whole = _with_copies(copies, session)
         if whole:
             from megatron_port.run.changes import check_batch, check_rule, check_seed  # a fresh start loads nothing
             from megatron_port.run.loading import of_this_model
@@ -57,6 +62,28 @@ def find_checkpoints(session: Session) -> list[Path]:
 
     found = agreed(look)
     return [Path(path) for path in json.loads(broadcast_text(json.dumps(found)) or "[]")]
+
+
+def _with_copies(copies: list[tuple[Path, Manifest]], session: Session) -> list[tuple[Path, Manifest]]:
+    """Return the run's checkpoints and its copies in the nodes' memory, newest first.
+
+    A copy is of the way that the run took last: going back drops the copies. Commits do not order the two kinds, as a
+    save in the background is committed after copies of later steps.
+
+    Raises CheckpointError.
+    """
+    identity = read_identity(run_folder(session.config)) if copies else None
+    copies = [(path, m) for path, m in copies if identity is not None and m.lineage.run == identity.id]
+    try:
+        saved = _look(session.config, session.logger.log)
+    except CheckpointError as error:
+        if not copies:
+            raise
+        session.logger.log(f"{error}; the copies in memory are whole")
+        return copies
+    newest = saved[0][1].state.step if saved else 0  # of a run that went back, not the highest
+    first = [copy for copy in copies if copy[1].state.step >= newest]
+    return [*first, *saved, *(copy for copy in copies if copy not in first)]
 
 
 def batch_schedule(session: Session, checkpoints: Sequence[Path]) -> BatchSchedule:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from megatron_port.core.checkpoint.reader import Checkpoint
 from megatron_port.core.checkpoint.shard import disk_error
@@ -29,10 +30,13 @@ from megatron_port.run.hooks import Closing, DamageCheck, PeriodicSave, Recovery
 from megatron_port.run.provenance import record_start, settle
 from megatron_port.run.state import batch_schedule, find_checkpoints
 
+if TYPE_CHECKING:
+    from megatron_port.run.agent_link import KeptRank
+
 
 # The list of what a run does beside its steps. A hook's module is imported where the configuration asks for it.
-def loop_hooks(state: LoopState) -> list[LoopHook]:
-    """Return the hooks of a run, in the order in which the loop asks them.
+def loop_hooks(state: LoopState, kept: KeptRank | None = None) -> list[LoopHook]:
+    """Return the hooks of a run, in the order in which the loop asks them. ``kept``: of a rank that an agent keeps.
 
     The order matters: damage is known before a step is reported, a step is reported before an anomaly can end the run,
     and a rewind comes before anything that looks at the state.
@@ -41,11 +45,12 @@ def loop_hooks(state: LoopState) -> list[LoopHook]:
         ConfigError: a hook cannot do what the configuration asks for; alike on all ranks.
     """
     c, reporting, in_flight = state.config, Reporting(state), SaveInFlight(state)
+    saves = PeriodicSave(state, in_flight)
     return [
         *_activation_planner(state), DamageCheck(state), reporting, Recovery(state), *_rewind(state), in_flight,
         *_routes(state), *_profiler(state), Evaluation(state, reporting.evaluation), *_checks(state),
         *(_plugin(name, state) for name in c.training.hooks),
-        PeriodicSave(state, in_flight), Closing(state, reporting),
+        saves, *_copies(state, saves, kept), Closing(state, reporting),
     ]
 
 
@@ -81,6 +86,13 @@ def _checks(state: LoopState) -> Iterator[LoopHook]:
         yield _made(PARTS, "replica check", state)
     if state.config.numerics.replay_interval:
         yield _made(PARTS, "replay check", state)
+
+
+def _copies(state: LoopState, saves: PeriodicSave, kept: KeptRank | None) -> Iterator[LoopHook]:
+    if kept is not None or state.config.checkpoint.memory_interval:
+        from megatron_port.run.copying import StateCopying
+
+        yield StateCopying(state, saves, kept)
 
 
 def _plugin(name: str, state: LoopState) -> LoopHook:
@@ -176,9 +188,9 @@ def _claim_folder(state: LoopState, begun_at: Checkpoint | None) -> None:
 class Trainer:
     """Training of one rank: built from a session, it holds the engine with the weights that the run begins from."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, kept: KeptRank | None = None) -> None:
         self.state: LoopState = open_state(session)
-        self.state.hooks = loop_hooks(self.state)
+        self.state.hooks = loop_hooks(self.state, kept)
         load_model(self.state)
 
     def run(self) -> TrainingResult:

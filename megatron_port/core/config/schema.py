@@ -36,6 +36,7 @@ from megatron_port.core.config.machine import (
 from megatron_port.core.config.model import ModelConfig, MoEConfig, RoutesConfig
 from megatron_port.core.config.optimizer import OptimizerConfig, ParameterGroup
 from megatron_port.core.config.ranges import (
+    AbsolutePath,
     Count,
     CountOrZero,
     FolderName,
@@ -262,6 +263,10 @@ class CheckpointConfig:
     """Only one attempt at a time may use a run folder. If it ended without notice on a host that cannot be checked,
     the next attempt takes over once its heartbeat has not changed for this many seconds; if its process or SLURM job
     is known to be gone, at once."""
+    memory_interval: CountOrZero = 0
+    """Steps between copies of the state in the nodes' memory, two of them, from which a run resumes first; 0: none."""
+    memory_folder: AbsolutePath = "/dev/shm"
+    """Folder of each node, in memory, that holds them."""
     mirror: PathSetting = ""
     """URL below which every committed checkpoint is copied in the background (s3://bucket/folder); `checkpoint.resume`
     accepts it. A failed copy costs a line, not the run."""

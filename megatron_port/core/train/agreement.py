@@ -10,14 +10,13 @@ import torch.distributed as dist
 from megatron_port.core.dist.agree import agree
 from megatron_port.core.dist.process import IDLE, LEVELS, REDUCE
 from megatron_port.core.dist.rank import LeaseLost
-from megatron_port.core.errors import NumericsError
+from megatron_port.core.errors import NumericsError, StateDamaged
 from megatron_port.core.train.folders import run_folder
 from megatron_port.core.train.hooks import LoopState
 
 FENCED = max(LEVELS.values()) + 1
 """Stop level above those of all signals: exit without saving."""
-DAMAGED = FENCED + 1
-"""Above every other level: a rank's state is damaged."""
+DAMAGED = FENCED + 1  # above every other level: a rank's state is damaged
 
 
 def agreed_level(state: LoopState, level: int) -> int:
@@ -54,10 +53,13 @@ def check_lease(state: LoopState) -> None:
 
 
 def stop_if_damaged(state: LoopState) -> None:
-    """Raise NumericsError on every rank if anything but an update changed the state of one. Collective."""
+    """Raise StateDamaged on every rank if anything but an update changed the state of one. Collective."""
     damage = state.damage
     error = None if damage is None else NumericsError(
         f"{damage} {damage.how} (found at step {state.progress.step}): {damage.cause}, and resume "
         "from the last checkpoint; the weights of this step are not saved"
     )
-    agree(error, where=str(state.ctx.coords), group=state.session.cpu_group)
+    try:
+        agree(error, where=str(state.ctx.coords), group=state.session.cpu_group)
+    except NumericsError as told:
+        raise StateDamaged(str(told)) from told

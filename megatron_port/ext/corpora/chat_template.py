@@ -25,7 +25,6 @@ from typing import Any
 
 from megatron_port.core import package
 from megatron_port.core.errors import DataError, shortened
-from megatron_port.core.io.files import outside_target
 from megatron_port.ext.corpora.unpack import need
 
 # Jinja's sandbox for chat templates, with what those on the hub expect to find in it.
@@ -417,3 +416,16 @@ def _read(path: Path, most: int = LARGEST_TEMPLATE) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"chat template {path}: cannot be read ({error})") from error
+
+
+# Links out of a folder that came from elsewhere: what they point to was never part of it.
+
+def outside_target(path: Path) -> Path | None:
+    """Return where a file of a folder really is, if that is outside the folder; None: within it.
+
+    The hub's cache keeps the files of a model in ``models--OWNER--NAME/blobs``. Its snapshots link there, and so do
+    folders that older versions of huggingface_hub downloaded to (``local_dir``).
+    """
+    folder, target = path.parent.resolve(), path.resolve()
+    of_hub = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
+    return None if of_hub or target.is_relative_to(folder) else target

@@ -12,8 +12,8 @@ from megatron_port.core.checkpoint.reader import Checkpoint
 from megatron_port.core.checkpoint.shard import write_text
 from megatron_port.core.data.indexed import bos_ids
 from megatron_port.core.errors import CheckpointError, DataError, shortened
-from megatron_port.core.io.files import outside_target, write_bytes
-from megatron_port.ext.corpora.chat_template import settings_of
+from megatron_port.core.io.files import write_bytes
+from megatron_port.ext.corpora.chat_template import outside_target, settings_of
 from megatron_port.ext.corpora.pinned import (
     ADVICE,
     FILES,

@@ -67,13 +67,14 @@ class Client:
         coords: for messages; stage: pipeline stage.
         note: takes a line when the watch itself fails; the run continues.
         hub: the hub's process, on the rank that started it and will start it again.
+        replaces: lost ranks are replaced, so a rank that lost a peer does not wait to be told to end.
     """
 
     def __init__(
         self, progress: ProgressTracker, *, rank: int, host: str, coords: str, stage: int, address: str, port: int,
-        secret: str, note: Callable[[str], None], hub: HubProcess | None = None,
+        secret: str, note: Callable[[str], None], hub: HubProcess | None = None, replaces: bool = False,
     ) -> None:
-        self.progress, self.note, self.hub = progress, note, hub
+        self.progress, self.note, self.hub, self._replaces = progress, note, hub, replaces
         self.spoken = threading.Event()
         """The hub has nothing to say: a rank that lost a peer may speak."""
         self._sending = threading.Lock()
@@ -200,6 +201,8 @@ class Client:
             self.spoken.set()
         elif kind == wire.ROSTER:
             self._roster[int(values[0][0])] = values[0]
+        elif kind == wire.END:
+            kill((pid, start) for pid, start in values[0])
         elif kind == wire.LEAVE and not self._closing:
             code, mute = values
             kill((pid, start) for pid, start in mute)
@@ -214,7 +217,7 @@ class Client:
         with contextlib.suppress(OSError):
             self.beat()
             self._send(wire.FAILING, code, text[:4000], told, victim)
-            if victim:
+            if victim and not self._replaces:
                 self.spoken.wait(HOLD_S)
 
     def close(self, *, failed: bool = False) -> None:
@@ -237,6 +240,7 @@ class Client:
 def watched(
     config: WatchConfig, info: ProcessInfo, progress: ProgressTracker, *, coords: str, stage: int, folder: Path,
     store: Store | None, note: Callable[[str], None], victim_of: Callable[[BaseException], PortError | None],
+    replaces: bool = False,
 ) -> Iterator[None]:
     """Watch this rank while the body runs. The watch's own failures are noted and never end a run.
 
@@ -244,6 +248,7 @@ def watched(
         folder: of the run.
         store: through which rank 0 tells the others where the hub is; None: a single process.
         victim_of: an error → what it says of a lost peer, or None (``run.peer_failure``).
+        replaces: an agent replaces lost ranks (``run.agent``): the watch names and ends those that hang, and no other.
     """
     if not config.enabled or (info.world_size == 1 and not config.single_process):
         yield
@@ -254,7 +259,7 @@ def watched(
         from megatron_port.run.watch.hub_process import HubProcess  # the other ranks start none
 
         try:
-            hub = HubProcess(config, info, folder)
+            hub = HubProcess(config, info, folder, replaces=replaces)
             hub.start()
             where = hub.where
         except OSError as error:
@@ -270,10 +275,12 @@ def watched(
         except OSError as error:
             note(f"rank {info.rank} on {info.hostname} does not know the watch ({error}); it is not watched")
     client: Client | None = None
+    failed = False
     if where:
         try:
             client = Client(
-                progress, rank=info.rank, host=info.hostname, coords=coords, stage=stage, note=note, hub=hub, **where
+                progress, rank=info.rank, host=info.hostname, coords=coords, stage=stage, note=note, hub=hub,
+                replaces=replaces, **where
             )
         except OSError as error:
             note(f"rank {info.rank} on {info.hostname} cannot reach the watch at {where['address']}:{where['port']} "
@@ -281,6 +288,7 @@ def watched(
     try:
         yield
     except BaseException as error:
+        failed = True
         if client is not None:
             lost = victim_of(error)
             told = info.rank == 0 or bool(getattr(error, "is_reporter", None))
@@ -292,13 +300,13 @@ def watched(
             client.close()
     finally:
         if hub is not None:
-            hub.end()
+            hub.end(leave=failed and replaces)
 
 
 # The watch of a run, put together from what is known once the ranks have met.
 
 def watch_ranks(
-    config: RunConfig, info: ProcessInfo, progress: ProgressTracker, store: Store
+    config: RunConfig, info: ProcessInfo, progress: ProgressTracker, store: Store, *, replaces: bool = False
 ) -> AbstractContextManager[None]:
     """Send heartbeats of this rank while the body runs, as ``[watch]`` configures; see ``run.watch.client.watched``.
 
@@ -315,5 +323,5 @@ def watch_ranks(
 
     return watched(
         config.watch, info, progress, coords=str(place), stage=place.pp, folder=run_folder(config), store=store,
-        note=note, victim_of=lambda error: explain_peer_failure(error, info),
+        note=note, victim_of=lambda error: explain_peer_failure(error, info), replaces=replaces,
     )

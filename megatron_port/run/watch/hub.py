@@ -79,6 +79,8 @@ class Hub:
         self.folder = Path(setup["folder"])
         self.host = str(setup["host"])
         self.world = int(setup["world"])
+        self.replaces = bool(setup.get("replaces"))
+        """An agent starts lost ranks again (``run.agent``): only those that hang are ended."""
         self.out, self.err = out or sys.stdout, err or sys.stderr
         config = WatchConfig(**setup["config"])
         now = time.monotonic()
@@ -215,7 +217,7 @@ class Hub:
         self._tell(now)
         self.now_file.write(self.rules.ranks, self.world, now)
         if self.leave_until:
-            if now >= self.leave_until or not self._hearing(now):
+            if not self.replaces and (now >= self.leave_until or not self._hearing(now)):
                 self._finish()
             return
         if self.collect_until:
@@ -295,12 +297,16 @@ class Hub:
                 self.err.write(text + "\n")
                 self.err.flush()
             named = self.rules.ranks[verdict.ranks[0]].place
-            if self.alarm is not None and self.alarm.kind != "failed":  # a rank that failed has left its own word
+            own_word = self.alarm is not None and self.alarm.kind == "failed"
+            if self.alarm is not None and not own_word and not self.replaces:
                 record_failure(
                     self.folder, attempt_name(), named.rank, kind(verdict.headline), host=named.host,
                     lost_peer=self.alarm.kind == "lost",
                 )
         self.leave_until = now + LEAVE_S
+        if self.replaces:
+            self._end_hung(verdict)
+            return
         failed = {r for r, s in self.rules.ranks.items() if s.fault is not None and not s.fault.victim}
         mute: dict[str, list[tuple[int, int]]] = {}
         for s in self.rules.ranks.values():
@@ -310,6 +316,18 @@ class Hub:
             if rank not in failed:
                 host = self.rules.ranks[rank].place.host
                 link.send(wire.pack(wire.LEAVE, verdict.code, mute.get(host, [])))
+
+    def _end_hung(self, verdict: judge.Diagnosis) -> None:
+        """End the ranks that a hang's verdict names, on whatever host; the others notice, and leave their step."""
+        if self.alarm is None or self.alarm.kind != "hang":
+            return
+        named = [self.rules.ranks[r].place for r in verdict.ranks if r in self.rules.ranks]
+        kill([(place.pid, place.born) for place in named if place.host == self.host])
+        elsewhere = [[place.pid, place.born] for place in named if place.host != self.host]
+        hosts = {place.host for place in named if place.host != self.host}
+        for rank, link in self.links.items():
+            if self.rules.ranks[rank].place.host in hosts:
+                link.send(wire.pack(wire.END, elsewhere))
 
     def _order(self, kind: str) -> None:
         for link in self.links.values():

@@ -45,11 +45,11 @@ def hub_address(info: ProcessInfo) -> str:
 class HubProcess:
     """Process of a run's hub. Raises OSError where no socket can be opened.
 
-    ``folder``: of the run.
+    ``folder``: of the run. ``replaces``: lost ranks are replaced, so the others are not told to end.
     """
 
-    def __init__(self, config: WatchConfig, info: ProcessInfo, folder: Path) -> None:
-        self._config, self._info, self._folder = config, info, folder
+    def __init__(self, config: WatchConfig, info: ProcessInfo, folder: Path, *, replaces: bool = False) -> None:
+        self._config, self._info, self._folder, self._replaces = config, info, folder, replaces
         self._secret, self._address = secrets.token_hex(16), hub_address(info)
         self._listener = socket.socket(socket.AF_INET6 if ":" in self._address else socket.AF_INET)
         try:
@@ -88,7 +88,7 @@ class HubProcess:
         setup = {
             "secret": self._secret, "folder": str(self._folder.absolute()), "host": self._info.hostname,
             "world": self._info.world_size, "listener": self._listener.fileno(), "answer": answer,
-            "config": asdict(self._config), "roster": [list(place) for place in roster],
+            "config": asdict(self._config), "roster": [list(place) for place in roster], "replaces": self._replaces,
         }
         try:
             process = subprocess.Popen(
@@ -149,11 +149,20 @@ class HubProcess:
                 process.stdin.close()
         return code
 
-    def end(self) -> None:
-        """Wait for the hub: it ends by itself when every rank has left or been told to."""
+    def end(self, *, leave: bool = False) -> None:
+        """Wait for the hub: it ends by itself when every rank has left or been told to.
+
+        ``leave``: do not wait. Ranks may be stuck in a step until this one has closed its connections.
+        """
         with self._lock:
             self._ended = True
             process = self._process
+            if leave:
+                if process is not None and process.stdin is not None:
+                    with contextlib.suppress(OSError):
+                        process.stdin.close()
+                self._listener.close()
+                return
             if process is not None and process.stdin is not None:
                 with contextlib.suppress(OSError):
                     process.stdin.close()

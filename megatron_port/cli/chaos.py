@@ -1,0 +1,60 @@
+"""``chaos RUN``: a drill in which ranks of a run are killed, stopped and cut off, and what that costs is reported."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from megatron_port.cli.arguments import add_json, print_json
+from megatron_port.cli.main import add_run_options, load_run
+from megatron_port.core.errors import ConfigError
+from megatron_port.tools.chaos import FAULTS
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
+    """Declare the command."""
+    kinds = "; ".join(f"{name} ({what})" for name, what in FAULTS.items())
+    parser = subparsers.add_parser(
+        "chaos", help="kill ranks of a run on purpose, and report what it cost",
+        description=f"Train on this machine with lost ranks replaced, strike ranks meanwhile, and report how long each "
+        f"recovery took and how many steps were repeated. Faults: {kinds}. The run's own folder is used, so give the "
+        "drill a name of its own (--set name=drill).",
+    )
+    add_run_options(parser)
+    parser.add_argument("--nproc", type=int, metavar="N", required=True, help="ranks on this machine")
+    parser.add_argument("--schedule", metavar="TEXT", help='"30 kill 3; 60 stop": seconds after the first step, fault, '
+                        "and perhaps the rank (otherwise it is drawn)")
+    parser.add_argument("--every", type=float, metavar="SECONDS", default=60.0,
+                        help="without a schedule: a drawn fault this often, on average (default: 60)")
+    parser.add_argument("--count", type=int, metavar="N", default=10, help="and so many of them (default: 10)")
+    parser.add_argument("--faults", metavar="LIST", default=",".join(FAULTS), help="of these kinds (default: all)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn (default: 0)")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Drill; return the run's exit code."""
+    from megatron_port.core.config.checks import check
+    from megatron_port.core.train.folders import run_folder
+    from megatron_port.tools import chaos
+
+    config = load_run(args).config
+    check(config, world_size=None if config.layout.elastic else args.nproc)
+    kinds = [kind for kind in args.faults.split(",") if kind]
+    unknown = [kind for kind in kinds if kind not in FAULTS]
+    if unknown or not kinds or args.every <= 0 or args.count < 0:
+        raise ConfigError(f"--faults {args.faults} --every {args.every:g} --count {args.count}: name some of "
+                          f"{', '.join(FAULTS)}, seconds above 0, and a count of 0 or more")
+    faults = (chaos.parse_schedule(args.schedule) if args.schedule
+              else chaos.drawn_schedule(args.seed, args.every, kinds, args.count))
+    overrides = [*args.overrides, "launch.when_lost=replace"]
+    if not config.checkpoint.memory_interval:
+        overrides.append("checkpoint.memory_interval=1")
+    command = chaos.train_command(args.run_file, args.nproc, overrides)
+    done = chaos.drill(command, run_folder(config), faults, seed=args.seed, say=lambda line: print(f"chaos: {line}",
+                                                                                                   flush=True))
+    if args.json:
+        print_json(done.body())
+    else:
+        print(chaos.text_of(done))
+    return done.exit_code

@@ -1,0 +1,344 @@
+"""Copies of the training state in the memory of a node, from which a run continues when one of its ranks is lost.
+
+Every ``checkpoint.memory_interval`` steps each rank copies the pieces that it owns into a file below
+``checkpoint.memory_folder``, a folder that is memory (tmpfs), and writes the list of them beside it: what a save leaves
+before its commit (``core.checkpoint.writer``). The memory is the node's, so it outlives a process that is killed.
+
+There are two copies, written in turn, and ranks agree on each step before the next copy begins. So wherever a fault
+strikes, all ranks have the newer copy or all have the one before it: at most one interval is lost. At the next start
+the ranks prove their files (:func:`committed_copies`), and rank 0 writes the manifest. Then a copy is a checkpoint as
+any other, of any layout, and the first place to resume from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import platform
+import shutil
+import stat
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+
+from megatron_port.core.checkpoint.format import (
+    MANIFEST,
+    FileEntry,
+    Lineage,
+    Manifest,
+    Parent,
+    PieceEntry,
+    SavedState,
+    encode_manifest,
+    plain,
+    read_manifest,
+    shard_name,
+)
+from megatron_port.core.checkpoint.shard import CHUNK, Digest, ShardPlan, block_bytes, bytes_of, plan_shard
+from megatron_port.core.checkpoint.writer import listing_name
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.dist.agree import agreed
+from megatron_port.core.dist.record import StatePiece
+from megatron_port.core.errors import CheckpointError, DamagedCheckpoint, EnvironmentFault
+from megatron_port.core.io.files import read_regular, write_text
+from megatron_port.core.io.logging import Logger
+from megatron_port.core.package import package_versions
+from megatron_port.core.train.folders import run_folder
+from megatron_port.core.train.hooks import Session
+
+SLOTS = ("copy-0", "copy-1")
+_LARGEST_LIST = 1 << 28
+_PACKAGES = ("megatron_port", "torch", "numpy", "xxhash")
+
+
+def copies_folder(config: RunConfig) -> Path:
+    """Return the folder of a run's copies on each node. Its name follows from the run's folder alone."""
+    digest = hashlib.sha256(str(run_folder(config).absolute()).encode()).hexdigest()[:16]
+    return Path(config.checkpoint.memory_folder) / f"megatron_port-{os.getuid()}" / digest
+
+
+def remove_copies(config: RunConfig) -> None:
+    """Free the memory of a run's copies on this node."""
+    shutil.rmtree(copies_folder(config), ignore_errors=True)
+
+
+def _own_folder(path: Path) -> None:
+    """Make a folder that nobody else can enter. ``path``'s parent is of this user alone, too.
+
+    Raises:
+        EnvironmentFault: it cannot be made, or is another user's.
+    """
+    for place in (path.parent, path):
+        try:
+            place.mkdir(mode=0o700, exist_ok=True)
+            found = place.lstat()
+        except OSError as error:
+            raise EnvironmentFault(
+                f"{place}: the copies of the training state cannot be kept there: {error.strerror or error}; set "
+                "checkpoint.memory_folder to a folder of each node that this user may write, or launch.when_lost = "
+                '"stop"'
+            ) from error
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise EnvironmentFault(f"{place} is not a folder of this user; remove it, or set checkpoint.memory_folder")
+
+
+@dataclass(frozen=True, order=True)
+class CopyKey:
+    """Which copy a rank's file belongs to: equal on all ranks that took part. Of two the larger is the later one."""
+
+    epoch: int
+    """Epoch of the lease of the run's folder."""
+    number: int
+    """Place among the copies that this start has made, from 1."""
+    step: int
+    world: int
+    """Ranks of the layout that wrote it."""
+
+
+class CopyFile:
+    """One rank's file of one of the two copies; its memory is kept and used again.
+
+    Args:
+        folder: of the copy.
+        rank: of this process.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.path, self.listing = folder / shard_name(rank), folder / listing_name(rank)
+        self._plan: ShardPlan | None = None
+        self._memory: np.ndarray[Any, np.dtype[np.uint8]] | None = None
+        self._pieces = ""
+
+    def take(self, pieces: Iterable[StatePiece], key: CopyKey, about: Mapping[str, Any]) -> None:
+        """Copy ``pieces``, and write their list last: a copy that was cut short has none.
+
+        The bytes are hashed as they are read, so what changes on the way or afterwards is found. ``about``: what else
+        the list says.
+
+        Raises:
+            CheckpointError: the folder has no room (bytes are named).
+        """
+        with suppress(FileNotFoundError):
+            self.listing.unlink()
+        plan = plan_shard(self.path.name, (p for p in pieces if p.tensor.numel()), last=self._plan)
+        entry = self._copy(plan) if plan.pieces else None
+        body = (
+            f'{{"key":{json.dumps(asdict(key))},"about":{json.dumps(about)},'
+            f'"file":{json.dumps(None if entry is None else asdict(entry))},"pieces":{self._pieces or "[]"}}}'
+        )
+        unfinished = self.listing.with_suffix(".tmp")
+        unfinished.write_text(f"{xxhash.xxh3_128_hexdigest(body.encode())}\n{body}")
+        os.replace(unfinished, self.listing)
+
+    def _copy(self, plan: ShardPlan) -> FileEntry:
+        if self._memory is None or self._plan is None or plan.head != self._plan.head:
+            self._open(plan)
+        assert self._memory is not None
+        self._plan = replace(plan, pieces=())
+        digest = Digest(block_bytes(plan.size))
+        digest.update(plan.head)
+        for piece, (start, stop) in zip(plan.pieces, plan.spans, strict=True):
+            source = np.frombuffer(bytes_of(piece.tensor), dtype=np.uint8)
+            target = self._memory[len(plan.head) + start : len(plan.head) + stop]
+            for at in range(0, len(source), CHUNK):  # hashed while the chunk is in the core's cache
+                part = source[at : at + CHUNK]
+                np.copyto(target[at : at + CHUNK], part)
+                digest.update(part.data)
+        return digest.entry()
+
+    def _open(self, plan: ShardPlan) -> None:
+        """Make the file at its full size, so that memory that is not there is an error here and no signal later."""
+        self._memory = None
+        try:
+            with open(self.path, "w+b") as stream:
+                os.posix_fallocate(stream.fileno(), 0, plan.size)
+                self._memory = np.frombuffer(mmap.mmap(stream.fileno(), plan.size), dtype=np.uint8)
+        except OSError as error:
+            free = shutil.disk_usage(self.path.parent).free
+            raise CheckpointError(
+                f"{self.path}: no {plan.size} bytes for a copy of this rank's state ({error.strerror or error}; "
+                f"{free} bytes are free there); a run keeps two of them on each node. Set checkpoint.memory_folder to "
+                "a larger folder, or checkpoint.memory_interval = 0"
+            ) from error
+        self._memory[: len(plan.head)] = np.frombuffer(plan.head, dtype=np.uint8)
+        self._pieces = json.dumps([asdict(entry) for entry in plan.entries])
+
+
+class StateCopies:
+    """The two copies of one rank's state. Not collective: ranks copy at the same steps.
+
+    Args:
+        folder: :func:`copies_folder`'s; made here.
+        epoch: of the lease of the run's folder.
+    """
+
+    def __init__(self, folder: Path, *, rank: int, world: int, epoch: int) -> None:
+        _own_folder(folder)
+        self._files = []
+        for name in SLOTS:
+            (folder / name).mkdir(mode=0o700, exist_ok=True)
+            self._files.append(CopyFile(folder / name, rank))
+        self._epoch, self._world = epoch, world
+        self._number = 0
+        self.seconds = 0.0
+        """Seconds that the last copy took."""
+
+    def spare(self, slot: int) -> None:
+        """Keep this slot for now: it is what the run was resumed from."""
+        self._number = 1 - slot
+
+    def take(self, pieces: Iterable[StatePiece], step: int, about: Mapping[str, Any]) -> None:
+        """Copy the state of ``step`` over the older of the two copies. Raises CheckpointError."""
+        began = time.perf_counter()
+        slot = self._number % len(SLOTS)
+        self._number += 1
+        self._files[slot].take(pieces, CopyKey(self._epoch, self._number, step, self._world), about)
+        self.seconds = time.perf_counter() - began
+
+    def forget(self, *, newest_alone: bool = False) -> None:
+        """Drop both copies: the run goes back behind them. ``newest_alone``: drop the last one only."""
+        newest = (self._number - 1) % len(SLOTS)
+        for slot, file in enumerate(self._files):
+            if slot == newest or not newest_alone:
+                with suppress(FileNotFoundError):
+                    file.listing.unlink()
+
+
+def described(state: SavedState, lineage: Lineage) -> dict[str, Any]:
+    """Return what rank 0 adds to its list: all of a manifest that is neither a file nor a piece."""
+    return {"state": {name: plain(value) for name, value in vars(state).items()}, "lineage": lineage.body()}
+
+
+# At the next start: which copies do all ranks have, and are they what was copied?
+
+@dataclass(frozen=True)
+class _Found:
+    """One rank's file of a copy, by its list."""
+
+    key: CopyKey
+    about: Mapping[str, Any]
+    entry: FileEntry | None
+    pieces: tuple[PieceEntry, ...]
+
+
+def _found(folder: Path, rank: int) -> _Found | None:
+    """Return what a rank's list says; None: it has none. Raises DamagedCheckpoint."""
+    path = folder / listing_name(rank)
+    try:
+        digest, _, body = read_regular(path, _LARGEST_LIST).decode("utf-8", "replace").partition("\n")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror or error}") from error
+    if xxhash.xxh3_128_hexdigest(body.encode()) != digest:
+        raise DamagedCheckpoint(f"{path} is not what was written")
+    made = json.loads(body)  # by this user's ranks alone, and unchanged since: see _own_folder
+    entry = made["file"] and FileEntry(**{**made["file"], "blocks": tuple(made["file"]["blocks"])})
+    pieces = []
+    for item in made["pieces"]:
+        pieces.append(PieceEntry(**{
+            **item, **{name: tuple(item[name]) for name in ("global_shape", "offset", "shape")}}))
+    return _Found(CopyKey(**made["key"]), made["about"], entry, tuple(pieces))
+
+
+def _prove(path: Path, entry: FileEntry) -> None:
+    """Raise DamagedCheckpoint unless the file has the bytes that were copied."""
+    digest = Digest(entry.block_bytes)
+    try:
+        with open(path, "rb", buffering=0) as stream:
+            while part := stream.read(CHUNK):
+                digest.update(part)
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror or error}") from error
+    now = digest.entry()
+    if now.size != entry.size:
+        raise DamagedCheckpoint(f"{path} has {now.size} bytes, and {entry.size} were copied")
+    for number, (block, was) in enumerate(zip(now.blocks, entry.blocks, strict=True)):
+        if block != was:
+            raise DamagedCheckpoint(
+                f"{path}: block {number} (bytes {number * entry.block_bytes} and on) is not what was copied"
+            )
+
+
+def _proved(folder: Path, rank: int, world: int) -> tuple[CopyKey | None, str]:
+    """Return which copy the files of a rank, and of those beyond this run's ranks, are of; or what is wrong with one.
+
+    Ranks ``rank``, ``rank + world``, … are this rank's to prove, where more ranks wrote the copy than read it.
+    """
+    try:
+        first = _found(folder, rank)
+        if first is None:
+            return None, ""
+        for other in range(rank, first.key.world, world):
+            found = first if other == rank else _found(folder, other)
+            if found is None or found.key != first.key:
+                return None, ""
+            if found.entry is not None:
+                _prove(folder / shard_name(other), found.entry)
+    except DamagedCheckpoint as error:
+        return None, str(error)
+    return first.key, ""
+
+
+def committed_copies(session: Session) -> list[tuple[Path, Manifest]]:
+    """Return the copies that all ranks have and have proved, newest first. Collective.
+
+    A file that is not what was copied is named in the log, and its copy passed over.
+    """
+    folder, info = copies_folder(session.config), session.info
+    own = [_proved(folder / name, info.rank, info.world_size) for name in SLOTS]
+    for _, fault in own:
+        if fault:
+            Logger(info.rank, info.world_size, info.hostname).log_any(
+                f"{fault}: the memory is faulty, or something else wrote there; this copy is passed over"
+            )
+    rows = torch.tensor([[-1] * 4 if key is None else [key.epoch, key.number, key.step, key.world] for key, _ in own])
+    every = [torch.empty_like(rows) for _ in range(info.world_size)]
+    if info.world_size > 1:
+        dist.all_gather(every, rows, group=session.cpu_group)
+    else:
+        every = [rows]
+    whole = []
+    for slot, name in enumerate(SLOTS):
+        keys = {tuple(found[slot].tolist()) for found in every if found[slot][0] >= 0 or info.world_size == 1}
+        key = CopyKey(*keys.pop()) if len(keys) == 1 else None
+        writers = [rank for rank, found in enumerate(every) if found[slot][0] >= 0]
+        if key is not None and key.epoch >= 0 and len(writers) == min(key.world, info.world_size):
+            whole.append((key, folder / name))
+    made = agreed(lambda: [_committed(path, key) for key, path in sorted(whole, reverse=True)]
+                  if session.is_rank_zero else [])
+    return [found for found in made if found is not None]
+
+
+def _committed(folder: Path, key: CopyKey) -> tuple[Path, Manifest] | None:
+    """Write the manifest of a copy that is proved, on rank 0, and return it as read back."""
+    files: dict[str, FileEntry] = {}
+    pieces: list[PieceEntry] = []
+    about: Mapping[str, Any] = {}
+    for rank in range(key.world):
+        found = _found(folder, rank)
+        if found is None:
+            return None
+        about = about or found.about
+        if found.entry is not None:
+            files[shard_name(rank)] = found.entry
+            pieces += found.pieces
+    told = dict(about["lineage"])
+    parent = told.pop("parent", None)
+    manifest = Manifest(
+        state=SavedState(**about["state"]), saved_at=time.time(), files=files, pieces=tuple(pieces),
+        lineage=Lineage(**told, parent=None if parent is None else Parent(**parent)),
+        versions={"python": platform.python_version(), **package_versions(_PACKAGES)},
+    )
+    write_text(folder / MANIFEST, encode_manifest(manifest), durable=False)
+    return folder, read_manifest(folder)

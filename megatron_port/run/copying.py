@@ -1,0 +1,99 @@
+"""Copies of the state in the nodes' memory while a run trains, and what a start does that was resumed from one."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from megatron_port.core.checkpoint.format import Lineage
+from megatron_port.core.dist.process import SAVE
+from megatron_port.core.train.hooks import Ending, LoopHook, LoopState, every
+from megatron_port.ext.storage.copies import StateCopies, copies_folder, described, remove_copies
+from megatron_port.run.agent_link import KeptRank, Recovery
+from megatron_port.run.hooks import PeriodicSave, position
+from megatron_port.run.provenance import record_event
+from megatron_port.run.state import saved_records, state_of
+
+
+class StateCopying(LoopHook):
+    """Copy the state into the node's memory every ``checkpoint.memory_interval`` steps.
+
+    The last hook but the closing one: what else is due at a step is done before its copy, so it is done again where a
+    fault comes in between.
+    """
+
+    def __init__(self, state: LoopState, saves: PeriodicSave, kept: KeptRank | None) -> None:
+        super().__init__(state)
+        self._saves, self._kept = saves, kept
+        self._copies: StateCopies | None = None
+        self._records: Any = None
+
+    def begin(self, *, again: bool = False) -> None:
+        """Tell the agent that this rank is back; save what a fault kept from being saved."""
+        state, step = self.state, self.state.progress.step
+        if again:
+            return
+        ctx, folder, epoch = state.ctx, copies_folder(state.config), state.session.fence.epoch
+        if state.config.checkpoint.memory_interval:
+            self._copies = StateCopies(folder, rank=ctx.rank, world=ctx.topology.world_size, epoch=epoch)
+            self._records = saved_records(state.config) if state.session.is_rank_zero else None
+        source = state.checkpoints[0] if state.checkpoints else None
+        if self._copies is not None and source is not None and source.parent == folder:
+            self._copies.spare(int(source.name[-1]))
+            if self._saves.due(step) and step < state.config.training.steps:
+                self._saves.act()
+        if self._kept is not None:
+            self._kept.step, self._kept.begun = step, True
+            self._kept.link.running(step)
+            self._tell(self._kept.recovery, step)
+
+    def _tell(self, recovery: Recovery | None, step: int) -> None:
+        if recovery is None:
+            return
+        seconds = time.time() - recovery.lost_at
+        self.state.session.logger.log(
+            f"recovered: {recovery.why}; training continues at step {step}, {seconds:.1f} s after the loss was seen"
+        )
+        record_event(self.state.session, "recovery", step, message=recovery.why, number=recovery.number,
+                     seconds=round(seconds, 3), repeated=max(0, recovery.step - step))
+
+    def due(self, step: int) -> bool:
+        """Return whether a copy is due."""
+        if self._kept is not None:
+            self._kept.step = step
+        return every(self.state.config.checkpoint.memory_interval, step)
+
+    def act(self) -> None:
+        """Copy this rank's state. Raises CheckpointError where the memory is not there."""
+        state, copies = self.state, self._copies
+        assert copies is not None
+        with state.session.progress.enter(SAVE, "copy in memory"):
+            copies.take(state.engine.state_pieces(), state.progress.step, self._about())
+
+    def _about(self) -> dict[str, Any]:
+        state, fence = self.state, self.state.session.fence
+        if not state.session.is_rank_zero:
+            return {}
+        parent = state.committer.parent
+        lineage = Lineage(run=fence.run, commit=parent.commit if parent is not None else 0, epoch=fence.epoch,
+                          attempt=fence.attempt, parent=parent)
+        return described(state_of(state.engine, state.config, position(state), self._records), lineage)
+
+    def before_rewind(self) -> None:
+        """Drop the copies: they are of steps that will be taken again."""
+        if self._copies is not None:
+            self._copies.forget()
+
+    def close(self, ending: Ending | None) -> None:
+        """Drop a copy that may hold what damaged this rank's state: it was taken since the last check that passed.
+
+        The copy before it was taken ahead of that check, which found the state as the update had left it.
+        """
+        if ending is None and self._copies is not None and self.state.damage is not None:
+            self._copies.forget(newest_alone=True)
+        if ending is None and self._kept is not None:
+            self._kept.damaged = self.state.damage is not None
+
+    def finish(self, ending: Ending) -> None:
+        """Free the memory: the run has been saved."""
+        remove_copies(self.state.config)

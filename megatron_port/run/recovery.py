@@ -1,0 +1,74 @@
+"""A rank that outlives its peers: it leaves a step whose peers are lost, keeps its process, and starts again with them.
+
+The agent of its node (``run.agent``) starts the lost ranks again. Then all ranks meet anew and resume from the newest
+copy of the state that all of them have (``storage.copies``), else from the newest checkpoint: the same code as any
+start, so what holds for a resumed run holds here.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from dataclasses import replace
+
+from megatron_port.api import run_training
+from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.dist.rank import ProcessInfo
+from megatron_port.core.errors import EnvironmentFault, PortError, StateDamaged
+from megatron_port.core.io.logging import unexpected
+from megatron_port.core.train.folders import run_folder
+from megatron_port.core.train.loop import TrainingResult
+from megatron_port.run.agent_link import KeptRank
+from megatron_port.run.launchers import attempt_name
+from megatron_port.run.peer_failure import explain_peer_failure
+from megatron_port.run.run_files import FAILURES
+
+
+def settled(config: RunConfig, kept: KeptRank) -> RunConfig:
+    """Return the configuration of a start: whatever the first one began from, a later one resumes the run."""
+    if kept.recovery is None:
+        return config
+    return replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
+
+
+def train_kept(config: RunConfig, info: ProcessInfo, kept: KeptRank) -> TrainingResult:
+    """Train on one rank, as often as the agent starts this rank.
+
+    Raises:
+        PortError, Exception: of the last start, where the agent starts no other.
+    """
+    while True:
+        try:
+            return run_training(settled(config, kept), info, kept=kept)
+        except BrokenPipeError:
+            raise
+        except Exception as error:
+            failure, victim = _judged(error, config, info, kept)
+        # The traceback is gone, and with it the engine and the groups of this start: their connections close, and the
+        # ranks that wait for this one leave their step too.
+        gc.collect()
+        following = kept.link.lost(str(failure), victim=victim, step=kept.step)
+        if following is None:
+            raise failure
+        port, kept.recovery = following
+        info = replace(info, master_port=port, attempt=str(kept.recovery.number))
+
+
+def _judged(error: Exception, config: RunConfig, info: ProcessInfo, kept: KeptRank) -> tuple[PortError, bool]:
+    """Return the error to raise if the run ends, without its traceback, and whether another rank is the cause."""
+    lost = explain_peer_failure(error, info)
+    if lost is not None:
+        return _without_traceback(lost), True
+    if not isinstance(error, PortError):
+        name = f"traceback-{attempt_name()}-rank-{info.rank:05d}.txt"
+        return _without_traceback(unexpected(error, run_folder(config) / FAILURES, name)), False
+    environment = isinstance(error, EnvironmentFault) and kept.begun
+    others_state = isinstance(error, StateDamaged) and not kept.damaged
+    return _without_traceback(error), environment or others_state
+
+
+def _without_traceback(error: PortError) -> PortError:
+    """Return a copy of the error that holds no frames."""
+    bare = copy.copy(error)
+    bare.__traceback__ = bare.__cause__ = bare.__context__ = None
+    return bare

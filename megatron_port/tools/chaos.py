@@ -1,0 +1,264 @@
+"""Faults on purpose: ranks of a run on this machine are killed, stopped and cut off while it trains.
+
+The run is started as ``train --nproc`` does, with lost ranks replaced (``launch.when_lost``). What each fault cost is
+read from the run's own events.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import random
+import signal
+import socket
+import stat
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_port.core.errors import ConfigError
+from megatron_port.run.processes import rank_named
+
+KILL, STOP, CUT = "kill", "stop", "cut"
+FAULTS = {
+    KILL: "SIGKILL, as the kernel sends it where memory runs out",
+    STOP: "SIGSTOP: a rank that hangs, and is declared hung by the watch",
+    CUT: "one of the rank's connections to another is shut down",
+}
+_PIDFD_GETFD = 438
+"""Number of the system call, on every architecture of Linux."""
+_SETTLES_S = 60.0
+"""For the run to end after its last step."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One planned fault."""
+
+    at: float
+    """Seconds after the first step of the run."""
+    kind: str
+    rank: int | None = None
+    """None: drawn."""
+
+
+@dataclass
+class Injected:
+    """One fault that struck, and what followed."""
+
+    fault: str
+    rank: int
+    time: float
+    """Seconds since 1970."""
+    step: int
+    """Steps done by then, by the run's metrics."""
+    recovered_seconds: float | None = None
+    """Seconds until training continued; None: it had not when the run ended, or another fault came first."""
+    repeated: int | None = None
+    """Steps that were taken again."""
+
+
+@dataclass(frozen=True)
+class Drill:
+    """Result of a drill."""
+
+    run: str
+    exit_code: int
+    steps: int
+    seconds: float
+    """From the first step to the last."""
+    median_step: float
+    faults: tuple[Injected, ...]
+    recoveries: int
+
+    @property
+    def goodput(self) -> float:
+        """Share of the time that the run's steps would have taken without faults."""
+        return min(1.0, self.steps * self.median_step / self.seconds) if self.seconds else 0.0
+
+    def body(self) -> dict[str, Any]:
+        """Return the result as JSON types."""
+        return {**asdict(self), "goodput": round(self.goodput, 4)}
+
+
+def parse_schedule(text: str) -> list[Fault]:
+    """Return the faults of ``"30 kill 3; 60 stop"``: seconds after the first step, kind, and perhaps the rank.
+
+    Raises ConfigError.
+    """
+    found = []
+    for part in filter(None, (p.strip() for p in text.split(";"))):
+        words = part.split()
+        try:
+            at, kind = float(words[0]), words[1]
+            rank = int(words[2]) if len(words) > 2 else None
+        except (ValueError, IndexError):
+            raise ConfigError(f"--schedule: {part!r} is not SECONDS FAULT [RANK], such as 30 kill 3") from None
+        if kind not in FAULTS or len(words) > 3 or at < 0 or not at < float("inf"):
+            raise ConfigError(f"--schedule: {part!r}; a fault is one of {', '.join(FAULTS)}")
+        found.append(Fault(at, kind, rank))
+    return sorted(found, key=lambda fault: fault.at)
+
+
+def drawn_schedule(seed: int, every: float, kinds: Sequence[str], count: int) -> list[Fault]:
+    """Return ``count`` faults of drawn kinds with exponentially distributed gaps of ``every`` seconds on average."""
+    draw, at, found = random.Random(seed), 0.0, []
+    for _ in range(count):
+        at += draw.expovariate(1 / every)
+        found.append(Fault(at, draw.choice(list(kinds))))
+    return found
+
+
+def ranks_of(agent: int) -> dict[int, int]:
+    """Return rank → process id of the ranks that an agent's process keeps."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            rank = rank_named((folder / "comm").read_text().strip())
+            if int(fields[1]) == agent and fields[0] not in "ZX" and rank is not None:
+                found[rank] = int(folder.name)
+    return found
+
+
+def cut_link(pid: int, draw: random.Random) -> bool:
+    """Shut down one established TCP connection of a process; False: it has none that can be reached.
+
+    The kernel hands out a copy of its descriptor (pidfd_getfd), which a parent may ask for.
+    """
+    links = []
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                if stat.S_ISSOCK(os.stat(f"/proc/{pid}/fd/{name}").st_mode):
+                    links.append(int(name))
+    draw.shuffle(links)
+    handle = -1
+    try:
+        handle = os.pidfd_open(pid)
+        for number in links:
+            copy = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, handle, number, 0)
+            if copy < 0:
+                continue
+            with socket.socket(fileno=copy) as sock:
+                if sock.family in (socket.AF_INET, socket.AF_INET6):
+                    with contextlib.suppress(OSError):
+                        sock.getpeername()
+                        sock.shutdown(socket.SHUT_RDWR)
+                        return True
+    except OSError:
+        return False
+    finally:
+        if handle >= 0:
+            os.close(handle)
+    return False
+
+
+def strike(kind: str, pid: int, draw: random.Random) -> bool:
+    """Do one fault to a process; return whether it could be done."""
+    if kind == CUT:
+        return cut_link(pid, draw)
+    try:
+        os.kill(pid, signal.SIGKILL if kind == KILL else signal.SIGSTOP)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def drill(
+    command: Sequence[str], run_folder: Path, faults: Sequence[Fault], *, seed: int = 0,
+    say: Callable[[str], None] = lambda line: None,
+) -> Drill:
+    """Start ``command``, which trains into ``run_folder``, and strike as ``faults`` says; return what it cost.
+
+    Faults that are due after the last step are left out.
+    """
+    draw, events_before = random.Random(seed), len(_events(run_folder))
+    struck: list[Injected] = []
+    before = _last_step(run_folder)
+    process = subprocess.Popen(list(command), stdin=subprocess.DEVNULL)
+    first, waiting = 0.0, list(faults)
+    try:
+        while process.poll() is None:
+            time.sleep(0.05)
+            now, step = time.time(), _last_step(run_folder)
+            if not first:
+                if step <= before:
+                    continue
+                first = now
+            while waiting and now - first >= waiting[0].at:
+                fault = waiting.pop(0)
+                there = ranks_of(process.pid)
+                rank = fault.rank if fault.rank is not None else draw.choice(sorted(there)) if there else None
+                if rank is None or rank not in there or not strike(fault.kind, there[rank], draw):
+                    say(f"{fault.kind} at {fault.at:.1f} s was left out: there was nothing to strike")
+                    continue
+                struck.append(Injected(fault.kind, rank, now, step))
+                say(f"{fault.kind}: rank {rank}, process {there[rank]}, after step {step}")
+    except BaseException:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_SETTLES_S)
+        process.kill()
+        raise
+    rows = [row for row in _rows(run_folder / "metrics.jsonl") if "loss" in row and row.get("step", 0) > before]
+    recoveries = [e for e in _events(run_folder)[events_before:] if e.get("event") == "recovery"]
+    for one, following in zip(struck, [*struck[1:], None]):
+        until = following.time if following is not None else float("inf")
+        for event in recoveries:
+            if one.time <= event["time"] < until:
+                one.recovered_seconds = round(event["time"] - one.time, 3)
+                one.repeated = event.get("repeated")
+                break
+    return Drill(
+        str(run_folder), process.returncode, len(rows), rows[-1]["time"] - first if rows and first else 0.0,
+        statistics.median(row["seconds"] for row in rows) if rows else 0.0, tuple(struck), len(recoveries),
+    )
+
+
+def text_of(done: Drill) -> str:
+    """Return a table of the faults and one line on the whole."""
+    lines = [f"{'fault':<6} {'rank':>4} {'after step':>10} {'recovered in':>13} {'steps repeated':>15}"]
+    for fault in done.faults:
+        seconds = "with the next" if fault.recovered_seconds is None else f"{fault.recovered_seconds:.1f} s"
+        again = "" if fault.repeated is None else str(fault.repeated)
+        lines.append(f"{fault.fault:<6} {fault.rank:>4} {fault.step:>10} {seconds:>13} {again:>15}")
+    lines.append(
+        f"{len(done.faults)} faults, {done.recoveries} recoveries; {done.steps} steps in {done.seconds:.1f} s, "
+        f"of which {100 * done.goodput:.1f} % is what they take without faults ({done.median_step:.3f} s a step); "
+        f"exit code {done.exit_code}"
+    )
+    return "\n".join(lines)
+
+
+def train_command(run_file: str, nproc: int, overrides: Sequence[str]) -> list[str]:
+    """Return the command that trains with lost ranks replaced."""
+    settings = [word for setting in overrides for word in ("--set", setting)]
+    return [sys.executable, "-m", "megatron_port", "train", run_file, "--nproc", str(nproc), *settings]
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    with contextlib.suppress(OSError):
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                rows.append(json.loads(line))
+    return rows
+
+
+def _events(run_folder: Path) -> list[dict[str, Any]]:
+    return _rows(run_folder / "events.jsonl")
+
+
+def _last_step(run_folder: Path) -> int:
+    """Return the last step in the metrics; 0: none."""
+    from megatron_port.run.run_files import steps_done
+
+    return steps_done(run_folder)

@@ -1,0 +1,69 @@
+"""Faults at a stated moment of a stated rank, from outside of the package: no test code and no switch is in it.
+
+``write_moments(folder, …)`` makes a folder for PYTHONPATH with a module ``faults_at_moments`` that patches what ranks
+tell of themselves (``core.dist.process.ProgressTracker``). Each fault strikes once: a file marks it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+FAULTS = '''
+import json, os, pathlib, signal
+from megatron_port.core.dist import process
+HERE = pathlib.Path(__file__).parent
+WANTED = json.loads((HERE / "moments.json").read_text())
+def strike(n, want):
+    try: os.close(os.open(HERE / f"struck-{n}", os.O_CREAT | os.O_EXCL))
+    except FileExistsError: return
+    if want["kind"] == "flip-copy":
+        for path in sorted(pathlib.Path(want["folder"]).rglob(f"rank-{want['rank']:05d}.safetensors")):
+            if path.parent.name == newest(want):
+                data = bytearray(path.read_bytes()); data[-9] ^= 4
+                with open(path, "r+b") as stream: stream.seek(len(data) - 9); stream.write(data[-9:-8])
+    if want["kind"] == "tear-list":
+        path = next(pathlib.Path(want["folder"]).rglob(newest(want))) / f"rank-{want['rank']:05d}.json"
+        path.write_bytes(path.read_bytes()[:-7])
+    if want["kind"] == "bug": raise KeyError("a bug of this rank alone")
+    os.kill(os.getpid(), signal.SIGSTOP if want["kind"] == "stop" else signal.SIGKILL)
+def newest(want):
+    lists = pathlib.Path(want["folder"]).rglob(f"rank-{want['rank']:05d}.json")
+    return max(lists, key=lambda p: p.stat().st_mtime_ns).parent.name
+at = process.ProgressTracker.at
+def told(self, phase, operation="", number=-1):
+    at(self, phase, operation, number)
+    rank = int(os.environ.get("RANK", "0"))
+    for n, want in enumerate(WANTED):
+        here = rank == want["rank"] and self.step >= want["step"] and want["scope"] in ("", self.scope)
+        if here and phase == want["phase"] and operation.startswith(want["operation"]):
+            if want["after"] < 0 or (HERE / f"struck-{want['after']}").exists(): strike(n, want)
+process.ProgressTracker.at = told
+'''
+
+
+def moment(
+    rank: int, step: int, phase: str, *, kind: str = "kill", scope: str = "", operation: str = "", folder: str = "",
+    after: int = -1,
+) -> dict[str, object]:
+    """A fault: the rank, from which step on, in which phase, scope and operation (``core.dist.process``).
+
+    ``after``: the fault, by its number, that must have struck before.
+    ``kind``: kill | stop | bug | flip-copy (and kill) | tear-list (and kill); the last two need the copies' folder.
+    """
+    return {"rank": rank, "step": step, "phase": phase, "kind": kind, "scope": scope, "operation": operation,
+            "folder": folder, "after": after}
+
+
+def write_moments(folder: Path, moments: Sequence[dict[str, object]]) -> Path:
+    """A folder to put in front of PYTHONPATH."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "faults_at_moments.py").write_text(FAULTS)
+    (folder / "moments.json").write_text(json.dumps(list(moments)))
+    return folder
+
+
+def struck(folder: Path) -> int:
+    """How many of the faults have happened."""
+    return len(list(folder.glob("struck-*")))
