@@ -29,7 +29,7 @@ from typing import Any
 from megatron_port.core.dist.process import die_with_parent
 from megatron_port.core.dist.rank import ProcessInfo
 from megatron_port.core.errors import EXIT_ENVIRONMENT, EXIT_HANG, EnvironmentFault
-from megatron_port.run.agent_link import END, LOST, RUNNING, START, AgentLink, KeptRank, Recovery
+from megatron_port.run.agent_link import END, LEAVE, LOST, RUNNING, START, AgentLink, KeptRank, Recovery
 from megatron_port.run.local_ranks import GRACE_S, LocalStart, import_for_all
 from megatron_port.run.processes import stopped
 
@@ -234,6 +234,9 @@ class Agent:
         if not self._since:
             self._since, self._lost_at = time.monotonic(), time.time()
             self._trained = any(c.running or c.told is not None for c in self._children.values())
+            for child in self._children.values():
+                if child.running:
+                    self._answer(child, LEAVE)
         # Ranks on their way to a meeting that cannot be held have nothing to lose, and would wait for long.
         self._replace([c for c in self._children.values() if not c.running and c.told is None])
 

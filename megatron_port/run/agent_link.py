@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import queue
 import socket
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +15,8 @@ LOST, RUNNING = "lost", "running"
 """What a rank tells its agent."""
 START, END = "start", "end"
 """What the agent answers a rank that lost its peers."""
+LEAVE = "leave"
+"""What the agent tells ranks in training when another is lost."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +33,17 @@ class Recovery:
 
 
 class AgentLink:
-    """A rank's connection to the agent of its node, one JSON text a line."""
+    """A rank's connection to the agent of its node, one JSON text a line; read by a thread.
+
+    Attributes:
+        leave: called by that thread when another rank is lost: ends what this rank waits for.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._unread = b""
+        self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.leave: Callable[[], None] = lambda: None
+        threading.Thread(target=self._read, name="agent", daemon=True).start()
 
     def running(self, step: int) -> None:
         """Tell that this rank has its state and trains from ``step`` on."""
@@ -44,17 +55,21 @@ class AgentLink:
         ``victim``: a peer was lost; otherwise the fault is this rank's own, or all ranks' alike.
         """
         self._send(LOST, why=why[:2000], victim=victim, step=step)
-        while b"\n" not in self._unread:
-            data = self._sock.recv(1 << 16)
-            if not data:
-                return None
-            self._unread += data
-        line, _, self._unread = self._unread.partition(b"\n")
-        told = json.loads(line)
+        told = self._answers.get()
         if told["kind"] == END:
             return None
         recovery = Recovery(int(told["number"]), str(told["why"]), float(told["lost_at"]), int(told["step"]))
         return int(told["port"]), recovery
+
+    def _read(self) -> None:
+        with suppress(OSError), self._sock.makefile("rb") as lines:
+            for line in lines:
+                told = json.loads(line)
+                if told["kind"] == LEAVE:
+                    self.leave()
+                else:
+                    self._answers.put(told)
+        self._answers.put({"kind": END})  # the agent has ended
 
     def _send(self, kind: str, **values: Any) -> None:
         with suppress(OSError):  # the agent ends its ranks when it ends

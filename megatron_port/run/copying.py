@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from megatron_port.core.checkpoint.format import Lineage
+from megatron_port.core.checkpoint.format import Lineage, SavedState, plain
 from megatron_port.core.dist.process import SAVE
 from megatron_port.core.train.hooks import Ending, LoopHook, LoopState, every
 from megatron_port.ext.storage.copies import StateCopies, copies_folder, described, remove_copies
 from megatron_port.run.agent_link import KeptRank, Recovery
 from megatron_port.run.hooks import PeriodicSave, position
 from megatron_port.run.provenance import record_event
-from megatron_port.run.state import saved_records, state_of
+from megatron_port.run.state import MOVING, saved_records, state_of
 
 
 class StateCopying(LoopHook):
@@ -26,7 +26,8 @@ class StateCopying(LoopHook):
         super().__init__(state)
         self._saves, self._kept = saves, kept
         self._copies: StateCopies | None = None
-        self._records: Any = None
+        self._first: SavedState | None = None
+        self._described: dict[str, Any] = {}
 
     def begin(self, *, again: bool = False) -> None:
         """Tell the agent that this rank is back; save what a fault kept from being saved."""
@@ -36,7 +37,6 @@ class StateCopying(LoopHook):
         ctx, folder, epoch = state.ctx, copies_folder(state.config), state.session.fence.epoch
         if state.config.checkpoint.memory_interval:
             self._copies = StateCopies(folder, rank=ctx.rank, world=ctx.topology.world_size, epoch=epoch)
-            self._records = saved_records(state.config) if state.session.is_rank_zero else None
         source = state.checkpoints[0] if state.checkpoints else None
         if self._copies is not None and source is not None and source.parent == folder:
             self._copies.spare(int(source.name[-1]))
@@ -71,13 +71,19 @@ class StateCopying(LoopHook):
             copies.take(state.engine.state_pieces(), state.progress.step, self._about())
 
     def _about(self) -> dict[str, Any]:
-        state, fence = self.state, self.state.session.fence
+        """Return what rank 0's list says of the run. What does not change is worked out for the first copy alone."""
+        state, fence, parent = self.state, self.state.session.fence, self.state.committer.parent
         if not state.session.is_rank_zero:
             return {}
-        parent = state.committer.parent
         lineage = Lineage(run=fence.run, commit=parent.commit if parent is not None else 0, epoch=fence.epoch,
                           attempt=fence.attempt, parent=parent)
-        return described(state_of(state.engine, state.config, position(state), self._records), lineage)
+        if self._first is None:
+            self._first = state_of(state.engine, state.config, position(state), saved_records(state.config))
+            self._described = described(self._first, lineage)
+            return self._described
+        now = state_of(state.engine, state.config, position(state), before=self._first)
+        moved = {name: plain(getattr(now, name)) for name in MOVING}
+        return {"state": {**self._described["state"], **moved}, "lineage": lineage.body()}
 
     def before_rewind(self) -> None:
         """Drop the copies: they are of steps that will be taken again."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 from dataclasses import replace
 
 from megatron_port.api import run_training
@@ -21,6 +22,7 @@ from megatron_port.core.train.loop import TrainingResult
 from megatron_port.run.agent_link import KeptRank
 from megatron_port.run.launchers import attempt_name
 from megatron_port.run.peer_failure import explain_peer_failure
+from megatron_port.run.rendezvous import abort_collectives
 from megatron_port.run.run_files import FAILURES
 
 
@@ -37,6 +39,9 @@ def train_kept(config: RunConfig, info: ProcessInfo, kept: KeptRank) -> Training
     Raises:
         PortError, Exception: of the last start, where the agent starts no other.
     """
+    kept.link.leave = abort_collectives
+    # The library's own watchdog would end a process that waits for a lost peer; here the agent tells it to leave.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     while True:
         try:
             return run_training(settled(config, kept), info, kept=kept)

@@ -653,6 +653,20 @@ def start(
     return StartedGroup(info, backend, store)
 
 
+_ABORTING = threading.Lock()
+
+
+def abort_collectives() -> None:
+    """Abort NCCL's communicators, from any thread: a rank that waits in one of them leaves it with an error.
+
+    gloo has nothing to abort: its ranks leave when a peer's connections close.
+    """
+    abort = getattr(distributed_c10d, "_abort_process_group", None)
+    with _ABORTING, contextlib.suppress(dist.DistError, RuntimeError, ValueError):
+        if abort is not None and dist.is_initialized() and "nccl" in dist.get_backend_config():
+            abort()
+
+
 def stop(group: StartedGroup, *, wait_s: float = 10.0, failed: bool = False, replaced: bool = False) -> None:
     """Take the default group down, and with it all others.
 
@@ -669,7 +683,6 @@ def stop(group: StartedGroup, *, wait_s: float = 10.0, failed: bool = False, rep
         leave(group.info, group.store, wait_s)
         return
     if dist.is_initialized():
-        abort = getattr(distributed_c10d, "_abort_process_group", None) if group.backend == "nccl" else None
-        within(5.0, abort or dist.destroy_process_group)
+        within(5.0, abort_collectives if group.backend == "nccl" else dist.destroy_process_group)
     if not replaced:
         within(2.0, lambda: abandon(group.info, group.store))

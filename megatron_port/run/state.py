@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -165,15 +165,20 @@ def _own_identity(tokenizer: str | None) -> dict[str, Any]:
     return identity(tokenizer)
 
 
+MOVING = ("step", "samples", "tokens", "scalars", "extra", "data", "schedule")
+"""Fields of a state that change while a run trains."""
+
+
 def state_of(
-    engine: Engine, config: RunConfig, at: Position, records: Mapping[str, ParameterRecord] | None = None
+    engine: Engine, config: RunConfig, at: Position, records: Mapping[str, ParameterRecord] | None = None,
+    *, before: SavedState | None = None,
 ) -> SavedState:
     """Return all of a checkpoint that is not a tensor.
 
     Args:
         records: of the whole model's parameters and buffers, on rank 0, whose state is the one that is written.
+        before: an earlier state of this start, whose other fields than ``MOVING`` are taken.
     """
-    rule = rule_of(config.optimizer)
     schedule = {
         "step": at.step, "steps": config.training.steps,
         "decay_steps": config.optimizer.decay_steps or config.training.steps,
@@ -185,15 +190,19 @@ def state_of(
         "weights": list(config.data.weights), "split": list(config.data.split), "synthetic": config.data.synthetic,
         "corpora": at.corpora or [], "source": config.data.source,
     }
+    extra = {
+        "skipped_total": at.skipped, "tokenizer": at.tokenizer, "numerics": at.numerics or {},
+        **({"base": at.base} if at.base else {}), **at.objective,
+    }
+    tokens, scalars = at.samples * config.model.seq_length, engine.scalar_state()
+    if before is not None:
+        return replace(before, step=at.step, samples=at.samples, tokens=tokens, scalars=scalars, extra=extra, data=data,
+                       schedule=schedule)
+    rule = rule_of(config.optimizer)
     rng = {"scheme": "counter", "seed": config.seed, "keys": ["step", "sample", "operation", "element"]}
     return SavedState(
-        step=at.step, samples=at.samples, tokens=at.samples * config.model.seq_length, layout=config.layout,
-        config=as_dict(config), scalars=engine.scalar_state(),
-        extra={
-            "skipped_total": at.skipped, "tokenizer": at.tokenizer, "numerics": at.numerics or {},
-            **({"base": at.base} if at.base else {}), **at.objective,
-        },
-        rng=rng, data=data, schedule=schedule, config_hash=config_hash(config),
+        step=at.step, samples=at.samples, tokens=tokens, layout=config.layout, config=as_dict(config), scalars=scalars,
+        extra=extra, rng=rng, data=data, schedule=schedule, config_hash=config_hash(config),
         tokenizer=at.tokenizer_identity or _own_identity(at.tokenizer),
         kinds=mixed_kinds(state_kinds(rule, (records or {}).values())),
         shapes=state_shapes(rule, (records or {}).values()),

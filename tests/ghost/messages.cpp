@@ -30,6 +30,7 @@ void take(const Exchange& at, const std::string& name, void* to, size_t bytes) {
   double waited = 0;
   const double patience = static_cast<double>(ghost_setting("GHOST_PATIENCE", 60));
   while ((file = open(path.c_str(), O_RDONLY | O_CLOEXEC)) < 0) {
+    if (at.aborted && *at.aborted) return;
     usleep(pause);
     if ((waited += pause * 1e-6) > patience) ghost_stop("%s never came", path.c_str());
     if (pause < 1000) pause *= 2;

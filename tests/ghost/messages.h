@@ -1,5 +1,6 @@
 // Moves the numbers of collectives and messages between the processes of the ghost machine.
 #pragma once
+#include <atomic>
 #include <cstddef>
 #include <string>
 #include <vector>
@@ -8,6 +9,7 @@
 struct Exchange {
   std::string folder;
   int size, rank;
+  const std::atomic<bool>* aborted = nullptr;  // what waits returns, without what it waited for
 };
 
 // Leave bytes for others under a name, whole or not at all.

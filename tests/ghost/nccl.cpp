@@ -30,6 +30,7 @@ struct Communicator {
   Exchange exchange;
   long collectives = 0;
   std::map<int, long> sent, received;  // messages by the other rank
+  std::atomic<bool> aborted = false;
 
   int size() const { return exchange.size; }
   int rank() const { return exchange.rank; }
@@ -41,6 +42,7 @@ int meet(void** out, int size, const UniqueId& id, int rank) {
   const std::string name(id.bytes, 16);
   const std::string folder = std::string(getenv("GHOST_MEETING") ? getenv("GHOST_MEETING") : ".") + "/" + name;
   auto* made = new Communicator{name, {folder, size, rank}, 0, {}, {}};
+  made->exchange.aborted = &made->aborted;
   ghost_event("communicator begins", nullptr, "%s %d %d", name.c_str(), size, rank);
   mkdir(folder.c_str(), 0755);
   close(open((folder + "/" + std::to_string(rank)).c_str(), O_CREAT | O_WRONLY, 0644));
@@ -155,6 +157,13 @@ int ncclCommInitRank(void** comm, int size, UniqueId id, int rank) { return meet
 int ncclCommInitRankConfig(void** comm, int size, UniqueId id, int rank, void*) { return meet(comm, size, id, rank); }
 int ncclCommInitRankScalable(void** comm, int size, int rank, int, UniqueId* ids, void*) {
   return meet(comm, size, ids[0], rank);
+}
+// From any thread. An operation that waits for another rank ends, and what it would have received is left out.
+int ncclCommAbort(void* comm) {
+  auto& c = *static_cast<Communicator*>(comm);
+  c.aborted = true;
+  ghost_event("communicator aborted", nullptr, "%s", c.name.c_str());
+  return 0;  // its memory stays: another thread may be in it
 }
 int ncclCommGetAsyncError(void*, int* error) {
   *error = 0;

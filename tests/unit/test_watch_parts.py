@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -43,7 +44,7 @@ from megatron_port.run.watch.client import Client, python_stacks
 from megatron_port.run.watch.hub import Hub
 from megatron_port.run.watch.hub_process import HubProcess
 from megatron_port.run.watch.report import write_hang
-from megatron_port.run.watch.rules import Alarm, Beat, Rank, RankIdentity, Rules, Stragglers
+from megatron_port.run.watch.rules import Alarm, Beat, Diagnosis, Rank, RankIdentity, Rules, Stragglers
 from megatron_port.run.watch.wire import FOREIGN, waits_in
 
 # Messages.
@@ -253,11 +254,12 @@ def test_only_the_same_process_is_killed() -> None:
 class Served:
     """A hub in a thread."""
 
-    def __init__(self, folder: Path, world: int = 2) -> None:
+    def __init__(self, folder: Path, world: int = 2, *, replaces: bool = False) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
         self.err, self.out = io.StringIO(), io.StringIO()
-        setup = {"secret": "s3", "folder": str(folder), "host": "h", "world": world, "config": asdict(WatchConfig())}
+        setup = {"secret": "s3", "folder": str(folder), "host": "h", "world": world, "config": asdict(WatchConfig()),
+                 "replaces": replaces}
         self.hub = Hub(setup, listener, out=self.out, err=self.err)
         self.thread = threading.Thread(target=self.hub.serve, daemon=True)
         self.thread.start()
@@ -289,6 +291,57 @@ def test_the_hub_tells_the_others_to_end_when_one_is_lost(tmp_path: Path) -> Non
     served.thread.join(10)
     assert not served.thread.is_alive()
     assert served.err.getvalue().startswith("error: rank 1 on h (pp 0, dp 1, tp 0) is gone at step 0, start")
+
+
+def test_where_lost_ranks_are_replaced_the_others_are_not_told_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = Served(tmp_path, replaces=True)
+    first, second = served.connect(0), served.connect(1)
+    served.await_ranks(2)
+    second.close()
+    until(lambda: served.err.getvalue())
+    assert served.err.getvalue().startswith("error: rank 1 on h (pp 0, dp 1, tp 0) is gone at step 0, start")
+    monkeypatch.setattr(served.hub, "leave_until", time.monotonic() - 1)  # the time to end is over
+    first.settimeout(0.2)
+    unpacker, kinds, end = wire.Unpacker(), set(), time.monotonic() + 1.2
+    while time.monotonic() < end:
+        with suppress(TimeoutError):
+            kinds |= {message[0] for message in unpacker.feed(first.recv(1000))}
+    assert kinds <= {wire.ALIVE, wire.ROSTER}
+    first.close()
+    served.thread.join(10)
+    assert not served.thread.is_alive()
+
+
+def test_a_hang_whose_ranks_have_all_left_has_no_verdict(tmp_path: Path) -> None:
+    served = Served(tmp_path, replaces=True)
+    served.connect(0).close()
+    until(lambda: served.hub.rules.ranks and not served.hub.rules.ranks[0].here)
+    served.hub.alarm, served.hub.collect_until = Alarm("hang", 0, 10.0), 1.0
+    served.hub._hang(time.monotonic())
+    assert served.hub.alarm is None and not served.hub.collect_until
+
+
+def test_the_ranks_of_a_hang_are_ended_by_their_own_host(tmp_path: Path) -> None:
+    """Where lost ranks are replaced the hub ends those that it names, and no other; on another host a rank does it."""
+    served = Served(tmp_path, replaces=True)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    there = socket.create_connection(("127.0.0.1", served.port))
+    there.settimeout(10)
+    there.sendall(wire.pack(wire.HELLO, "s3", 1, "h2", 77, 5, "pp 0, dp 1, tp 0", 0))
+    here = socket.create_connection(("127.0.0.1", served.port))
+    here.sendall(wire.pack(wire.HELLO, "s3", 0, "h", child.pid, born(child.pid), "pp 0, dp 0, tp 0", 0))
+    served.await_ranks(2)
+    served.hub.alarm = Alarm("hang", 0, 10.0)
+    served.hub._end_hung(Diagnosis(7, (0, 1), "both"))
+    assert child.wait(10) == -9
+    unpacker, messages = wire.Unpacker(), []
+    while not messages or messages[-1][0] != wire.END:
+        messages += unpacker.feed(there.recv(1000))
+    assert messages[-1] == [wire.END, [[77, 5]]]
+    here.close()
+    there.close()
 
 
 @pytest.mark.parametrize("hello", [

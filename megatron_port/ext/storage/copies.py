@@ -20,7 +20,9 @@ import platform
 import shutil
 import stat
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -105,16 +107,30 @@ class CopyKey:
     """Ranks of the layout that wrote it."""
 
 
+def _write_list(
+    path: Path, key: CopyKey, about: Mapping[str, Any], entry: FileEntry | None, pieces: str
+) -> None:
+    """Write a rank's list, behind its own hash. ``pieces``: their JSON, which is the same from copy to copy."""
+    body = (
+        f'{{"key":{json.dumps(asdict(key))},"about":{json.dumps(about)},'
+        f'"file":{json.dumps(None if entry is None else asdict(entry))},"pieces":{pieces}}}'
+    )
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(f"{xxhash.xxh3_128_hexdigest(body.encode())}\n{body}")
+    os.replace(unfinished, path)
+
+
 class CopyFile:
     """One rank's file of one of the two copies; its memory is kept and used again.
 
     Args:
         folder: of the copy.
         rank: of this process.
+        threads: that copy and hash; None: the caller's alone.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.path, self.listing = folder / shard_name(rank), folder / listing_name(rank)
+    def __init__(self, folder: Path, rank: int, threads: ThreadPoolExecutor | None = None) -> None:
+        self.path, self.listing, self._threads = folder / shard_name(rank), folder / listing_name(rank), threads
         self._plan: ShardPlan | None = None
         self._memory: np.ndarray[Any, np.dtype[np.uint8]] | None = None
         self._pieces = ""
@@ -132,29 +148,38 @@ class CopyFile:
             self.listing.unlink()
         plan = plan_shard(self.path.name, (p for p in pieces if p.tensor.numel()), last=self._plan)
         entry = self._copy(plan) if plan.pieces else None
-        body = (
-            f'{{"key":{json.dumps(asdict(key))},"about":{json.dumps(about)},'
-            f'"file":{json.dumps(None if entry is None else asdict(entry))},"pieces":{self._pieces or "[]"}}}'
-        )
-        unfinished = self.listing.with_suffix(".tmp")
-        unfinished.write_text(f"{xxhash.xxh3_128_hexdigest(body.encode())}\n{body}")
-        os.replace(unfinished, self.listing)
+        _write_list(self.listing, key, about, entry, self._pieces if plan.pieces else "[]")
 
     def _copy(self, plan: ShardPlan) -> FileEntry:
         if self._memory is None or self._plan is None or plan.head != self._plan.head:
             self._open(plan)
         assert self._memory is not None
         self._plan = replace(plan, pieces=())
-        digest = Digest(block_bytes(plan.size))
-        digest.update(plan.head)
-        for piece, (start, stop) in zip(plan.pieces, plan.spans, strict=True):
-            source = np.frombuffer(bytes_of(piece.tensor), dtype=np.uint8)
-            target = self._memory[len(plan.head) + start : len(plan.head) + stop]
-            for at in range(0, len(source), CHUNK):  # hashed while the chunk is in the core's cache
-                part = source[at : at + CHUNK]
-                np.copyto(target[at : at + CHUNK], part)
-                digest.update(part.data)
-        return digest.entry()
+        head, width = len(plan.head), block_bytes(plan.size)
+        targets = [self._memory[head + start : head + stop] for start, stop in plan.spans]
+        sources = [_host_source(piece.tensor, target) for piece, target in zip(plan.pieces, targets, strict=True)]
+        for device in {piece.tensor.device for piece in plan.pieces if piece.tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+
+        starts, stops = [start for start, _ in plan.spans], [stop for _, stop in plan.spans]
+
+        def copied(block: int) -> str:
+            """Copy a block of the file, and return its hash; hashed while a part of it is in the core's cache."""
+            first, last, digest = block * width, min((block + 1) * width, plan.size), xxhash.xxh3_128()
+            digest.update(plan.head[first:last])
+            inside = slice(bisect_right(stops, first - head), bisect_left(starts, last - head))
+            for (start, stop), source, target in zip(plan.spans[inside], sources[inside], targets[inside], strict=True):
+                low, high = max(first - head - start, 0), min(last - head, stop) - start
+                for at in range(low, high, CHUNK):
+                    part = source[at : min(at + CHUNK, high)]
+                    if source is not target:
+                        np.copyto(target[at : at + len(part)], part)
+                    digest.update(part.data)
+            return digest.hexdigest()
+
+        blocks = range(-(-plan.size // width))
+        hashes = list(self._threads.map(copied, blocks) if self._threads is not None else map(copied, blocks))
+        return FileEntry(plan.size, "", width, tuple(hashes))  # of the whole: see _prove
 
     def _open(self, plan: ShardPlan) -> None:
         """Make the file at its full size, so that memory that is not there is an error here and no signal later."""
@@ -174,6 +199,15 @@ class CopyFile:
         self._pieces = json.dumps([asdict(entry) for entry in plan.entries])
 
 
+def _host_source(tensor: torch.Tensor, target: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[
+        Any, np.dtype[np.uint8]]:
+    """Return the bytes of a tensor of the host. One of a device is sent into ``target``, which is returned."""
+    if not tensor.is_cuda:
+        return np.frombuffer(bytes_of(tensor), dtype=np.uint8)
+    torch.from_numpy(target).view(tensor.dtype).copy_(tensor.detach(), non_blocking=True)
+    return target
+
+
 class StateCopies:
     """The two copies of one rank's state. Not collective: ranks copy at the same steps.
 
@@ -184,10 +218,11 @@ class StateCopies:
 
     def __init__(self, folder: Path, *, rank: int, world: int, epoch: int) -> None:
         _own_folder(folder)
-        self._files = []
+        count, self._files = torch.get_num_threads(), []  # this rank's share of the cores
+        threads = ThreadPoolExecutor(count, thread_name_prefix="copy") if count > 1 else None
         for name in SLOTS:
             (folder / name).mkdir(mode=0o700, exist_ok=True)
-            self._files.append(CopyFile(folder / name, rank))
+            self._files.append(CopyFile(folder / name, rank, threads))
         self._epoch, self._world = epoch, world
         self._number = 0
         self.seconds = 0.0
@@ -215,7 +250,7 @@ class StateCopies:
 
 
 def described(state: SavedState, lineage: Lineage) -> dict[str, Any]:
-    """Return what rank 0 adds to its list: all of a manifest that is neither a file nor a piece."""
+    """Return what rank 0 adds to its list: all of a manifest that is neither a file nor a piece, as JSON types."""
     return {"state": {name: plain(value) for name, value in vars(state).items()}, "lineage": lineage.body()}
 
 
@@ -251,8 +286,8 @@ def _found(folder: Path, rank: int) -> _Found | None:
     return _Found(CopyKey(**made["key"]), made["about"], entry, tuple(pieces))
 
 
-def _prove(path: Path, entry: FileEntry) -> None:
-    """Raise DamagedCheckpoint unless the file has the bytes that were copied."""
+def _prove(path: Path, entry: FileEntry) -> FileEntry:
+    """Return the entry with the hash of the whole file. Raises DamagedCheckpoint unless it has what was copied."""
     digest = Digest(entry.block_bytes)
     try:
         with open(path, "rb", buffering=0) as stream:
@@ -268,6 +303,7 @@ def _prove(path: Path, entry: FileEntry) -> None:
             raise DamagedCheckpoint(
                 f"{path}: block {number} (bytes {number * entry.block_bytes} and on) is not what was copied"
             )
+    return now
 
 
 def _proved(folder: Path, rank: int, world: int) -> tuple[CopyKey | None, str]:
@@ -284,9 +320,13 @@ def _proved(folder: Path, rank: int, world: int) -> tuple[CopyKey | None, str]:
             if found is None or found.key != first.key:
                 return None, ""
             if found.entry is not None:
-                _prove(folder / shard_name(other), found.entry)
+                proved = _prove(folder / shard_name(other), found.entry)
+                pieces = json.dumps([asdict(piece) for piece in found.pieces])
+                _write_list(folder / listing_name(other), found.key, found.about, proved, pieces)
     except DamagedCheckpoint as error:
         return None, str(error)
+    except OSError as error:
+        return None, f"{folder}: {error.strerror or error}"
     return first.key, ""
 
 

@@ -278,6 +278,9 @@ class Hub:
 
     def _hang(self, now: float) -> None:
         assert self.alarm is not None
+        if not any(s.here and s.fault is None for s in self.rules.ranks.values()):
+            self.alarm, self.collect_until = None, 0.0  # they have all left while their stacks were collected
+            return
         verdict = judge.hang(self.rules, self.alarm, self.stacks, now)
         raw = {r: link.unpacker.words.decode(errors="replace") for r, link in self.links.items()
                if link.unpacker.words and r not in self.stacks}
@@ -366,7 +369,10 @@ def main() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
     with socket.socket(fileno=setup["listener"]) as listener:
         hub = Hub(setup, listener)
-        os.write(setup["answer"], b"ready\n")
+        try:
+            os.write(setup["answer"], b"ready\n")
+        except BrokenPipeError:
+            return 0  # rank 0 was killed while it waited for this process
         os.close(setup["answer"])
         hub.serve(sys.stdin.fileno())
     return 0

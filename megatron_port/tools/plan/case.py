@@ -267,6 +267,8 @@ class Case:
     offload_weights: bool = False
     """ZeRO-3's shards of the weights live on the host."""
     offload_buffers: int = 4
+    copy_interval: int = 0
+    """Steps between copies of the state in the nodes' memory; 0: there are none."""
     schedule: str = "1f1b"
     group: int = 0
     """Micro-batches that interleaving takes through a chunk in one go; 0: as many as stages (other programs alone)."""
@@ -577,6 +579,7 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
         zero_stage=layout.zero_stage, shard=layout.shard_size,
         reshard=layout.reshard, offload=config.offload.optimizer, offload_fraction=config.offload.fraction,
         offload_weights=config.offload.weights == "cpu", offload_buffers=config.offload.buffers,
+        copy_interval=config.checkpoint.memory_interval,
         rule=rule_cost(config.optimizer, config.model), schedule=layout.pipeline_schedule,
         recompute=config.activations.recompute, dropped=layer_choices(config.activations, config.model.num_layers),
         head_chunk=max(config.activations.head_chunk, 0), micro_batch=batch.micro_batch_size,

@@ -127,14 +127,50 @@ def offloaded(case: Case, machine: Machine) -> Offloaded:
     return Offloaded(host, state * mine if on_disk else 0.0, seconds)
 
 
+# Copies of the state in the nodes' memory (``checkpoint.memory_interval``, ext/storage/copies.py).
+
+COPIES = 2
+"""Copies that are kept, of masters and the rule's state."""
+TMPFS_SHARE = 0.5
+"""Share of the memory that Linux gives /dev/shm unless told otherwise."""
+COPY_RATE = 4e9
+"""Bytes per second that a core copies and hashes: 4.2e9 on a Xeon with AVX-512, beside other work."""
+
+
+@dataclass(frozen=True)
+class Copied:
+    """Host memory of a rank's copies, and what they add to a step on average."""
+
+    host: float
+    seconds: float
+
+
+def copied(case: Case, machine: Machine) -> Copied:
+    """Return the bytes and seconds of a case's copies; zeros where it makes none."""
+    if not case.copy_interval:
+        return Copied(0.0, 0.0)
+    held = max(shard_elements(case, stage) for stage in {0, case.pp // 2, case.pp - 1})
+    size = MASTER * (1 + case.rule.state) * held
+    hardware, ranks = machine.hardware, min(machine.cluster.gpus_per_node, case.world)
+    rates = [COPY_RATE * max(machine.cluster.cores_per_task, 1)]
+    rates += [hardware.host_bandwidth_gb * 1e9 / 2 / ranks] if hardware.host_bandwidth_gb else []  # read and written
+    sent = size / (hardware.host_link_gb * 1e9) if hardware.host_link_gb else 0.0
+    return Copied(COPIES * size, (size / min(rates) + sent) / case.copy_interval)
+
+
 def host_problem(case: Case, machine: Machine) -> str:
     """Return why what is offloaded and swapped does not fit a node's host memory or disks, empty where it does or is
     unknown."""
     hardware, found = machine.hardware, offloaded(case, machine)
     ranks = min(machine.cluster.gpus_per_node, case.world)
-    swapped = most_swapped(case)
+    swapped, copies = most_swapped(case), copied(case, machine).host
+    if hardware.host_memory_gb and copies * ranks > TMPFS_SHARE * hardware.host_memory_gb * 1e9:
+        return (
+            f"copies of the state take {copies * ranks / 1e9:.1f} GB of a node's {hardware.host_memory_gb:g} GB of "
+            f"host memory, of which tmpfs has {TMPFS_SHARE:.0%}; use more nodes, or checkpoint.memory_interval = 0"
+        )
     for what, size, limit in (
-        ("host memory", found.host + swapped, hardware.host_memory_gb),
+        ("host memory", found.host + swapped, hardware.host_memory_gb - copies * ranks / 1e9),
         ("local disks", found.disk, hardware.nvme_gb),
     ):
         if limit and size * ranks > limit * 1e9:

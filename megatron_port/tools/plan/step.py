@@ -23,7 +23,7 @@ from megatron_port.tools.plan.layer import (
     prediction_cost,
     site_costs,
 )
-from megatron_port.tools.plan.memory import link_of, offloaded, swapped_bytes, updated_elements
+from megatron_port.tools.plan.memory import copied, link_of, offloaded, swapped_bytes, updated_elements
 from megatron_port.tools.plan.rates import Cost, Links, Rates, span
 from megatron_port.tools.plan.simulate import flow, simulate
 
@@ -193,7 +193,7 @@ class Split:
     data: float
     """Gradients summed over replicas and weights gathered, beyond what compute hides."""
     optimizer: float
-    """Gradient norm, update, clearing gradients; moving and updating what is offloaded."""
+    """Gradient norm, update, clearing gradients; moving and updating what is offloaded; copies in the nodes' memory."""
     host: float
     """Devices wait for their hosts, which start operations one by one."""
     jitter: float
@@ -336,7 +336,7 @@ def plan_step(case: Case, machine: Machine, *, quick: bool = False) -> StepPlan:
     split = Split(
         **parts, data=data_seconds(case, links, chunks),
         optimizer=optimizer_seconds(case, rates) + rule_seconds(case, rates, links)
-        + offloaded(case, machine).seconds,
+        + offloaded(case, machine).seconds + copied(case, machine).seconds,
     )
     if not case.engine.graphed:  # the step's loss is a number on the host, which only then begins the next
         split = replace(split, host=split.host + rates.host_step)

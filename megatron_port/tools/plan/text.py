@@ -35,7 +35,7 @@ from megatron_port.tools.plan.exchanges import (
     work_imbalance,
 )
 from megatron_port.tools.plan.fastest import Gain, Way, fastest, gains, ways_to_fit
-from megatron_port.tools.plan.memory import StageMemory, held_bytes, host_problem, offloaded, plan_memory
+from megatron_port.tools.plan.memory import StageMemory, copied, held_bytes, host_problem, offloaded, plan_memory
 from megatron_port.tools.plan.rates import Links, scattered
 from megatron_port.tools.plan.search import Candidate, better, flags_of, is_legal, options_of, search
 from megatron_port.tools.plan.step import StepPlan, matrix_bytes, plan_step
@@ -315,6 +315,12 @@ def _memory(plan: Plan) -> list[str]:
         lines.append(
             f"          offloaded by a rank, GB: host {away.host / 1e9:.1f}  disk {away.disk / 1e9:.1f}; "
             f"{away.seconds:.2f} s a step"
+        )
+    copies = copied(plan.case, plan.machine)
+    if copies.host:
+        lines.append(
+            f"          copies in the node's memory: {copies.host / 1e9:.2f} GB for each rank, one every "
+            f"{plan.case.copy_interval} steps; {copies.seconds:.3g} s a step, {copies.seconds / plan.step.seconds:.2%}"
         )
     for i, way in enumerate(plan.ways):
         change = way.seconds / plan.step.seconds - 1

@@ -1,0 +1,224 @@
+"""Copies of the state in memory: what is copied comes back, and nothing that was cut short, changed or mixed does."""
+
+from __future__ import annotations
+
+import os
+import random
+import stat
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_port.core.checkpoint.format import Lineage, SavedState, shard_name
+from megatron_port.core.checkpoint.reader import open_checkpoint
+from megatron_port.core.config.loader import load
+from megatron_port.core.config.schema import LayoutConfig
+from megatron_port.core.dist.record import StatePiece
+from megatron_port.core.errors import CheckpointError, EnvironmentFault
+from megatron_port.ext.storage import copies as module
+from megatron_port.ext.storage.copies import (
+    CopyFile,
+    CopyKey,
+    StateCopies,
+    committed_copies,
+    copies_folder,
+    described,
+    remove_copies,
+)
+from megatron_port.tools.chaos import Drill, Fault, Injected, drawn_schedule, parse_schedule, strike, text_of
+
+
+def config(tmp_path: Path, *more: str) -> Any:
+    return load(None, [f"output_dir={tmp_path / 'runs'}", f'checkpoint.memory_folder="{tmp_path / "memory"}"',
+                       "checkpoint.memory_interval=1", *more]).config
+
+
+def session(run: Any, log: list[str] | None = None) -> Any:
+    """A rank alone."""
+    info = SimpleNamespace(rank=0, world_size=1, hostname="h")
+    said = SimpleNamespace(log=(log if log is not None else []).append)
+    return SimpleNamespace(config=run, info=info, logger=said, is_rank_zero=True, cpu_group=None)
+
+
+def state(step: int) -> SavedState:
+    return SavedState(step=step, samples=4 * step, tokens=8 * step, layout=LayoutConfig(), config={"seed": 1},
+                      scalars={"optimizer_steps": step}, extra={}, kinds={"w": ("weight", "exp_avg"), "v": ("weight",)})
+
+
+def pieces(seed: int, size: int = 300_000) -> list[StatePiece]:
+    draw = torch.Generator().manual_seed(seed)
+    out = []
+    for name, kind, count in (("w", "weight", size), ("w", "exp_avg", size), ("v", "weight", 17)):
+        out.append(StatePiece(name, kind, (count,), (0,), (count,), 0, torch.randn(count, generator=draw)))
+    return out
+
+
+def take(copies: StateCopies, seed: int, size: int = 300_000) -> None:
+    copies.take(pieces(seed, size), seed, described(state(seed), Lineage(run="r", commit=3)))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    (tmp_path / "memory").mkdir()
+    return config(tmp_path)
+
+
+@pytest.fixture
+def made(run: Any) -> StateCopies:
+    made = StateCopies(copies_folder(run), rank=0, world=1, epoch=5)
+    take(made, 1)
+    take(made, 2)
+    take(made, 3)
+    return made
+
+
+def test_the_two_newest_come_back_as_checkpoints(run: Any, made: StateCopies) -> None:
+    found = committed_copies(session(run))
+    assert [manifest.state.step for _, manifest in found] == [3, 2]
+    assert found[0][1].lineage == Lineage(run="r", commit=3)
+    for path, manifest in found:
+        checkpoint = open_checkpoint(path)
+        checkpoint.verify()
+        for piece in pieces(manifest.state.step):
+            assert torch.equal(checkpoint.read(piece.name, piece.kind, (0,), piece.shape), piece.tensor)
+        assert checkpoint.scalars == {"optimizer_steps": manifest.state.step}
+        checkpoint.close()
+    assert stat.S_IMODE(copies_folder(run).stat().st_mode) == 0o700
+    remove_copies(run)
+    assert not copies_folder(run).exists() and committed_copies(session(run)) == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**9))
+def test_any_flipped_bit_is_found_and_the_copy_before_it_is_left(seed: int) -> None:
+    """In the file or in its list."""
+    with tempfile.TemporaryDirectory() as folder:
+        run, draw = config(Path(folder)), random.Random(seed)
+        (Path(folder) / "memory").mkdir()
+        copies = StateCopies(copies_folder(run), rank=0, world=1, epoch=5)
+        take(copies, 1, 3_000)
+        take(copies, 2, 3_000)
+        name = draw.choice([shard_name(0), "rank-00000.json"])
+        victim = copies_folder(run) / "copy-1" / name
+        data = bytearray(victim.read_bytes())
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        victim.write_bytes(data)
+        assert [manifest.state.step for _, manifest in committed_copies(session(run))] == [1]
+
+
+def test_what_was_cut_short_is_no_copy(run: Any, made: StateCopies, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed(BaseException):
+        pass
+
+    def killed(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(module, "_write_list", killed)
+        take(made, 4)  # over the copy of step 2
+    assert [manifest.state.step for _, manifest in committed_copies(session(run))] == [3]
+
+
+def test_files_of_two_steps_are_no_copy(run: Any, made: StateCopies) -> None:
+    """Rank 1 died before it had copied: its file is of the copy before."""
+    folder = copies_folder(run)
+    for rank, step in ((0, 4), (1, 4), (0, 5), (1, 5), (0, 6)):
+        CopyFile(folder / f"copy-{step % 2}", rank).take(
+            pieces(step) if rank == 0 else [], CopyKey(6, step, step, 2), described(state(step), Lineage(run="r")))
+    assert [manifest.state.step for _, manifest in committed_copies(session(run))] == [5]
+
+
+def test_a_start_keeps_what_it_was_resumed_from(run: Any, made: StateCopies) -> None:
+    again = StateCopies(copies_folder(run), rank=0, world=1, epoch=6)
+    again.spare(0)  # step 3 is in copy-0
+    take(again, 4)
+    assert [manifest.state.step for _, manifest in committed_copies(session(run))] == [4, 3]
+    again.forget(newest_alone=True)
+    assert [manifest.state.step for _, manifest in committed_copies(session(run))] == [3]
+    again.forget()
+    assert committed_copies(session(run)) == []
+
+
+def test_threads_copy_the_same(tmp_path: Path) -> None:
+    odd = [StatePiece("w", "weight", (n,), (0,), (n,), 0, torch.randn(n)) for n in (3_000_001, 1, 262_144, 70_000)]
+    odd = [replace(piece, name=f"w{i}") for i, piece in enumerate(odd)]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    CopyFile(tmp_path / "a", 0).take(odd, CopyKey(1, 1, 1, 1), {})
+    with ThreadPoolExecutor(3) as threads:
+        CopyFile(tmp_path / "b", 0, threads).take(odd, CopyKey(1, 1, 1, 1), {})
+    for name in (shard_name(0), "rank-00000.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    from safetensors.numpy import load_file  # the format's own reader
+
+    found = load_file(tmp_path / "b" / shard_name(0))
+    assert all(np.array_equal(found[f"weight/{p.name}@0"], p.tensor.numpy()) for p in odd)
+
+
+def test_memory_that_is_not_there_is_an_error_and_no_signal(
+    run: Any, made: StateCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(CheckpointError, match=r"no 1600\d+ bytes for a copy of this rank's state \(No space left"):
+        made.take(pieces(9, 200_000), 9, {})
+
+
+def test_anothers_folder_is_refused(run: Any, tmp_path: Path) -> None:
+    place = copies_folder(run)
+    place.parent.mkdir()
+    place.symlink_to(tmp_path)
+    with pytest.raises(EnvironmentFault, match="is not a folder of this user"):
+        StateCopies(place, rank=0, world=1, epoch=1)
+    with pytest.raises(EnvironmentFault, match="set checkpoint.memory_folder"):
+        StateCopies(Path("/nowhere/a/b"), rank=0, world=1, epoch=1)
+
+
+# The drill.
+
+
+def test_schedules() -> None:
+    assert parse_schedule("60 stop; 30 kill 3;") == [Fault(30.0, "kill", 3), Fault(60.0, "stop")]
+    for text in ("kill 30", "30 explode", "30", "-1 kill", "3 kill 1 2", "inf kill"):
+        with pytest.raises(Exception, match="--schedule"):
+            parse_schedule(text)
+    drawn = drawn_schedule(3, 5.0, ["kill", "cut"], 2000)
+    assert drawn == drawn_schedule(3, 5.0, ["kill", "cut"], 2000) != drawn_schedule(4, 5.0, ["kill", "cut"], 2000)
+    assert 4.5 < drawn[-1].at / 2000 < 5.5 and {f.kind for f in drawn} == {"kill", "cut"}
+
+
+def test_a_link_is_cut_from_outside() -> None:
+    """In a process that was forked from this one, as ranks are from their agent."""
+    import socket
+
+    server = socket.create_server(("127.0.0.1", 0))
+    pid = os.fork()
+    if not pid:
+        peer = socket.create_connection(server.getsockname())
+        server.close()
+        os._exit(0 if peer.recv(1) == b"" else 1)
+    link, _ = server.accept()
+    server.close()
+    link.settimeout(10)
+    assert strike("cut", pid, random.Random(1)) and link.recv(1) == b""
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert not strike("kill", 2**22 + 1, random.Random(1)) and not strike("cut", 2**22 + 1, random.Random(1))
+
+
+def test_the_report() -> None:
+    done = Drill("r", 0, 90, 100.0, 1.0, (Injected("kill", 3, 1.0, 7, 2.25, 1), Injected("cut", 0, 9.0, 8)), 1)
+    assert done.goodput == 0.9 and done.body()["goodput"] == 0.9
+    lines = text_of(done).splitlines()
+    assert lines[1].split() == ["kill", "3", "7", "2.2", "s", "1"] and "with the next" in lines[2]
+    assert "of which 90.0 % is what they take without faults" in lines[3]
