@@ -163,7 +163,7 @@ def run_training(
     from megatron_port.core.dist.process import block_signals
 
     block_signals()
-    from megatron_port.core.errors import LauncherFault, PeerLost
+    from megatron_port.core.errors import LauncherFault, PeerLost, StateDamaged
     from megatron_port.core.train.folders import run_folder
     from megatron_port.run.discovery import discover
     from megatron_port.run.launchers import attempt_name
@@ -192,12 +192,13 @@ def run_training(
             try:
                 return Trainer(session, kept).run()
             except Exception as error:
-                if kept is None or explain_peer_failure(error, info) is None:
+                passing = explain_peer_failure(error, info) is not None or isinstance(error, StateDamaged)
+                if kept is None or not passing:
                     record_failure_event(session, error)
                 raise
     except BaseException as error:
         lost = isinstance(error, PeerLost)
-        if lost and kept:
-            raise
+        if kept and isinstance(error, Exception):
+            raise  # it may be recovered from: run.recovery records it where the run ends
         record_failure(run_folder(config), attempt_name(), info.rank, error, lost_peer=lost)
         raise

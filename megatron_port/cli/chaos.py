@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from megatron_port.cli.arguments import add_json, print_json
@@ -51,8 +52,12 @@ def run(args: argparse.Namespace) -> int:
     if not config.checkpoint.memory_interval:
         overrides.append("checkpoint.memory_interval=1")
     command = chaos.train_command(args.run_file, args.nproc, overrides)
-    done = chaos.drill(command, run_folder(config), faults, seed=args.seed, say=lambda line: print(f"chaos: {line}",
-                                                                                                   flush=True))
+
+    def say(line: str) -> None:
+        print(f"chaos: {line}", file=sys.stderr, flush=True)
+
+    done = chaos.drill(command, run_folder(config), faults, seed=args.seed, say=say,
+                       output=sys.stderr if args.json else None)
     if args.json:
         print_json(done.body())
     else:

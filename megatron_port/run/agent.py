@@ -69,7 +69,7 @@ class Agent:
     Args:
         first: how its ranks are started.
         rank_main: called in each rank's process.
-        let_go: called once the run has ended otherwise than by a loss: nothing will be recovered.
+        let_go: called once the run has ended well, or by an error of all ranks: nothing will be recovered.
     """
 
     def __init__(self, first: LocalStart, rank_main: RankMain, let_go: Callable[[], None]) -> None:
@@ -83,14 +83,20 @@ class Agent:
         self._lost_at = 0.0
         self._since = 0.0
         """When this recovery began; 0: none is under way."""
+        self._asked = False
+        """Ranks were asked to leave their step, as one has reported."""
         self._step = 0
         """The last that any rank told of."""
         self._at_step: Counter[int] = Counter()
         self._in_a_row = 0
         self._trained = False
         """This recovery follows a loss in training, not one on the way there."""
-        self._stopping = False
-        """A signal was passed on, or a rank failed for good: nothing is started any more."""
+        self._first_epoch = 0
+        """Epoch of the first start that came to train; 0: none has."""
+        self._signal = 0
+        """Signal to pass on once the ranks train together again."""
+        self._stopping = self._agreed = False
+        """A signal was passed on, or a rank failed for good: nothing is started any more. All ranks failed alike."""
         self._code, self._deadline = 0, float("inf")
 
     def run(self) -> int:
@@ -99,7 +105,8 @@ class Agent:
         In a rank's process this returns what ``rank_main`` returns.
         """
         forward = {n: signal.signal(n, self._pass_on) for n in (signal.SIGTERM, signal.SIGUSR1)}
-        interactive = signal.signal(signal.SIGINT, signal.SIG_IGN if sys.stdin.isatty() else self._pass_on)
+        # A terminal's Ctrl-C reaches the ranks by itself; the agent only learns that the run is to end.
+        interactive = signal.signal(signal.SIGINT, self._interrupted if sys.stdin.isatty() else self._pass_on)
 
         def restore() -> None:
             signal.signal(signal.SIGINT, interactive)
@@ -112,7 +119,7 @@ class Agent:
                 if own is not None:
                     return own
                 if self._serve():
-                    if not self._lost:
+                    if self._agreed or not self._code:
                         self._let_go()
                     return self._code
         finally:
@@ -123,7 +130,8 @@ class Agent:
     def _fork_missing(self, restore: Callable[[], None]) -> int | None:
         """Start the ranks that do not live. In a rank's process return its exit code, in the agent None."""
         here = {child.rank for child in self._children.values()}
-        recovery = Recovery(self._number, self._why(), self._lost_at, self._step) if self._number else None
+        recovery = Recovery(
+            self._number, self._why(), self._lost_at, self._step, self._first_epoch) if self._number else None
         for rank in sorted(set(range(self._start.nproc)) - here):
             mine, theirs = socket.socketpair()
             sys.stdout.flush()
@@ -149,7 +157,7 @@ class Agent:
             if child.told is not None and recovery is not None:
                 child.told = None
                 self._answer(child, START, port=self._start.port, **vars(recovery))
-        self._since = 0.0
+        self._since, self._asked = 0.0, False
         return None
 
     def _answer(self, child: _Child, kind: str, **values: Any) -> None:
@@ -188,15 +196,16 @@ class Agent:
             self._take(child, json.loads(line))
 
     def _take(self, child: _Child, told: dict[str, Any]) -> None:
-        self._step = max(self._step, int(told["step"]))
         if told["kind"] == RUNNING:
-            child.running = True
-            if not self._since and len(self._children) == self._start.nproc and all(
-                c.running for c in self._children.values()
-            ):
-                self._lost.clear()  # they train together again
+            child.running, self._step = True, int(told["step"])
+            self._first_epoch = self._first_epoch or int(told["epoch"])
+            if not self._since and self._all_train():
+                self._lost.clear()
                 self._in_a_row = 0
+                if self._signal:
+                    self._pass_on(self._signal, None)
         elif told["kind"] == LOST:
+            self._step = max(self._step, int(told["step"]))
             child.told, child.told_at, child.running = told, time.monotonic(), False
             if self._stopping:
                 self._answer(child, END)
@@ -220,25 +229,31 @@ class Agent:
     def _ended(self, child: _Child, code: int) -> None:
         """Take note of a rank's end: done, lost, or a fault that would come again."""
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        if self._stopping:
+        if self._stopping or code == -signal.SIGINT:
             self._give_up(128 - code if code < 0 else code, f"rank {child.rank} {how}" if code < 0 else "")
         elif code < 0 or code in (1, EXIT_HANG) or child.replaced:
-            self._lose("" if child.replaced else f"rank {child.rank} {how}")
+            self._lose("" if child.replaced else f"rank {child.rank} {how}", trained=child.running)
         elif code:
             self._give_up(code)
 
-    def _lose(self, what: str) -> None:
-        """Begin a recovery, or add to the one under way."""
+    def _lose(self, what: str, *, trained: bool = False) -> None:
+        """Begin a recovery, or add to the one under way. ``trained``: the rank that was lost had its state."""
         if what:
             self._lost.append(what)
         if not self._since:
             self._since, self._lost_at = time.monotonic(), time.time()
-            self._trained = any(c.running or c.told is not None for c in self._children.values())
-            for child in self._children.values():
-                if child.running:
-                    self._answer(child, LEAVE)
+            self._trained = trained or any(c.running or c.told is not None for c in self._children.values())
+            self._ask_to_leave()
         # Ranks on their way to a meeting that cannot be held have nothing to lose, and would wait for long.
-        self._replace([c for c in self._children.values() if not c.running and c.told is None])
+        self._replace([c for c in self._children.values() if not c.running and c.told is None and not c.replaced])
+
+    def _ask_to_leave(self) -> None:
+        for child in self._children.values():
+            if child.running:
+                self._answer(child, LEAVE)
+
+    def _all_train(self) -> bool:
+        return len(self._children) == self._start.nproc and all(c.running for c in self._children.values())
 
     def _replace(self, children: Sequence[_Child]) -> None:
         for child in children:
@@ -254,9 +269,8 @@ class Agent:
             self._lost += [f"rank {c.rank} is stopped" for c in still]
             self._replace(still)
         if busy and now - self._since > TELL_S:
-            stuck = [c for c in busy if not c.replaced]
-            self._lost += [f"rank {c.rank} did not leave its step within {TELL_S:g} s" for c in stuck]
-            self._replace(stuck)
+            self._lost += [f"rank {c.rank} did not leave its step within {TELL_S:g} s" for c in busy if not c.replaced]
+            self._replace(busy)
         return not busy
 
     def _too_often(self) -> bool:
@@ -284,17 +298,26 @@ class Agent:
     def _judge(self, now: float) -> None:
         """Decide about reports without a death: an error of all ranks, of one alone, or a link that was cut."""
         waiting = [c for c in self._children.values() if c.told is not None]
-        if self._since or self._stopping or not waiting or now - min(c.told_at for c in waiting) < CAUSE_S:
+        waited = now - min((c.told_at for c in waiting), default=now)
+        if self._since or self._stopping or waited < CAUSE_S:
+            return
+        if len(waiting) < len(self._children) and waited < TELL_S:
+            if not self._asked:
+                self._asked = True
+                self._ask_to_leave()  # the others may compute for a while, or wait inside of NCCL
             return
         own = [c for c in waiting if c.told is not None and not c.told["victim"]]
-        if len(own) == len(waiting):
-            self._give_up(0)  # they have agreed on it; each raises it
+        if len(own) == len(self._children):
+            self._agreed = True
+            self._give_up(0)  # each raises it
+            self._deadline = min(self._deadline, now + GRACE_S)
         elif own:
             for child in own:
                 why = str(child.told["why"]).partition("\n")[0] if child.told is not None else ""
                 self._lost.append(f"rank {child.rank} failed alone: {why[:300]}")
-                child.told, child.replaced, child.running = None, True, True
+                child.told, child.replaced = None, True
                 self._answer(child, END)
+            self._lose("", trained=True)
         else:
             why = str(waiting[0].told["why"]) if waiting[0].told is not None else ""
             self._lose(f"rank {waiting[0].rank} lost a peer although all processes live ({why[:300]})")
@@ -306,14 +329,21 @@ class Agent:
             if line:
                 self._say(f"error: {line}")
         self._stopping, self._since = True, 0.0
-        if self._deadline == float("inf") and (code or self._children):
-            self._deadline = time.monotonic() + GRACE_S
+        if code:
+            self._deadline = min(self._deadline, time.monotonic() + GRACE_S)
         for child in self._children.values():
             if child.told is not None:
                 child.told = None
                 self._answer(child, END)
 
+    def _interrupted(self, number: int, frame: FrameType | None) -> None:
+        self._stopping = True
+
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Pass a signal on; during a recovery once the ranks train again, when they can save. A second one at once."""
+        if self._since and not self._signal:
+            self._signal = number
+            return
         self._stopping = True
         for pid in tuple(self._children):
             with contextlib.suppress(ProcessLookupError):

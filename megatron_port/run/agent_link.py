@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -30,6 +31,8 @@ class Recovery:
     """When the agent saw it, seconds since 1970."""
     step: int
     """Steps that had been done by then."""
+    first_epoch: int
+    """Epoch of the run folder's lease in which this job first trained; 0: it has not yet."""
 
 
 class AgentLink:
@@ -43,11 +46,14 @@ class AgentLink:
         self._sock = sock
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.leave: Callable[[], None] = lambda: None
+        # The thread takes no signals: those that the main thread defers would end the process there.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         threading.Thread(target=self._read, name="agent", daemon=True).start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def running(self, step: int) -> None:
-        """Tell that this rank has its state and trains from ``step`` on."""
-        self._send(RUNNING, step=step)
+    def running(self, step: int, epoch: int) -> None:
+        """Tell that this rank has its state and trains from ``step`` on. ``epoch``: of the run folder's lease."""
+        self._send(RUNNING, step=step, epoch=epoch)
 
     def lost(self, why: str, *, victim: bool, step: int) -> tuple[int, Recovery] | None:
         """Report that this rank left a step, and wait. Return (port, recovery) of the next start; None: the run ends.
@@ -58,8 +64,9 @@ class AgentLink:
         told = self._answers.get()
         if told["kind"] == END:
             return None
-        recovery = Recovery(int(told["number"]), str(told["why"]), float(told["lost_at"]), int(told["step"]))
-        return int(told["port"]), recovery
+        port = int(told.pop("port"))
+        del told["kind"]
+        return port, Recovery(**told)
 
     def _read(self) -> None:
         with suppress(OSError), self._sock.makefile("rb") as lines:

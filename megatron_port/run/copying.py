@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
-from megatron_port.core.checkpoint.format import Lineage, SavedState, plain
+from megatron_port.core.checkpoint.format import Lineage, SavedState, plain, read_manifest, step_of
+from megatron_port.core.dist.agree import broadcast_text
 from megatron_port.core.dist.process import SAVE
-from megatron_port.core.train.hooks import Ending, LoopHook, LoopState, every
-from megatron_port.ext.storage.copies import StateCopies, copies_folder, described, remove_copies
+from megatron_port.core.train.hooks import Ending, LoopHook, LoopState, TakenStep, every
+from megatron_port.ext.storage.copies import SLOTS, StateCopies, copies_folder, described, remove_copies
 from megatron_port.run.agent_link import KeptRank, Recovery
 from megatron_port.run.hooks import PeriodicSave, position
 from megatron_port.run.provenance import record_event
@@ -34,18 +36,31 @@ class StateCopying(LoopHook):
         state, step = self.state, self.state.progress.step
         if again:
             return
-        ctx, folder, epoch = state.ctx, copies_folder(state.config), state.session.fence.epoch
+        ctx, folder, fence = state.ctx, copies_folder(state.config), state.session.fence
         if state.config.checkpoint.memory_interval:
-            self._copies = StateCopies(folder, rank=ctx.rank, world=ctx.topology.world_size, epoch=epoch)
-        source = state.checkpoints[0] if state.checkpoints else None
-        if self._copies is not None and source is not None and source.parent == folder:
-            self._copies.spare(int(source.name[-1]))
-            if self._saves.due(step) and step < state.config.training.steps:
-                self._saves.act()
+            run = broadcast_text(fence.run if state.session.is_rank_zero else None) or ""
+            self._copies = StateCopies(folder, rank=ctx.rank, world=ctx.topology.world_size, run=run, epoch=fence.epoch,
+                                       spare=self._resumed_from(folder))
         if self._kept is not None:
+            if self._kept.recovery is not None:
+                self._save_what_was_lost()
             self._kept.step, self._kept.begun = step, True
-            self._kept.link.running(step)
+            self._kept.link.running(step, fence.epoch)
             self._tell(self._kept.recovery, step)
+
+    def _resumed_from(self, folder: Path) -> int | None:
+        """Return which of the two copies the run has been resumed from; None: neither."""
+        for path in self.state.checkpoints:
+            if path.parent == folder and read_manifest(path).state.step == self.state.progress.step:
+                return SLOTS.index(path.name)
+        return None
+
+    def _save_what_was_lost(self) -> None:
+        """Save now if the last save that was due has not been committed: the fault may have struck in its midst."""
+        interval, step = self.state.config.checkpoint.save_interval, self.state.progress.step
+        saved = max((step_of(path.name) or 0 for path in self.state.checkpoints), default=0)
+        if interval and step - step % interval > saved and step < self.state.config.training.steps:
+            self._saves.act()
 
     def _tell(self, recovery: Recovery | None, step: int) -> None:
         if recovery is None:
@@ -57,10 +72,13 @@ class StateCopying(LoopHook):
         record_event(self.state.session, "recovery", step, message=recovery.why, number=recovery.number,
                      seconds=round(seconds, 3), repeated=max(0, recovery.step - step))
 
+    def after_step(self, taken: TakenStep) -> None:
+        """Note the step."""
+        if self._kept is not None:
+            self._kept.step = taken.step
+
     def due(self, step: int) -> bool:
         """Return whether a copy is due."""
-        if self._kept is not None:
-            self._kept.step = step
         return every(self.state.config.checkpoint.memory_interval, step)
 
     def act(self) -> None:
@@ -101,5 +119,6 @@ class StateCopying(LoopHook):
             self._kept.damaged = self.state.damage is not None
 
     def finish(self, ending: Ending) -> None:
-        """Free the memory: the run has been saved."""
-        remove_copies(self.state.config)
+        """Free the memory where no agent does when all ranks have ended."""
+        if self._kept is None:
+            remove_copies(self.state.config)

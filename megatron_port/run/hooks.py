@@ -184,7 +184,7 @@ class Saving:
         path = save_state(self._engine, self._session, at, self._committer)
         self._done(at.step, path, f"saved {path} in {time.perf_counter() - started:.1f} s")
 
-    def leave(self, seconds: float = 5.0) -> None:
+    def leave(self, seconds: float) -> None:
         """Give a save that is nearly done this long to end when an error ends the run. Not collective."""
         if self._background is not None:
             self._background.abandon(seconds)
@@ -244,11 +244,13 @@ class SaveInFlight(LoopHook):
 
     Attributes:
         saving: of the run, once it has begun.
+        patience: seconds that a save which is nearly done is given after an error.
     """
 
-    def __init__(self, state: LoopState) -> None:
+    def __init__(self, state: LoopState, patience: float = 5.0) -> None:
         super().__init__(state)
         self.saving: Saving | None = None
+        self.patience = patience
 
     def begin(self, *, again: bool = False) -> None:
         """Start from the step that is safe already."""
@@ -274,7 +276,7 @@ class SaveInFlight(LoopHook):
     def close(self, ending: Ending | None) -> None:
         """After an error, give a save that is nearly done a moment to end."""
         if ending is None and self.saving is not None:
-            self.saving.leave()
+            self.saving.leave(self.patience)
 
 
 class PeriodicSave(LoopHook):

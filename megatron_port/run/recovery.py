@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from megatron_port.api import run_training
 from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.dist.process import block_signals
 from megatron_port.core.dist.rank import ProcessInfo
 from megatron_port.core.errors import EnvironmentFault, PortError, StateDamaged
 from megatron_port.core.io.logging import unexpected
@@ -23,14 +24,7 @@ from megatron_port.run.agent_link import KeptRank
 from megatron_port.run.launchers import attempt_name
 from megatron_port.run.peer_failure import explain_peer_failure
 from megatron_port.run.rendezvous import abort_collectives
-from megatron_port.run.run_files import FAILURES
-
-
-def settled(config: RunConfig, kept: KeptRank) -> RunConfig:
-    """Return the configuration of a start: whatever the first one began from, a later one resumes the run."""
-    if kept.recovery is None:
-        return config
-    return replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
+from megatron_port.run.run_files import FAILURES, record_failure
 
 
 def train_kept(config: RunConfig, info: ProcessInfo, kept: KeptRank) -> TrainingResult:
@@ -44,7 +38,7 @@ def train_kept(config: RunConfig, info: ProcessInfo, kept: KeptRank) -> Training
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     while True:
         try:
-            return run_training(settled(config, kept), info, kept=kept)
+            return run_training(config, info, kept=kept)
         except BrokenPipeError:
             raise
         except Exception as error:
@@ -52,8 +46,10 @@ def train_kept(config: RunConfig, info: ProcessInfo, kept: KeptRank) -> Training
         # The traceback is gone, and with it the engine and the groups of this start: their connections close, and the
         # ranks that wait for this one leave their step too.
         gc.collect()
+        block_signals()  # they are obeyed when this rank trains again, and can save
         following = kept.link.lost(str(failure), victim=victim, step=kept.step)
         if following is None:
+            record_failure(run_folder(config), attempt_name(), info.rank, failure, lost_peer=victim)
             raise failure
         port, kept.recovery = following
         info = replace(info, master_port=port, attempt=str(kept.recovery.number))

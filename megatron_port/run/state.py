@@ -29,8 +29,11 @@ from megatron_port.run.config_hash import config_hash
 from megatron_port.run.provenance import own_checkpoints, read_identity
 
 
-def find_checkpoints(session: Session) -> list[Path]:
+def find_checkpoints(session: Session, *, since: int = 0) -> list[Path]:
     """Return the checkpoints to start from, as ``checkpoint.resume`` selects, best first; empty: start afresh.
+
+    ``since``: epoch of the run folder's lease in which this job first trained, where it recovers a lost rank (0: it
+    does not). Then the job's own copies and checkpoints come before what it had begun from.
 
     Rank 0 looks, all use what it found. The newest commit comes first; those after it are what to fall back on if
     its contents turn out damaged. The path of one checkpoint has no second choice. What can be said against resuming
@@ -41,14 +44,17 @@ def find_checkpoints(session: Session) -> list[Path]:
             one is damaged (a run never starts over without being told to), or all are of another run.
         ConfigError: on every rank: the batch schedule, the seed or the optimizer's rule is not that of the newest.
     """
+    checkpoint = session.config.checkpoint
     copies: list[tuple[Path, Manifest]] = []
-    if session.config.checkpoint.memory_interval and session.config.checkpoint.resume == "auto":
+    if checkpoint.memory_interval and (checkpoint.resume == "auto" or since):
         copies = PARTS.function("copies in memory")(session)
 
     def look() -> list[str]:
-        if not session.is_rank_zero or session.config.checkpoint.resume == "never":
+        if not session.is_rank_zero:
             return []
-        whole = _with_copies(copies, session)
+        whole = _of_job(copies, session, since) if since else []
+        if checkpoint.resume != "never":
+            whole += _with_copies(copies if checkpoint.resume == "auto" else [], session, known=whole)
         if whole:
             from megatron_port.run.changes import check_batch, check_rule, check_seed  # a fresh start loads nothing
             from megatron_port.run.loading import of_this_model
@@ -64,26 +70,47 @@ def find_checkpoints(session: Session) -> list[Path]:
     return [Path(path) for path in json.loads(broadcast_text(json.dumps(found)) or "[]")]
 
 
-def _with_copies(copies: list[tuple[Path, Manifest]], session: Session) -> list[tuple[Path, Manifest]]:
-    """Return the run's checkpoints and its copies in the nodes' memory, newest first.
+Found = list[tuple[Path, Manifest]]
 
-    A copy is of the way that the run took last: going back drops the copies. Commits do not order the two kinds, as a
-    save in the background is committed after copies of later steps.
 
-    Raises CheckpointError.
-    """
+def _own_copies(copies: Found, session: Session) -> Found:
+    """Return the copies in the nodes' memory that are of the folder's run."""
     identity = read_identity(run_folder(session.config)) if copies else None
-    copies = [(path, m) for path, m in copies if identity is not None and m.lineage.run == identity.id]
+    return [(path, m) for path, m in copies if identity is not None and m.lineage.run == identity.id]
+
+
+def _when(manifest: Manifest) -> tuple[int, int]:
+    """Return when a state was reached: the epoch of its attempt, and its step. A save in the background is committed
+    after copies of later steps, so that commits do not order the two kinds; going back drops the copies."""
+    return manifest.lineage.epoch, manifest.state.step
+
+
+def _of_job(copies: Found, session: Session, since: int) -> Found:
+    """Return this job's own copies and checkpoints, newest first; of one step the copy comes first."""
+    own = _own_copies(copies, session)
+    identity = read_identity(run_folder(session.config))
+    saved = [(path, m) for path, m in checkpoints_in(run_folder(session.config) / FOLDER, session.logger.log)
+             if identity is not None and m.lineage.run == identity.id]
+    return sorted((found for found in [*own, *saved] if found[1].lineage.epoch >= since), key=lambda f: _when(f[1]),
+                  reverse=True)
+
+
+def _with_copies(copies: Found, session: Session, *, known: Found) -> Found:
+    """Return the run's checkpoints and its copies in the nodes' memory, newest first, without those that are known.
+
+    Raises CheckpointError: there is neither.
+    """
+    paths = {path for path, _ in known}
+    own = [found for found in _own_copies(copies, session) if found[0] not in paths]
     try:
-        saved = _look(session.config, session.logger.log)
+        saved = [found for found in _look(session.config, session.logger.log) if found[0] not in paths]
     except CheckpointError as error:
-        if not copies:
+        if not own and not known:
             raise
-        session.logger.log(f"{error}; the copies in memory are whole")
-        return copies
-    newest = saved[0][1].state.step if saved else 0  # of a run that went back, not the highest
-    first = [copy for copy in copies if copy[1].state.step >= newest]
-    return [*first, *saved, *(copy for copy in copies if copy not in first)]
+        session.logger.log(f"{error}; the copies in memory are whole" if own else str(error))
+        return own
+    newer = [copy for copy in own if not saved or _when(copy[1]) >= _when(saved[0][1])]
+    return [*newer, *saved, *(copy for copy in own if copy not in newer)]
 
 
 def batch_schedule(session: Session, checkpoints: Sequence[Path]) -> BatchSchedule:

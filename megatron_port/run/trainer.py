@@ -44,7 +44,7 @@ def loop_hooks(state: LoopState, kept: KeptRank | None = None) -> list[LoopHook]
     Raises:
         ConfigError: a hook cannot do what the configuration asks for; alike on all ranks.
     """
-    c, reporting, in_flight = state.config, Reporting(state), SaveInFlight(state)
+    c, reporting, in_flight = state.config, Reporting(state), SaveInFlight(state, patience=0.0 if kept else 5.0)
     saves = PeriodicSave(state, in_flight)
     return [
         *_activation_planner(state), DamageCheck(state), reporting, Recovery(state), *_rewind(state), in_flight,
@@ -109,10 +109,13 @@ def _made(registry: Registry, name: str, state: LoopState) -> LoopHook:
 
 # What a run begins from: the checkpoints that it may resume, its data, and the engine with its weights.
 
-def open_state(session: Session) -> LoopState:
-    """Find what to resume and open the data. Collective; raises PortError alike on all ranks."""
+def open_state(session: Session, since: int = 0) -> LoopState:
+    """Find what to resume and open the data. Collective; raises PortError alike on all ranks.
+
+    ``since``: epoch in which a job that recovers began to train (``find_checkpoints``).
+    """
     c = session.config
-    checkpoints = find_checkpoints(session)
+    checkpoints = find_checkpoints(session, since=since)
     batches = batch_schedule(session, checkpoints)
     return LoopState(
         session=session, config=c, batches=batches, loaders=_load_data(session, batches), numerics=NumericsGuard(c),
@@ -189,7 +192,8 @@ class Trainer:
     """Training of one rank: built from a session, it holds the engine with the weights that the run begins from."""
 
     def __init__(self, session: Session, kept: KeptRank | None = None) -> None:
-        self.state: LoopState = open_state(session)
+        recovery = kept.recovery if kept is not None else None
+        self.state: LoopState = open_state(session, recovery.first_epoch if recovery is not None else 0)
         self.state.hooks = loop_hooks(self.state, kept)
         load_model(self.state)
 

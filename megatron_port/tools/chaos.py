@@ -174,16 +174,17 @@ def strike(kind: str, pid: int, draw: random.Random) -> bool:
 
 def drill(
     command: Sequence[str], run_folder: Path, faults: Sequence[Fault], *, seed: int = 0,
-    say: Callable[[str], None] = lambda line: None,
+    say: Callable[[str], None] = lambda line: None, output: Any = None,
 ) -> Drill:
     """Start ``command``, which trains into ``run_folder``, and strike as ``faults`` says; return what it cost.
 
-    Faults that are due after the last step are left out.
+    Faults that are due after the last step are left out. ``output``: where the run's lines go (default: to stdout).
     """
     draw, events_before = random.Random(seed), len(_events(run_folder))
     struck: list[Injected] = []
     before = _last_step(run_folder)
-    process = subprocess.Popen(list(command), stdin=subprocess.DEVNULL)
+    # A session of its own: Ctrl-C is for the drill, which ends the run in order.
+    process = subprocess.Popen(list(command), stdin=subprocess.DEVNULL, stdout=output, start_new_session=True)
     first, waiting = 0.0, list(faults)
     try:
         while process.poll() is None:

@@ -36,10 +36,22 @@ def told(self, phase, operation="", number=-1):
     at(self, phase, operation, number)
     rank = int(os.environ.get("RANK", "0"))
     for n, want in enumerate(WANTED):
-        here = rank == want["rank"] and self.step >= want["step"] and want["scope"] in ("", self.scope)
-        if here and phase == want["phase"] and operation.startswith(want["operation"]):
+        if want["kind"] == "flip-state" or rank != want["rank"] or self.step < want["step"]: continue
+        if want["scope"] in ("", self.scope) and phase == want["phase"] and operation.startswith(want["operation"]):
             if want["after"] < 0 or (HERE / f"struck-{want['after']}").exists(): strike(n, want)
 process.ProgressTracker.at = told
+from megatron_port.core.train import loop
+step = loop.Loop._step
+def with_flip(self):
+    for n, want in enumerate(WANTED):
+        if want["kind"] == "flip-state" and want["rank"] == self.state.ctx.rank and (
+            self.state.progress.step == want["step"]) and not (HERE / f"struck-{n}").exists():
+            import torch
+            (HERE / f"struck-{n}").touch()
+            piece = next(p for p in self.state.engine.state_pieces() if p.kind == "exp_avg")
+            with torch.no_grad(): piece.tensor.view(torch.int32)[5] ^= 1 << 12
+    step(self)
+loop.Loop._step = with_flip
 '''
 
 
@@ -50,7 +62,8 @@ def moment(
     """A fault: the rank, from which step on, in which phase, scope and operation (``core.dist.process``).
 
     ``after``: the fault, by its number, that must have struck before.
-    ``kind``: kill | stop | bug | flip-copy (and kill) | tear-list (and kill); the last two need the copies' folder.
+    ``kind``: kill | stop | bug | flip-copy (and kill) | tear-list (and kill); these two need the copies' folder |
+    flip-state: a bit of a moment, before the step.
     """
     return {"rank": rank, "step": step, "phase": phase, "kind": kind, "scope": scope, "operation": operation,
             "folder": folder, "after": after}

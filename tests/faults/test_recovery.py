@@ -120,12 +120,35 @@ def test_a_damaged_copy_is_named_and_the_one_before_it_is_used(
     same(run, unbroken)
 
 
+def test_a_rank_whose_state_is_damaged_is_replaced_and_the_damage_is_in_no_copy(
+    commands: Commands, unbroken: Run, tmp_path: Path
+) -> None:
+    run, code, output = broken(commands, tmp_path, [moment(2, 8, "", kind="flip-state")])
+    assert code == 0 and struck(tmp_path / "hook") == 1, output[-4000:]
+    assert "rank 2 failed alone: rank 2 on" in output and "bit 12" in output, output[-4000:]
+    same(run, unbroken)
+
+
 def test_without_copies_the_newest_checkpoint_is_used(commands: Commands, unbroken: Run, tmp_path: Path) -> None:
     run, code, output = broken(commands, tmp_path, [moment(1, 9, "forward", scope="step")],
                                "checkpoint.memory_interval=0")
     assert code == 0, output[-4000:]
     assert "/checkpoints/step-00000006 at step 6," in output
     same(run, unbroken)
+
+
+@pytest.mark.parametrize("interval", [0, 1])
+def test_what_the_run_began_from_is_not_forgotten(
+    commands: Commands, unbroken: Run, tmp_path: Path, interval: int
+) -> None:
+    """Lost before there is a copy: it begins there again, not at step 0."""
+    begun = unbroken.checkpoints / "step-00000006"
+    moments = [moment(1, 6, "forward"), moment(3, 9, "forward", scope="step", after=0)]
+    run, code, output = broken(commands, tmp_path, moments, f"checkpoint.memory_interval={interval}",
+                               "checkpoint.save_interval=50", f'checkpoint.resume="{begun}"')
+    assert code == 0 and struck(tmp_path / "hook") == 2, output[-4000:]
+    assert output.count(f"resumed from {begun} at step 6,") == (3 if not interval else 2), output
+    assert {k: v for k, v in facts(run).items() if k > 0} == {k: v for k, v in facts(unbroken).items() if k > 6}
 
 
 def test_a_fault_that_comes_back_ends_the_run(commands: Commands, tmp_path: Path) -> None:

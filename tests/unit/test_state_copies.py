@@ -33,6 +33,7 @@ from megatron_port.ext.storage.copies import (
     copies_folder,
     described,
     remove_copies,
+    run_number,
 )
 from megatron_port.tools.chaos import Drill, Fault, Injected, drawn_schedule, parse_schedule, strike, text_of
 
@@ -44,7 +45,7 @@ def config(tmp_path: Path, *more: str) -> Any:
 
 def session(run: Any, log: list[str] | None = None) -> Any:
     """A rank alone."""
-    info = SimpleNamespace(rank=0, world_size=1, hostname="h")
+    info = SimpleNamespace(rank=0, world_size=1, hostname="h", num_nodes=1)
     said = SimpleNamespace(log=(log if log is not None else []).append)
     return SimpleNamespace(config=run, info=info, logger=said, is_rank_zero=True, cpu_group=None)
 
@@ -74,7 +75,7 @@ def run(tmp_path: Path) -> Any:
 
 @pytest.fixture
 def made(run: Any) -> StateCopies:
-    made = StateCopies(copies_folder(run), rank=0, world=1, epoch=5)
+    made = StateCopies(copies_folder(run), rank=0, world=1, run="r", epoch=5)
     take(made, 1)
     take(made, 2)
     take(made, 3)
@@ -104,7 +105,7 @@ def test_any_flipped_bit_is_found_and_the_copy_before_it_is_left(seed: int) -> N
     with tempfile.TemporaryDirectory() as folder:
         run, draw = config(Path(folder)), random.Random(seed)
         (Path(folder) / "memory").mkdir()
-        copies = StateCopies(copies_folder(run), rank=0, world=1, epoch=5)
+        copies = StateCopies(copies_folder(run), rank=0, world=1, run="r", epoch=5)
         take(copies, 1, 3_000)
         take(copies, 2, 3_000)
         name = draw.choice([shard_name(0), "rank-00000.json"])
@@ -133,13 +134,12 @@ def test_files_of_two_steps_are_no_copy(run: Any, made: StateCopies) -> None:
     folder = copies_folder(run)
     for rank, step in ((0, 4), (1, 4), (0, 5), (1, 5), (0, 6)):
         CopyFile(folder / f"copy-{step % 2}", rank).take(
-            pieces(step) if rank == 0 else [], CopyKey(6, step, step, 2), described(state(step), Lineage(run="r")))
+            pieces(step) if rank == 0 else [], CopyKey(9, 6, step, step, 2), described(state(step), Lineage(run="r")))
     assert [manifest.state.step for _, manifest in committed_copies(session(run))] == [5]
 
 
 def test_a_start_keeps_what_it_was_resumed_from(run: Any, made: StateCopies) -> None:
-    again = StateCopies(copies_folder(run), rank=0, world=1, epoch=6)
-    again.spare(0)  # step 3 is in copy-0
+    again = StateCopies(copies_folder(run), rank=0, world=1, run="r", epoch=6, spare=0)  # step 3 is in copy-0
     take(again, 4)
     assert [manifest.state.step for _, manifest in committed_copies(session(run))] == [4, 3]
     again.forget(newest_alone=True)
@@ -153,9 +153,9 @@ def test_threads_copy_the_same(tmp_path: Path) -> None:
     odd = [replace(piece, name=f"w{i}") for i, piece in enumerate(odd)]
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    CopyFile(tmp_path / "a", 0).take(odd, CopyKey(1, 1, 1, 1), {})
+    CopyFile(tmp_path / "a", 0).take(odd, CopyKey(9, 1, 1, 1, 1), {})
     with ThreadPoolExecutor(3) as threads:
-        CopyFile(tmp_path / "b", 0, threads).take(odd, CopyKey(1, 1, 1, 1), {})
+        CopyFile(tmp_path / "b", 0, threads).take(odd, CopyKey(9, 1, 1, 1, 1), {})
     for name in (shard_name(0), "rank-00000.json"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     from safetensors.numpy import load_file  # the format's own reader
@@ -179,10 +179,37 @@ def test_anothers_folder_is_refused(run: Any, tmp_path: Path) -> None:
     place = copies_folder(run)
     place.parent.mkdir()
     place.symlink_to(tmp_path)
-    with pytest.raises(EnvironmentFault, match="is not a folder of this user"):
-        StateCopies(place, rank=0, world=1, epoch=1)
+    with pytest.raises(EnvironmentFault, match="is not a folder of this user alone"):
+        StateCopies(place, rank=0, world=1, run="r", epoch=1)
     with pytest.raises(EnvironmentFault, match="set checkpoint.memory_folder"):
-        StateCopies(Path("/nowhere/a/b"), rank=0, world=1, epoch=1)
+        StateCopies(Path("/nowhere/a/b"), rank=0, world=1, run="r", epoch=1)
+
+
+@pytest.mark.parametrize("part", ["", "copy-0"])
+def test_nothing_is_read_below_a_folder_that_others_may_write(
+    run: Any, made: StateCopies, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (copies_folder(run) / part).chmod(0o777)
+    assert committed_copies(session(run)) == []
+    assert "is not a folder of this user alone" in capsys.readouterr().out
+
+
+def test_files_of_two_runs_are_no_copy(run: Any, made: StateCopies) -> None:
+    """A run that begins anew under the old name has the epochs and numbers of the first."""
+    folder = copies_folder(run)
+    CopyFile(folder / "copy-0", 1).take([], CopyKey(run_number("r"), 5, 3, 3, 2), {})
+    CopyFile(folder / "copy-0", 0).take(pieces(3), CopyKey(run_number("s"), 5, 3, 3, 2),
+                                        described(state(3), Lineage(run="s")))
+    assert [manifest.state.step for _, manifest in committed_copies(session(run))] == [2]
+    StateCopies(folder, rank=0, world=1, run="s", epoch=6)
+    assert committed_copies(session(run)) == []
+
+
+def test_copies_of_several_nodes_are_refused(run: Any) -> None:
+    lone = session(run)
+    lone.info.num_nodes = 2
+    with pytest.raises(EnvironmentFault, match="for runs of one machine so far"):
+        committed_copies(lone)
 
 
 # The drill.

@@ -21,10 +21,11 @@ import shutil
 import stat
 import time
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,21 +84,22 @@ def _own_folder(path: Path) -> None:
     for place in (path.parent, path):
         try:
             place.mkdir(mode=0o700, exist_ok=True)
-            found = place.lstat()
         except OSError as error:
             raise EnvironmentFault(
                 f"{place}: the copies of the training state cannot be kept there: {error.strerror or error}; set "
                 "checkpoint.memory_folder to a folder of each node that this user may write, or launch.when_lost = "
                 '"stop"'
             ) from error
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            raise EnvironmentFault(f"{place} is not a folder of this user; remove it, or set checkpoint.memory_folder")
+        if _foreign(place):
+            raise EnvironmentFault(f"{_foreign(place)}; remove it, or set checkpoint.memory_folder")
 
 
 @dataclass(frozen=True, order=True)
 class CopyKey:
     """Which copy a rank's file belongs to: equal on all ranks that took part. Of two the larger is the later one."""
 
+    run: int
+    """Of the run's id: :func:`run_number`."""
     epoch: int
     """Epoch of the lease of the run's folder."""
     number: int
@@ -118,6 +120,11 @@ def _write_list(
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(f"{xxhash.xxh3_128_hexdigest(body.encode())}\n{body}")
     os.replace(unfinished, path)
+
+
+def run_number(run: str) -> int:
+    """Return a number of 60 bits for a run's id."""
+    return int(hashlib.sha256(run.encode()).hexdigest()[:15], 16)
 
 
 class CopyFile:
@@ -213,31 +220,33 @@ class StateCopies:
 
     Args:
         folder: :func:`copies_folder`'s; made here.
+        run: id of the run.
         epoch: of the lease of the run's folder.
+        spare: the copy that the run was resumed from: it is kept until there is another. None: none of them; what the
+            folder holds is then of no use any more.
     """
 
-    def __init__(self, folder: Path, *, rank: int, world: int, epoch: int) -> None:
+    def __init__(self, folder: Path, *, rank: int, world: int, run: str, epoch: int, spare: int | None = None) -> None:
         _own_folder(folder)
         count, self._files = torch.get_num_threads(), []  # this rank's share of the cores
         threads = ThreadPoolExecutor(count, thread_name_prefix="copy") if count > 1 else None
         for name in SLOTS:
             (folder / name).mkdir(mode=0o700, exist_ok=True)
             self._files.append(CopyFile(folder / name, rank, threads))
-        self._epoch, self._world = epoch, world
-        self._number = 0
+        self._run, self._epoch, self._world = run_number(run), epoch, world
+        self._number = 0 if spare is None else 1 - spare
+        for slot, file in enumerate(self._files):
+            if slot != spare:
+                file.listing.unlink(missing_ok=True)
         self.seconds = 0.0
         """Seconds that the last copy took."""
-
-    def spare(self, slot: int) -> None:
-        """Keep this slot for now: it is what the run was resumed from."""
-        self._number = 1 - slot
 
     def take(self, pieces: Iterable[StatePiece], step: int, about: Mapping[str, Any]) -> None:
         """Copy the state of ``step`` over the older of the two copies. Raises CheckpointError."""
         began = time.perf_counter()
         slot = self._number % len(SLOTS)
         self._number += 1
-        self._files[slot].take(pieces, CopyKey(self._epoch, self._number, step, self._world), about)
+        self._files[slot].take(pieces, CopyKey(self._run, self._epoch, self._number, step, self._world), about)
         self.seconds = time.perf_counter() - began
 
     def forget(self, *, newest_alone: bool = False) -> None:
@@ -336,13 +345,22 @@ def committed_copies(session: Session) -> list[tuple[Path, Manifest]]:
     A file that is not what was copied is named in the log, and its copy passed over.
     """
     folder, info = copies_folder(session.config), session.info
-    own = [_proved(folder / name, info.rank, info.world_size) for name in SLOTS]
+    if info.num_nodes > 1:
+        raise EnvironmentFault(
+            f"checkpoint.memory_interval is {session.config.checkpoint.memory_interval}, and the run has "
+            f"{info.num_nodes} nodes: copies in memory are for runs of one machine so far; set it to 0"
+        )
+    said = Logger(info.rank, info.world_size, info.hostname).log_any
+    own: list[tuple[CopyKey | None, str]] = [(None, "")] * len(SLOTS)
+    if folder.is_dir() or folder.is_symlink():
+        fault = next(filter(None, map(_foreign, (folder.parent, folder, *(folder / name for name in SLOTS)))), "")
+        own = [(None, fault)] if fault else [_proved(folder / name, info.rank, info.world_size) for name in SLOTS]
+        own += [(None, "")] * (len(SLOTS) - len(own))
     for _, fault in own:
         if fault:
-            Logger(info.rank, info.world_size, info.hostname).log_any(
-                f"{fault}: the memory is faulty, or something else wrote there; this copy is passed over"
-            )
-    rows = torch.tensor([[-1] * 4 if key is None else [key.epoch, key.number, key.step, key.world] for key, _ in own])
+            said(f"{fault}: the memory is faulty, or something else wrote there; this copy is passed over")
+    width = len(astuple(CopyKey(0, 0, 0, 0, 0)))
+    rows = torch.tensor([[-1] * width if key is None else list(astuple(key)) for key, _ in own])
     every = [torch.empty_like(rows) for _ in range(info.world_size)]
     if info.world_size > 1:
         dist.all_gather(every, rows, group=session.cpu_group)
@@ -350,14 +368,23 @@ def committed_copies(session: Session) -> list[tuple[Path, Manifest]]:
         every = [rows]
     whole = []
     for slot, name in enumerate(SLOTS):
-        keys = {tuple(found[slot].tolist()) for found in every if found[slot][0] >= 0 or info.world_size == 1}
-        key = CopyKey(*keys.pop()) if len(keys) == 1 else None
-        writers = [rank for rank, found in enumerate(every) if found[slot][0] >= 0]
-        if key is not None and key.epoch >= 0 and len(writers) == min(key.world, info.world_size):
-            whole.append((key, folder / name))
+        keys = Counter(CopyKey(*found[slot].tolist()) for found in every)
+        # Ranks beyond the layout that wrote the copy may have files of another one.
+        complete = [key for key, ranks in keys.items() if key.epoch >= 0 and ranks >= min(key.world, info.world_size)]
+        whole += [(key, folder / name) for key in complete[:1]]
     made = agreed(lambda: [_committed(path, key) for key, path in sorted(whole, reverse=True)]
                   if session.is_rank_zero else [])
     return [found for found in made if found is not None]
+
+
+def _foreign(path: Path) -> str:
+    """Return why a folder is not this user's alone; empty: it is."""
+    try:
+        found = path.lstat()
+    except OSError as error:
+        return f"{path}: {error.strerror or error}"
+    own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return "" if own else f"{path} is not a folder of this user alone"
 
 
 def _committed(folder: Path, key: CopyKey) -> tuple[Path, Manifest] | None:
@@ -367,7 +394,7 @@ def _committed(folder: Path, key: CopyKey) -> tuple[Path, Manifest] | None:
     about: Mapping[str, Any] = {}
     for rank in range(key.world):
         found = _found(folder, rank)
-        if found is None:
+        if found is None or found.key != key:
             return None
         about = about or found.about
         if found.entry is not None:

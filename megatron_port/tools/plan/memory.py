@@ -139,23 +139,28 @@ COPY_RATE = 4e9
 
 @dataclass(frozen=True)
 class Copied:
-    """Host memory of a rank's copies, and what they add to a step on average."""
+    """Copies of a case: bytes of a node's memory, and what they add to a step on average."""
 
-    host: float
+    node: float
     seconds: float
 
 
 def copied(case: Case, machine: Machine) -> Copied:
-    """Return the bytes and seconds of a case's copies; zeros where it makes none."""
+    """Return the bytes and seconds of a case's copies; zeros where it makes none.
+
+    What several ranks hold alike is copied by one of them, so a node's bytes are the mean over the nodes.
+    """
     if not case.copy_interval:
         return Copied(0.0, 0.0)
-    held = max(shard_elements(case, stage) for stage in {0, case.pp // 2, case.pp - 1})
-    size = MASTER * (1 + case.rule.state) * held
+    each = MASTER * (1 + case.rule.state)
+    size = each * max(shard_elements(case, stage) for stage in {0, case.pp // 2, case.pp - 1})
     hardware, ranks = machine.hardware, min(machine.cluster.gpus_per_node, case.world)
+    held = sum(shard_elements(case, stage) for stage in range(case.pp)) * case.world / case.pp
+    owned = held * case.shards / (case.dp * case.cp)
     rates = [COPY_RATE * max(machine.cluster.cores_per_task, 1)]
     rates += [hardware.host_bandwidth_gb * 1e9 / 2 / ranks] if hardware.host_bandwidth_gb else []  # read and written
     sent = size / (hardware.host_link_gb * 1e9) if hardware.host_link_gb else 0.0
-    return Copied(COPIES * size, (size / min(rates) + sent) / case.copy_interval)
+    return Copied(COPIES * each * owned * ranks / case.world, (size / min(rates) + sent) / case.copy_interval)
 
 
 def host_problem(case: Case, machine: Machine) -> str:
@@ -163,14 +168,14 @@ def host_problem(case: Case, machine: Machine) -> str:
     unknown."""
     hardware, found = machine.hardware, offloaded(case, machine)
     ranks = min(machine.cluster.gpus_per_node, case.world)
-    swapped, copies = most_swapped(case), copied(case, machine).host
-    if hardware.host_memory_gb and copies * ranks > TMPFS_SHARE * hardware.host_memory_gb * 1e9:
+    swapped, copies = most_swapped(case), copied(case, machine).node
+    if hardware.host_memory_gb and copies > TMPFS_SHARE * hardware.host_memory_gb * 1e9:
         return (
-            f"copies of the state take {copies * ranks / 1e9:.1f} GB of a node's {hardware.host_memory_gb:g} GB of "
+            f"copies of the state take {copies / 1e9:.1f} GB of a node's {hardware.host_memory_gb:g} GB of "
             f"host memory, of which tmpfs has {TMPFS_SHARE:.0%}; use more nodes, or checkpoint.memory_interval = 0"
         )
     for what, size, limit in (
-        ("host memory", found.host + swapped, hardware.host_memory_gb - copies * ranks / 1e9),
+        ("host memory", found.host + swapped, max(hardware.host_memory_gb - copies / 1e9, 0.0)),
         ("local disks", found.disk, hardware.nvme_gb),
     ):
         if limit and size * ranks > limit * 1e9:

@@ -317,10 +317,10 @@ def _memory(plan: Plan) -> list[str]:
             f"{away.seconds:.2f} s a step"
         )
     copies = copied(plan.case, plan.machine)
-    if copies.host:
+    if copies.node:
         lines.append(
-            f"          copies in the node's memory: {copies.host / 1e9:.2f} GB for each rank, one every "
-            f"{plan.case.copy_interval} steps; {copies.seconds:.3g} s a step, {copies.seconds / plan.step.seconds:.2%}"
+            f"          copies in memory: {copies.node / 1e9:.2f} GB of each node's; every {plan.case.copy_interval} "
+            f"steps, {copies.seconds:.3g} s a step ({copies.seconds / plan.step.seconds:.2%})"
         )
     for i, way in enumerate(plan.ways):
         change = way.seconds / plan.step.seconds - 1
