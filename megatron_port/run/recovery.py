@@ -69,7 +69,5 @@ def _judged(error: Exception, config: RunConfig, info: ProcessInfo, kept: KeptRa
 
 
 def _without_traceback(error: PortError) -> PortError:
-    """Return a copy of the error that holds no frames."""
-    bare = copy.copy(error)
-    bare.__traceback__ = bare.__cause__ = bare.__context__ = None
-    return bare
+    """Return a copy of the error, which has neither its traceback nor its causes."""
+    return copy.copy(error)

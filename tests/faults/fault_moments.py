@@ -40,18 +40,20 @@ def told(self, phase, operation="", number=-1):
         if want["scope"] in ("", self.scope) and phase == want["phase"] and operation.startswith(want["operation"]):
             if want["after"] < 0 or (HERE / f"struck-{want['after']}").exists(): strike(n, want)
 process.ProgressTracker.at = told
-from megatron_port.core.train import loop
-step = loop.Loop._step
-def with_flip(self):
-    for n, want in enumerate(WANTED):
-        if want["kind"] == "flip-state" and want["rank"] == self.state.ctx.rank and (
-            self.state.progress.step == want["step"]) and not (HERE / f"struck-{n}").exists():
-            import torch
-            (HERE / f"struck-{n}").touch()
-            piece = next(p for p in self.state.engine.state_pieces() if p.kind == "exp_avg")
-            with torch.no_grad(): piece.tensor.view(torch.int32)[5] ^= 1 << 12
-    step(self)
-loop.Loop._step = with_flip
+def flip_before_the_copy():
+    import torch
+    from megatron_port.run.copying import StateCopying
+    act = StateCopying.act
+    def with_flip(self):
+        for n, want in enumerate(WANTED):
+            here = want["rank"] == self.state.ctx.rank and self.state.progress.step == want["step"]
+            if want["kind"] == "flip-state" and here and not (HERE / f"struck-{n}").exists():
+                (HERE / f"struck-{n}").touch()
+                piece = next(p for p in self.state.engine.state_pieces() if p.kind == "exp_avg")
+                with torch.no_grad(): piece.tensor.view(torch.int32)[5] ^= 1 << 12
+        act(self)
+    StateCopying.act = with_flip
+if any(want["kind"] == "flip-state" for want in WANTED): flip_before_the_copy()
 '''
 
 
@@ -63,7 +65,7 @@ def moment(
 
     ``after``: the fault, by its number, that must have struck before.
     ``kind``: kill | stop | bug | flip-copy (and kill) | tear-list (and kill); these two need the copies' folder |
-    flip-state: a bit of a moment, before the step.
+    flip-state: a bit of a moment, before the copy of the step.
     """
     return {"rank": rank, "step": step, "phase": phase, "kind": kind, "scope": scope, "operation": operation,
             "folder": folder, "after": after}

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from megatron_port.core.checkpoint.format import Lineage, SavedState, shard_name
 from megatron_port.core.checkpoint.reader import open_checkpoint
+from megatron_port.core.config.checks import resolve
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.schema import LayoutConfig
 from megatron_port.core.dist.record import StatePiece
@@ -35,7 +36,11 @@ from megatron_port.ext.storage.copies import (
     remove_copies,
     run_number,
 )
+from megatron_port.ext.telemetry.flops import parameter_count
 from megatron_port.tools.chaos import Drill, Fault, Injected, drawn_schedule, parse_schedule, strike, text_of
+from megatron_port.tools.plan.case import case_of, machine_of
+from megatron_port.tools.plan.memory import Copied, copied, host_problem
+from megatron_port.tools.plan.step import plan_step
 
 
 def config(tmp_path: Path, *more: str) -> Any:
@@ -116,7 +121,9 @@ def test_any_flipped_bit_is_found_and_the_copy_before_it_is_left(seed: int) -> N
         assert [manifest.state.step for _, manifest in committed_copies(session(run))] == [1]
 
 
-def test_what_was_cut_short_is_no_copy(run: Any, made: StateCopies, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_cut_short_is_no_copy(
+    run: Any, made: StateCopies, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Killed(BaseException):
         pass
 
@@ -127,6 +134,7 @@ def test_what_was_cut_short_is_no_copy(run: Any, made: StateCopies, monkeypatch:
         patched.setattr(module, "_write_list", killed)
         take(made, 4)  # over the copy of step 2
     assert [manifest.state.step for _, manifest in committed_copies(session(run))] == [3]
+    assert not capsys.readouterr().out, "nothing is damaged"
 
 
 def test_files_of_two_steps_are_no_copy(run: Any, made: StateCopies) -> None:
@@ -249,3 +257,28 @@ def test_the_report() -> None:
     lines = text_of(done).splitlines()
     assert lines[1].split() == ["kill", "3", "7", "2.2", "s", "1"] and "with the next" in lines[2]
     assert "of which 90.0 % is what they take without faults" in lines[3]
+
+
+# By plan.
+
+
+def test_the_plan_has_their_memory_once_and_their_time() -> None:
+    plans = {}
+    for interval, stage in ((0, 1), (1, 1), (4, 1), (1, 0)):
+        run = load(["models/gpt2-124m", "clusters/dgx-h100"], [
+            f"checkpoint.memory_interval={interval}", f"layout.zero_stage={stage}", "layout.data_parallel_size=8",
+            "batch.global_batch_size=8", "batch.micro_batch_size=1", "hardware.host_bandwidth_gb=0.0"]).config
+        case, machine = case_of(resolve(run, 8))[0], machine_of(run)
+        plans[interval, stage] = (plan_step(case, machine).seconds, copied(case, machine), case, machine)
+    total = parameter_count(plans[1, 1][2].model)
+    assert plans[0, 1][1] == Copied(0.0, 0.0)
+    for key in ((1, 1), (1, 0)):  # eight replicas hold the same state, and one of them copies each part
+        assert plans[key][1].node == pytest.approx(2 * 12 * total, rel=0.01)
+    assert plans[1, 1][1].seconds == pytest.approx(4 * plans[4, 1][1].seconds)
+    assert plans[1, 1][1].seconds >= 12 * total / 8 / 4e9
+    assert plans[1, 1][0] - plans[0, 1][0] == pytest.approx(plans[1, 1][1].seconds, rel=0.1)
+    small = replace(plans[1, 1][3].hardware, host_memory_gb=5.0)
+    machine = replace(plans[1, 1][3], hardware=small)
+    assert host_problem(plans[1, 1][2], machine).startswith("copies of the state take 3.0 GB of a node's 5 GB of host")
+    unknown = replace(machine, hardware=replace(small, host_memory_gb=0.0))
+    assert not host_problem(plans[1, 1][2], unknown)

@@ -99,7 +99,7 @@ class CopyKey:
     """Which copy a rank's file belongs to: equal on all ranks that took part. Of two the larger is the later one."""
 
     run: int
-    """Of the run's id: :func:`run_number`."""
+    """Number of the run's id (:func:`run_number`)."""
     epoch: int
     """Epoch of the lease of the run's folder."""
     number: int

@@ -32,7 +32,7 @@ from megatron_port.core.dist.process import ignore_in_child
 from megatron_port.core.errors import EnvironmentFault, HangError, PortError
 from megatron_port.core.io.logging import encodable, ranks_text, redact
 from megatron_port.run.launchers import attempt_name
-from megatron_port.run.processes import kill, out_of_memory_kills
+from megatron_port.run.processes import born, kill, out_of_memory_kills
 from megatron_port.run.run_files import add_event, add_spread, record_failure
 from megatron_port.run.watch import rules as judge
 from megatron_port.run.watch import wire
@@ -135,8 +135,10 @@ class Hub:
         known = [self.rules.ranks[r] for r in self.met]
         if known and (self.leave_until or all(s.left or s.fault for s in known)):
             return True
-        # Connections have all ended and somebody was lost: the verdict comes first. Nobody ever came: wait a little.
-        return not known and not self.rank_zero_here and time.monotonic() - self.gone_at > LEAVE_S
+        # Connections have all ended and somebody was lost: the verdict comes first. Nobody ever came, or one that lost
+        # its connection will not come back: wait a little.
+        alone = not self.rank_zero_here and time.monotonic() - self.gone_at > LEAVE_S
+        return alone and (not known or self.replaces)
 
     # Connections.
 
@@ -217,7 +219,7 @@ class Hub:
         self._tell(now)
         self.now_file.write(self.rules.ranks, self.world, now)
         if self.leave_until:
-            if not self.replaces and (now >= self.leave_until or not self._hearing(now)):
+            if now >= self.leave_until or not self._hearing(now):
                 self._finish()
             return
         if self.collect_until:
@@ -257,6 +259,11 @@ class Hub:
             kill([(s.place.pid, s.place.born) for r, s in self.rules.ranks.items()
                   if s.here and s.place.host == self.host and now - s.heard_at >= LAGS_S], wire.STACK_SIGNAL)
         elif alarm.kind == "lost":
+            place = self.rules.ranks[alarm.rank].place
+            if self.replaces and place.host == self.host and born(place.pid) == place.born != 0:
+                self.rules.explained()  # only its connection has ended: it connects anew
+                self.alarm = None
+                return
             hint = ""
             if out_of_memory_kills() > self.memory_kills:
                 hint = f"the kernel of {self.host} has killed a process for lack of memory meanwhile"
@@ -306,10 +313,11 @@ class Hub:
                     self.folder, attempt_name(), named.rank, kind(verdict.headline), host=named.host,
                     lost_peer=self.alarm.kind == "lost",
                 )
-        self.leave_until = now + LEAVE_S
         if self.replaces:
             self._end_hung(verdict)
+            self._forget(verdict)
             return
+        self.leave_until = now + LEAVE_S
         failed = {r for r, s in self.rules.ranks.items() if s.fault is not None and not s.fault.victim}
         mute: dict[str, list[tuple[int, int]]] = {}
         for s in self.rules.ranks.values():
@@ -331,6 +339,14 @@ class Hub:
         for rank, link in self.links.items():
             if self.rules.ranks[rank].place.host in hosts:
                 link.send(wire.pack(wire.END, elsewhere))
+
+    def _forget(self, verdict: judge.Diagnosis) -> None:
+        """Watch on: the others leave by themselves, and a rank may only have lost its connection to this process."""
+        for rank in verdict.ranks:
+            self.rules.ranks[rank].left = True  # it has been named
+        self.alarm, self.collect_until = None, 0.0
+        self.stacks.clear()
+        self.rules.explained()
 
     def _order(self, kind: str) -> None:
         for link in self.links.values():
