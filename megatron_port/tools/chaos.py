@@ -75,13 +75,16 @@ class Drill:
     seconds: float
     """From the first step to the last."""
     median_step: float
+    """Seconds from the end of a step to the end of the next: with all that comes between them."""
+    lost_seconds: float
+    """What the gaps between steps in which ranks were replaced took beyond the median: repeated steps, too."""
     faults: tuple[Injected, ...]
     recoveries: int
 
     @property
     def goodput(self) -> float:
-        """Share of the time that the run's steps would have taken without faults."""
-        return min(1.0, self.steps * self.median_step / self.seconds) if self.seconds else 0.0
+        """Share of the time that faults did not take."""
+        return max(0.0, 1 - self.lost_seconds / self.seconds) if self.seconds else 0.0
 
     def body(self) -> dict[str, Any]:
         """Return the result as JSON types."""
@@ -210,7 +213,10 @@ def drill(
         process.kill()
         raise
     rows = [row for row in _rows(run_folder / "metrics.jsonl") if "loss" in row and row.get("step", 0) > before]
+    times = [row["time"] for row in rows]
+    median = statistics.median(b - a for a, b in zip(times, times[1:])) if len(times) > 1 else 0.0
     recoveries = [e for e in _events(run_folder)[events_before:] if e.get("event") == "recovery"]
+    broken = {(a, b) for a, b in zip(times, times[1:]) if any(a <= event["time"] < b for event in recoveries)}
     for one, following in zip(struck, [*struck[1:], None]):
         until = following.time if following is not None else float("inf")
         for event in recoveries:
@@ -220,7 +226,7 @@ def drill(
                 break
     return Drill(
         str(run_folder), process.returncode, len(rows), rows[-1]["time"] - first if rows and first else 0.0,
-        statistics.median(row["seconds"] for row in rows) if rows else 0.0, tuple(struck), len(recoveries),
+        median, sum(max(0.0, b - a - median) for a, b in broken), tuple(struck), len(recoveries),
     )
 
 
@@ -233,8 +239,8 @@ def text_of(done: Drill) -> str:
         lines.append(f"{fault.fault:<6} {fault.rank:>4} {fault.step:>10} {seconds:>13} {again:>15}")
     lines.append(
         f"{len(done.faults)} faults, {done.recoveries} recoveries; {done.steps} steps in {done.seconds:.1f} s, "
-        f"of which {100 * done.goodput:.1f} % is what they take without faults ({done.median_step:.3f} s a step); "
-        f"exit code {done.exit_code}"
+        f"of which faults took {done.lost_seconds:.1f} s (goodput {100 * done.goodput:.1f} %), {done.median_step:.3f} s a "
+        f"step; exit code {done.exit_code}"
     )
     return "\n".join(lines)
 

@@ -252,11 +252,11 @@ def test_a_link_is_cut_from_outside() -> None:
 
 
 def test_the_report() -> None:
-    done = Drill("r", 0, 90, 100.0, 1.0, (Injected("kill", 3, 1.0, 7, 2.25, 1), Injected("cut", 0, 9.0, 8)), 1)
+    done = Drill("r", 0, 90, 100.0, 1.0, 10.0, (Injected("kill", 3, 1.0, 7, 2.25, 1), Injected("cut", 0, 9.0, 8)), 1)
     assert done.goodput == 0.9 and done.body()["goodput"] == 0.9
     lines = text_of(done).splitlines()
     assert lines[1].split() == ["kill", "3", "7", "2.2", "s", "1"] and "with the next" in lines[2]
-    assert "of which 90.0 % is what they take without faults" in lines[3]
+    assert "of which faults took 10.0 s (goodput 90.0 %)" in lines[3]
 
 
 # By plan.
