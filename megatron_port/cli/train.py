@@ -72,9 +72,12 @@ def run(args: argparse.Namespace) -> int:
             from megatron_port.run.agent import run_kept
 
             def let_go() -> None:
+                from megatron_port.core.train.folders import run_folder
                 from megatron_port.ext.storage.copies import remove_copies
+                from megatron_port.run.lease import Life, life_of
 
-                remove_copies(config)
+                if life_of(run_folder(config)) is not Life.RUNS:
+                    remove_copies(config)
 
             return run_kept(args.nproc, partial(train, config), let_go, preload=_modules(config), port=args.master_port)
         return run_local(args.nproc, lambda info: train(config, info), preload=_modules(config), port=args.master_port)

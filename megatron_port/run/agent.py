@@ -20,7 +20,6 @@ import signal
 import socket
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -29,7 +28,7 @@ from typing import Any
 from megatron_port.core.dist.process import die_with_parent
 from megatron_port.core.dist.rank import ProcessInfo
 from megatron_port.core.errors import EXIT_ENVIRONMENT, EXIT_HANG, EnvironmentFault
-from megatron_port.run.agent_link import END, LEAVE, LOST, RUNNING, START, AgentLink, KeptRank, Recovery
+from megatron_port.run.agent_link import END, LEAVE, LOST, REPLACED, RUNNING, START, AgentLink, KeptRank, Restart
 from megatron_port.run.local_ranks import GRACE_S, LocalStart, import_for_all
 from megatron_port.run.processes import stopped
 
@@ -40,7 +39,7 @@ STOPPED_S = 0.5
 CAUSE_S = 1.5
 """The cause of what a rank reports, another's death, is seen within this time."""
 MOST_AT_ONE_STEP = 3
-"""Losses in training without a step in between. A fault that comes back is not the machine's."""
+"""Losses in training from the same step on. A fault that comes back is not the machine's."""
 MOST_IN_A_ROW = 30
 """Starts in a row of which none came to train."""
 TICK_S = 0.02
@@ -87,14 +86,17 @@ class Agent:
         """Ranks were asked to leave their step, as one has reported."""
         self._step = 0
         """The last that any rank told of."""
-        self._at_step: Counter[int] = Counter()
+        self._at, self._times = -1, 0
+        """Step of the last losses in training, and how many of them there were."""
         self._in_a_row = 0
         self._trained = False
         """This recovery follows a loss in training, not one on the way there."""
         self._first_epoch = 0
         """Epoch of the first start that came to train; 0: none has."""
-        self._signal = 0
-        """Signal to pass on once the ranks train together again."""
+        self._signals: list[int] = []
+        """Signals that came, and are not passed on yet."""
+        self._away = False
+        """From a loss until the ranks train together again."""
         self._stopping = self._agreed = False
         """A signal was passed on, or a rank failed for good: nothing is started any more. All ranks failed alike."""
         self._code, self._deadline = 0, float("inf")
@@ -104,9 +106,9 @@ class Agent:
 
         In a rank's process this returns what ``rank_main`` returns.
         """
-        forward = {n: signal.signal(n, self._pass_on) for n in (signal.SIGTERM, signal.SIGUSR1)}
+        forward = {n: signal.signal(n, self._note) for n in (signal.SIGTERM, signal.SIGUSR1)}
         # A terminal's Ctrl-C reaches the ranks by itself; the agent only learns that the run is to end.
-        interactive = signal.signal(signal.SIGINT, self._interrupted if sys.stdin.isatty() else self._pass_on)
+        interactive = signal.signal(signal.SIGINT, self._interrupted if sys.stdin.isatty() else self._note)
 
         def restore() -> None:
             signal.signal(signal.SIGINT, interactive)
@@ -119,7 +121,7 @@ class Agent:
                 if own is not None:
                     return own
                 if self._serve():
-                    if self._agreed or not self._code:
+                    if self._first_epoch and (self._agreed or not self._code):
                         self._let_go()
                     return self._code
         finally:
@@ -130,7 +132,9 @@ class Agent:
     def _fork_missing(self, restore: Callable[[], None]) -> int | None:
         """Start the ranks that do not live. In a rank's process return its exit code, in the agent None."""
         here = {child.rank for child in self._children.values()}
-        recovery = Recovery(
+        # Until it trains, and can save, a rank defers a scheduler's signals.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
+        recovery = Restart(
             self._number, self._why(), self._lost_at, self._step, self._first_epoch) if self._number else None
         for rank in sorted(set(range(self._start.nproc)) - here):
             mine, theirs = socket.socketpair()
@@ -153,6 +157,7 @@ class Agent:
             self._children[pid] = child
             self._selector.register(mine, selectors.EVENT_READ, child)
         gc.enable()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for child in self._children.values():
             if child.told is not None and recovery is not None:
                 child.told = None
@@ -173,6 +178,8 @@ class Agent:
                 self._read(key.data)
             self._reap()
             now = time.monotonic()
+            if self._signals:
+                self._pass_on()
             if now > self._deadline:
                 self._replace(list(self._children.values()))
                 self._deadline = float("inf")
@@ -201,9 +208,7 @@ class Agent:
             self._first_epoch = self._first_epoch or int(told["epoch"])
             if not self._since and self._all_train():
                 self._lost.clear()
-                self._in_a_row = 0
-                if self._signal:
-                    self._pass_on(self._signal, None)
+                self._in_a_row, self._away = 0, False
         elif told["kind"] == LOST:
             self._step = max(self._step, int(told["step"]))
             child.told, child.told_at, child.running = told, time.monotonic(), False
@@ -241,7 +246,7 @@ class Agent:
         if what:
             self._lost.append(what)
         if not self._since:
-            self._since, self._lost_at = time.monotonic(), time.time()
+            self._since, self._lost_at, self._away = time.monotonic(), time.time(), True
             self._trained = trained or any(c.running or c.told is not None for c in self._children.values())
             self._ask_to_leave()
         # Ranks on their way to a meeting that cannot be held have nothing to lose, and would wait for long.
@@ -275,20 +280,22 @@ class Agent:
 
     def _too_often(self) -> bool:
         """Count this recovery; give up where the step is the same again and again."""
-        self._at_step[self._step] += self._trained
-        times, self._in_a_row = self._at_step[self._step], self._in_a_row + 1
-        if times > MOST_AT_ONE_STEP or self._in_a_row > MOST_IN_A_ROW:
-            self._give_up(
-                self._code or EXIT_ENVIRONMENT,
-                f"{self._why()}: loss {times} at step {self._step} with no step in between, after {self._in_a_row - 1} "
-                "starts that did not come to train, so it is not one rank that happened to die; the run ends",
-            )
+        if self._trained:
+            self._times = self._times + 1 if self._step == self._at else 1
+            self._at = self._step
+        self._in_a_row += 1
+        often = self._times > MOST_AT_ONE_STEP
+        if often or self._in_a_row > MOST_IN_A_ROW:
+            count = (f"the {self._times}th loss since a copy or checkpoint of step {self._at} was the newest" if often
+                     else f"none of the last {MOST_IN_A_ROW} starts came to train")
+            self._give_up(self._code or EXIT_ENVIRONMENT,
+                          f"{self._why()}: {count}, so it is not one rank that happened to die; the run ends")
             return True
         self._number += 1
         self._start.port = LocalStart.free_port()
         kept = len(self._children)
-        self._say(f"recovery {self._number}: {self._why()}; {kept} ranks keep their processes, "
-                  f"{self._start.nproc - kept} are started again")
+        self._say(f"recovery {self._number}: {self._why()}; ranks that keep their processes: {kept}, that are started "
+                  f"again: {self._start.nproc - kept}")
         return False
 
     def _why(self) -> str:
@@ -316,7 +323,7 @@ class Agent:
                 why = str(child.told["why"]).partition("\n")[0] if child.told is not None else ""
                 self._lost.append(f"rank {child.rank} failed alone: {why[:300]}")
                 child.told, child.replaced = None, True
-                self._answer(child, END)
+                self._answer(child, REPLACED)
             self._lose("", trained=True)
         else:
             why = str(waiting[0].told["why"]) if waiting[0].told is not None else ""
@@ -339,15 +346,23 @@ class Agent:
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
         self._stopping = True
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Pass a signal on; during a recovery once the ranks train again, when they can save. A second one at once."""
-        if self._since and not self._signal:
-            self._signal = number
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._signals.append(number)
+
+    def _pass_on(self) -> None:
+        """Pass signals on; during a recovery once the ranks train again, when they can save. A second one at once."""
+        waiting = [c for c in self._children.values() if c.told is not None]
+        if (self._away or waiting) and len(self._signals) < 2 and not self._stopping:
             return
-        self._stopping = True
-        for pid in tuple(self._children):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+        self._stopping, self._since = True, 0.0
+        for child in self._children.values():
+            for number in self._signals:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.pid, number)
+            if child.told is not None:
+                child.told = None
+                self._answer(child, END)
+        self._signals.clear()
 
     @staticmethod
     def _say(line: str) -> None:

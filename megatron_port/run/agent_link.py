@@ -14,14 +14,14 @@ from typing import Any
 
 LOST, RUNNING = "lost", "running"
 """What a rank tells its agent."""
-START, END = "start", "end"
-"""What the agent answers a rank that lost its peers."""
+START, END, REPLACED = "start", "end", "replaced"
+"""What the agent answers a rank that left its step: meet the others again; the run ends; another process takes over."""
 LEAVE = "leave"
 """What the agent tells ranks in training when another is lost."""
 
 
 @dataclass(frozen=True)
-class Recovery:
+class Restart:
     """Why ranks start again, as the agent tells them."""
 
     number: int
@@ -40,12 +40,14 @@ class AgentLink:
 
     Attributes:
         leave: called by that thread when another rank is lost: ends what this rank waits for.
+        replaced: another process takes this rank over.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.leave: Callable[[], None] = lambda: None
+        self.replaced = False
         # The thread takes no signals: those that the main thread defers would end the process there.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         threading.Thread(target=self._read, name="agent", daemon=True).start()
@@ -55,25 +57,27 @@ class AgentLink:
         """Tell that this rank has its state and trains from ``step`` on. ``epoch``: of the run folder's lease."""
         self._send(RUNNING, step=step, epoch=epoch)
 
-    def lost(self, why: str, *, victim: bool, step: int) -> tuple[int, Recovery] | None:
-        """Report that this rank left a step, and wait. Return (port, recovery) of the next start; None: the run ends.
+    def lost(self, why: str, *, victim: bool, step: int) -> tuple[int, Restart] | None:
+        """Report that this rank left a step, and wait. Return (port, restart) of the next start; None: the run ends.
 
         ``victim``: a peer was lost; otherwise the fault is this rank's own, or all ranks' alike.
         """
         self._send(LOST, why=why[:2000], victim=victim, step=step)
         told = self._answers.get()
-        if told["kind"] == END:
+        if told["kind"] != START:
+            self.replaced = told["kind"] == REPLACED
             return None
         port = int(told.pop("port"))
         del told["kind"]
-        return port, Recovery(**told)
+        return port, Restart(**told)
 
     def _read(self) -> None:
         with suppress(OSError), self._sock.makefile("rb") as lines:
             for line in lines:
                 told = json.loads(line)
                 if told["kind"] == LEAVE:
-                    self.leave()
+                    with suppress(Exception):  # this thread must live: the answer comes through it
+                        self.leave()
                 else:
                     self._answers.put(told)
         self._answers.put({"kind": END})  # the agent has ended
@@ -88,7 +92,7 @@ class KeptRank:
     """A rank that an agent keeps."""
 
     link: AgentLink
-    recovery: Recovery | None = None
+    recovery: Restart | None = None
     """What this start recovers from; None: it is the first."""
     step: int = 0
     """Last step that this process knows of."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_port.core.config.conflicts import Rule, Table, native_only
+from megatron_port.core.config.conflicts import Rule, Table
 from megatron_port.core.config.loader import did_you_mean
 from megatron_port.core.config.ranges import is_remote, url_fault
 from megatron_port.core.config.schema import RunConfig
@@ -182,12 +182,4 @@ _STEP = Table(more=(_chunks,), rows=(
          "two, and each part would have to be reduced by itself, twice the traffic; use zero_stage 1, or the schedule "
          "'1f1b'"),
 ))
-_RECOVERY = Table(asked='launch.when_lost "replace"', on=lambda c: c.launch.when_lost == "replace", rows=(
-    native_only("which keeps a process's groups and state beyond a run", 'use engine = "native", or when_lost "stop"'),
-    Rule(lambda c: not c.watch.enabled,
-         "{asked} with watch.enabled false: nothing would see a rank that hangs; leave the watch on"),
-    Rule(lambda c: not c.checkpoint.memory_interval and not c.checkpoint.save_interval,
-         "{asked} without copies and checkpoints: every loss would begin the run again; set "
-         "checkpoint.memory_interval = 1"),
-))
-CONFLICTS = (_BACKEND, _DATA, _PACKING, _STEP, _RECOVERY)
+CONFLICTS = (_BACKEND, _DATA, _PACKING, _STEP)

@@ -10,8 +10,15 @@ from megatron_port.core.checkpoint.format import Lineage, SavedState, plain, rea
 from megatron_port.core.dist.agree import broadcast_text
 from megatron_port.core.dist.process import SAVE
 from megatron_port.core.train.hooks import Ending, LoopHook, LoopState, TakenStep, every
-from megatron_port.ext.storage.copies import SLOTS, StateCopies, copies_folder, described, remove_copies
-from megatron_port.run.agent_link import KeptRank, Recovery
+from megatron_port.ext.storage.copies import (
+    SLOTS,
+    StateCopies,
+    copies_folder,
+    described,
+    refuse_several_nodes,
+    remove_copies,
+)
+from megatron_port.run.agent_link import KeptRank, Restart
 from megatron_port.run.hooks import PeriodicSave, position
 from megatron_port.run.provenance import record_event
 from megatron_port.run.state import MOVING, saved_records, state_of
@@ -38,6 +45,7 @@ class StateCopying(LoopHook):
             return
         ctx, folder, fence = state.ctx, copies_folder(state.config), state.session.fence
         if state.config.checkpoint.memory_interval:
+            refuse_several_nodes(state.session)
             run = broadcast_text(fence.run if state.session.is_rank_zero else None) or ""
             self._copies = StateCopies(folder, rank=ctx.rank, world=ctx.topology.world_size, run=run, epoch=fence.epoch,
                                        spare=self._resumed_from(folder))
@@ -62,7 +70,7 @@ class StateCopying(LoopHook):
         if interval and step - step % interval > saved and step < self.state.config.training.steps:
             self._saves.act()
 
-    def _tell(self, recovery: Recovery | None, step: int) -> None:
+    def _tell(self, recovery: Restart | None, step: int) -> None:
         if recovery is None:
             return
         seconds = time.time() - recovery.lost_at
@@ -109,14 +117,18 @@ class StateCopying(LoopHook):
             self._copies.forget()
 
     def close(self, ending: Ending | None) -> None:
-        """Drop a copy that may hold what damaged this rank's state: it was taken since the last check that passed.
+        """Drop a copy that may hold what damaged this rank's state, between the last update and the one before.
 
-        The copy before it was taken ahead of that check, which found the state as the update had left it.
+        A copy of an earlier step was taken ahead of a check that found the state as the update had left it.
         """
-        if ending is None and self._copies is not None and self.state.damage is not None:
-            self._copies.forget(newest_alone=True)
-        if ending is None and self._kept is not None:
-            self._kept.damaged = self.state.damage is not None
+        if ending is not None:
+            return
+        damaged, copies = self.state.damage is not None, self._copies
+        if self._kept is not None:
+            self._kept.damaged = damaged
+        last = copies.last_step if copies is not None else None
+        if damaged and copies is not None and last is not None and last >= self.state.progress.step - 1:
+            copies.forget(newest_alone=True)
 
     def finish(self, ending: Ending) -> None:
         """Free the memory where no agent does when all ranks have ended."""

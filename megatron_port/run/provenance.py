@@ -188,7 +188,8 @@ def _name_in(manifest: Manifest) -> str:
 
 
 def settle(
-    run_folder: Path, config: RunConfig, begun_at: Manifest | None, fence: Fence, *, path: Path | None = None
+    run_folder: Path, config: RunConfig, begun_at: Manifest | None, fence: Fence, *, path: Path | None = None,
+    recovers: bool = False,
 ) -> Identity:
     """Decide which run this attempt belongs to, write ``run.json``, and hand the id to the fence.
 
@@ -197,6 +198,7 @@ def settle(
     Args:
         begun_at: manifest of the checkpoint that was loaded; None: training begins at step 0.
         path: of that checkpoint, where ``checkpoint.resume`` may have named it.
+        recovers: the job has trained here before, and lost a rank.
 
     Raises:
         CheckpointError: the id of the run, by its record or by the checkpoint, is no name of a folder.
@@ -205,7 +207,7 @@ def settle(
     """
     known = read_identity(run_folder)
     inside = path is not None and path.resolve().is_relative_to(run_folder.resolve())
-    found = _decide(known, config, begun_at, inside=inside)
+    found = known if recovers and known is not None else _decide(known, config, begun_at, inside=inside)
     fence.check()
     _check_id(found.id, path or run_folder)
     if known is not None and known.id != found.id:

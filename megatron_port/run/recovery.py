@@ -49,7 +49,8 @@ def train_kept(config: RunConfig, info: ProcessInfo, kept: KeptRank) -> Training
         block_signals()  # they are obeyed when this rank trains again, and can save
         following = kept.link.lost(str(failure), victim=victim, step=kept.step)
         if following is None:
-            record_failure(run_folder(config), attempt_name(), info.rank, failure, lost_peer=victim)
+            if not kept.link.replaced:
+                record_failure(run_folder(config), attempt_name(), info.rank, failure, lost_peer=victim)
             raise failure
         port, kept.recovery = following
         info = replace(info, master_port=port, attempt=str(kept.recovery.number))

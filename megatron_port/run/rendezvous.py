@@ -662,9 +662,14 @@ def abort_collectives() -> None:
     gloo has nothing to abort: its ranks leave when a peer's connections close.
     """
     abort = getattr(distributed_c10d, "_abort_process_group", None)
-    with _ABORTING, contextlib.suppress(dist.DistError, RuntimeError, ValueError):
-        if abort is not None and dist.is_initialized() and "nccl" in dist.get_backend_config():
-            abort()
+    if not _ABORTING.acquire(blocking=False):
+        return  # another thread is at it
+    try:
+        with contextlib.suppress(dist.DistError, RuntimeError, ValueError):
+            if abort is not None and dist.is_initialized() and "nccl" in dist.get_backend_config():
+                abort()
+    finally:
+        _ABORTING.release()
 
 
 def stop(group: StartedGroup, *, wait_s: float = 10.0, failed: bool = False, replaced: bool = False) -> None:

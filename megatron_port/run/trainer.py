@@ -133,8 +133,11 @@ def _load_data(session: Session, batches: BatchSchedule) -> Loaders:
     ), where=str(ctx.coords))
 
 
-def load_model(state: LoopState) -> None:
-    """Build the engine, give it the weights of a checkpoint or first ones, and announce the run. Collective."""
+def load_model(state: LoopState, *, recovers: bool = False) -> None:
+    """Build the engine, give it the weights of a checkpoint or first ones, and announce the run. Collective.
+
+    ``recovers``: the job has trained before, and lost a rank.
+    """
     session, c = state.session, state.config
     started = time.perf_counter()
     fresh, initial = not state.checkpoints, c.checkpoint.initial_weights
@@ -148,10 +151,10 @@ def load_model(state: LoopState) -> None:
         loaded = load_weights(state)
     if fresh:
         state.engine.hash_state()
-    _announce(state, time.perf_counter() - started, loaded)
+    _announce(state, time.perf_counter() - started, loaded, recovers)
 
 
-def _announce(state: LoopState, seconds: float, begun_at: Checkpoint | None) -> None:
+def _announce(state: LoopState, seconds: float, begun_at: Checkpoint | None, recovers: bool) -> None:
     c, t, log = state.config, state.ctx.topology, state.session.logger.log
     log(state.session.providers.describe())
     log(
@@ -166,7 +169,7 @@ def _announce(state: LoopState, seconds: float, begun_at: Checkpoint | None) -> 
     interval = state.engine.state_check_interval
     if interval != 1:
         log(f"state check every {interval} updates (numerics.state_check_interval)" if interval else "no state check")
-    agreed(lambda: _claim_folder(state, begun_at) if state.session.is_rank_zero else None)
+    agreed(lambda: _claim_folder(state, begun_at, recovers) if state.session.is_rank_zero else None)
 
 
 def _head(chunk: int) -> str:
@@ -174,12 +177,12 @@ def _head(chunk: int) -> str:
     return f"head in chunks of {chunk:,} tokens, " if chunk > 0 else ""
 
 
-def _claim_folder(state: LoopState, begun_at: Checkpoint | None) -> None:
+def _claim_folder(state: LoopState, begun_at: Checkpoint | None, recovers: bool) -> None:
     """Write into the run's folder, on rank 0, which run it is of, its configuration, and that it has started."""
     c, folder = state.config, run_folder(state.config)
     manifest, path = (begun_at.manifest, begun_at.path) if begun_at is not None else (None, None)
     try:
-        settle(folder, c, manifest, state.session.fence, path=path)
+        settle(folder, c, manifest, state.session.fence, path=path, recovers=recovers)
         write_bytes(folder / "config.toml", to_toml(c).encode())
     except OSError as error:
         raise disk_error(error, folder) from error
@@ -193,9 +196,10 @@ class Trainer:
 
     def __init__(self, session: Session, kept: KeptRank | None = None) -> None:
         recovery = kept.recovery if kept is not None else None
-        self.state: LoopState = open_state(session, recovery.first_epoch if recovery is not None else 0)
+        since = recovery.first_epoch if recovery is not None else 0
+        self.state: LoopState = open_state(session, since)
         self.state.hooks = loop_hooks(self.state, kept)
-        load_model(self.state)
+        load_model(self.state, recovers=since > 0)
 
     def run(self) -> TrainingResult:
         """Train to ``training.steps``; on a signal save and return early."""

@@ -193,6 +193,8 @@ def drill(
         while process.poll() is None:
             time.sleep(0.05)
             now, step = time.time(), _last_step(run_folder)
+            if step < before:  # another run begins in the folder; the records of the former were put aside
+                before = events_before = 0
             if not first:
                 if step <= before:
                     continue
@@ -239,8 +241,8 @@ def text_of(done: Drill) -> str:
         lines.append(f"{fault.fault:<6} {fault.rank:>4} {fault.step:>10} {seconds:>13} {again:>15}")
     lines.append(
         f"{len(done.faults)} faults, {done.recoveries} recoveries; {done.steps} steps in {done.seconds:.1f} s, "
-        f"of which faults took {done.lost_seconds:.1f} s (goodput {100 * done.goodput:.1f} %), {done.median_step:.3f} s a "
-        f"step; exit code {done.exit_code}"
+        f"of which faults took {done.lost_seconds:.1f} s (goodput {100 * done.goodput:.1f} %); a step takes "
+        f"{done.median_step:.3f} s; exit code {done.exit_code}"
     )
     return "\n".join(lines)
 

@@ -155,7 +155,7 @@ def test_a_fault_that_comes_back_ends_the_run(commands: Commands, tmp_path: Path
     moments = [moment(1, 3, "forward", scope=scope) for scope in ("step", "start", "start", "start", "start")]
     _, code, output = broken(commands, tmp_path, moments)
     assert code == 3, output[-4000:]
-    assert "loss 4 at step 3 with no step in between" in output
+    assert "the 4th loss since a copy or checkpoint of step 3 was the newest" in output
     assert struck(tmp_path / "hook") == 4
 
 

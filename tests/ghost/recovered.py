@@ -65,7 +65,8 @@ def main() -> int:
             print(output[-6000:])
             wrong.append(f"exit code {ended.code}, {struck(hook)} of {len(moments)} faults")
         broken = rows(ghost.scratch / "runs" / "broken")
-    recoveries = re.findall(r"^recovery \d+: (.*); (\d) ranks keep their processes, (\d)", output, re.M)
+    said = r"^recovery \d+: (.*); ranks that keep their processes: (\d), that are started again: (\d)"
+    recoveries = re.findall(said, output, re.M)
     wrong += [f"recovery after {why}: {again} ranks were started again" for why, _, again in recoveries if again != "1"]
     for a, b in zip(unbroken, broken, strict=False):
         if (a["step"], a["loss"], a["grad_norm"]) != (b["step"], b["loss"], b["grad_norm"]):

@@ -62,7 +62,7 @@ def rank(info, kept):
     assert sorted(line for line in said if line.startswith("start")) == [
         "start 0 0 same", "start 0 1 same", "start 1 0 same", "start 1 1 same", "start 2 0 same", "start 2 1 same"]
     assert said.count("told 1 3 8 rank 1 was killed by SIGKILL") == 1 and said[-1] == "let go"
-    assert "recovery 1: rank 1 was killed by SIGKILL; 2 ranks keep their processes, 1 are started again" in printed
+    assert "recovery 1: rank 1 was killed by SIGKILL; ranks that keep their processes: 2, that are started" in printed
 
 
 def test_a_rank_that_fails_alone_is_replaced_however_long_the_others_compute(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def rank(info, kept):
         leave_and_wait(kept, 1)
 """)
     assert code == 0 and said == ["raised", "let go"], printed
-    assert "rank 0 failed alone: KeyError: 'x'; 1 ranks keep" in printed
+    assert "rank 0 failed alone: KeyError: 'x'; ranks that keep their processes: 1" in printed
     assert "although all processes live" not in printed
 
 
@@ -111,7 +111,7 @@ def rank(info, kept):
         leave_and_wait(kept, 3)
 """)
     assert code == 3 and said.count("start 0") == 4 and "let go" not in said, printed
-    assert "loss 4 at step 3 with no step in between" in printed
+    assert "the 4th loss since a copy or checkpoint of step 3 was the newest" in printed
 
 
 def test_steps_that_are_taken_again_do_not_count_as_one(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def rank(info, kept):
         assert wait_to_leave(kept)
         leave_and_wait(kept, 3)
 """)
-    assert code == 0 and "rank 1 was killed by SIGKILL; rank 2 is stopped; 1 ranks keep" in printed
+    assert code == 0 and "rank 1 was killed by SIGKILL; rank 2 is stopped; ranks that keep their process" in printed
 
 
 def test_a_signal_during_a_recovery_waits_until_the_ranks_can_save(tmp_path: Path) -> None:
@@ -151,6 +151,7 @@ def rank(info, kept):
     while True:
         stop = []
         for number in (signal.SIGTERM, signal.SIGUSR1): signal.signal(number, lambda n, f: stop.append(n))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGUSR1))  # as train.loop does
         kept.link.running(3, 1)
         say("start", info.rank)
         if info.rank == 1 and not kept.recovery:
@@ -193,3 +194,34 @@ def rank(info, kept):
     return 0
 """)
     assert code == 0 and said == ["deferred True", "let go"], printed
+
+
+def test_a_start_that_never_trained_lets_nothing_go(tmp_path: Path) -> None:
+    """The folder may be in use by another job, whose copies they are."""
+    code, said, _ = run(tmp_path, 2, """
+def rank(info, kept):
+    assert kept.link.lost("in use", victim=False, step=0) is None
+    return 2
+""")
+    assert code == 2 and said == []
+
+
+def test_a_signal_while_ranks_wait_for_the_verdict_ends_the_run(tmp_path: Path) -> None:
+    body = """
+def rank(info, kept):
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+    kept.link.running(3, 1)
+    say("start", info.rank)
+    time.sleep(0.2)
+    assert kept.link.lost("not finite", victim=False, step=3) is None
+    return 6
+"""
+    log = tmp_path / "log"
+    agent = subprocess.Popen([sys.executable, "-c", PROGRAM.format(body=body, nproc=2), str(log)],
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while not log.exists() or log.read_text().count("start") < 2:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    os.kill(agent.pid, signal.SIGTERM)
+    printed, _ = agent.communicate(timeout=20)
+    assert agent.returncode == 6, printed

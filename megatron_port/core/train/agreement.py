@@ -54,8 +54,7 @@ def check_lease(state: LoopState) -> None:
 
 def stop_if_damaged(state: LoopState) -> None:
     """Raise StateDamaged on every rank if anything but an update changed the state of one. Collective."""
-    damage = state.damage
-    error = None if damage is None else NumericsError(
+    error = None if (damage := state.damage) is None else NumericsError(
         f"{damage} {damage.how} (found at step {state.progress.step}): {damage.cause}, and resume "
         "from the last checkpoint; the weights of this step are not saved"
     )

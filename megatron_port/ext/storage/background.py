@@ -311,6 +311,7 @@ class BackgroundSave:
         """Give this rank's thread a moment to end, on the way out after an error. Not collective."""
         if self._job is not None and self._job.thread is not None:
             self._job.thread.join(seconds)
+            self._job.cancel.set()  # the process may live on, and nobody waits for the others' parts any more
 
     def _run(self, job: _Job) -> None:
         """Save this rank's part, in its thread."""

@@ -47,7 +47,15 @@ from megatron_port.core.checkpoint.format import (
     read_manifest,
     shard_name,
 )
-from megatron_port.core.checkpoint.shard import CHUNK, Digest, ShardPlan, block_bytes, bytes_of, plan_shard
+from megatron_port.core.checkpoint.shard import (
+    CHUNK,
+    Digest,
+    ShardPlan,
+    block_bytes,
+    bytes_of,
+    free_bytes,
+    plan_shard,
+)
 from megatron_port.core.checkpoint.writer import listing_name
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.agree import agreed
@@ -109,6 +117,16 @@ class CopyKey:
     """Ranks of the layout that wrote it."""
 
 
+def _no_copy(path: Path, error: OSError, size: int = 0) -> CheckpointError:
+    """Return the error for a copy that cannot be made, with what is free."""
+    free = free_bytes(path.parent)
+    return CheckpointError(
+        f"{path}: {f'no {size} bytes for ' if size else 'no '}a copy of this rank's state ({error.strerror or error}; "
+        f"{free} bytes are free there); a run keeps two of them. Set checkpoint.memory_folder to a larger folder, or "
+        "checkpoint.memory_interval = 0"
+    )
+
+
 def _write_list(
     path: Path, key: CopyKey, about: Mapping[str, Any], entry: FileEntry | None, pieces: str
 ) -> None:
@@ -149,13 +167,16 @@ class CopyFile:
         the list says.
 
         Raises:
-            CheckpointError: the folder has no room (bytes are named).
+            CheckpointError: the folder has no room (bytes are named), or is gone.
         """
         with suppress(FileNotFoundError):
             self.listing.unlink()
         plan = plan_shard(self.path.name, (p for p in pieces if p.tensor.numel()), last=self._plan)
         entry = self._copy(plan) if plan.pieces else None
-        _write_list(self.listing, key, about, entry, self._pieces if plan.pieces else "[]")
+        try:
+            _write_list(self.listing, key, about, entry, self._pieces if plan.pieces else "[]")
+        except OSError as error:
+            raise _no_copy(self.listing, error) from error
 
     def _copy(self, plan: ShardPlan) -> FileEntry:
         if self._memory is None or self._plan is None or plan.head != self._plan.head:
@@ -196,12 +217,7 @@ class CopyFile:
                 os.posix_fallocate(stream.fileno(), 0, plan.size)
                 self._memory = np.frombuffer(mmap.mmap(stream.fileno(), plan.size), dtype=np.uint8)
         except OSError as error:
-            free = shutil.disk_usage(self.path.parent).free
-            raise CheckpointError(
-                f"{self.path}: no {plan.size} bytes for a copy of this rank's state ({error.strerror or error}; "
-                f"{free} bytes are free there); a run keeps two of them on each node. Set checkpoint.memory_folder to "
-                "a larger folder, or checkpoint.memory_interval = 0"
-            ) from error
+            raise _no_copy(self.path, error, plan.size) from error
         self._memory[: len(plan.head)] = np.frombuffer(plan.head, dtype=np.uint8)
         self._pieces = json.dumps([asdict(entry) for entry in plan.entries])
 
@@ -238,16 +254,15 @@ class StateCopies:
         for slot, file in enumerate(self._files):
             if slot != spare:
                 file.listing.unlink(missing_ok=True)
-        self.seconds = 0.0
-        """Seconds that the last copy took."""
+        self.last_step: int | None = None
+        """Step of the last copy of this start."""
 
     def take(self, pieces: Iterable[StatePiece], step: int, about: Mapping[str, Any]) -> None:
         """Copy the state of ``step`` over the older of the two copies. Raises CheckpointError."""
-        began = time.perf_counter()
         slot = self._number % len(SLOTS)
         self._number += 1
         self._files[slot].take(pieces, CopyKey(self._run, self._epoch, self._number, step, self._world), about)
-        self.seconds = time.perf_counter() - began
+        self.last_step = step
 
     def forget(self, *, newest_alone: bool = False) -> None:
         """Drop both copies: the run goes back behind them. ``newest_alone``: drop the last one only."""
@@ -339,17 +354,22 @@ def _proved(folder: Path, rank: int, world: int) -> tuple[CopyKey | None, str]:
     return first.key, ""
 
 
+def refuse_several_nodes(session: Session) -> None:
+    """Raise EnvironmentFault for a run of several nodes: no copy is sent to another one."""
+    if session.info.num_nodes > 1:
+        raise EnvironmentFault(
+            f"checkpoint.memory_interval is {session.config.checkpoint.memory_interval}, and the run has "
+            f"{session.info.num_nodes} nodes: copies in memory are for runs of one machine so far; set it to 0"
+        )
+
+
 def committed_copies(session: Session) -> list[tuple[Path, Manifest]]:
     """Return the copies that all ranks have and have proved, newest first. Collective.
 
     A file that is not what was copied is named in the log, and its copy passed over.
     """
+    refuse_several_nodes(session)
     folder, info = copies_folder(session.config), session.info
-    if info.num_nodes > 1:
-        raise EnvironmentFault(
-            f"checkpoint.memory_interval is {session.config.checkpoint.memory_interval}, and the run has "
-            f"{info.num_nodes} nodes: copies in memory are for runs of one machine so far; set it to 0"
-        )
     said = Logger(info.rank, info.world_size, info.hostname).log_any
     own: list[tuple[CopyKey | None, str]] = [(None, "")] * len(SLOTS)
     if folder.is_dir() or folder.is_symlink():
@@ -407,5 +427,8 @@ def _committed(folder: Path, key: CopyKey) -> tuple[Path, Manifest] | None:
         lineage=Lineage(**told, parent=None if parent is None else Parent(**parent)),
         versions={"python": platform.python_version(), **package_versions(_PACKAGES)},
     )
-    write_text(folder / MANIFEST, encode_manifest(manifest), durable=False)
+    try:
+        write_text(folder / MANIFEST, encode_manifest(manifest), durable=False)
+    except OSError as error:
+        raise _no_copy(folder / MANIFEST, error) from error
     return folder, read_manifest(folder)

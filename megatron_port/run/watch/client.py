@@ -201,8 +201,6 @@ class Client:
             self.spoken.set()
         elif kind == wire.ROSTER:
             self._roster[int(values[0][0])] = values[0]
-        elif kind == wire.END:
-            kill((pid, start) for pid, start in values[0])
         elif kind == wire.LEAVE and not self._closing:
             code, mute = values
             kill((pid, start) for pid, start in mute)

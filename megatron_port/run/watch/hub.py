@@ -329,16 +329,11 @@ class Hub:
                 link.send(wire.pack(wire.LEAVE, verdict.code, mute.get(host, [])))
 
     def _end_hung(self, verdict: judge.Diagnosis) -> None:
-        """End the ranks that a hang's verdict names, on whatever host; the others notice, and leave their step."""
+        """End the ranks that a hang's verdict names; the others notice, and leave their step."""
         if self.alarm is None or self.alarm.kind != "hang":
             return
         named = [self.rules.ranks[r].place for r in verdict.ranks if r in self.rules.ranks]
         kill([(place.pid, place.born) for place in named if place.host == self.host])
-        elsewhere = [[place.pid, place.born] for place in named if place.host != self.host]
-        hosts = {place.host for place in named if place.host != self.host}
-        for rank, link in self.links.items():
-            if self.rules.ranks[rank].place.host in hosts:
-                link.send(wire.pack(wire.END, elsewhere))
 
     def _forget(self, verdict: judge.Diagnosis) -> None:
         """Watch on: the others leave by themselves, and a rank may only have lost its connection to this process."""

@@ -33,8 +33,8 @@ LARGEST_WORDS = 1 << 14
 
 HELLO, BEAT, STACKS, FAILING, BYE = "hello", "beat", "stacks", "failing", "bye"
 """From a rank."""
-ASK, LEAVE, SPEAK, END = "ask", "leave", "speak", "end"
-"""From the hub: send stacks; end at once; nobody else explains it, so tell your own error; end these processes."""
+ASK, LEAVE, SPEAK = "ask", "leave", "speak"
+"""From the hub: send stacks; end at once; nobody else explains it, so tell your own error."""
 ALIVE, ROSTER = "alive", "roster"
 """From the hub: a word per second; to rank 0 also who each rank is, for the hub that would follow."""
 

@@ -24,7 +24,6 @@ from megatron_port.tools.plan.layer import copy_bytes
 from megatron_port.tools.plan.ledger import Peak, peak_of, steady_count
 
 # Activations in host memory: the bytes of a rank's buffers, and the seconds by which the copies outlast the passes.
-# Activations in host memory: the bytes of a rank's buffers, and the seconds by which the copies outlast the passes.
 
 @dataclass(frozen=True)
 class HostLink:
@@ -155,8 +154,10 @@ def copied(case: Case, machine: Machine) -> Copied:
     each = MASTER * (1 + case.rule.state)
     size = each * max(shard_elements(case, stage) for stage in {0, case.pp // 2, case.pp - 1})
     hardware, ranks = machine.hardware, min(machine.cluster.gpus_per_node, case.world)
-    held = sum(shard_elements(case, stage) for stage in range(case.pp)) * case.world / case.pp
-    owned = held * case.shards / (case.dp * case.cp)
+    experts = sum(expert_elements(case, stage) for stage in range(case.pp))
+    dense = sum(trained_elements(case, stage) for stage in range(case.pp)) - experts
+    holders = case.tp * case.dp * case.cp / (case.expert_replicas * case.expert_sums)  # of different experts, by stage
+    owned = dense * case.tp + experts * holders
     rates = [COPY_RATE * max(machine.cluster.cores_per_task, 1)]
     rates += [hardware.host_bandwidth_gb * 1e9 / 2 / ranks] if hardware.host_bandwidth_gb else []  # read and written
     sent = size / (hardware.host_link_gb * 1e9) if hardware.host_link_gb else 0.0
@@ -172,7 +173,7 @@ def host_problem(case: Case, machine: Machine) -> str:
     if hardware.host_memory_gb and copies > TMPFS_SHARE * hardware.host_memory_gb * 1e9:
         return (
             f"copies of the state take {copies / 1e9:.1f} GB of a node's {hardware.host_memory_gb:g} GB of "
-            f"host memory, of which tmpfs has {TMPFS_SHARE:.0%}; use more nodes, or checkpoint.memory_interval = 0"
+            f"host memory, of which tmpfs has {TMPFS_SHARE:.0%}; set checkpoint.memory_interval = 0"
         )
     for what, size, limit in (
         ("host memory", found.host + swapped, max(hardware.host_memory_gb - copies / 1e9, 0.0)),
@@ -182,7 +183,8 @@ def host_problem(case: Case, machine: Machine) -> str:
             what_takes = "swapped activations take" if size == swapped else "offloaded state takes"
             what_takes = "offloaded state and swapped activations take" if size > swapped > 0 else what_takes
             return (
-                f"{what_takes} {size * ranks / 1e9:.1f} GB of a node's {what}, which has {limit:g} GB; use "
+                f"{what_takes} {size * ranks / 1e9:.1f} GB of a node's {what}, which has {limit:g} GB"
+                f"{' beside copies of the state' if copies and what == 'host memory' else ''}; use "
                 "more nodes, a smaller offload.fraction"
                 + (' or offload.optimizer = "nvme"' if what == "host memory" else "")
                 + (", or activations.layers with fewer :swap" if swapped else "")

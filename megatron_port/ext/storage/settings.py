@@ -1,0 +1,14 @@
+"""Settings that contradict the recovery of lost ranks (``launch.when_lost``)."""
+
+from __future__ import annotations
+
+from megatron_port.core.config.conflicts import Rule, Table, native_only
+
+RECOVERY = (Table(asked='launch.when_lost "replace"', on=lambda c: c.launch.when_lost == "replace", rows=(
+    native_only("which keeps a process's groups and state beyond a run", 'use engine = "native", or when_lost "stop"'),
+    Rule(lambda c: not c.watch.enabled,
+         "{asked} with watch.enabled false: nothing would see a rank that hangs; leave the watch on"),
+    Rule(lambda c: not c.checkpoint.memory_interval and not c.checkpoint.save_interval,
+         "{asked} without copies and checkpoints: every loss would begin the run again; set "
+         "checkpoint.memory_interval = 1"),
+)),)
