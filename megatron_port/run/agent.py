@@ -25,11 +25,10 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from megatron_port.core.dist.process import die_with_parent
 from megatron_port.core.dist.rank import ProcessInfo
 from megatron_port.core.errors import EXIT_ENVIRONMENT, EXIT_HANG, EnvironmentFault
 from megatron_port.run.agent_link import END, LEAVE, LOST, REPLACED, RUNNING, START, AgentLink, KeptRank, Restart
-from megatron_port.run.local_ranks import GRACE_S, LocalStart, import_for_all
+from megatron_port.run.local_ranks import GRACE_S, LocalStart, fork_child, import_for_all
 from megatron_port.run.processes import stopped
 
 TELL_S = 10.0
@@ -78,7 +77,7 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._number = 0
         self._lost: list[str] = []
-        """What was lost since ranks last trained together."""
+        """Losses since the ranks last trained together."""
         self._lost_at = 0.0
         self._since = 0.0
         """When this recovery began; 0: none is under way."""
@@ -138,12 +137,8 @@ class Agent:
             self._number, self._why(), self._lost_at, self._step, self._first_epoch) if self._number else None
         for rank in sorted(set(range(self._start.nproc)) - here):
             mine, theirs = socket.socketpair()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            pid = os.fork()
+            pid = fork_child()
             if pid == 0:
-                die_with_parent()
-                gc.enable()
                 restore()
                 self._selector.close()
                 mine.close()

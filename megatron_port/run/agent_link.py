@@ -1,4 +1,4 @@
-"""What a rank and the agent of its node tell each other. Torch is not imported: the agent sets threads before that."""
+"""Messages between a rank and the agent of its node. Torch is not imported: the agent sets threads before that."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 LOST, RUNNING = "lost", "running"
-"""What a rank tells its agent."""
+"""Messages of a rank to its agent."""
 START, END, REPLACED = "start", "end", "replaced"
-"""What the agent answers a rank that left its step: meet the others again; the run ends; another process takes over."""
+"""Answers to a rank that left its step: meet the others again; the run ends; another process takes over."""
 LEAVE = "leave"
-"""What the agent tells ranks in training when another is lost."""
+"""Message to ranks in training when another is lost."""
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,20 @@ class LocalStart:
         )
 
 
+def fork_child() -> int:
+    """Fork a process that ends with this one. Return its process id, and 0 in it.
+
+    What was printed so far is written first, so that the child does not write it again.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        die_with_parent()
+        gc.enable()
+    return pid
+
+
 def run_local(
     nproc: int, rank_main: Callable[[ProcessInfo], int], *, preload: Sequence[str] = (), port: int | None = None
 ) -> int:
@@ -110,14 +124,10 @@ def run_local(
     """
     start = LocalStart.of(nproc, port)
     import_for_all(preload)
-    sys.stdout.flush()
-    sys.stderr.flush()
     children: dict[int, int] = {}
     for rank in range(nproc):
-        pid = os.fork()
+        pid = fork_child()
         if pid == 0:
-            die_with_parent()
-            gc.enable()
             return rank_main(start.info(rank))
         children[pid] = rank
     gc.enable()
@@ -131,12 +141,8 @@ def run_apart(call: Callable[[], int], *, preload: Sequence[str] = ()) -> int:
     have run torch's operators on several threads: a fork has none of them.
     """
     import_for_all(preload)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
+    pid = fork_child()
     if pid == 0:
-        die_with_parent()
-        gc.enable()
         code = 1
         try:
             code = call()

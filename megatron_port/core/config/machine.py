@@ -215,7 +215,7 @@ class LaunchConfig:
     when_failed: Literal["requeue", "chain", "stop"] = "requeue"
     """What happens after a node failure, a lost rank or a hang: requeue | chain | stop. Other faults always stop."""
     when_lost: Literal["stop", "replace"] = "stop"
-    """What happens within a job where a rank is lost or hangs: stop | replace (start it again beside the others)"""
+    """Action within a job where a rank is lost or hangs: stop | replace (start it again beside the others)"""
     max_attempts: Count = 3
     """Failed attempts in a row at the same step after which the run stops."""
     changed_environment: Literal["stop", "warn"] = "stop"

@@ -167,7 +167,7 @@ class CopyFile:
         the list says.
 
         Raises:
-            CheckpointError: the folder has no room (bytes are named), or is gone.
+            CheckpointError: the folder has too little free space (bytes are named), or is gone.
         """
         with suppress(FileNotFoundError):
             self.listing.unlink()
@@ -224,7 +224,7 @@ class CopyFile:
 
 def _host_source(tensor: torch.Tensor, target: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[
         Any, np.dtype[np.uint8]]:
-    """Return the bytes of a tensor of the host. One of a device is sent into ``target``, which is returned."""
+    """Return the bytes of a tensor on the host; one on a device is copied to ``target``, which is returned."""
     if not tensor.is_cuda:
         return np.frombuffer(bytes_of(tensor), dtype=np.uint8)
     torch.from_numpy(target).view(tensor.dtype).copy_(tensor.detach(), non_blocking=True)
