@@ -324,9 +324,15 @@ def test_loading_and_checking_never_imports_torch() -> None:
 
 
 def test_cold_import_is_fast() -> None:
-    """User time, not wall time: the machine may be busy."""
+    """Beside the time in which this interpreter compiles argparse, as machines and their load differ."""
     code = (
-        "import os\nbefore = os.times().user\nimport megatron_port.core.config.loader\nprint(os.times().user - before)"
+        "import argparse, time\n"
+        "text = open(argparse.__file__).read()\n"
+        "def seconds(do):\n    before = time.process_time()\n    do()\n    return time.process_time() - before\n"
+        "def unit(): return min(seconds(lambda: compile(text, 'argparse', 'exec')) for _ in '123')\n"
+        "first = unit()\n"
+        "cold = seconds(lambda: __import__('megatron_port.core.config.loader'))\n"
+        "print(cold / min(first, unit()))"
     )
-    times = [float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout) for _ in "123"]
-    assert min(times) < 0.15, times
+    ratios = [float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout) for _ in "123"]
+    assert min(ratios) < 9.5, ratios  # 7.6 to 8.0; numpy would add 10 and torch 85
