@@ -16,12 +16,15 @@ import torch
 from test_checkpoint_roundtrip import ThreadPeers, over_threads, state, whole
 
 from megatron_port.core.checkpoint import shard as disk
+from megatron_port.core.checkpoint import writer
+from megatron_port.core.checkpoint.format import shard_name
 from megatron_port.core.checkpoint.reader import find_latest, open_checkpoint
 from megatron_port.core.checkpoint.shard import bytes_of, plan_shard
-from megatron_port.core.checkpoint.writer import Peers, save_checkpoint, write_part
+from megatron_port.core.checkpoint.writer import Peers, listing_name, save_checkpoint, write_part
 from megatron_port.core.config.schema import CheckpointConfig, ModelConfig, RunConfig
 from megatron_port.core.dist.record import StatePiece
 from megatron_port.core.errors import CheckpointError
+from megatron_port.core.io import files
 from megatron_port.core.model.shapes import parameter_shapes
 from megatron_port.core.train.folders import FOLDER, run_folder
 from megatron_port.ext.storage import background
@@ -71,6 +74,24 @@ def test_what_is_saved_is_what_was_there_at_the_start(tmp_path: Path, monkeypatc
     got = open_checkpoint(tmp_path / "step-00000002")
     got.verify()
     assert got.read("w", "weight", (0,), (3000,)).reshape(3, 1000).unique(dim=1).tolist() == [[10], [11], [12]]
+
+
+def test_rank_0_may_commit_as_soon_as_a_list_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It moves the folder: whoever touched it after its list would take the commit for a failure."""
+    work, moved = tmp_path / "step-00000001.tmp", tmp_path / "step-00000001"
+    real = files.fsync_directory
+
+    def synced(path: Path) -> None:
+        if (path / listing_name(2)).exists():
+            path.rename(moved)
+        real(path)
+
+    monkeypatch.setattr(files, "fsync_directory", synced)
+    monkeypatch.setattr(writer, "fsync_directory", synced)
+    work.mkdir()
+    piece = part(0, torch.ones(8))
+    write_part(2, work, plan_shard(shard_name(2), [piece]), [bytes_of(piece.tensor)], verify=True)
+    assert sorted(path.name for path in work.iterdir()) == [listing_name(2), shard_name(2)] and not moved.exists()
 
 
 def test_a_rank_that_fails_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -385,7 +385,7 @@ def save_checkpoint(
     visible_seconds: float = VISIBLE_SECONDS,
     committer: Committer | None = None,
 ) -> Path:
-    """Commit ``directory/step-N``. Collective over ``peers``.
+    """Commit ``directory/step-N``, and return it. Collective over ``peers``.
 
     Args:
         directory: where checkpoints live; the same shared folder on every rank.
@@ -401,9 +401,6 @@ def save_checkpoint(
         compare: compare what is written with the pieces (``health.snapshot_hashes``).
         visible_seconds: how long rank 0's directory may take to appear to another rank.
         committer: of the run, where there is one; the same object for all of its saves. On every rank the same epoch.
-
-    Returns:
-        The committed directory.
 
     Raises:
         CheckpointError: on every rank, if any rank failed. Earlier checkpoints are untouched.
@@ -469,9 +466,10 @@ def write_part(
         if verify:
             check_written(path, entry)
         listing = {"file": asdict(entry), "pieces": [asdict(e) for e in entries]}
-    write_text(work / listing_name(rank), json.dumps(listing))
+    unfinished = work / f"{listing_name(rank)}.tmp"
+    write_text(unfinished, json.dumps(listing))
     try:
-        fsync_directory(work)
+        os.replace(unfinished, work / listing_name(rank))  # the last touch: rank 0 may move the folder at once
     except OSError as error:
         raise disk_error(error, work) from error
 
