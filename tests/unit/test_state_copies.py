@@ -38,7 +38,7 @@ from megatron_port.ext.storage.copies import (
 )
 from megatron_port.ext.telemetry.flops import parameter_count
 from megatron_port.tools.chaos import Drill, Fault, Injected, drawn_schedule, parse_schedule, strike, text_of
-from megatron_port.tools.plan.case import case_of, machine_of
+from megatron_port.tools.plan.case import Case, Machine, case_of, machine_of
 from megatron_port.tools.plan.memory import Copied, copied, host_problem
 from megatron_port.tools.plan.step import plan_step
 
@@ -273,12 +273,55 @@ def test_the_plan_has_their_memory_once_and_their_time() -> None:
     total = parameter_count(plans[1, 1][2].model)
     assert plans[0, 1][1] == Copied(0.0, 0.0)
     for key in ((1, 1), (1, 0)):  # eight replicas hold the same state, and one of them copies each part
-        assert plans[key][1].node == pytest.approx(2 * 12 * total, rel=0.01)
+        assert plans[key][1].node == pytest.approx(2 * 12 * total, rel=0.01) and not plans[key][1].sent
     assert plans[1, 1][1].seconds == pytest.approx(4 * plans[4, 1][1].seconds)
     assert plans[1, 1][1].seconds >= 12 * total / 8 / 4e9
     assert plans[1, 1][0] - plans[0, 1][0] == pytest.approx(plans[1, 1][1].seconds, rel=0.1)
     small = replace(plans[1, 1][3].hardware, host_memory_gb=5.0)
     machine = replace(plans[1, 1][3], hardware=small)
-    assert host_problem(plans[1, 1][2], machine).startswith("copies of the state take 3.0 GB of a node's 5 GB of host")
+    problem = host_problem(plans[1, 1][2], machine)
+    assert problem.startswith("copies of the state take 3.0 GB of a node's 5 GB of host") and "NVMe" in problem
     unknown = replace(machine, hardware=replace(small, host_memory_gb=0.0))
     assert not host_problem(plans[1, 1][2], unknown)
+
+
+def several_nodes(nodes: int, *more: str) -> tuple[Case, Machine]:
+    run = load(["models/gpt2-124m", "clusters/dgx-h100"], [
+        "checkpoint.memory_interval=1", f"layout.data_parallel_size={8 * nodes}",
+        f"batch.global_batch_size={8 * nodes}", f"cluster.nodes={nodes}", "batch.micro_batch_size=1",
+        "hardware.nics=2", "hardware.nic_gb=0.5", "hardware.network_efficiency=1.0", "calibration.network_scale=1.0",
+        *more]).config
+    return case_of(resolve(run, 8 * nodes))[0], machine_of(run)
+
+
+@pytest.mark.parametrize("nodes", [2, 5])
+def test_copies_of_several_nodes_are_kept_twice_and_sent_once(nodes: int) -> None:
+    """Four times 12 bytes of a parameter over all nodes: two copies of each node's own and of its neighbour's."""
+    case, machine = several_nodes(nodes)
+    found, total = copied(case, machine), parameter_count(case.model)
+    assert found.node * nodes == pytest.approx(4 * 12 * total, rel=0.01)
+    assert found.sent * nodes == pytest.approx(12 * total, rel=0.01)
+    assert found.sending == pytest.approx(found.sent / 1e9)  # two adapters of 0.5 GB/s
+    # Three seconds of one copy's way behind steps of 2 s: one of each step is waited for, none with two steps' time.
+    slow = replace(found, sending=3.0)
+    assert slow.late(1, 2.0) == 1.0 and slow.late(2, 1.0) == 0.5 and slow.late(2, 2.0) == slow.late(0, 2.0) == 0.0
+    crawling = several_nodes(nodes, "checkpoint.memory_folder=/mnt/bb/me", "hardware.nvme_gb=100.0",
+                             "hardware.nvme_write_gb=0.01")
+    behind = plan_step(replace(crawling[0], copy_interval=0), machine).seconds + copied(*crawling).seconds
+    assert plan_step(*crawling).seconds == pytest.approx(copied(*crawling).sending, rel=1e-9) and behind < 50
+
+
+def test_copies_on_disks_take_the_disks_space() -> None:
+    memory, disks = several_nodes(2), several_nodes(2, "checkpoint.memory_folder=/mnt/bb/me", "hardware.nvme_gb=5.0",
+                                                    "hardware.nvme_write_gb=0.25")
+    held = copied(*memory).node
+    assert copied(*disks).node == held and copied(*disks).sending == pytest.approx(held / 2 / 0.25e9)
+    for (case, machine), memory_gb, disk_gb, problem in (
+        (memory, 1.9 * held / 1e9, 5.0, "of host memory with those of its neighbour, of which tmpfs has 50%"),
+        (memory, 2.1 * held / 1e9, 0.0, ""), (disks, 1.9 * held / 1e9, 5.0, ""),
+        (disks, 512.0, 0.9 * held / 1e9, "of a node's local disks, which have"),
+        (disks, 1.9 * held / 1e9, 0.0, "hardware.nvme_gb is their size"),
+    ):
+        given = replace(machine.hardware, host_memory_gb=memory_gb, nvme_gb=disk_gb)
+        found = host_problem(case, replace(machine, hardware=given))
+        assert problem in found and bool(problem) == bool(found)

@@ -269,6 +269,8 @@ class Case:
     offload_buffers: int = 4
     copy_interval: int = 0
     """Steps between copies of the state in the nodes' memory; 0: there are none."""
+    copies_on_disk: bool = False
+    """They are on the nodes' own disks, where these are known (``hardware.nvme_gb``)."""
     schedule: str = "1f1b"
     group: int = 0
     """Micro-batches that interleaving takes through a chunk in one go; 0: as many as stages (other programs alone)."""
@@ -543,6 +545,10 @@ def nonsense(machine: Machine) -> list[str]:
     return out
 
 
+MEMORY_FOLDERS = "/dev/shm", "/run/"
+"""What is below them is memory; another ``checkpoint.memory_folder`` is taken for a disk."""
+
+
 def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions: bool = False) -> tuple[Case, bool]:
     """The case of a run file, and whether its accumulation is fractional (then rounded up).
 
@@ -580,6 +586,7 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
         reshard=layout.reshard, offload=config.offload.optimizer, offload_fraction=config.offload.fraction,
         offload_weights=config.offload.weights == "cpu", offload_buffers=config.offload.buffers,
         copy_interval=config.checkpoint.memory_interval,
+        copies_on_disk=not config.checkpoint.memory_folder.startswith(MEMORY_FOLDERS),
         rule=rule_cost(config.optimizer, config.model), schedule=layout.pipeline_schedule,
         recompute=config.activations.recompute, dropped=layer_choices(config.activations, config.model.num_layers),
         head_chunk=max(config.activations.head_chunk, 0), micro_batch=batch.micro_batch_size,

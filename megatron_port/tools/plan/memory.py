@@ -22,6 +22,7 @@ from megatron_port.tools.plan.elements import (
 )
 from megatron_port.tools.plan.layer import copy_bytes
 from megatron_port.tools.plan.ledger import Peak, peak_of, steady_count
+from megatron_port.tools.plan.rates import Links, domain
 
 # Activations in host memory: the bytes of a rank's buffers, and the seconds by which the copies outlast the passes.
 
@@ -129,7 +130,7 @@ def offloaded(case: Case, machine: Machine) -> Offloaded:
 # Copies of the state in the nodes' memory (``checkpoint.memory_interval``, ext/storage/copies.py).
 
 COPIES = 2
-"""Copies that are kept, of masters and the rule's state."""
+"""Copies that are kept, of masters and the rule's state; of several nodes, each keeps as many of its neighbour's."""
 TMPFS_SHARE = 0.5
 """Share of the memory that Linux gives /dev/shm unless told otherwise."""
 COPY_RATE = 4e9
@@ -138,16 +139,26 @@ COPY_RATE = 4e9
 
 @dataclass(frozen=True)
 class Copied:
-    """Copies of a case: bytes of a node's memory, and what they add to a step on average."""
+    """Copies of a case: bytes that a node holds, and what they add to a step on average."""
 
     node: float
+    """With those of the neighbour, where there is one."""
     seconds: float
+    sent: float = 0.0
+    """Bytes of one copy that a node sends to the next one."""
+    sending: float = 0.0
+    """Seconds until they are there, beside the steps."""
+
+    def late(self, interval: int, step_s: float) -> float:
+        """Return the seconds by which a copy's way outlasts the steps to the next copy, per step."""
+        return max(self.sending - interval * step_s, 0.0) / interval if interval else 0.0
 
 
 def copied(case: Case, machine: Machine) -> Copied:
     """Return the bytes and seconds of a case's copies; zeros where it makes none.
 
-    What several ranks hold alike is copied by one of them, so a node's bytes are the mean over the nodes.
+    What several ranks hold alike is copied by one of them, so a node's bytes are the mean over the nodes. They go
+    through all of a node's adapters, and on disks at the rate of their writes.
     """
     if not case.copy_interval:
         return Copied(0.0, 0.0)
@@ -160,31 +171,61 @@ def copied(case: Case, machine: Machine) -> Copied:
     owned = dense * case.tp + experts * holders
     rates = [COPY_RATE * max(machine.cluster.cores_per_task, 1)]
     rates += [hardware.host_bandwidth_gb * 1e9 / 2 / ranks] if hardware.host_bandwidth_gb else []  # read and written
-    sent = size / (hardware.host_link_gb * 1e9) if hardware.host_link_gb else 0.0
-    return Copied(COPIES * each * owned * ranks / case.world, (size / min(rates) + sent) / case.copy_interval)
+    link = size / (hardware.host_link_gb * 1e9) if hardware.host_link_gb else 0.0
+    one = each * owned * ranks / case.world
+    holds = 2 if case.world > ranks else 1  # its own, its neighbour's
+    adapters = Links.of(machine).adapters * ranks / domain(machine)
+    ways = [one / adapters if holds == 2 and adapters else 0.0]
+    ways += [holds * one / (hardware.nvme_write_gb * 1e9)] if _on_disk(case, machine) and hardware.nvme_write_gb else []
+    return Copied(
+        COPIES * holds * one, (size / min(rates) + link) / case.copy_interval, one if holds == 2 else 0.0, max(ways)
+    )
+
+
+def _on_disk(case: Case, machine: Machine) -> bool:
+    """Whether the copies take a disk's space instead of memory's."""
+    return case.copies_on_disk and machine.hardware.nvme_gb > 0
+
+
+def _copies_problem(case: Case, machine: Machine) -> str:
+    """Return why the copies alone do not fit the memory that tmpfs has, empty where they do or it is unknown."""
+    memory, found = machine.hardware.host_memory_gb * 1e9, copied(case, machine)
+    if not memory or _on_disk(case, machine) or found.node <= TMPFS_SHARE * memory:
+        return ""
+    disk = f", {machine.hardware.nvme_gb:g} GB" if machine.hardware.nvme_gb else "; hardware.nvme_gb is their size"
+    return (
+        f"copies of the state take {found.node / 1e9:.1f} GB of a node's {memory / 1e9:g} GB of host memory"
+        f"{' with those of its neighbour' if found.sent else ''}, of which tmpfs has {TMPFS_SHARE:.0%}; use more "
+        f"nodes, set checkpoint.memory_folder to a folder on the nodes' own disks (NVMe{disk}), or "
+        "checkpoint.memory_interval = 0"
+    )
 
 
 def host_problem(case: Case, machine: Machine) -> str:
-    """Return why what is offloaded and swapped does not fit a node's host memory or disks, empty where it does or is
-    unknown."""
+    """Return why what is offloaded, swapped and copied does not fit a node's host memory or disks, empty where it does
+    or is unknown."""
     hardware, found = machine.hardware, offloaded(case, machine)
     ranks = min(machine.cluster.gpus_per_node, case.world)
-    swapped, copies = most_swapped(case), copied(case, machine).node
-    if hardware.host_memory_gb and copies > TMPFS_SHARE * hardware.host_memory_gb * 1e9:
+    swapped, copies = most_swapped(case), copied(case, machine).node / 1e9
+    if problem := _copies_problem(case, machine):
+        return problem
+    on_disk = _on_disk(case, machine)
+    if on_disk and copies > hardware.nvme_gb:
         return (
-            f"copies of the state take {copies / 1e9:.1f} GB of a node's {hardware.host_memory_gb:g} GB of "
-            f"host memory, of which tmpfs has {TMPFS_SHARE:.0%}; set checkpoint.memory_interval = 0"
+            f"copies of the state take {copies:.1f} GB of a node's local disks, which have {hardware.nvme_gb:g} GB; "
+            "use more nodes, or checkpoint.memory_interval = 0"
         )
-    for what, size, limit in (
-        ("host memory", found.host + swapped, max(hardware.host_memory_gb - copies / 1e9, 0.0)),
-        ("local disks", found.disk, hardware.nvme_gb),
+    for what, size, whole, kept in (
+        ("host memory", found.host + swapped, hardware.host_memory_gb, 0.0 if on_disk else copies),
+        ("local disks", found.disk, hardware.nvme_gb, copies if on_disk else 0.0),
     ):
+        limit = max(whole - kept, 0.0)
         if limit and size * ranks > limit * 1e9:
             what_takes = "swapped activations take" if size == swapped else "offloaded state takes"
             what_takes = "offloaded state and swapped activations take" if size > swapped > 0 else what_takes
             return (
                 f"{what_takes} {size * ranks / 1e9:.1f} GB of a node's {what}, which has {limit:g} GB"
-                f"{' beside copies of the state' if copies and what == 'host memory' else ''}; use "
+                f"{' beside copies of the state' if kept else ''}; use "
                 "more nodes, a smaller offload.fraction"
                 + (' or offload.optimizer = "nvme"' if what == "host memory" else "")
                 + (", or activations.layers with fewer :swap" if swapped else "")

@@ -333,13 +333,15 @@ def plan_step(case: Case, machine: Machine, *, quick: bool = False) -> StepPlan:
     rates, links = Rates.of(machine), Links.of(machine)
     chunks = chunk_costs(case, machine)
     line, parts = _passes(case, machine, chunks, quick=quick)
+    copies = copied(case, machine)
     split = Split(
         **parts, data=data_seconds(case, links, chunks),
         optimizer=optimizer_seconds(case, rates) + rule_seconds(case, rates, links)
-        + offloaded(case, machine).seconds + copied(case, machine).seconds,
+        + offloaded(case, machine).seconds + copies.seconds,
     )
     if not case.engine.graphed:  # the step's loss is a number on the host, which only then begins the next
         split = replace(split, host=split.host + rates.host_step)
+    split = replace(split, optimizer=split.optimizer + copies.late(case.copy_interval, split.total))
     return summary(case, machine, split, line)
 
 

@@ -316,12 +316,7 @@ def _memory(plan: Plan) -> list[str]:
             f"          offloaded by a rank, GB: host {away.host / 1e9:.1f}  disk {away.disk / 1e9:.1f}; "
             f"{away.seconds:.2f} s a step"
         )
-    copies = copied(plan.case, plan.machine)
-    if copies.node:
-        lines.append(
-            f"          copies in memory: {copies.node / 1e9:.2f} GB of each node's; every {plan.case.copy_interval} "
-            f"steps, {copies.seconds:.3g} s a step ({copies.seconds / plan.step.seconds:.2%})"
-        )
+    lines += _copies(plan)
     for i, way in enumerate(plan.ways):
         change = way.seconds / plan.step.seconds - 1
         lines.append(
@@ -332,6 +327,29 @@ def _memory(plan: Plan) -> list[str]:
         lines += [
             f"          fastest layout that fits: {_candidate(plan, plan.nearest)}", f"          {plan.flags}",
         ] if plan.nearest else [f"          no layout on {plan.case.world} devices fits; use more nodes"]
+    return lines
+
+
+def _copies(plan: Plan) -> list[str]:
+    """The line about copies of the state, and where there are several nodes one about what they send."""
+    copies, interval = copied(plan.case, plan.machine), plan.case.copy_interval
+    if not copies.node:
+        return []
+    every = "step" if interval == 1 else f"{interval} steps"
+    where = "local disks" if plan.case.copies_on_disk and plan.machine.hardware.nvme_gb else "memory"
+    lines = [
+        f"          copies of the state: {copies.node / 1e9:.2f} GB of each node's {where}; every {every}, "
+        f"{copies.seconds:.3g} s a step ({copies.seconds / plan.step.seconds:.2%})"
+    ]
+    late = copies.late(interval, plan.step.seconds)
+    if copies.sent:
+        lines.append(
+            f"          half of it is the neighbour's: per copy a node sends {copies.sent / 1e9:.2f} GB, which takes "
+            f"{copies.sending:.3g} s, " + (
+                f"later than the next copy begins: {late:.3g} s a step; raise checkpoint.memory_interval" if late else
+                "behind the steps"
+            )
+        )
     return lines
 
 
