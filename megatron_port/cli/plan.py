@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 CAMPAIGN_TERMS = (
     ("failure-hours", "failure_hours", "H", "device hours between failures that end a job (default: Llama 3's)"),
     ("restart-minutes", "restart_s", "M", "from a failure to the next step (default: 10)"),
+    ("checkpoint-minutes", "interval_s", "M", "between checkpoints, in whole steps (default: those that lose least)"),
     ("checkpoint-seconds", "checkpoint_s", "S",
      "for which a checkpoint holds up training (default: its copy to the host)"),
     ("queue-wait-hours", "wait_hours", "H", "in the queue before each job (default: 0)"),
@@ -35,6 +36,15 @@ CAMPAIGN_TERMS = (
     ("site-overhead", "overhead", "F", "energy of the site over that of its computers (default: 1.2)"),
 )
 """(option, field of ``plan.campaign.Terms``, metavar, help)."""
+RECOVERY_TERMS = (
+    ("copy-steps", "copy_steps", "K", "steps between copies of the state (default: checkpoint.memory_interval, else "
+     "those that lose least)"),
+    ("recover-seconds", "recover_s", "S", "from a failure to the next step inside the job (default: 150)"),
+    ("spare-nodes", "spares", "N", "nodes that wait beside the run's (default: launch.spare_nodes)"),
+    ("node-share", "node_share", "F", "share of the failures that take a node (default: Llama 3's, 0.77)"),
+    ("pair-share", "pair_share", "F", "share of the lost nodes that take the neighbour as well (default: 0)"),
+)
+"""The same for ``plan.campaign.recovery_of``."""
 
 
 def add_campaign_options(parser: argparse.ArgumentParser) -> None:
@@ -48,8 +58,9 @@ def add_campaign_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--most-days", type=float, default=0.0, metavar="D", help="leave out offers that take longer")
     group.add_argument("--price", action="append", default=[], metavar="[CLUSTER=]P",
                        help="price of a device hour, of this run's cluster or of the one named")
-    for option, field, metavar, words in CAMPAIGN_TERMS:
-        group.add_argument(f"--{option}", type=float, dest=f"term_{field}", metavar=metavar, help=words)
+    for option, field, metavar, words in (*CAMPAIGN_TERMS, *RECOVERY_TERMS):
+        kind = int if field in ("copy_steps", "spares") else float
+        group.add_argument(f"--{option}", type=kind, dest=f"term_{field}", metavar=metavar, help=words)
 
 
 def _prices(given: list[str]) -> dict[str, float]:
@@ -75,16 +86,17 @@ def campaign_text(args: argparse.Namespace, config: RunConfig, plan: Plan) -> li
     from megatron_port.tools.plan.campaign import campaign_lines, offer_lines, offers
 
     prices, out = _prices(args.price), []
-    given = {
-        field: getattr(args, f"term_{field}") for _, field, _, _ in CAMPAIGN_TERMS
-        if getattr(args, f"term_{field}") is not None
-    }
-    if "restart_s" in given:
-        given["restart_s"] *= 60
+    given, asked = (
+        {field: value for _, field, _, _ in terms if (value := getattr(args, f"term_{field}")) is not None}
+        for terms in (CAMPAIGN_TERMS, RECOVERY_TERMS)
+    )
+    for field in {"restart_s", "interval_s"} & given.keys():
+        given[field] *= 60
+    asked = {"spares": config.launch.spare_nodes, "elastic": float(config.layout.elastic), **asked}
     if "" in prices:
         given["price"] = prices[""]
     if args.campaign or args.loss:
-        out += campaign_lines(plan, given, args.loss)
+        out += campaign_lines(plan, given, asked, args.loss)
     if args.buy:
         named = {name: price for name, price in prices.items() if name}
         out += offer_lines(offers(config, plan.budget.tokens, args.buy, named, args.most_days), args.buy)

@@ -1,36 +1,20 @@
-"""Campaigns: Daly's interval, goodput, queues, money; scaling curves in and out of their range."""
+"""Campaigns: jobs, queues, money; scaling curves in and out of their range."""
 
 from __future__ import annotations
 
 import math
+import re
+from dataclasses import replace
 
 import pytest
 
 from megatron_port.cli.main import main
 from megatron_port.core.config.loader import load
 from megatron_port.core.errors import ConfigError
-from megatron_port.tools.plan.campaign import (
-    CURVES,
-    FAILURE_HOURS,
-    Terms,
-    best_interval,
-    campaign,
-    goodput,
-    longest_job,
-    offers,
-    straggler,
-)
-
-
-def test_the_best_interval_is_best() -> None:
-    """No interval around Daly's loses less, for failures from minutes to weeks apart."""
-    for between in (3600.0, 86400.0, 1e6):
-        best = best_interval(30.0, between)
-        found = goodput(best, 30.0, 600.0, between)
-        for factor in (0.5, 0.8, 1.25, 2.0):
-            assert goodput(best * factor, 30.0, 600.0, between) <= found * 1.001
-    # Llama 3: an interruption each 3.1 hours on 16,384 GPUs (419 in 54 days)
-    assert pytest.approx(FAILURE_HOURS / 16384) == 54 * 24 / 419
+from megatron_port.tools.plan.campaign import CURVES, Terms, campaign, longest_job, offers, straggler
+from megatron_port.tools.plan.case import case_of, machine_of
+from megatron_port.tools.plan.failures import Recovery
+from megatron_port.tools.plan.step import plan_step
 
 
 def test_a_campaign_adds_up() -> None:
@@ -42,6 +26,15 @@ def test_a_campaign_adds_up() -> None:
     assert found.carbon_t == pytest.approx(found.energy_mwh * 0.5)
     worse = campaign(3600.0 * 24, 10, Terms(failure_hours=100.0, wall_hours=2.0, wait_hours=3.0))
     assert worse.goodput < 1 and worse.jobs >= 13 and worse.days > 1 + 39 / 24 and worse.failures > 2
+    recovery = Recovery(nodes=10, copy_s=60.0, spares=2)
+    spared = campaign(3600.0 * 24, 10, terms, recovery)  # ten nodes of one device, two of them spare besides
+    assert spared.device_hours == pytest.approx(288, rel=1e-6) and spared.days == pytest.approx(1.0, rel=1e-6)
+    slowed = campaign(3600.0 * 24, 10, terms, replace(recovery, slower=0.5))
+    assert slowed.train_hours == pytest.approx(24) and slowed.days == pytest.approx(1.5, rel=1e-6)
+    often = Terms(failure_hours=100.0, wall_hours=12.0)
+    within = campaign(3600.0 * 240, 10, often, recovery)
+    assert within.jobs < campaign(3600.0 * 240, 10, often).jobs and within.failures == pytest.approx(
+        within.device_hours / 1.2 / 100)
     assert longest_job(100, (91, 183, 9472), (2.0, 6.0, 12.0)) == 6.0 and longest_job(1, (), ()) == 0.0
     assert straggler(10.0, 8.0, 1.5) == 14.0
 
@@ -61,6 +54,30 @@ def test_scaling_curves_are_the_published_ones() -> None:
     assert curve.loss(70e9, 1.4e12) == pytest.approx(1.936, abs=0.002)
     assert curve.tokens_to(curve.loss(8e9, 2e11), 8e9) == pytest.approx(2e11, rel=1e-9)
     assert curve.tokens_to(1.0, 8e9) == math.inf and curve.in_range(8e9, 2e11) and not curve.in_range(1e12, 2e11)
+
+
+def test_plan_prints_both_ways_to_deal_with_failures(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a user reads for 1T on 3,072 GCDs: checkpoints after whole steps, copies, spares and what they are worth."""
+    def lines(*more: str) -> str:
+        assert main(["plan", "runs/frontier-1t", "--no-search", "--tokens", "1e12", "--campaign", *more]) == 0
+        return capsys.readouterr().out.split("\ncampaign")[1]
+
+    out = lines("--checkpoint-minutes", "60", "--spare-nodes", "2")
+    config = load("runs/frontier-1t").config
+    case, machine = case_of(config)[0], machine_of(config)
+    step, copying = (plan_step(replace(case, copy_interval=k), machine).seconds for k in (0, 5))
+    assert f"a checkpoint every {4 * step / 60:.3g} minutes" in out and "77% of them of a node" in out
+    queued, within = (float(share) for share in re.findall(r"goodput ([\d.]+)%", out))
+    assert 94 < queued < within < 98.5 and "with 2 spare nodes" in out and "2 are worth most" in out
+    assert "in the job (engine native), 150 s" in out and "the job is queued again. Goodput by spares" in out
+    slow = lines("--checkpoint-minutes", "60", "--copy-steps", "5", "--recover-seconds", "900", "--node-share", "1",
+                 "--set", "layout.elastic=true")
+    assert f"900 s and at most {5 * copying / 60:.3g} minutes" in slow and "a replica less" in slow
+    assert "100% of them" in slow and float(re.findall(r"goodput ([\d.]+)%", slow)[1]) < within
+    assert main(["plan", "runs/frontier-1t", "--no-search", "--campaign", "--node-share", "2"]) == 2
+    assert "a share is at most 1" in capsys.readouterr().err
+    main(["plan", "runs/frontier-22b", "--nodes", "1", "--no-search", "--campaign"])
+    assert "on one node no other" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -1,11 +1,7 @@
 """A whole training run beside its steps: failures, checkpoints, queue limits, energy, cost, carbon, and a loss.
 
-Goodput follows Daly (Future Generation Computer Systems 22, 2006): with M seconds between failures, a blocking part of
-c seconds a checkpoint, an interval of τ seconds and R seconds to start again, the share of time that is progress is
-
-    1 / ((1 + c/τ) · (1 + (τ/2 + R) / M))      the interval that is best  τ = √(2 c M) − c
-
-A loss is that of published scaling curves, L = E + A/N^α + B/D^β of N parameters and D tokens, with the ranges of the
+What failures cost is ``plan.failures``' part: with jobs that are queued again, and with ranks replaced inside a job. A
+loss is that of published scaling curves, L = E + A/N^α + B/D^β of N parameters and D tokens, with the ranges of the
 runs that they were fitted to: outside them a number is an extrapolation, and is printed as one.
 """
 
@@ -14,16 +10,27 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.errors import ConfigError
 from megatron_port.tools.plan.case import case_of, machine_of
+from megatron_port.tools.plan.failures import (
+    FAILURE_HOURS,
+    Outcome,
+    Pace,
+    Recovery,
+    best_interval,
+    queued_again,
+    recovered,
+    with_spares,
+)
+from megatron_port.tools.plan.memory import copied, host_problem
 from megatron_port.tools.plan.search import options_of, search
+from megatron_port.tools.plan.step import plan_step
 from megatron_port.tools.plan.text import Plan
 
-FAILURE_HOURS = 16384 * 54 * 24 / 419
-"""Device hours between unexpected interruptions: 419 in 54 days on 16,384 H100 (Llama 3, arXiv 2407.21783, table 5)."""
 START_SECONDS = 600.0
 """From a failure to the next step: found, started, a checkpoint read; an assumption, `--restart-minutes` changes it."""
 OVERHEAD = 1.2
@@ -115,24 +122,14 @@ class Campaign:
     days: float
     """From the first submission to the last step, queues included."""
     device_hours: float
+    """Spare nodes included."""
     energy_mwh: float
     cost: float
     carbon_t: float
 
 
-def best_interval(checkpoint_s: float, between_failures_s: float) -> float:
-    """Seconds between checkpoints that lose least (Daly's first order), not less than a checkpoint takes."""
-    return max(math.sqrt(2 * checkpoint_s * between_failures_s) - checkpoint_s, checkpoint_s, 1e-9)
-
-
-def goodput(interval_s: float, checkpoint_s: float, restart_s: float, between_failures_s: float) -> float:
-    """Share of the time that is progress."""
-    lost = (interval_s / 2 + restart_s) / between_failures_s
-    return 1 / ((1 + checkpoint_s / interval_s) * (1 + lost))
-
-
-def campaign(seconds: float, devices: int, terms: Terms) -> Campaign:
-    """Return hours, jobs, energy and cost of ``seconds`` of steps on ``devices``.
+def pace_of(devices: int, terms: Terms, step_s: float = 0.0) -> Pace:
+    """Return the pace of a run on ``devices``. Checkpoints come after whole steps of ``step_s``.
 
     Raises:
         ConfigError: terms that make no sense, or jobs too short to make progress.
@@ -140,25 +137,55 @@ def campaign(seconds: float, devices: int, terms: Terms) -> Campaign:
     terms.check()
     between = terms.failure_hours * 3600 / devices
     interval = terms.interval_s or best_interval(terms.checkpoint_s, between)
-    share = goodput(interval, terms.checkpoint_s, terms.restart_s, between)
-    jobs = 1
+    interval = max(1, round(interval / step_s)) * step_s if step_s else interval
+    most = math.inf
     if terms.wall_hours:
-        useful = (terms.wall_hours * 3600 - terms.restart_s - terms.checkpoint_s) * share  # started, saved at its end
-        if useful <= 0:
+        most = terms.wall_hours * 3600 - terms.restart_s - terms.checkpoint_s  # started, saved at its end
+        if most <= 0:
             raise ConfigError(
                 f"campaign: jobs of {terms.wall_hours:g} h make no progress with {terms.restart_s / 60:g} minutes to "
                 "start; ask for a longer class of the queue"
             )
-        jobs = math.ceil(seconds / useful)
-    held = seconds / share + jobs * (terms.restart_s + terms.checkpoint_s)
-    device_hours = held / 3600 * devices
+    return Pace(
+        interval_s=interval, checkpoint_s=terms.checkpoint_s, restart_s=terms.restart_s, between_s=between, most_s=most
+    )
+
+
+def campaign(
+    seconds: float, devices: int, terms: Terms, recovery: Recovery | None = None, step_s: float = 0.0
+) -> Campaign:
+    """Return hours, jobs, energy and cost of ``seconds`` of steps on ``devices``.
+
+    ``recovery``: ranks are replaced inside the job; None: it is queued again.
+
+    Raises:
+        ConfigError: terms that make no sense, or jobs too short to make progress.
+    """
+    pace = pace_of(devices, terms, step_s)
+    if recovery is not None:
+        recovery.check()
+    found = outcome(pace, seconds, recovery)
+    trained = seconds / found.progress
+    attempts = trained / found.job.seconds
+    jobs = max(attempts, 1.0)
+    held = trained + jobs * found.start_s + max(jobs - attempts * found.job.ended, 0.0) * terms.checkpoint_s
+    spare = 1 + recovery.spares / recovery.nodes if recovery is not None else 1.0
+    device_hours = held / 3600 * devices * spare
     energy = device_hours * terms.power_w * terms.overhead / 1e6
     return Campaign(
-        train_hours=seconds / 3600, interval_s=interval, goodput=seconds / held,
-        failures=held / between, jobs=jobs, days=(held + jobs * terms.wait_hours * 3600) / 86400,
+        train_hours=seconds / 3600, interval_s=pace.interval_s, goodput=seconds / held,
+        failures=held / pace.between_s, jobs=math.ceil(jobs), days=(held + jobs * terms.wait_hours * 3600) / 86400,
         device_hours=device_hours, energy_mwh=energy, cost=device_hours * terms.price,
         carbon_t=energy * 1000 * terms.carbon / 1e6,
     )
+
+
+def outcome(pace: Pace, seconds: float, recovery: Recovery | None) -> Outcome:
+    """Return the outcome of ``seconds`` of steps; where jobs have no limit, an elastic one lasts as long."""
+    if recovery is None:
+        return queued_again(pace)
+    unlimited = recovery.replica_nodes and math.isinf(pace.most_s)
+    return recovered(replace(pace, most_s=seconds) if unlimited else pace, recovery)
 
 
 def longest_job(nodes: float, queue_nodes: tuple[int, ...], queue_hours: tuple[float, ...]) -> float:
@@ -189,24 +216,82 @@ def terms_of(plan: Plan, given: Mapping[str, float]) -> Terms:
     return replace(terms, **given)
 
 
-def campaign_lines(plan: Plan, given: Mapping[str, float], loss: float = 0.0) -> list[str]:
-    """Return the lines that price the plan's budget."""
+def recovery_of(plan: Plan, pace: Pace, asked: Mapping[str, float]) -> tuple[Recovery, float, str]:
+    """Return recovery inside the plan's job, the seconds of its step without copies, and why they do not fit a node.
+
+    ``asked``: fields of :class:`Recovery`; ``copy_steps`` between copies, 0: the run's, else those that lose least; and
+    ``elastic``, 1: without a spare the run continues on fewer replicas.
+    """
+    case, machine, own = plan.case, plan.machine, dict[str, Any](asked)
+    nodes, interval = max(1, round(plan.nodes)), round(own.pop("copy_steps", 0)) or case.copy_interval
+    elastic = own.pop("elastic", 0.0)
+    plain = plan_step(replace(case, copy_interval=0), machine).seconds
+    if not interval:
+        once = copied(replace(case, copy_interval=1), machine)
+        least = max(best_interval(once.seconds, pace.between_s), once.sending) / plain
+        interval = max(1, math.ceil(least - 1e-9))
+    case = replace(case, copy_interval=interval)
+    step = plan_step(case, machine).seconds
+    found = Recovery(
+        nodes=nodes, copy_s=interval * step, late_s=copied(case, machine).sending, slower=step / plain - 1,
+        replica_nodes=max(1, round(nodes / case.dp)) if elastic else 0,
+    )
+    return replace(found, **own), plain, host_problem(case, machine)
+
+
+def campaign_lines(
+    plan: Plan, given: Mapping[str, float], asked: Mapping[str, float] | None = None, loss: float = 0.0
+) -> list[str]:
+    """Return the lines that price the plan's budget: with jobs queued again, and recovered (``recovery_of``)."""
     terms, devices, step = terms_of(plan, given), plan.case.world, plan.step
-    found = campaign(plan.budget.steps * step.seconds, devices, terms)
+    recovery, plain, problem = recovery_of(plan, pace_of(devices, terms), asked or {})
+    seconds = plan.budget.steps * plain
+    pace = pace_of(devices, terms, plain)
+    queued, within = campaign(seconds, devices, terms, None, plain), campaign(seconds, devices, terms, recovery, plain)
+    found = within if plan.case.copy_interval else queued
     slow = straggler(step.seconds, step.split.compute, SLOW)
     lines = [
-        f"campaign  {plan.budget.steps:,} steps, {found.train_hours:,.1f} h of them: {found.days:.3g} days in "
-        f"{found.jobs} job{'s' if found.jobs > 1 else ''}"
+        f"campaign  {plan.budget.steps:,} steps, {found.train_hours:,.1f} h of them, in jobs"
         + (f" of at most {terms.wall_hours:g} h" if terms.wall_hours else "")
         + (f", each {terms.wait_hours:g} h in the queue" if terms.wait_hours else ", waits in the queue left out"),
-        f"          goodput {found.goodput:.1%}: {found.failures:.3g} failures expected (one in "
-        f"{terms.failure_hours:,.0f} device hours), a checkpoint every {found.interval_s / 60:.3g} minutes holds up "
-        f"{terms.checkpoint_s:.3g} s, {terms.restart_s / 60:.3g} minutes to start again",
+        f"          a failure every {pace.between_s / 3600:.3g} h (one in {terms.failure_hours:,.0f} device hours), "
+        f"{recovery.node_share:.0%} of them of a node; a checkpoint every {found.interval_s / 60:.3g} minutes holds up "
+        f"{terms.checkpoint_s:.3g} s",
+        f"          queued again after each, {terms.restart_s / 60:.3g} minutes to start: {_figures(queued)}",
+        *_within(plan, recovery, within, outcome(pace, seconds, recovery).pace),
+        *([f"          its copies do not fit: {problem}"] if problem and not plan.host_problem else []),
         f"          one device at {SLOW:g} times the time would make a step {slow:.3g} s "
         f"({slow / step.seconds - 1:+.0%}): find it before it is met (preflight)",
         f"          {found.device_hours:,.0f} device hours" + _spent(found, terms),
     ]
     return [*lines, *loss_lines(plan, found, loss)]
+
+
+def _figures(found: Campaign) -> str:
+    return (
+        f"goodput {found.goodput:.2%}, {found.days:.4g} days, {found.failures:.3g} failures, {found.jobs:,} "
+        f"job{'s' if found.jobs > 1 else ''}"
+    )
+
+
+def _within(plan: Plan, recovery: Recovery, found: Campaign, pace: Pace) -> list[str]:
+    """The lines of recovery inside the job, and of how many spares are worth their nodes."""
+    spares = f"{recovery.spares} spare node{'' if recovery.spares == 1 else 's'}"
+    then = "a replica less" if recovery.replica_nodes else "the job is queued again"
+    native = "" if plan.case.engine.name == "native" else " (engine native)"
+    lines = [
+        f"          recovered in the job{native}, {recovery.recover_s:.3g} s and at most {recovery.copy_s / 60:.3g} "
+        f"minutes of work for each, copies {recovery.slower:.2%} of a step: {_figures(found)}",
+    ]
+    if recovery.nodes == 1:
+        return [*lines, "          a lost node ends the job: on one node no other holds its copies"]
+    worth = with_spares(pace, recovery)
+    shown = ", ".join(f"{count}: {value:.2%}" for count, value in enumerate(worth))
+    best = worth.index(max(worth))
+    return [
+        *lines, f"          with {spares}; without one left {then}. Goodput by spares, which count as held: {shown}; "
+        f"{best} {'is' if best == 1 else 'are'} worth most (launch.spare_nodes)",
+    ]
 
 
 def _spent(found: Campaign, terms: Terms) -> str:
