@@ -108,6 +108,7 @@ class SlotSpace {
   Tensor slots(int64_t gradients, int64_t cols) {
     if (slots_ == 0) return nothing(space_);
     Tensor own = torch::stable::narrow(space_, 0, 0, slots_ * gradients * cols);
+    if (space_.is_cpu() && own.numel() < space_.numel()) own = torch::stable::clone(own);  // which holds no more
     const int64_t shape[] = {slots_, gradients, cols};
     return torch::stable::view(own, {shape, 3});
   }

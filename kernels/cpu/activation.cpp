@@ -51,7 +51,8 @@ int32_t gelu_forward(int64_t rows, int64_t cols, const T* x, const T* bias, T* y
 
 template <typename T, bool APPROXIMATE>
 int32_t gelu_backward(
-    int64_t rows, int64_t cols, const T* dy, const T* x, const T* bias, T* dx, T* dbias, float* partial) {
+    int64_t rows, int64_t cols, const T* dy, const T* x, const T* bias, T* dx, T* dbias, float* partial,
+    int64_t* kept) {
   std::vector<float> shift(cols, 0.0f);
   if (bias != nullptr) widen(bias, shift.data(), cols);
   const int64_t slots = slots_of(rows);
@@ -76,7 +77,11 @@ int32_t gelu_backward(
   for (int64_t slot = 1; slot < slots; slot++) {
     for (int64_t c = 0; c < cols; c++) partial[c] += partial[slot * cols + c];
   }
-  narrow(partial, dbias, cols);
+  if (kept != nullptr) {
+    *kept = 1;
+  } else {
+    narrow(partial, dbias, cols);
+  }
   return MP_OK;
 }
 
@@ -139,15 +144,14 @@ extern "C" int32_t mp_bias_gelu_forward(
 
 extern "C" int32_t mp_bias_gelu_backward(
     void* stream, int32_t dtype, int32_t approximate, int64_t rows, int64_t cols, const void* dy, const void* x,
-    const void* bias, void* dx, void* dbias, float* workspace,
-    int64_t*) {
+    const void* bias, void* dx, void* dbias, float* workspace, int64_t* kept) {
   if (mp::bad(rows, cols)) return MP_BAD_SIZE;
   return mp::for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
     const auto run = approximate ? mp::gelu_backward<T, true> : mp::gelu_backward<T, false>;
     return run(
         rows, cols, static_cast<const T*>(dy), static_cast<const T*>(x), static_cast<const T*>(bias),
-        static_cast<T*>(dx), static_cast<T*>(dbias), workspace);
+        static_cast<T*>(dx), static_cast<T*>(dbias), workspace, kept);
   });
 }
 

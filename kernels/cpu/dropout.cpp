@@ -43,7 +43,8 @@ int32_t forward(
 
 template <typename T>
 int32_t backward(
-    int64_t seq, int64_t batch, int64_t cols, const T* dout, const Mask& mask, T* dx, T* dbias, float* partial) {
+    int64_t seq, int64_t batch, int64_t cols, const T* dout, const Mask& mask, T* dx, T* dbias, float* partial,
+    int64_t* kept) {
   const int64_t rows = seq * batch, slots = slots_of(rows);
 #pragma omp parallel for schedule(static) if (rows * cols > kParallelFrom)
   for (int64_t slot = 0; slot < slots; slot++) {
@@ -70,7 +71,11 @@ int32_t backward(
   for (int64_t slot = 1; slot < slots; slot++) {
     for (int64_t c = 0; c < cols; c++) partial[c] += partial[slot * cols + c];
   }
-  narrow(partial, dbias, cols);
+  if (kept != nullptr) {
+    *kept = 1;
+  } else {
+    narrow(partial, dbias, cols);
+  }
   return MP_OK;
 }
 
@@ -100,13 +105,14 @@ extern "C" int32_t mp_dropout_forward(
 extern "C" int32_t mp_dropout_backward(
     void* stream, int32_t dtype, int64_t seq, int64_t batch, int64_t cols, const void* dout, const int64_t* keys,
     int64_t op_key, int32_t threshold, int64_t seq_offset, int64_t width, int64_t width_offset, void* dx, void* dbias,
-    float* workspace, int64_t*) {
+    float* workspace, int64_t* kept) {
   if (!mp::good_sizes(seq, batch, cols, threshold) || seq * batch == 0) return MP_BAD_SIZE;
   if (threshold == 0 && dbias == nullptr) return MP_OK;
   const mp::Mask mask{keys, mp::keep_of(op_key, threshold), seq_offset, width, width_offset};
   return mp::for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
     return mp::backward<T>(
-        seq, batch, cols, static_cast<const T*>(dout), mask, static_cast<T*>(dx), static_cast<T*>(dbias), workspace);
+        seq, batch, cols, static_cast<const T*>(dout), mask, static_cast<T*>(dx), static_cast<T*>(dbias), workspace,
+        kept);
   });
 }

@@ -44,7 +44,7 @@ int32_t forward(
 template <typename T>
 int32_t backward(
     bool rms, int64_t rows, int64_t cols, const T* dy, const T* dsum, const T* sum, const T* weight, const float* mean,
-    const float* rstd, T* dx, T* dweight, T* dbias, float* partial) {
+    const float* rstd, T* dx, T* dweight, T* dbias, float* partial, int64_t* kept) {
   std::vector<float> scale(cols);
   widen(weight, scale.data(), cols);
   const int64_t slots = slots_of(rows);
@@ -85,6 +85,10 @@ int32_t backward(
 #pragma omp simd
     for (int64_t c = 0; c < 2 * cols; c++) partial[c] += more[c];
   }
+  if (kept != nullptr) {
+    *kept = 1;
+    return MP_OK;
+  }
   narrow(partial, dweight, cols);
   if (dbias != nullptr) narrow(partial + cols, dbias, cols);
   return MP_OK;
@@ -110,13 +114,13 @@ extern "C" int32_t mp_norm_forward(
 extern "C" int32_t mp_norm_backward(
     void* stream, int32_t dtype, int32_t rms, int64_t rows, int64_t cols, const void* dy, const void* dsum,
     const void* sum, const void* weight, const float* mean, const float* rstd, void* dx, void* dweight, void* dbias,
-    float* workspace, int64_t*) {
+    float* workspace, int64_t* kept) {
   if (rows < 1 || cols < 1) return MP_BAD_SIZE;
   return mp::for_dtype(dtype, [&](auto zero) {
     using T = decltype(zero);
     return mp::backward<T>(
         rms, rows, cols, static_cast<const T*>(dy), static_cast<const T*>(dsum), static_cast<const T*>(sum),
         static_cast<const T*>(weight), mean, rstd, static_cast<T*>(dx), static_cast<T*>(dweight),
-        static_cast<T*>(dbias), workspace);
+        static_cast<T*>(dbias), workspace, kept);
   });
 }

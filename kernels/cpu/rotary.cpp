@@ -98,12 +98,12 @@ extern "C" int64_t mp_split_workspace(int64_t rows, int64_t cols) { return mp_dr
 extern "C" int32_t mp_split_backward(
     void* stream, int32_t dtype, int64_t seq, int64_t batch, int64_t groups, int64_t per_group, int64_t size,
     const void* dq, const void* dk, const void* dv, const int64_t* strides, void* dqkv, void* dbias, float* workspace,
-    int64_t*) {
+    int64_t* kept) {
   const int32_t code = mp_rotary_backward(
       stream, dtype, seq, batch, groups, per_group, size, dq, dk, dv, strides, nullptr, nullptr, dqkv);
   if (code != MP_OK) return code;
   // Nothing is dropped: the sums alone.
   return mp_dropout_backward(
       stream, dtype, seq, batch, groups * (per_group + 2) * size, dqkv, nullptr, 0, 0, 0, 0, 0, nullptr, dbias, workspace,
-      nullptr);
+      kept);
 }

@@ -51,7 +51,7 @@ def _allow_fp16_on_cpu() -> None:
 def _steps(
     config: RunConfig, topology: Topology, steps: int, rounded: bool = False, lr: float = LR
 ) -> list[Steps]:
-    """Of each step. ``rounded``: each weight's gradient is made in fp16 first.
+    """Of each step. ``rounded``: each parameter's gradient is made in fp16 first.
 
     That is what DeepSpeed does, and there it overflows at 65504. The native engine's goes straight to fp32.
     """
@@ -62,6 +62,8 @@ def _steps(
         dataclasses.replace(topology, vp=layout.virtual_pipeline_size, folded=layout.pipeline_schedule == "zb-v"), "cpu"
     )
     engine = build_engine(config, ctx, torch_providers())
+    for parameter in engine.stage.parameters() if rounded else ():  # type: ignore[attr-defined]
+        parameter.grad_dtype = parameter.dtype
     batches = make_batches(config, ctx)
     out = []
     product = linear_kernels.add_product

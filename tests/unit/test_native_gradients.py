@@ -131,9 +131,9 @@ def test_a_launch_adds_to_a_sum_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for used in ((0, 1), (2,), (1,), (2, 2), (1, 3, 1), (0, 3)) * 2:
         slots = torch.randn(3, len(used), 8, generator=draw)
         for i, gradient in zip(used, slots.sum(0), strict=True):
-            wanted[i] += gradient.bfloat16()
+            wanted[i] += gradient
         sink.take(slots, tuple(buckets.parameters[i] for i in used), slots.numel())
     sink.flush()
     assert all(len(set(sums)) == len(sums) for sums in launches), launches
     assert launches[:3] == [[0, 1, 2], [1], [2]]
-    assert all(torch.allclose(s, w, rtol=1e-2) for s, w in zip(buckets.sums, wanted, strict=True))
+    assert all(torch.allclose(s, w, rtol=1e-5, atol=1e-6) for s, w in zip(buckets.sums, wanted, strict=True))

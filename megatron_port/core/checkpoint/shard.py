@@ -171,16 +171,9 @@ def piece_entry(piece: StatePiece, file: str, key: str) -> PieceEntry:
     if piece.tensor.dim() != 1:
         raise ValueError(f"{piece.kind} of {piece.name}: a piece is 1-D, this one is {tuple(piece.tensor.shape)}")
     entry = PieceEntry(
-        name=piece.name,
-        kind=piece.kind,
-        global_shape=tuple(piece.global_shape),
-        dtype=dtype_name(piece.tensor.dtype),
-        offset=tuple(piece.offset),
-        shape=tuple(piece.shape),
-        flat_start=piece.flat_start,
-        numel=piece.tensor.numel(),
-        file=file,
-        key=key,
+        name=piece.name, kind=piece.kind, global_shape=tuple(piece.global_shape), dtype=dtype_name(piece.tensor.dtype),
+        offset=tuple(piece.offset), shape=tuple(piece.shape), flat_start=piece.flat_start, numel=piece.tensor.numel(),
+        file=file, key=key,
     )
     fault = range_fault(entry, entry.global_shape)
     if fault:

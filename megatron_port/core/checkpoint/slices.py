@@ -35,10 +35,7 @@ class Slice:
 
     def shifted(self, offset: Sequence[int]) -> Slice:
         """Return this slice moved by ``offset``, in elements by dimension."""
-        return Slice(
-            tuple(lo + o for lo, o in zip(self.low, offset)),
-            tuple(h + o for h, o in zip(self.high, offset)),
-        )
+        return Slice(tuple(lo + o for lo, o in zip(self.low, offset)), tuple(h + o for h, o in zip(self.high, offset)))
 
     def intersect(self, other: Slice) -> Slice | None:
         """The common slice; None if there is none."""

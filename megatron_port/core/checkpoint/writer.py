@@ -372,18 +372,9 @@ class Cancelled(Exception):
 
 
 def save_checkpoint(
-    directory: Path,
-    state: SavedState,
-    pieces: Iterable[StatePiece],
-    *,
-    keep: int = 0,
-    peers: Peers | None = None,
-    expected: Mapping[str, tuple[int, ...]] | None = None,
-    note: Note | None = None,
-    verify: bool = True,
-    compare: bool = False,
-    visible_seconds: float = VISIBLE_SECONDS,
-    committer: Committer | None = None,
+    directory: Path, state: SavedState, pieces: Iterable[StatePiece], *, keep: int = 0, peers: Peers | None = None,
+    expected: Mapping[str, tuple[int, ...]] | None = None, note: Note | None = None, verify: bool = True,
+    compare: bool = False, visible_seconds: float = VISIBLE_SECONDS, committer: Committer | None = None,
 ) -> Path:
     """Commit ``directory/step-N``, and return it. Collective over ``peers``.
 
@@ -450,12 +441,7 @@ def _write_rank(
 
 
 def write_part(
-    rank: int,
-    work: Path,
-    plan: ShardPlan,
-    data: Iterable[memoryview],
-    *,
-    verify: bool,
+    rank: int, work: Path, plan: ShardPlan, data: Iterable[memoryview], *, verify: bool,
     proceed: Callable[[], None] | None = None,
 ) -> None:
     """A rank's data file and then its list, whose appearance says that the data are durable. Raises CheckpointError."""

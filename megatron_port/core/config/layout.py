@@ -89,11 +89,8 @@ def topology_sizes(config: RunConfig, world_size: int | None) -> tuple[int, int,
 def layout_problems(config: RunConfig, world_size: int | None) -> list[str]:
     """Every reason why the model, the batch and the world cannot be split as asked. Sizes must be positive."""
     return [
-        *_model_problems(config),
-        *_tensor_problems(config, world_size),
-        *pipeline_problems(config),
-        *_world_problems(config, world_size),
-        *batch_problems(config.batch, _replicas(config, world_size)),
+        *_model_problems(config), *_tensor_problems(config, world_size), *pipeline_problems(config),
+        *_world_problems(config, world_size), *batch_problems(config.batch, _replicas(config, world_size)),
         *_axis_problems(config, world_size),
     ]
 

@@ -69,9 +69,7 @@ def broadcast_text(
     return bytes(packet.tolist()).decode()
 
 
-def gather_names(
-    name: str, *, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
-) -> list[str]:
+def gather_names(name: str, *, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> list[str]:
     """Collective: the name that each rank of the group gives, in the order of the ranks."""
     data = name.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
     own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
@@ -81,10 +79,7 @@ def gather_names(
 
 
 def agree(
-    error: BaseException | None,
-    *,
-    group: dist.ProcessGroup | None = None,
-    where: str = "",
+    error: BaseException | None, *, group: dist.ProcessGroup | None = None, where: str = "",
     device: torch.device | str = "cpu",
 ) -> None:
     """Collective: meet the other ranks; if any brings an error, all raise that of the lowest such rank.

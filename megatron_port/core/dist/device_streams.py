@@ -27,9 +27,7 @@ HOST = "host"
 class Observer(Protocol):
     """Sees stream accesses in program order, to detect races."""
 
-    def access(
-        self, stream: str, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
-    ) -> None:
+    def access(self, stream: str, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         """Work is queued on a stream that touches these tensors."""
 
     def record(self, stream: str) -> object:
@@ -53,9 +51,7 @@ def observed_by(observer: Observer) -> Iterator[None]:
         _OBSERVERS.reset(before)
 
 
-def access(
-    stream: str, what: str, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()
-) -> None:
+def access(stream: str, what: str, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()) -> None:
     """State what work on a stream touches. Costs the look at an empty tuple where nobody observes."""
     for observer in _OBSERVERS.get():
         observer.access(stream, what, reads, writes)

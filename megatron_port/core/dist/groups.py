@@ -82,14 +82,8 @@ class ParallelContext:
 
     @classmethod
     def create(
-        cls,
-        topology: Topology,
-        device: torch.device | str,
-        backend: str | None = None,
-        *,
-        timeout_s: float | None = None,
-        two_way: bool = True,
-        progress: ProgressTracker | None = None,
+        cls, topology: Topology, device: torch.device | str, backend: str | None = None, *,
+        timeout_s: float | None = None, two_way: bool = True, progress: ProgressTracker | None = None,
         options: Callable[[Communicator], object] = lambda communicator: None,
     ) -> ParallelContext:
         """Return the context of this rank, with every communicator made.

@@ -233,9 +233,7 @@ def shared_name(stages: Sequence[int]) -> str:
     return SHARED + ",".join(map(str, stages))
 
 
-def purposes(
-    mesh: Mesh, *, tied_ends: bool, reverse: bool, shared: Iterable[tuple[int, ...]] = ()
-) -> list[Purpose]:
+def purposes(mesh: Mesh, *, tied_ends: bool, reverse: bool, shared: Iterable[tuple[int, ...]] = ()) -> list[Purpose]:
     """Return the communicators of a run, from the layout alone.
 
     They must not be taken from a rank's parameter records: stages hold different ones, and ranks that create different

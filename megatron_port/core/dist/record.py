@@ -194,18 +194,9 @@ class ParameterRecord:
 
 
 def make_record(
-    name: str,
-    shape: tuple[int, ...],
-    ctx: ParallelContext,
-    *,
-    init: InitSpec,
-    decay: bool,
-    shards: Sequence[Shard] = (),
-    padded: int = 0,
-    partial_over: tuple[str, ...] = REPLICAS,
-    tied_key: str | None = None,
-    tied_primary: bool = True,
-    row_runs: tuple[int, ...] = (),
+    name: str, shape: tuple[int, ...], ctx: ParallelContext, *, init: InitSpec, decay: bool,
+    shards: Sequence[Shard] = (), padded: int = 0, partial_over: tuple[str, ...] = REPLICAS,
+    tied_key: str | None = None, tied_primary: bool = True, row_runs: tuple[int, ...] = (),
 ) -> ParameterRecord:
     """Return the record of this rank's slice of a parameter whose ``shards`` are equal runs.
 
@@ -263,11 +254,7 @@ _CHUNK = 1 << 20
 
 
 def _global_index(
-    start: int,
-    stop: int,
-    shape: tuple[int, ...],
-    offset: tuple[int, ...],
-    extent: tuple[int, ...],
+    start: int, stop: int, shape: tuple[int, ...], offset: tuple[int, ...], extent: tuple[int, ...],
     device: torch.device,
 ) -> torch.Tensor:
     """Row-major positions in the global tensor of elements [start, stop) of the flattened box."""
@@ -289,13 +276,7 @@ def _global_index(
 
 
 def initial_values(
-    *,
-    seed: int,
-    name: str,
-    init: InitSpec,
-    shape: tuple[int, ...],
-    offset: tuple[int, ...],
-    extent: tuple[int, ...],
+    *, seed: int, name: str, init: InitSpec, shape: tuple[int, ...], offset: tuple[int, ...], extent: tuple[int, ...],
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
     """Return the initial fp32 values of a slice (``offset``, ``extent``) of parameter ``name`` of logical ``shape``."""

@@ -49,9 +49,7 @@ def global_samples(micro_batches: Sequence[MicroBatch], ctx: ParallelContext) ->
     return sum(len(b.sample_ids) for b in micro_batches) * ctx.size("dp")
 
 
-def term_counts(
-    micro_batches: Sequence[MicroBatch], objective: Objective, ctx: ParallelContext
-) -> tuple[float, ...]:
+def term_counts(micro_batches: Sequence[MicroBatch], objective: Objective, ctx: ParallelContext) -> tuple[float, ...]:
     """Return the denominators of the objective's additional terms over all replicas; empty on all stages but the last,
     which alone uses them. Collective over its replicas."""
     if not (objective.terms and ctx.is_last_stage):

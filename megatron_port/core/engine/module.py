@@ -96,9 +96,7 @@ def read_range(
             out.copy_(whole.view(-1)[start : start + out.numel()])
 
 
-def logical_pieces(
-    record: ParameterRecord, kind: str, flat: torch.Tensor, start: int
-) -> Iterator[StatePiece]:
+def logical_pieces(record: ParameterRecord, kind: str, flat: torch.Tensor, start: int) -> Iterator[StatePiece]:
     """Yield pieces for elements [start, start + len(flat)) of this rank's flattened local tensor, padding cut off.
 
     Padding is at the end of the split dimension. Where that is dimension 0 the
@@ -149,13 +147,6 @@ def zero_moments(read: StateReader) -> StateReader:
 
 
 __all__ = [
-    "ScratchBuffer",
-    "StageModule",
-    "buffer_pieces",
-    "load_buffers",
-    "logical_pieces",
-    "read_local",
-    "read_range",
-    "recorded_parameters",
-    "zero_moments",
+    "ScratchBuffer", "StageModule", "buffer_pieces", "load_buffers", "logical_pieces", "read_local", "read_range",
+    "recorded_parameters", "zero_moments",
 ]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_port.core.dist.positions import Positions, SequencePartition
-from megatron_port.core.layers.fused import CausalSoftmax, ProbabilityDropout, product, torch_causal_softmax
+from megatron_port.core.layers.fused import CausalSoftmax, ProbabilityDropout, product, torch_causal_softmax, upcast
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def visible_softmax(scores: Tensor, visible: Tensor, *, softcap: float = 0.0, si
         wide = softcap * torch.tanh(wide / softcap)
     wide = wide.masked_fill(~visible, float("-inf"))
     if sinks is not None:
-        column = sinks.to(wide.dtype).view(1, -1, 1, 1).expand(*wide.shape[:-1], 1)
+        column = upcast(sinks).view(1, -1, 1, 1).expand(*wide.shape[:-1], 1)
         wide = torch.cat((wide, column), dim=-1)
     return torch.softmax(wide, dim=-1)[..., : scores.shape[-1]].to(scores.dtype)
 
@@ -141,14 +141,8 @@ class Attention(Protocol):
     """Attention of one layer; shapes as in the module's docstring."""
 
     def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        causal: bool = True,
-        dropout: ProbabilityDropout | None = None,
-        mask: AttentionMask | None = None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
+        dropout: ProbabilityDropout | None = None, mask: AttentionMask | None = None,
     ) -> torch.Tensor: ...
 
 
@@ -192,13 +186,8 @@ def math_attention_with(softmax: CausalSoftmax) -> Attention:
     under a mask by torch."""
 
     def attention(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        causal: bool = True,
-        dropout: ProbabilityDropout | None = None,
-        mask: AttentionMask | None = None,
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True,
+        dropout: ProbabilityDropout | None = None, mask: AttentionMask | None = None,
     ) -> torch.Tensor:
         check_shapes(q, k, v, causal, mask)
         seq, batch, heads, size = q.shape

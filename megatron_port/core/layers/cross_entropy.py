@@ -35,9 +35,7 @@ class CrossEntropyOps(Protocol):
     This rank's columns are [0, extent), the ids from ``offset`` on; a label of no such id matches nowhere.
     """
 
-    def statistics(
-        self, logits: Tensor, labels: Tensor, *, offset: int, extent: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def statistics(self, logits: Tensor, labels: Tensor, *, offset: int, extent: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return (maximum m, Σ exp(x - m), logit of the label or 0) over this rank's columns; logits are unchanged.
 
         With no column, or nothing above -inf: (-inf, 0, ...).
@@ -52,9 +50,7 @@ class CrossEntropyOps(Protocol):
 class TorchCrossEntropy:
     """Cross-entropy in torch ops, some rows at a time, so that wide copies of half-precision logits stay small."""
 
-    def statistics(
-        self, logits: Tensor, labels: Tensor, *, offset: int, extent: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def statistics(self, logits: Tensor, labels: Tensor, *, offset: int, extent: int) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
         maximum = torch.full(labels.shape, float("-inf"), dtype=wide, device=logits.device)
         total, target = torch.zeros_like(maximum), torch.zeros_like(maximum)
@@ -150,9 +146,7 @@ class _VocabParallelCrossEntropy(FirstOrderFunction):
 
     @staticmethod
     @first_order
-    def backward(
-        ctx: Any, grad: torch.Tensor
-    ) -> tuple[torch.Tensor, None, None, None, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None, None]:
         if ctx.spent:
             raise RuntimeError(_SPENT)
         try:

@@ -109,9 +109,7 @@ class DropoutStream:
         self.samples: SampleKey | None = None
         """Samples in flight; None before the first micro-batch."""
 
-    def set_micro_batch(
-        self, step: int, sample_ids: Sequence[int], keys: torch.Tensor | None = None
-    ) -> SampleKey:
+    def set_micro_batch(self, step: int, sample_ids: Sequence[int], keys: torch.Tensor | None = None) -> SampleKey:
         """Set the samples of the next forward pass. ``keys``: memory with their keys, of a captured step."""
         self.samples = SampleKey(self.seed, step, tuple(int(i) for i in sample_ids), self.device, keys)
         return self.samples

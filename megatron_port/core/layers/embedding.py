@@ -10,8 +10,9 @@ from torch import nn
 
 from megatron_port.core.dist.collectives import reduce_from_tp, reduce_scatter_sequence
 from megatron_port.core.dist.groups import ParallelContext
+from megatron_port.core.dist.positions import Positions
 from megatron_port.core.dist.record import InitSpec, Shard, attach, make_record
-from megatron_port.core.layers.fused import FirstOrderFunction, first_order
+from megatron_port.core.layers.fused import FirstOrderFunction, first_order, gradient_dtype
 from megatron_port.core.layers.linear import WgradAccumulator, torch_add_rows
 
 
@@ -22,16 +23,8 @@ def padded_vocab_size(vocab_size: int, *, tp: int, multiple: int) -> int:
 
 
 def vocab_parameter(
-    name: str,
-    vocab_size: int,
-    hidden_size: int,
-    *,
-    ctx: ParallelContext,
-    padding_multiple: int,
-    init: InitSpec,
-    dtype: torch.dtype,
-    tied_key: str | None = None,
-    tied_primary: bool = True,
+    name: str, vocab_size: int, hidden_size: int, *, ctx: ParallelContext, padding_multiple: int, init: InitSpec,
+    dtype: torch.dtype, tied_key: str | None = None, tied_primary: bool = True,
 ) -> nn.Parameter:
     """A [padded_vocab/tp, hidden] parameter of logical shape [vocab, hidden], split by rows."""
     record = make_record(
@@ -44,8 +37,8 @@ def vocab_parameter(
 
 class _Rows(FirstOrderFunction):
     """Rows of a table [vocab, hidden], whose gradient goes to its ``wgrad_accumulator`` (``layers.linear``): into the
-    engine's sum at once, without a gradient of the whole table in the compute dtype. A table without one gets that
-    gradient, whose rows are rounded once: torch's own on a CPU rounds after each token. So does one ``by_autograd``.
+    engine's sum at once, without a gradient of the whole table. A table without one gets that gradient, whose rows are
+    rounded at most once: torch's own on a CPU rounds after each token. So does one ``by_autograd``.
     """
 
     @staticmethod
@@ -65,7 +58,40 @@ class _Rows(FirstOrderFunction):
             return None, None, None
         total = torch.zeros(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
         torch_add_rows(total, tokens.flatten(), rows)
-        return None, total.to(weight.dtype), None
+        return None, total, None
+
+
+def table_rows(tokens: torch.Tensor, table: torch.Tensor, *, by_autograd: bool = False) -> torch.Tensor:
+    """Return rows [..., hidden] of ``table`` [rows, hidden] for ``tokens`` int64 [...]; see :class:`_Rows`."""
+    rounds = table.device.type == "cpu" and table.dtype in (torch.bfloat16, torch.float16)
+    if torch.is_grad_enabled() and table.requires_grad and (rounds or hasattr(table, "wgrad_accumulator")):
+        rows: torch.Tensor = _Rows.apply(tokens, table, by_autograd)
+        return rows
+    return F.embedding(tokens, table)
+
+
+class _Positions(FirstOrderFunction):
+    """Rows of a table at ``positions``, as [rows, batch, hidden] without copies; the gradient is summed over the batch
+    in float32 or wider."""
+
+    @staticmethod
+    def forward(ctx: Any, table: torch.Tensor, positions: Positions, batch: int) -> torch.Tensor:
+        ctx.positions, ctx.shape, ctx.dtype = positions, table.shape, gradient_dtype(table)
+        return positions.take(table)[:, None, :].expand(-1, batch, -1)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        rows = grad.sum(1, dtype=ctx.dtype)
+        if ctx.positions.runs != ((0, ctx.shape[0]),):
+            rows = rows.new_zeros(ctx.shape).index_copy_(0, ctx.positions.index(rows.device), rows)
+        return rows, None, None
+
+
+def position_rows(table: torch.Tensor, positions: Positions, batch: int) -> torch.Tensor:
+    """Return the rows [rows, batch, hidden] of a table of learned positions, the same for each sample."""
+    rows: torch.Tensor = _Positions.apply(table, positions, batch)
+    return rows
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -83,20 +109,13 @@ class VocabParallelEmbedding(nn.Module):
         self.weight, self.group, self.sequence_parallel = weight, ctx.over("tp"), sequence_parallel
         self.by_autograd = False
 
-    def _rows(self, tokens: torch.Tensor) -> torch.Tensor:
-        w = self.weight
-        rounds = w.device.type == "cpu" and w.dtype in (torch.bfloat16, torch.float16)
-        if torch.is_grad_enabled() and w.requires_grad and (rounds or hasattr(w, "wgrad_accumulator")):
-            rows: torch.Tensor = _Rows.apply(tokens, w, self.by_autograd)
-            return rows
-        return F.embedding(tokens, w)
-
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         group = self.group
         if group is None:
-            return self._rows(tokens)
+            return table_rows(tokens, self.weight, by_autograd=self.by_autograd)
         record = self.weight.record  # type: ignore[attr-defined]
         local = tokens - record.offset[0]
         outside = (local < 0) | (local >= record.extent[0])
-        y = self._rows(local.masked_fill(outside, 0)).masked_fill(outside.unsqueeze(-1), 0.0)
+        y = table_rows(local.masked_fill(outside, 0), self.weight, by_autograd=self.by_autograd)
+        y = y.masked_fill(outside.unsqueeze(-1), 0.0)
         return reduce_scatter_sequence(y, group) if self.sequence_parallel else reduce_from_tp(y, group)

@@ -35,7 +35,7 @@ from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import REPLICAS
 from megatron_port.core.dist.record import SEQUENCE, InitSpec, ParameterRecord, Shard, attach, make_record
 from megatron_port.core.layers import fused
-from megatron_port.core.layers.fused import FirstOrderFunction, first_order, widens
+from megatron_port.core.layers.fused import FirstOrderFunction, add_bias, first_order, gradient_dtype, widens
 
 if TYPE_CHECKING:
     from megatron_port.core.layers.spec import LinearSpec
@@ -277,6 +277,7 @@ class _Linear(FirstOrderFunction):
         # The weights are also kept as they are: a saved tensor may be unpacked without the parameter's attributes.
         ctx.save_for_backward(x if any(ctx.needs_input_grad[5:]) else None, *weights)
         ctx.weights, ctx.group, ctx.sequence, ctx.kernels = weights, group, sequence, kernels
+        ctx.bias = bias
         full_input = all_gather_first(x, group) if sequence else x
         if len(weights) == 1:
             y, scale = kernels.forward(full_input, weights[0], _as_2d(weights[0]), bias)
@@ -319,7 +320,7 @@ class _Linear(FirstOrderFunction):
             for i, weight in enumerate(ctx.weights):
                 if needs[5 + i]:
                     dw[i] = _wgrad(kernels, weight, for_wgrad[i], full_input, ctx.saved_input_scales[i])
-        db = grad_2d.sum(dim=0) if needs[1] else None
+        db = grad_2d.sum(dim=0, dtype=gradient_dtype(ctx.bias)) if needs[1] else None
         return None if dx is None else dx.take(), db, None, None, None, *dw
 
 
@@ -507,7 +508,7 @@ class RowParallelLinear(nn.Module):
         else:
             y = linear(x, self.weight, kernels=self.kernels)
         y = (reduce_scatter_sequence if self.sequence_parallel else reduce_from_tp)(y, self.group)
-        return y if self.bias is None or self.skip_bias else y + self.bias
+        return y if self.bias is None or self.skip_bias else add_bias(y, self.bias)
 
 
 class UnsplitLinear(nn.Module):

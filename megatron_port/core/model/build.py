@@ -40,9 +40,7 @@ from megatron_port.core.registry import PARTS
 class Recompute(Protocol):
     """Activation recompute (``memory.recompute``)."""
 
-    def __call__(
-        self, function: Callable[..., torch.Tensor], *inputs: torch.Tensor, step: StepSlot
-    ) -> torch.Tensor:
+    def __call__(self, function: Callable[..., torch.Tensor], *inputs: torch.Tensor, step: StepSlot) -> torch.Tensor:
         """Run ``function(*inputs)`` keeping only its inputs; its modules see the same micro-batch both times."""
 
 

@@ -7,12 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from megatron_port.core.layers import fused
 from megatron_port.core.layers.cross_entropy import vocab_parallel_cross_entropy
-from megatron_port.core.layers.embedding import VocabParallelEmbedding
+from megatron_port.core.layers.embedding import VocabParallelEmbedding, position_rows, table_rows
 from megatron_port.core.layers.fused import torch_layer_norm, torch_rms_norm
 from megatron_port.core.layers.linear import linear
 from megatron_port.core.model.build import BuildContext
@@ -98,25 +97,25 @@ class Embedding(nn.Module):
         self.word = VocabParallelEmbedding(weight, ctx=build.ctx, sequence_parallel=build.sequence_parallel)
         self.position = None if spec.position is None else build.unsplit(spec.position)
         self.position_reset = build.position_reset
-        self.position_rows: Callable[[Embedding, int], torch.Tensor] = Embedding.own_positions
+        self.position_rows: Callable[[Embedding, torch.Tensor], torch.Tensor] = Embedding.own_positions
         """Replaced by inference, where each sequence of a batch may be at another position."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.word(tokens.t().contiguous())
         if self.position is not None:
-            x = x + self.position_rows(self, x.shape[0])
+            x = x + self.position_rows(self, x)
         if self.multiplier != 1.0:
             x = x * self.multiplier
         return self.residual.drop(x, op="embedding")
 
-    def own_positions(self, rows: int) -> torch.Tensor:
-        """Learned embeddings of the positions of this rank's ``rows``: [rows, 1, hidden], or [rows, batch, hidden]
-        counted from each document's start."""
+    def own_positions(self, x: torch.Tensor) -> torch.Tensor:
+        """Learned embeddings of the positions of this rank's rows x [rows, batch, hidden], of the same shape."""
         assert self.position is not None
+        rows, batch, _ = x.shape
         index = self.document_positions(rows)
         if index is None:
-            return self.residual.positions(rows).take(self.position)[:, None, :]
-        return F.embedding(index, self.position)
+            return position_rows(self.position, self.residual.positions(rows), batch)
+        return table_rows(index, self.position)
 
     def document_positions(self, rows: int) -> torch.Tensor | None:
         """Return this rank's positions counted from each document's start, int [rows, batch]; None: not reset."""

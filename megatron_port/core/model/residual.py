@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_port.core.dist.positions import Positions, SequencePartition
-from megatron_port.core.layers.fused import BiasDropoutAdd, BiasDropoutAddNorm
+from megatron_port.core.layers.fused import BiasDropoutAdd, BiasDropoutAddNorm, add_bias
 from megatron_port.core.layers.step import StepSlot
 
 if TYPE_CHECKING:
@@ -61,14 +61,12 @@ class ResidualStream:
             x, self.dropout_now, op=op, positions=self._mask_positions(x.shape[0]), width=self.width
         )
 
-    def _scaled(
-        self, x: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _scaled(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         return x * self.multiplier, None if bias is None else bias * self.multiplier
 
     def biased(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return x + bias: a branch whose norm reads both."""
-        return x if bias is None else x + bias
+        return add_bias(x, bias)
 
     def bias_dropout_add(
         self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, *, op: str
@@ -80,7 +78,7 @@ class ResidualStream:
         if bias is None and p == 0.0:
             return residual + x
         if fused is None:
-            return residual + self.drop(x if bias is None else x + bias, op=op)
+            return residual + self.drop(add_bias(x, bias), op=op)
         positions, keys = self._mask_positions(x.shape[0]), self.step.stream.sample_keys(p)
         key, runs = self.step.stream.op_key(op), positions.runs
         rows = [run.length for run in runs]

@@ -468,9 +468,7 @@ def _branch(out: list[Op], name: str, bias: bool, norm: NormSpec | None, site: S
     if bias:
         source = f"biased {name}"
         out.append(Op(kind="bias", run=f"biased_{name}", site=site, reads=(name,), writes=(source,)))
-    out.append(Op(
-        kind="branch norm", run=norm.name, site=site, reads=(source,), writes=(f"normed {name}",), part=norm,
-    ))
+    out.append(Op(kind="branch norm", run=norm.name, site=site, reads=(source,), writes=(f"normed {name}",), part=norm))
     return f"normed {name}", False
 
 

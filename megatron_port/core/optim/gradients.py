@@ -45,9 +45,8 @@ def owned_gradients(
 
 
 def global_square_norm(
-    owned: Sequence[torch.Tensor],
-    ctx: ParallelContext,
-    square_norm: Callable[[list[torch.Tensor]], torch.Tensor] | None = None,
+    owned: Sequence[torch.Tensor], ctx: ParallelContext, square_norm: Callable[[list[torch.Tensor]],
+    torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Return the sum of squares of all final gradients of the model, a float64 scalar on the device. Collective.
 

@@ -290,9 +290,7 @@ def _completed_sends(schedule: Schedule, stage: int) -> list[tuple[Message, ...]
 @lru_cache(maxsize=64)
 def turns(schedule: Schedule, stage: int) -> tuple[Turn, ...]:
     """Return the turns of a stage in a step, in order."""
-    queues = {
-        down: [m for m in _ordered(schedule)[stage] if m.downstream is down] for down in (True, False)
-    }
+    queues = {down: [m for m in _ordered(schedule)[stage] if m.downstream is down] for down in (True, False)}
     places = {message: i for queue in queues.values() for i, message in enumerate(queue)}
     at = {True: 0, False: 0}
     waiting: dict[bool, int] = {True: 0, False: 0}
@@ -412,9 +410,7 @@ class Filling(Protocol):
 
 
 @lru_cache(maxsize=64)
-def make_schedule(
-    name: str, stages: int, micro_batches: int, chunks: int = 1, *, exchanges: bool = False
-) -> Schedule:
+def make_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1, *, exchanges: bool = False) -> Schedule:
     """Return the schedule of a step. Made once per step size; lists of all stages, O(stages × micro-batches).
 
     ``exchanges``: the passes exchange rows of experts, which weight passes may fill (``pipeline.zero_bubble``).

@@ -281,7 +281,7 @@ class Partial(NamedTuple):
     def sink_gradient(self, sinks: Tensor, along: Tensor) -> Tensor:
         """Return the gradient [heads] of the sinks that were added. ``along``: see :func:`product_with_output`."""
         score = sinks.to(self.top.dtype).view(1, -1, 1)
-        return -(torch.exp(score - self.top) / self.total * along).sum(dim=(0, 2)).to(sinks.dtype)
+        return -(torch.exp(score - self.top) / self.total * along).sum(dim=(0, 2))
 
 
 class PartialAttention(Protocol):

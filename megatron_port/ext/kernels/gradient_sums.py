@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -17,12 +18,25 @@ _MOST_WAITING = 8 << 20
 """Elements of slots that may wait, 32 MiB: they are read again from a GPU's cache, which has 40 to 60 MB."""
 
 
+class _SumsOfUses:
+    """Destination of slots (``differentiable.SlotSums``) for leaves that are uses of parameters, each named by its
+    ``parameter``: they are kept for those."""
+
+    def __init__(self, sums: SumsTogether) -> None:
+        self._sums = weakref.ref(sums)
+
+    def take(self, slots: torch.Tensor, uses: Parameters, elements: int) -> None:
+        """Keep slots of the parameters that ``uses`` are of."""
+        sums = self._sums()
+        assert sums is not None, "a backward pass after its engine's end"
+        sums.take(slots, tuple(use.parameter for use in uses), elements)  # type: ignore[attr-defined]
+
+
 class SumsTogether(GradientSink):
     """Sink whose small gradients wait until one arrives that is reduced with others, and for the end of the pass.
 
-    The sums are those of each added by itself, to the bit. On a GPU gradients wait as the slots of the kernels that
-    made them (``differentiable``), up to :data:`_MOST_WAITING` elements. A parameter that is used twice in a pass
-    then gets two gradients, each rounded, where autograd would round their sum.
+    Gradients of biases and norms wait as the slots of the kernels that made them (``differentiable``), up to
+    :data:`_MOST_WAITING` elements, and are added without being rounded to the parameter's dtype.
     """
 
     def __init__(self, sharded: ShardedParameters) -> None:
@@ -32,6 +46,7 @@ class SumsTogether(GradientSink):
         """(slots, which of their gradients is the first parameter's, parameters)"""
         self._kept_elements = 0
         self._bucket: int | None = None
+        self._uses = _SumsOfUses(self)
         self._turn = 0
         """Number of the next flush. A parameter's ``slot_turn`` is that of the flush its slots were last kept for."""
 
@@ -42,14 +57,21 @@ class SumsTogether(GradientSink):
             return self._add
         bucket = self._sharded().reduced_with(parameter)
         parameter.slot_bucket, parameter.slot_turn = bucket, -1  # type: ignore[attr-defined]
-        if not parameter.is_cpu and parameter.dim() == 1:
-            parameter.slot_sums = self  # type: ignore[attr-defined]
+        if parameter.dim() == 1:
+            parameter.slot_sums, parameter.use_sums = self, self._uses  # type: ignore[attr-defined]
 
         def wait(parameter: torch.Tensor) -> None:
-            if parameter.grad is not None:  # else layers.linear or the kernel itself has added it
-                if bucket != self._bucket:
-                    self._turn_to(bucket)
-                self._waiting.append(parameter)
+            grad = parameter.grad
+            if grad is None:  # layers.linear or the kernel itself has added it
+                return
+            if grad.dtype != parameter.dtype:  # float32, from an op that sums rows: one slot
+                parameter.grad = None
+                self._keep_alone(grad.reshape(1, 1, -1), 0, parameter, bucket)
+                self._kept_elements += grad.numel()
+                return
+            if bucket != self._bucket:
+                self._turn_to(bucket)
+            self._waiting.append(parameter)
 
         return wait
 
@@ -102,7 +124,7 @@ class SumsTogether(GradientSink):
         if kept:
             slots = [part for part, _, parameters in kept for _ in parameters]
             rows = [first + i for _, first, parameters in kept for i in range(len(parameters))]
-            add_slots_([sharded.gradient_of(parameter) for parameter in owners], slots, rows, owners[0])
+            add_slots_([sharded.gradient_of(parameter) for parameter in owners], slots, rows)
         if waiting:
             add_gradients_([sharded.gradient_of(p) for p in waiting], [p.grad for p in waiting if p.grad is not None])
         for parameter in waiting:

@@ -206,7 +206,7 @@ class _ChunkedLosses(FirstOrderFunction):
         dx, db = passed.dx, passed.db
         if dx is not None:
             dx = (start_reduce_scatter if head.sequence_parallel else start_all_reduce)(dx, head.group).take()
-        return dx, None if db is None else db.to(weight.dtype), dw, None, None
+        return dx, db, dw, None, None
 
 
 class _Backward:

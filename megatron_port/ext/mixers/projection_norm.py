@@ -35,7 +35,7 @@ class _SplitRMSNorm(FirstOrderFunction):
         # The mean is of all ranks' features, so the gradient of each rank's outputs reaches every rank's features.
         mean = all_reduce_sum((scaled * normed).sum(-1, keepdim=True), ctx.group) / ctx.count
         dx = (scaled - normed * mean) * rstd
-        return dx.to(x.dtype), (grad * normed).flatten(0, -2).sum(0).to(weight.dtype), None, None, None
+        return dx.to(x.dtype), (grad * normed).flatten(0, -2).sum(0), None, None, None
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

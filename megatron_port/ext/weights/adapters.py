@@ -87,6 +87,7 @@ class _Adapted(FirstOrderFunction):
         # The weights are also kept as they are: a saved tensor may be unpacked without the parameter's attributes.
         ctx.weights, ctx.sizes, ctx.scale, ctx.drop, ctx.places = weights, sizes, scale, drop, places
         ctx.group, ctx.sequence, ctx.kernels = group, sequence, kernels
+        ctx.bias = bias
         return y
 
     @staticmethod
@@ -108,7 +109,7 @@ class _Adapted(FirstOrderFunction):
             place.add_a(d_low, read_2d)
         if not ctx.places:
             da = fused.product(d_low.t(), read_2d)
-        d_bias = grad_2d.sum(dim=0) if ctx.needs_input_grad[1] else None
+        d_bias = grad_2d.sum(dim=0, dtype=fused.gradient_dtype(ctx.bias)) if ctx.needs_input_grad[1] else None
         return (None if dx is None else dx.take(), d_bias, da, db, *[None] * (6 + len(weights)))
 
 

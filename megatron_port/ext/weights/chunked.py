@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron_port.core.config.schema import LayoutConfig
 from megatron_port.core.dist.collectives import Group, all_gather_first, all_gather_single, reduce_scatter_single
 from megatron_port.core.dist.device_streams import COMPUTE, access, in_flight
-from megatron_port.core.layers.fused import first_order, widens
+from megatron_port.core.layers.fused import add_bias, first_order, widens
 from megatron_port.core.layers.linear import PLAIN, ColumnParallelLinear, LinearKernels, RowParallelLinear, _Linear
 from megatron_port.ext.weights.exchanged import ExchangedColumnLinear, ExchangedRowLinear, prepare_entry
 from megatron_port.ext.weights.few_bits import forward_operand
@@ -128,6 +128,7 @@ class _Entering(_Linear):
     ) -> torch.Tensor:
         group, chunks = how
         matrix = prepare_entry(ctx, x, weight, group, kernels)
+        ctx.bias = bias
         return _gather_chunks(x, forward_operand(kernels, matrix), bias, group, chunks)
 
 
@@ -165,7 +166,7 @@ class ChunkedRowParallelLinear(RowParallelLinear):
             return super().forward(x)
         how = self.group, self.sequence_parallel, self.chunks
         y: torch.Tensor = _Leaving.apply(x, None, how, False, self.kernels, self.weight)
-        return y if self.bias is None or self.skip_bias else y + self.bias
+        return y if self.skip_bias else add_bias(y, self.bias)
 
 
 def overlapped_column(layout: LayoutConfig, *arguments: Any, **options: Any) -> ColumnParallelLinear:

@@ -190,6 +190,7 @@ class _Entering(_Linear):
     ) -> torch.Tensor:
         group, exchange = how
         matrix = prepare_entry(ctx, x, weight, group, kernels)
+        ctx.bias = bias
         return exchange.gather(x, matrix, bias, group)[1]
 
 
@@ -244,4 +245,4 @@ class ExchangedRowLinear(RowParallelLinear):
         if self.exchange is None or not self.sequence_parallel:
             return super().forward(x)
         y: torch.Tensor = _Leaving.apply(x, None, (self.group, self.exchange), False, self.kernels, self.weight)
-        return y if self.bias is None or self.skip_bias else y + self.bias
+        return y if self.skip_bias else fused.add_bias(y, self.bias)

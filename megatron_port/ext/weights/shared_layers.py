@@ -11,9 +11,9 @@ itself, so each layer's use of them gives its gradient to the sum directly.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -86,19 +86,27 @@ def share_weights(
                 module.__class__ = _with_uses_apart(type(module))  # type: ignore[arg-type]  # a class is hashable
 
 
-class _Use(torch.autograd.Function):
-    """One layer's use of a parameter: its gradient goes to the engine's sum by itself."""
+def separate_use(parameter: torch.Tensor, add: Callable[[torch.Tensor], object]) -> torch.Tensor:
+    """Return a leaf that shares the parameter's memory, whose gradient goes to ``add`` by itself and is rounded only if
+    the parameter's is. Own kernels find the parameter (``parameter``) and where its gradient waits (``slot_sums``)."""
+    use = parameter.detach().requires_grad_()
+    use.grad_dtype, use.parameter = parameter.grad_dtype, parameter  # type: ignore[attr-defined]
+    if sums := getattr(parameter, "use_sums", None):
+        use.slot_sums = sums  # type: ignore[attr-defined]
 
-    @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor) -> torch.Tensor:
-        ctx.parameter = parameter
-        return parameter.view_as(parameter)
+    def took(use: torch.Tensor) -> None:
+        grad, use.grad = use.grad, None
+        if grad is not None:
+            add(grad)
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> None:
-        accumulator: WgradAccumulator = ctx.parameter.wgrad_accumulator
-        accumulator.main_grad_of(ctx.parameter).add_(grad)
-        accumulator.on_added(ctx.parameter)
+    use.register_post_accumulate_grad_hook(took)
+    return use
+
+
+def _add(parameter: torch.Tensor, grad: torch.Tensor) -> None:
+    accumulator: WgradAccumulator = parameter.wgrad_accumulator  # type: ignore[attr-defined]
+    accumulator.main_grad_of(parameter).add_(grad)
+    accumulator.on_added(parameter)
 
 
 @cache
@@ -112,8 +120,6 @@ def _with_uses_apart(module: type[nn.Module]) -> type[nn.Module]:
             return found
         if not (found.requires_grad and torch.is_grad_enabled()):
             return found
-        use = _Use.apply(found)  # type: ignore[no-untyped-call]
-        use.parameter = found
-        return use
+        return separate_use(found, partial(_add, found))
 
     return type(module.__name__, (module,), {"__getattr__": read, "__module__": module.__module__})

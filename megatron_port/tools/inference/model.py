@@ -223,10 +223,10 @@ class CacheSlot:
             self._now.store(name, k, v)
         return attention(q, k, v, **options)
 
-    def _position_rows(self, embedding: Embedding, rows: int) -> torch.Tensor:
-        """Learned embeddings: [1, batch, hidden] under a filled cache, else [rows, 1, hidden]."""
+    def _position_rows(self, embedding: Embedding, x: torch.Tensor) -> torch.Tensor:
+        """Learned embeddings of x [rows, batch, hidden]; under a filled cache it has one row."""
         if self._now is None or self._now.positions is None:
-            return embedding.own_positions(rows)
+            return embedding.own_positions(x)
         assert embedding.position is not None
         return embedding.position[self._now.positions][None]
 

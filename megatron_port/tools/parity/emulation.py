@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_port.core.config.schema import PrecisionConfig, RunConfig
@@ -29,7 +28,7 @@ from megatron_port.core.dist.positions import SequencePartition
 from megatron_port.core.dist.record import record_of
 from megatron_port.core.layers import fused
 from megatron_port.core.layers.cross_entropy import CrossEntropyOps
-from megatron_port.core.layers.embedding import VocabParallelEmbedding, padded_vocab_size
+from megatron_port.core.layers.embedding import VocabParallelEmbedding, padded_vocab_size, table_rows
 from megatron_port.core.layers.linear import PLAIN, ColumnParallelLinear, LinearKernels, RowParallelLinear, linear
 from megatron_port.core.model.attention import SelfAttention, rank_rows
 from megatron_port.core.model.layers import Embedding, Head, Norm, TransformerLayer
@@ -40,6 +39,7 @@ from megatron_port.ext.experts.moe import Experts, MoE
 from megatron_port.ext.mixers.projection_norm import ProjectionNorm
 from megatron_port.ext.weights.few_bits import FewBitLinearKernels
 from megatron_port.ext.weights.low_rank import FactoredColumnLinear
+from megatron_port.ext.weights.shared_layers import separate_use
 from megatron_port.tools.parity.comparison import (
     FIRST_STEP,
     FP32,
@@ -84,6 +84,11 @@ class RoundingEmulation:
     def emulate_rounding(self, stage: nn.Module) -> None:
         """Make the model of a single process, engine native, round in these places."""
         tp = self.tensor_parallel_size
+        for parameter in stage.parameters() if self.rounded_weight_gradients else ():
+            parameter.grad_dtype = parameter.dtype
+            for place in ("slot_sums", "use_sums"):
+                if hasattr(parameter, place):
+                    delattr(parameter, place)
         for module in list(stage.modules()):
             if isinstance(module, SelfAttention) and tp > module.spec.groups.groups:
                 self._cut_shared(module)
@@ -309,25 +314,13 @@ class _CutCrossEntropy:
         self.ops.gradient_(logits, labels, maximum, total, grad, offset=offset, extent=extent)
 
 
-class _Shared(torch.autograd.Function):
-    """Use of a parameter by one rank's tokens: its gradient goes to the fp32 sum by itself, in the compute dtype."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor) -> Tensor:
-        ctx.parameter = parameter
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        ctx.parameter.wgrad_accumulator.main_grad_of(ctx.parameter).add_(grad)
-
-
 def _share(parameter: Tensor, place: int) -> Tensor:
-    """The parameter as the rank at a place uses it. The first one's gradient arrives as every gradient does."""
-    if place == 0:
+    """The parameter as the rank at a place uses it. The first one's gradient arrives as every gradient does; that of
+    another use goes to the fp32 sum by itself."""
+    if place == 0 or not (parameter.requires_grad and torch.is_grad_enabled()):
         return parameter
-    owner = getattr(parameter, "parameter", parameter)  # of the use that one of several layers makes of it
-    return _Shared.apply(owner)  # type: ignore[no-untyped-call, no-any-return]
+    owner: Any = getattr(parameter, "parameter", parameter)  # of the use that one of several layers makes of it
+    return separate_use(owner, lambda grad: owner.wgrad_accumulator.main_grad_of(owner).add_(grad))
 
 
 def _cut_norm(norm: Norm, ranks: int) -> None:
@@ -350,11 +343,11 @@ def _cut_positions(embedding: Embedding, ranks: int) -> None:
     """Let an embedding look up the positions that documents reset as ranks that have a part of the tokens each: their
     gradients are sums over tokens."""
 
-    def rows_of(module: Embedding, rows: int) -> Tensor:
-        index, table = module.document_positions(rows), module.position
+    def rows_of(module: Embedding, x: Tensor) -> Tensor:
+        index, table = module.document_positions(len(x)), module.position
         if index is None or table is None:
-            return module.own_positions(rows)
-        return torch.cat([F.embedding(part, _share(table, i)) for i, part in enumerate(index.chunk(ranks))])
+            return module.own_positions(x)
+        return torch.cat([table_rows(part, _share(table, i)) for i, part in enumerate(index.chunk(ranks))])
 
     embedding.position_rows = rows_of
 

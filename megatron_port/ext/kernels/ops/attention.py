@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_port.core.layers.attention import AttentionMask
 from megatron_port.core.layers.dropout import drop_threshold
-from megatron_port.core.layers.fused import FirstOrderFunction, ProbabilityDropout, first_order
+from megatron_port.core.layers.fused import FirstOrderFunction, ProbabilityDropout, first_order, upcast
 
 Dropout = tuple[Tensor | None, int, int, int]
 """(keys, op_key, threshold, head_offset) as the kernel takes them; no keys: no dropout."""
@@ -76,7 +76,7 @@ def partial_backward(
 
 def _sinks(mask: AttentionMask | None) -> Tensor | None:
     """The sinks in fp32, in which the kernel sums their gradient."""
-    return None if mask is None or mask.sinks is None else mask.sinks.float()
+    return None if mask is None or mask.sinks is None else upcast(mask.sinks)
 
 
 def _dropout(dropout: ProbabilityDropout | None, mask: AttentionMask | None = None) -> Dropout:

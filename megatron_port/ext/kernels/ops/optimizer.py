@@ -91,15 +91,18 @@ def add_gradients_(sums: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
 
 
 @torch.no_grad()
-def add_slots_(sums: Sequence[Tensor], slots: Sequence[Tensor], rows: Sequence[int], like: Tensor) -> None:
-    """Add gradients that were left as partial sums, each rounded to the dtype of ``like``, in one launch for up to 64
-    of them: to the bit what :func:`add_gradients_` does with the gradients themselves.
+def add_slots_(
+    sums: Sequence[Tensor], slots: Sequence[Tensor], rows: Sequence[int], like: Tensor | None = None
+) -> None:
+    """Add gradients that were left as partial sums, in one launch for up to 64 of them.
 
     Args:
         sums: float32 [cols], contiguous, on one device.
         slots: float32 [slots, gradients, cols], as a backward op returned it; ``rows``: which of its gradients.
+        like: a tensor to whose dtype each gradient is rounded before it is added, to the bit what
+            :func:`add_gradients_` does with gradients of that dtype; None: it is not rounded.
     """
-    torch.ops.megatron_port.add_slots_(list(sums), list(slots), list(rows), like)
+    torch.ops.megatron_port.add_slots_(list(sums), list(slots), list(rows), sums[0] if like is None else like)
 
 
 def _norm_shape(tensors: list[Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_port.core.layers.fused import FirstOrderFunction, first_order, torch_split_rotary
+from megatron_port.core.layers.fused import FirstOrderFunction, first_order, gradient_dtype, torch_split_rotary
 from megatron_port.ext.kernels.differentiable import differentiable, slots_of, took
 
 _LARGEST_HEAD = 512
@@ -48,7 +48,7 @@ def split(qkv: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tens
 class _Split(FirstOrderFunction):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.slots = slots_of(bias)
+        ctx.slots, ctx.bias = slots_of(bias), bias
         return torch_split_rotary(qkv, None, None)
 
     @staticmethod
@@ -57,7 +57,8 @@ class _Split(FirstOrderFunction):
         size, sums = grads[0].shape[-1], ctx.needs_input_grad[1]
         if size % 2 or size > _LARGEST_HEAD:
             packed = _pack_by_torch(*grads)
-            return packed, packed.flatten(0, 1).sum(dim=0).flatten() if sums else None
+            dbias = packed.flatten(0, 1).sum(dim=0, dtype=gradient_dtype(ctx.bias)).flatten() if sums else None
+            return packed, dbias
         if not sums:
             return _pack(grads, None, None, 0), None
         packed, dbias, slots = torch.ops.megatron_port.split_backward.default(
