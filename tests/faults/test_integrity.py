@@ -7,6 +7,7 @@ comparing replicas shows nothing. Bits are flipped in the tensors themselves, fr
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import socket
 import sys
@@ -70,6 +71,8 @@ class Flip:
     """After so many updates."""
     after: bool = False
     """Once the step has ended, just before it is saved; else before the next one."""
+    gather: bool = False
+    """Before the weights of update ``step`` are gathered from their owners: other replicas get the damaged one."""
 
 
 def tensor_of(engine: Any, flip: Flip) -> torch.Tensor:
@@ -96,7 +99,7 @@ def flip_in_run(config: RunConfig, topology: Topology, flip: Flip | None) -> tup
     real = trainer.state.engine.train_step
 
     def act(after: bool) -> None:
-        if flip is None or flip.kind == GRADIENT or ctx.rank != flip.rank or flip.after is not after:
+        if flip is None or flip.kind == GRADIENT or flip.gather or ctx.rank != flip.rank or flip.after is not after:
             return
         if trainer.state.progress.step == flip.step - after:
             memory = tensor_of(trainer.state.engine, flip)
@@ -111,6 +114,8 @@ def flip_in_run(config: RunConfig, topology: Topology, flip: Flip | None) -> tup
     trainer.state.engine.train_step = step  # type: ignore[method-assign]
     if flip is not None and flip.kind == GRADIENT:
         flip_when_reduced(trainer, flip)
+    if flip is not None and flip.gather:
+        flip_before_gather(trainer, flip)
     try:
         trainer.run()
         return "", 0
@@ -131,6 +136,21 @@ def flip_when_reduced(trainer: Any, flip: Flip) -> None:
             piece.gradient.view(torch.int32)[flip.element] ^= 1 << flip.bit
 
     sharded.finish = finished
+
+
+def flip_before_gather(trainer: Any, flip: Flip) -> None:
+    """Make the flip in the shard that its rank owns, once the state of the update has been hashed."""
+    sharded = trainer.state.engine.sharded
+    start = sharded.start_gather
+    updates = itertools.count(1)
+
+    def gather() -> None:
+        if next(updates) == flip.step and trainer.state.ctx.rank == flip.rank:
+            memory = next(p.weight for p in sharded.pieces if p.record.name == flip.name)
+            memory.view(WORD[memory.element_size()])[flip.element] ^= 1 << flip.bit
+        start()
+
+    sharded.start_gather = gather
 
 
 def flips_in_runs(cases: list[tuple[RunConfig, Topology, Flip | None]]) -> list[tuple[str, int]]:
@@ -166,6 +186,20 @@ def test_a_flip_between_updates_names_rank_and_tensor(worlds: RankPool, tmp_path
     for case, first, second in zip(cases, *said, strict=True):
         assert first == second
         expect(first, case[2], where="pp 0, dp 1, tp 0")
+
+
+def test_a_flip_before_the_gather_is_not_taken_for_the_update(worlds: RankPool, tmp_path: Path) -> None:
+    """All replicas then have the same damaged weight, so that comparing them shows nothing: the owner finds it. Of what
+    was gathered, who received it finds a flip."""
+    owned = OWNED["native"]
+    flips = [Flip("weight", name=owned, gather=True), Flip("weight", rank=0, name=owned), Flip("weight")]
+    cases = []
+    for dtype, zero in (("fp32", 1), ("bf16", 1), ("bf16", 2)):
+        config = config_of(tmp_path, f"{dtype}{zero}", dtype=dtype, layout={"zero_stage": zero})
+        cases += [(short(config), Topology(dp=2), flip) for flip in flips]
+    for said in worlds.run(2, flips_in_runs, cases, fresh=True, timeout=200):
+        for found, (_, _, flip) in zip(said, cases, strict=True):
+            expect(found, flip, where=f"pp 0, dp {flip.rank}, tp 0")
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])

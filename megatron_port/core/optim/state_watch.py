@@ -95,10 +95,10 @@ class StateWatch:
         return self._none
 
     def hash_state(self, *, gathering: bool = False) -> None:
-        """Hash what this rank owns after an update. ``gathering``: its weights are hashed by :meth:`gathered`."""
+        """Hash what this rank owns after an update. ``gathering``: other shards are hashed by :meth:`gathered`."""
 
     def gathered(self, bucket: Any) -> None:
-        """Hash a bucket's weights, which have been gathered (on a GPU: in the stream's order)."""
+        """Hash a bucket's other shards, which have been gathered (on a GPU: in the stream's order)."""
 
     def damage(self) -> Damage | None:
         """Return what the last checks found on this rank; None: nothing.

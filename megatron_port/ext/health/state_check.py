@@ -3,7 +3,7 @@ next.
 
 Under ZeRO each rank owns its own shard of masters and moments, so no replica exists to compare them with, and a flipped
 bit in a weight lasts only until the next all-gather overwrites it: long enough for wrong gradients. So each rank hashes
-what it holds right after an update (weights: once they have been gathered) and again right before the next one. What
+what it holds right after an update (other replicas' weights: once gathered) and again right before the next one. What
 differs was changed by the memory, the bus, or a stray write.
 
 The hashes stay on the device; a step's single host synchronisation brings the number of differing rows along. A row is

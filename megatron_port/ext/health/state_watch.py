@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.optim.buckets import Bucket, shard_ranges
+from megatron_port.core.optim.buckets import Bucket
 from megatron_port.core.optim.sharded import ShardedParameters
 from megatron_port.core.optim.state_watch import Damage, StateEntry, StateTensor, StateWatch
 from megatron_port.ext.health.gradient_check import GradientCheck
@@ -23,7 +23,7 @@ class CheckedState(StateWatch):
 
     def __init__(self, config: RunConfig, sharded: ShardedParameters) -> None:
         self._sharded = weakref.ref(sharded)
-        self._entries = {id(bucket): _entries(sharded, bucket) for bucket in sharded.buckets}
+        self._entries = {id(bucket): _entries(sharded, bucket, bucket.shard_slice) for bucket in sharded.buckets}
         """By bucket: where its parameters are in this rank's part."""
         self.state = check_of(config, sharded.ctx)
         self.interval = self.state.interval
@@ -87,22 +87,33 @@ class CheckedState(StateWatch):
         return self.state.differing
 
     def hash_state(self, *, gathering: bool = False) -> None:
-        """Hash what this rank owns after an update; its weights too, unless a gather is still to bring them."""
+        """Hash what this rank owns after an update, its shard of the weights too: before they are gathered, so that
+        what changes in between is not taken for the update's result. ``gathering``: other shards are hashed by
+        :meth:`gathered`; else all weights are here.
+
+        What changes between the update's write and this read, the next work on the same stream, is not found. That
+        would take hashes of what the update's kernels hold in registers, whose blocks take chunks of tensors and not
+        rows of 16 KiB: sums of atomics, on every device and for every rule.
+        """
         sharded = self._parameters
         if self.state.begin():
             sharded.wait_for_state()
             self.state.record(self._owned_tensors(sharded))
             if self.gradients.captured and not gathering:  # a captured step gathers weights at its beginning
                 sharded.wait()
-            # Experts that no other rank holds are not gathered.
-            here = [b for b in sharded.buckets if not gathering or b.plan.frozen or b.shards == 1]
-            self.state.record(self._weight_tensor(sharded, b) for b in here)
+            for bucket in sharded.buckets:
+                # Experts that no other rank holds are not gathered.
+                partly = gathering and not bucket.plan.frozen and bucket.shards > 1
+                self.state.record([self._shard_tensor(bucket) if partly else self._weight_tensor(sharded, bucket)])
 
     def gathered(self, bucket: Bucket) -> None:
-        """Hash a bucket's weights; those of a captured step with the rest of the state, once all are gathered."""
-        sharded = self._sharded()
+        """Hash the other replicas' shards of a bucket's weights; those of a captured step with the rest of the state,
+        once all are gathered."""
+        sharded, own = self._sharded(), bucket.shard_slice
         if self.state.recording and not self.gradients.captured and sharded is not None:
-            self.state.record([self._weight_tensor(sharded, bucket)])
+            parts = (slice(0, own.start), slice(own.stop, bucket.plan.numel))
+            self.state.record(
+                StateTensor("weight", bucket.weights[part], _entries(sharded, bucket, part)) for part in parts)
 
     def damage(self) -> Damage | None:
         """Return what changed though no update did it, or what is wrong with reduced gradients; None: nothing."""
@@ -113,9 +124,11 @@ class CheckedState(StateWatch):
         """The weights of a bucket that stay from one step to the next: all, including other replicas' shards, or, where
         they are not whole then, this rank's shard."""
         if not sharded.whole:
-            return StateTensor("weight", bucket.shard, self._entries[id(bucket)])
-        entries = [StateEntry(s.start, s.numel, sharded.parameters[s.index][0].name, 0) for s in bucket.plan.slots]
-        return StateTensor("weight", bucket.weights, entries)
+            return self._shard_tensor(bucket)
+        return StateTensor("weight", bucket.weights, _entries(sharded, bucket, slice(0, bucket.plan.numel)))
+
+    def _shard_tensor(self, bucket: Bucket) -> StateTensor:
+        return StateTensor("weight", bucket.shard, self._entries[id(bucket)])
 
     def _owned_tensors(self, sharded: ShardedParameters) -> Iterator[StateTensor]:
         """This rank's masters (where they are not the weights) and state, which is settled."""
@@ -128,9 +141,12 @@ class CheckedState(StateWatch):
                 yield StateTensor(kind.name, flat, named)
 
 
-def _entries(sharded: ShardedParameters, bucket: Bucket) -> list[StateEntry]:
-    """Where a bucket's parameters are in this rank's part of it."""
-    return [
-        StateEntry(f.at - bucket.shard_slice.start, f.numel, sharded.parameters[f.index][0].name, f.start)
-        for f in shard_ranges(bucket.plan, shard=bucket.index)
-    ]
+def _entries(sharded: ShardedParameters, bucket: Bucket, part: slice) -> list[StateEntry]:
+    """Where a bucket's parameters are in a part of it."""
+    found = []
+    for slot in bucket.plan.slots:
+        low, high = max(slot.start, part.start), min(slot.start + slot.numel, part.stop)
+        if low < high:
+            name = sharded.parameters[slot.index][0].name
+            found.append(StateEntry(low - part.start, high - low, name, low - slot.start))
+    return found
