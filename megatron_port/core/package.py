@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -20,8 +19,10 @@ def shipped_folder(name: str) -> Path:
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:
     """Versions of those of the packages that are installed. None is imported."""
+    from importlib.metadata import PackageNotFoundError, version  # 16 ms, which no command spends that asks for none
+
     found = {}
     for name in names:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
     return found

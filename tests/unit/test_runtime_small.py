@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 
+import numpy
 import pytest
 import torch
 
@@ -18,6 +19,20 @@ from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.dist.process import EXIT_CODES, StopRequest, name_of
 from megatron_port.core.errors import DataError, EnvironmentFault
 from megatron_port.core.io.logging import Logger, ranks_text
+
+
+def test_a_configuration_is_read_without_what_versions_are_read_with() -> None:
+    """importlib.metadata parses with ``email`` and ``zipfile``: a sixth of the import. Versions are what the
+    packages say."""
+    code = """if True:
+        import sys
+        before = set(sys.modules)  # of which this interpreter's site may have imported some
+        import megatron_port.core.config.loader
+        late = {"importlib.metadata", "email", "zipfile"} & (set(sys.modules) - before)
+        from megatron_port.core.package import package_versions
+        print(sorted(late), package_versions(["numpy", "no-such-package"]))"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.stdout.strip() == f"[] {{'numpy': '{numpy.__version__}'}}", ran.stderr
 
 
 def test_only_rank_0_speaks_unless_a_rank_must() -> None:
