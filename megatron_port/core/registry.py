@@ -240,7 +240,7 @@ PARTS = Registry("part", "", {
     "expert-parallel checks": "megatron_port.ext.experts.checks:divided_experts",
     "few-bit matmuls": "megatron_port.ext.weights.few_bits:FewBitLinearKernels",
     "host memory": "megatron_port.ext.memory.host_memory:host_bytes",
-    "Hugging Face folder": "megatron_port.tools.interop.hf_files:HFFolder",
+    "Hugging Face folder": "megatron_port.tools.interop.hf_files:open_sampled",
     "is a Hugging Face folder": "megatron_port.tools.interop.hf_files:is_hf",
     "latent attention": "megatron_port.ext.mixers.latent_spec:latent_attention",
     "layers by chunk": "megatron_port.run.build:layers_by_chunk",

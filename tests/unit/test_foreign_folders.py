@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from test_published import apart
 
 from megatron_port.core.errors import CheckpointError
+from megatron_port.core.registry import PARTS
 from megatron_port.ext.families import family_named, family_names
 from megatron_port.tools.interop import hf_check
-from megatron_port.tools.interop.hf_files import HFFolder
+from megatron_port.tools.interop.hf_files import SAMPLED_ROWS, HFFolder, Shards
 from megatron_port.tools.interop.run_import import import_checkpoint
 
 transformers = pytest.importorskip("transformers")
@@ -53,6 +54,69 @@ def test_a_head_of_its_own_is_kept(family: str, tmp_path: Path) -> None:
     save_file({**tensors, head: tensors[table].clone()}, folder.path / "model.safetensors", metadata={"format": "pt"})
     same = HFFolder(folder.path)
     assert same.model.tie_embeddings and not same.notes
+
+
+class Counted:
+    """A tensor of a file that counts the bytes read of it."""
+
+    def __init__(self, view: Any, read: dict[str, int], name: str) -> None:
+        self.view, self.read, self.name = view, read, name
+
+    def __getitem__(self, box: Any) -> Any:
+        found = self.view[box]
+        self.read[self.name] = self.read.get(self.name, 0) + found.nbytes
+        return found
+
+
+@pytest.fixture
+def large_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, dict[str, int]]:
+    """A tied model of 4,096 tokens whose files have its head too, and what is read of each tensor."""
+    config = hf.llama(tie_word_embeddings=True, vocab_size=4096)
+    hf.reference(config).save_pretrained(str(tmp_path / "it"))
+    path, read = tmp_path / "it" / "model.safetensors", {}
+    tensors = load_file(path)
+    save_file({**tensors, HEAD: tensors[TABLE].clone()}, path, metadata={"format": "pt"})
+    slice_of = Shards.slice_of
+    monkeypatch.setattr(Shards, "slice_of", lambda self, name: Counted(slice_of(self, name), read, name))
+    return path.parent, read
+
+
+HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def test_a_rank_reads_its_slice_of_a_tied_head(large_tables: tuple[Path, dict[str, int]]) -> None:
+    """And what of it is to be the token table's is compared there: all of it, over all ranks."""
+    folder, read = large_tables
+    table = load_file(folder / "model.safetensors")[TABLE]
+    rows, width = table.shape
+    for rank in range(4):
+        read.clear()
+        opened = PARTS.function("Hugging Face folder")(folder)
+        assert opened.model.tie_embeddings and not opened.notes
+        assert read == dict.fromkeys((HEAD, TABLE), SAMPLED_ROWS * width * table.itemsize)
+        found = opened.read("embedding.word.weight", "weight", (rank * rows // 4, 0), (rows // 4, width))
+        assert found.equal(table[rank * rows // 4 : (rank + 1) * rows // 4])
+        assert read == dict.fromkeys((HEAD, TABLE), (SAMPLED_ROWS + rows // 4) * width * table.itemsize)
+    read.clear()
+    assert HFFolder(folder).model.tie_embeddings and read == dict.fromkeys((HEAD, TABLE), table.nbytes)
+
+
+@pytest.mark.parametrize("row", [0, 1, 4094, 4095])
+def test_a_row_that_differs_is_found_when_a_rank_opens_or_reads(
+    large_tables: tuple[Path, dict[str, int]], row: int
+) -> None:
+    folder, _ = large_tables
+    tensors = load_file(folder / "model.safetensors")
+    tensors[HEAD][row, 3] += 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert not HFFolder(folder).model.tie_embeddings  # all rows
+    opened = HFFolder(folder, sampled=True)
+    assert opened.model.tie_embeddings is (row in (1, 4094))
+    if row in (1, 4094):
+        half, width = row // 2048 * 2048, tensors[TABLE].shape[1]
+        opened.read("embedding.word.weight", "weight", (2048 - half, 0), (2048, width))
+        with pytest.raises(CheckpointError, match=rf"but not rows {half} to {half + 2047}; set tie_word_embeddings"):
+            opened.read("embedding.word.weight", "weight", (half, 0), (2048, width))
 
 
 def test_an_import_is_compared_with_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

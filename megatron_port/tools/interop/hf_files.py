@@ -31,6 +31,8 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors")
 _MAX_INDEX = 1 << 28
 _SLAB_BYTES = 1 << 26
+SAMPLED_ROWS = 64
+"""Rows of two tensors that are compared to tell whether they are copies, where not all are."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,16 @@ class Shards:
         """Return safetensors' view of a tensor."""
         return self._file(self.places[name].file).get_slice(name)
 
-    def same(self, name: str, other: str) -> bool:
-        """Whether two tensors have the same shape and values, read a slab at a time."""
+    def same(self, name: str, other: str, *, sampled: bool = False) -> bool:
+        """Whether two tensors have the same shape and values, read a slab at a time. ``sampled``: the values of
+        :data:`SAMPLED_ROWS` rows, first and last among them."""
         one, two = self.places[name], self.places[other]
-        return one.shape == two.shape and _equal(self.slice_of(name), self.slice_of(other), one.shape)
+        a, b = self.slice_of(name), self.slice_of(other)
+        if one.shape != two.shape or not sampled or one.shape[0] <= SAMPLED_ROWS:
+            return one.shape == two.shape and _equal(a, b, one.shape)
+        last = one.shape[0] - 1
+        rows = (last * i // (SAMPLED_ROWS - 1) for i in range(SAMPLED_ROWS))
+        return all(_same_values(a[row : row + 1], b[row : row + 1]) for row in rows)
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
@@ -183,13 +191,19 @@ def is_hf(source: Path) -> bool:
 class HFFolder:
     """An open folder. ``read`` is an engine's ``StateReader``; it serves weights only, in the dtype that they have.
 
+    ``sampled``: of tensors that should be copies of one another (a tied head, what modules of multi-token prediction
+    share) rows are compared here, and the others where they are read: each of a run's ranks then reads its slices
+    of both, not all of both.
+
     Raises:
         CheckpointError: an architecture or option that our model does not have, files that are missing or no
             safetensors, tensors that are missing, unknown or of another shape.
     """
 
-    def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Path | str, *, sampled: bool = False) -> None:
+        self.path, self._sampled = Path(path), sampled
+        self._copies: dict[str, list[str]] = {}
+        """Names of tensors → those of what rows show to be their copies; in the files."""
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path} is not a directory; give a folder with config.json and safetensors")
         self.config = read_hf_config(self.path)
@@ -240,12 +254,20 @@ class HFFolder:
             self._twin = table
             said = f"the files have no {self._key(table)}; {head} is read for it, since config.json ties the two"
             self.notes.append(f"{self.path}: {said}")
-        elif not self._shards.same(head, self._key(table)):
+        elif not self._is_copy(head, self._key(table)):
             self.model = replace(self.model, tie_embeddings=False)
             self.notes.append(
                 f"{self.path}: config.json ties the head to the token table, but the files have another {head}; it is "
                 "kept and the model is untied, as in transformers 5 (4 would drop it)"
             )
+
+    def _is_copy(self, copy: str, name: str) -> bool:
+        """Whether two tensors, by their names in the files, are the same; by rows, of which :meth:`_rows` compares the
+        others, where the folder is ``sampled``."""
+        same = self._shards.same(copy, name, sampled=self._sampled)
+        if same and self._sampled:
+            self._copies.setdefault(name, []).append(copy)
+        return same
 
     def names(self) -> list[str]:
         """Canonical names of all parameters."""
@@ -314,8 +336,16 @@ class HFFolder:
             box = (some, *box) if mapped.transposed else (*box, some)
         if run.expert is not None:
             box = (run.expert, *box)
+        key = self._key(run.tensor)
         try:
-            found: torch.Tensor = self._slice(run.tensor)[box]
+            found: torch.Tensor = self._shards.slice_of(key)[box]
+            for copy in self._copies.get(key, ()):
+                if not _same_values(found, self._shards.slice_of(copy)[box]):
+                    raise CheckpointError(
+                        f"{self.path}: config.json makes {copy} a copy of {key}, and so are {SAMPLED_ROWS} rows that "
+                        f"were compared, but not rows {start} to {start + count - 1}; set tie_word_embeddings to false "
+                        "there if it is a head of its own, or import the folder (checkpoint import compares all rows)"
+                    )
             return found.t() if mapped.transposed else found
         except (SafetensorError, OSError) as error:
             raise DamagedCheckpoint(f"{self.path / self._place(run.tensor).file}: {run.tensor}: {error}") from None
@@ -356,7 +386,7 @@ class HFFolder:
                 raise CheckpointError(
                     f"{self.path / place.file}: {key} has shape {place.shape}; config.json makes it {shape}"
                 )
-            if name in copies and not self._shards.same(key, self._key(copies[name])):
+            if name in copies and not self._is_copy(key, self._key(copies[name])):
                 raise CheckpointError(
                     f"{self.path / place.file}: {key} is not {copies[name]}, which the modules of multi-token "
                     "prediction share with the model"
@@ -370,6 +400,11 @@ class HFFolder:
                     f"{self.path / self._places[name].file}: {name} {self._places[name].shape} is no parameter of a "
                     f"{self.family} as config.json describes it"
                 )
+
+
+def open_sampled(path: Path | str) -> HFFolder:
+    """Open a folder for one of a run's ranks, or for its description alone."""
+    return HFFolder(path, sampled=True)
 
 
 def _row_ranges(mapped: Mapped, offset: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from megatron_port.core.errors import CheckpointError
 from megatron_port.core.io.files import read_regular
 from megatron_port.core.io.typed_json import parse_json
 from megatron_port.run.saved_model import checkpoint_at, model_of, nothing_at
-from megatron_port.tools.interop.hf_files import HFFolder, is_hf
+from megatron_port.tools.interop.hf_files import is_hf, open_sampled
 
 NAME = "megatron_port.json"
 SCHEMA = "megatron_port.export"
@@ -76,7 +76,7 @@ def model_at(path: Path | str) -> ModelConfig:
     """
     path = Path(path)
     if is_hf(path):
-        return HFFolder(path).model
+        return open_sampled(path).model
     found = checkpoint_at(path)
     if found is None:
         raise nothing_at(path)
