@@ -112,7 +112,8 @@ class NativeEngine:
             if copies is not None:
                 copies.attach(p)
             if p.requires_grad:
-                p.grad_dtype = None  # any: a sum over rows is added without being rounded
+                if hasattr(torch.Tensor, "grad_dtype"):  # a torch without it rounds to the parameter's
+                    p.grad_dtype = None  # any: a sum over rows is added without being rounded
                 p.register_post_accumulate_grad_hook(gradients.hook(p))
         for chunk in self.chunks:
             for unit in chunk.units:

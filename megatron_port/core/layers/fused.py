@@ -203,7 +203,7 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
     """Return the dtype to give autograd a parameter's gradient in: float32 or wider if it takes any (``grad_dtype`` is
     None, as an engine with sums of gradients sets it), else its own, to which autograd would round. So it does through
     a view of a parameter: of packed biases, of those joined with what ranks share, of a gain of 1 + weight."""
-    wide = parameter.is_leaf and parameter.grad_dtype is None
+    wide = parameter.is_leaf and getattr(parameter, "grad_dtype", parameter.dtype) is None
     return torch.promote_types(parameter.dtype, torch.float32) if wide else parameter.dtype
 
 

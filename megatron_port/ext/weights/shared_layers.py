@@ -90,7 +90,9 @@ def separate_use(parameter: torch.Tensor, add: Callable[[torch.Tensor], object])
     """Return a leaf that shares the parameter's memory, whose gradient goes to ``add`` by itself and is rounded only if
     the parameter's is. Own kernels find the parameter (``parameter``) and where its gradient waits (``slot_sums``)."""
     use = parameter.detach().requires_grad_()
-    use.grad_dtype, use.parameter = parameter.grad_dtype, parameter  # type: ignore[attr-defined]
+    use.parameter = parameter  # type: ignore[attr-defined]
+    if hasattr(torch.Tensor, "grad_dtype"):
+        use.grad_dtype = parameter.grad_dtype
     if sums := getattr(parameter, "use_sums", None):
         use.slot_sums = sums  # type: ignore[attr-defined]
 

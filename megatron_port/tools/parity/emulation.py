@@ -85,7 +85,8 @@ class RoundingEmulation:
         """Make the model of a single process, engine native, round in these places."""
         tp = self.tensor_parallel_size
         for parameter in stage.parameters() if self.rounded_weight_gradients else ():
-            parameter.grad_dtype = parameter.dtype
+            if hasattr(torch.Tensor, "grad_dtype"):
+                parameter.grad_dtype = parameter.dtype
             for place in ("slot_sums", "use_sums"):
                 if hasattr(parameter, place):
                     delattr(parameter, place)
