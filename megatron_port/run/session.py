@@ -36,6 +36,7 @@ from megatron_port.run.device import (
     describe_device,
     describe_priority,
     group_options,
+    installed_accelerators,
     keep_freed_memory,
 )
 from megatron_port.run.elastic import elastic_layout
@@ -211,7 +212,13 @@ def _choose_device(config: RunConfig, info: ProcessInfo) -> DeviceInfo:
         share=config.backend.share_devices,
     )
     _refuse(config, device)
-    if not device.is_gpu:
+    if device.is_gpu:
+        from megatron_port.run.affinity import bind_near_device
+
+        said = bind_near_device(info, installed_accelerators())
+        if said:
+            Logger(info.rank).log(said)
+    else:
         keep_freed_memory()
     return device
 
