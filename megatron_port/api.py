@@ -180,13 +180,13 @@ def run_training(
         if config.launch.when_lost == "replace" and kept is None:
             raise LauncherFault(
                 f'launch.when_lost "replace" needs an agent that keeps the ranks, and {info.launcher} started this '
-                "process; start them with `megatron-port train RUN --nproc N` on one machine, or set launch.when_lost "
+                "process; start one process a node, each `megatron-port train RUN --nproc N`, or set launch.when_lost "
                 '= "stop" and let launch.when_failed queue the job again'
             )
         for warning in _warnings(config, info.world_size):
             if info.rank == 0:
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
-        around = partial(watch_ranks, replaces=True) if kept else watch_ranks
+        around = partial(watch_ranks, agent=kept.link) if kept else watch_ranks
         opening = open_session(config, info, around=around, writes=True, replaced=kept is not None)
         with opening as opened, leased_session(opened) as session:
             try:

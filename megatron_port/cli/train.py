@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +44,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; return the run's exit code."""
-    from megatron_port.core.config.checks import check
     from megatron_port.core.config.dump import toml_value
     from megatron_port.run.local_ranks import run_local, share_cores
 
@@ -62,26 +62,70 @@ def run(args: argparse.Namespace) -> int:
 
         print(dry_run(config, args.nproc, all_stages=args.dry_run == "all"))
         return 0
+    if args.nproc and config.launch.when_lost == "replace":
+        return _keep(config, args)
     if args.nproc:
         share_cores(args.nproc)
-        check(config, world_size=None if config.layout.elastic else args.nproc)
-        from megatron_port.api import check_memory
-
-        check_memory(config, args.nproc)
-        if config.launch.when_lost == "replace":
-            from megatron_port.run.agent import run_kept
-
-            def let_go() -> None:
-                from megatron_port.core.train.folders import run_folder
-                from megatron_port.ext.storage.copies import remove_copies
-                from megatron_port.run.lease import Life, life_of
-
-                if life_of(run_folder(config)) is not Life.RUNS:
-                    remove_copies(config)
-
-            return run_kept(args.nproc, partial(train, config), let_go, preload=_modules(config), port=args.master_port)
+        _check_start(config, args.nproc)
         return run_local(args.nproc, lambda info: train(config, info), preload=_modules(config), port=args.master_port)
     return train(config, _discover(config, args))
+
+
+def _check_start(config: RunConfig, world_size: int) -> None:
+    """Check the run for its number of ranks before one is started. Raises ConfigError."""
+    from megatron_port.api import check_memory
+    from megatron_port.core.config.checks import check
+
+    check(config, world_size=None if config.layout.elastic else world_size)
+    check_memory(config, world_size)
+
+
+def _keep(config: RunConfig, args: argparse.Namespace) -> int:
+    """Start ``--nproc`` ranks on each node by an agent that replaces those that are lost; return the exit code."""
+    from megatron_port.run.agent import Kept, run_kept
+    from megatron_port.run.local_ranks import node_place, nodes_meeting, share_cores
+    from megatron_port.run.relay import keep_nodes
+
+    share_cores(args.nproc)
+    info = node_place(_discover(config, args))
+    nodes = info.world_size - (config.launch.spare_nodes if info.world_size > 1 else 0)
+    _check_start(config, nodes * args.nproc)
+    main, preload = partial(train, config), _modules(config)
+    if info.world_size == 1:
+        return run_kept(args.nproc, main, partial(_let_go, config), preload=preload, port=args.master_port)
+    kept = Kept(nodes_meeting(args.nproc, nodes, info), main, partial(_let_go, config), partial(_fits, config),
+                partial(_note_end, config))
+    return keep_nodes(info, kept, preload=preload, timeout_s=config.launch.rendezvous_timeout)
+
+
+def _fits(config: RunConfig, world_size: int) -> bool:
+    """Return whether the run may be split over so many ranks instead."""
+    from megatron_port.core.errors import ConfigError
+    from megatron_port.run.elastic import elastic_layout
+
+    with suppress(ConfigError):
+        return config.layout.elastic and bool(elastic_layout(config, world_size))
+    return False
+
+
+def _let_go(config: RunConfig) -> None:
+    """Free the memory of the copies on this node, unless another start of the run is at work."""
+    from megatron_port.core.train.folders import run_folder
+    from megatron_port.ext.storage.copies import remove_copies
+    from megatron_port.run.lease import Life, life_of
+
+    if life_of(run_folder(config)) is not Life.RUNS:
+        remove_copies(config)
+
+
+def _note_end(config: RunConfig, why: str) -> None:
+    """Record for the job script why the agent ended the run."""
+    from megatron_port.core.errors import EnvironmentFault
+    from megatron_port.core.train.folders import run_folder
+    from megatron_port.run.launchers import attempt_name
+    from megatron_port.run.run_files import record_failure
+
+    record_failure(run_folder(config), attempt_name(), 0, EnvironmentFault(why), lost_peer=True)
 
 
 def _discover(config: RunConfig, args: argparse.Namespace) -> ProcessInfo:

@@ -228,7 +228,7 @@ PARTS = Registry("part", "", {
     "context-parallel attention": "megatron_port.ext.context.attention:context_attention",
     "context-parallel checks": "megatron_port.ext.context.checks:context_checks",
     "context-parallel division": "megatron_port.ext.context.division:divide",
-    "copies in memory": "megatron_port.ext.storage.copies:committed_copies",
+    "copies in memory": "megatron_port.ext.storage.partner_copies:committed_copies",
     "corpus checks at start": "megatron_port.ext.corpora.checked_tokens:check_at_start",
     "corpus tokenizer": "megatron_port.ext.corpora.corpus_tokenizer:tokenizer_of",
     "document length": "megatron_port.ext.corpora.document_length:document_length",

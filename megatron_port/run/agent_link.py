@@ -1,4 +1,4 @@
-"""Messages between a rank and the agent of its node. Torch is not imported: the agent sets threads before that."""
+"""Messages between a rank and the run's agent. Torch is not imported: the agent sets threads before that."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import queue
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-LOST, RUNNING = "lost", "running"
+from megatron_port.run.local_ranks import Meeting
+
+LOST, RUNNING, HUNG, SLOW = "lost", "running", "hung", "slow"
 """Messages of a rank to its agent."""
 START, END, REPLACED = "start", "end", "replaced"
 """Answers to a rank that left its step: meet the others again; the run ends; another process takes over."""
@@ -33,21 +35,25 @@ class Restart:
     """Steps that had been done by then."""
     first_epoch: int
     """Epoch of the run folder's lease in which this job first trained; 0: it has not yet."""
+    below: int = -1
+    """Copies of this step and of later ones are not to be used, as a rank's state was damaged; negative: all are."""
 
 
 class AgentLink:
-    """A rank's connection to the agent of its node, one JSON text a line; read by a thread.
+    """A rank's connection to the process that forked it, one JSON text a line; read by a thread.
 
     Attributes:
-        leave: called by that thread when another rank is lost: ends what this rank waits for.
+        leave: called by that thread when another rank is lost, with the addresses of lost nodes: ends what this rank
+            waits for.
         replaced: another process takes this rank over.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self.leave: Callable[[], None] = lambda: None
+        self.leave: Callable[[Sequence[str]], None] = lambda lost: None
         self.replaced = False
+        self._sending = threading.Lock()
         # The thread takes no signals: those that the main thread defers would end the process there.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         threading.Thread(target=self._read, name="agent", daemon=True).start()
@@ -57,19 +63,26 @@ class AgentLink:
         """Tell that this rank has its state and trains from ``step`` on. ``epoch``: of the run folder's lease."""
         self._send(RUNNING, step=step, epoch=epoch)
 
-    def lost(self, why: str, *, victim: bool, step: int) -> tuple[int, Restart] | None:
-        """Report that this rank left a step, and wait. Return (port, restart) of the next start; None: the run ends.
+    def hung(self, ranks: Sequence[int]) -> None:
+        """Tell that the watch takes these ranks for hung."""
+        self._send(HUNG, ranks=list(ranks))
 
-        ``victim``: a peer was lost; otherwise the fault is this rank's own, or all ranks' alike.
+    def slow(self, rank: int, ratio: float) -> None:
+        """Tell that a rank's own work takes ``ratio`` times as long as its peers', more than the run allows."""
+        self._send(SLOW, rank=rank, ratio=ratio)
+
+    def lost(self, why: str, *, victim: bool, step: int, damaged_from: int = -1) -> tuple[Meeting, Restart] | None:
+        """Report that this rank left a step, and wait. Return the next start's meeting; None: the run ends.
+
+        ``victim``: a peer was lost; otherwise the fault is this rank's own, or all ranks' alike. ``damaged_from``: as
+        :attr:`KeptRank.damaged_from`.
         """
-        self._send(LOST, why=why[:2000], victim=victim, step=step)
+        self._send(LOST, why=why[:2000], victim=victim, step=step, damaged_from=damaged_from)
         told = self._answers.get()
         if told["kind"] != START:
             self.replaced = told["kind"] == REPLACED
             return None
-        port = int(told.pop("port"))
-        del told["kind"]
-        return port, Restart(**told)
+        return Meeting.of(told["meeting"]), Restart(**told["recovery"])
 
     def _read(self) -> None:
         with suppress(OSError), self._sock.makefile("rb") as lines:
@@ -77,13 +90,13 @@ class AgentLink:
                 told = json.loads(line)
                 if told["kind"] == LEAVE:
                     with suppress(Exception):  # this thread must live: the answer comes through it
-                        self.leave()
+                        self.leave(told.get("nodes", ()))
                 else:
                     self._answers.put(told)
         self._answers.put({"kind": END})  # the agent has ended
 
     def _send(self, kind: str, **values: Any) -> None:
-        with suppress(OSError):  # the agent ends its ranks when it ends
+        with suppress(OSError), self._sending:  # the agent ends its ranks when it ends
             self._sock.sendall(json.dumps({"kind": kind, **values}).encode() + b"\n")
 
 
@@ -98,5 +111,6 @@ class KeptRank:
     """Last step that this process knows of."""
     begun: bool = False
     """This process has trained."""
-    damaged: bool = False
-    """Something other than an update changed this rank's state."""
+    damaged_from: int = -1
+    """Something other than an update changed this rank's state: copies of this step and of later ones are not to be
+    used. Negative: nothing did."""

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_port.core.checkpoint.format import Lineage, SavedState, plain, read_manifest, step_of
-from megatron_port.core.dist.agree import broadcast_text
+from megatron_port.core.dist.agree import agree, agreed, broadcast_text
 from megatron_port.core.dist.process import SAVE
+from megatron_port.core.errors import EnvironmentFault
 from megatron_port.core.train.hooks import Ending, LoopHook, LoopState, TakenStep, every
 from megatron_port.ext.storage.copies import (
     SLOTS,
     StateCopies,
     copies_folder,
     described,
-    refuse_several_nodes,
+    own_folder,
     remove_copies,
 )
 from megatron_port.run.agent_link import KeptRank, Restart
 from megatron_port.run.hooks import PeriodicSave, position
 from megatron_port.run.provenance import record_event
 from megatron_port.run.state import MOVING, saved_records, state_of
+
+if TYPE_CHECKING:
+    from megatron_port.ext.storage.partner_copies import Partner
 
 
 class StateCopying(LoopHook):
@@ -35,6 +39,7 @@ class StateCopying(LoopHook):
         super().__init__(state)
         self._saves, self._kept = saves, kept
         self._copies: StateCopies | None = None
+        self._partner: Partner | None = None
         self._first: SavedState | None = None
         self._described: dict[str, Any] = {}
 
@@ -45,16 +50,38 @@ class StateCopying(LoopHook):
             return
         ctx, folder, fence = state.ctx, copies_folder(state.config), state.session.fence
         if state.config.checkpoint.memory_interval:
-            refuse_several_nodes(state.session)
             run = broadcast_text(fence.run if state.session.is_rank_zero else None) or ""
+            self._partner = self._sender(folder)
             self._copies = StateCopies(folder, rank=ctx.rank, world=ctx.topology.world_size, run=run, epoch=fence.epoch,
-                                       spare=self._resumed_from(folder))
+                                       spare=self._resumed_from(folder), partner=self._partner)
         if self._kept is not None:
             if self._kept.recovery is not None:
                 self._save_what_was_lost()
             self._kept.step, self._kept.begun = step, True
             self._kept.link.running(step, fence.epoch)
             self._tell(self._kept.recovery, step)
+
+    def _sender(self, folder: Path) -> Partner | None:
+        """Return what sends this rank's copies to the next node; None: there is one node. Collective.
+
+        Raises:
+            EnvironmentFault: no agent would bring a lost node's copies back.
+        """
+        info, store = self.state.session.info, self.state.session.store
+        if info.num_nodes == 1 or store is None:
+            return None
+        if self._kept is None:
+            raise EnvironmentFault(
+                f"checkpoint.memory_interval is {self.state.config.checkpoint.memory_interval}, and the run has "
+                f"{info.num_nodes} nodes without an agent: copies in memory would be lost with a node; set "
+                'launch.when_lost = "replace", or memory_interval = 0'
+            )
+        from megatron_port.ext.storage.partner_copies import Partner  # runs of one node need none
+
+        # A run of several nodes has been resumed from a checkpoint, so what is there is of no use any more.
+        agreed(lambda: own_folder(folder, fresh=True) if info.local_rank == 0 else None)
+        return Partner(folder, store, rank=info.rank, world=info.world_size, step=info.local_world_size,
+                       master=info.master_addr)
 
     def _resumed_from(self, folder: Path) -> int | None:
         """Return which of the two copies the run has been resumed from; None: neither."""
@@ -94,6 +121,8 @@ class StateCopying(LoopHook):
         state, copies = self.state, self._copies
         assert copies is not None
         with state.session.progress.enter(SAVE, "copy in memory"):
+            if self._partner is not None:
+                agree(self._partner.finish(), group=state.session.cpu_group)
             copies.take(state.engine.state_pieces(), state.progress.step, self._about())
 
     def _about(self) -> dict[str, Any]:
@@ -113,6 +142,9 @@ class StateCopying(LoopHook):
 
     def before_rewind(self) -> None:
         """Drop the copies: they are of steps that will be taken again."""
+        if self._partner is not None:
+            agree(self._partner.finish(), group=self.state.session.cpu_group)
+            self._partner.forget()
         if self._copies is not None:
             self._copies.forget()
 
@@ -121,11 +153,13 @@ class StateCopying(LoopHook):
 
         A copy of an earlier step was taken ahead of a check that found the state as the update had left it.
         """
+        if self._partner is not None:
+            self._partner.close()
         if ending is not None:
             return
         damaged, copies = self.state.damage is not None, self._copies
         if self._kept is not None:
-            self._kept.damaged = damaged
+            self._kept.damaged_from = self.state.progress.step - 1 if damaged else -1
         last = copies.last_step if copies is not None else None
         if damaged and copies is not None and last is not None and last >= self.state.progress.step - 1:
             copies.forget(newest_alone=True)

@@ -576,6 +576,8 @@ def clock_seconds(text: str) -> int | None:
 
 LOCAL_RANK_VARIABLE = "MEGATRON_PORT_LOCAL_RANK"
 """Set by ``--nproc`` for each of its ranks."""
+AGENT_VARIABLE = "MEGATRON_PORT_AGENT"
+"""Set for them too: a name of what keeps them, which starts a rank anew only once it has ended."""
 
 
 def is_rank_zero(environ: Mapping[str, str] | None = None) -> bool:

@@ -30,7 +30,7 @@ from megatron_port.core.dist.rank import Fence, LeaseLost
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.io.files import open_regular, write_new, write_text
 from megatron_port.core.io.typed_json import Natural, Seconds, WrongContent, parse_json, right_fields
-from megatron_port.run.launchers import LOCAL, current_job, job_state, one_task_at_a_time
+from megatron_port.run.launchers import AGENT_VARIABLE, LOCAL, current_job, job_state, one_task_at_a_time
 from megatron_port.run.processes import born, process_space
 
 # Who holds a run folder, and whether that attempt still runs.
@@ -71,6 +71,8 @@ class Holder:
     series: str = ""
     array_job: str = ""
     array_task: str = ""
+    agent: str = ""
+    """Name of what keeps the ranks (``launchers.AGENT_VARIABLE``); empty: nothing."""
     since: Seconds = 0.0
     """Seconds since 1970 on its host; for people."""
     heartbeat: Natural = 0
@@ -103,7 +105,8 @@ def this_process() -> Holder:
     """The holder that this process would be."""
     job = current_job()
     mine = Holder(
-        host=socket.gethostname(), space=process_space(), pid=os.getpid(), born=born(os.getpid()), since=time.time()
+        host=socket.gethostname(), space=process_space(), pid=os.getpid(), born=born(os.getpid()), since=time.time(),
+        agent=os.environ.get(AGENT_VARIABLE, ""),
     )
     if job is None:
         return mine
@@ -143,6 +146,8 @@ def look(holder: Holder, mine: Holder) -> Judgement:
         if born(holder.pid) == holder.born:
             return Judgement(Life.RUNS, "its process runs on this host")
         return Judgement(Life.ENDED, f"process {holder.pid} is gone")
+    if holder.agent and holder.agent == mine.agent:
+        return Judgement(Life.ENDED, "this run's agent has replaced it")
     if not holder.job or (holder.cluster and mine.cluster and holder.cluster != mine.cluster):
         return Judgement(Life.UNKNOWN, "its host cannot be asked from here")
     if holder.job == mine.job and holder.restart < mine.restart:

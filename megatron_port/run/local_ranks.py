@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import importlib
 import os
 import secrets
@@ -17,16 +18,17 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import FrameType
+from typing import Any
 
 from megatron_port.core.dist.process import die_with_parent
 from megatron_port.core.dist.rank import ProcessInfo
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.run import launchers
 from megatron_port.run import launchers as slurm
-from megatron_port.run.launchers import LOCAL_RANK_VARIABLE
+from megatron_port.run.launchers import AGENT_VARIABLE, LOCAL_RANK_VARIABLE
 from megatron_port.run.processes import name_rank
 
 GRACE_S = 8.0
@@ -54,44 +56,100 @@ def share_cores(nproc: int) -> None:
             sys.modules["torch"].set_num_threads(threads)  # the ranks inherit it
 
 
-@dataclass
-class LocalStart:
-    """How the ranks of one machine are started: what each of them is told."""
+def free_port(address: str = "127.0.0.1") -> int:
+    """Return a port of one of this host's addresses that nobody listens on now."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as s:
+        s.bind((address, 0))
+        return int(s.getsockname()[1])
 
-    nproc: int
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of a start meet, and how many there are."""
+
+    number: int
+    """Number of the start: 0 is the first."""
+    address: str
+    """Address of rank 0's node."""
     port: int
-    host: str = field(default_factory=socket.gethostname)
-    secret: str = field(default_factory=lambda: secrets.token_hex(16))
-    """Any user of this machine can connect to a port of the loopback interface."""
+    hosts: tuple[str, ...]
+    """Host of each node, in the order of its ranks."""
+    size: int
+    """Ranks of each node."""
+    node: int = 0
+    """Place of the reader's node among the hosts."""
+    secret: str = field(default="", repr=False)
+    """Secret of this run's ranks: any user of a machine can connect to its ports."""
 
-    @classmethod
-    def of(cls, nproc: int, port: int | None) -> LocalStart:
-        """Return the start of ``nproc`` ranks, whose threads share the cores (``OMP_NUM_THREADS``).
+    def at(self, node: int) -> Meeting:
+        """Return it for the ranks of another node."""
+        return replace(self, node=node)
 
-        Raises:
-            ConfigError: ``nproc`` is below one.
-            EnvironmentFault: a launcher started this process already.
-        """
-        share_cores(nproc)
-        _refuse_launcher()
-        return cls(nproc, port or cls.free_port())
+    def body(self) -> dict[str, Any]:
+        """Return it for a message. The hosts are one text, as each of thousands of nodes is told all of them."""
+        return {**vars(self), "hosts": " ".join(self.hosts)}
 
     @staticmethod
-    def free_port() -> int:
-        """Return a port that nobody listens on now."""
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            return int(s.getsockname()[1])
+    def of(body: Mapping[str, Any]) -> Meeting:
+        """Return what a message says."""
+        return Meeting(**{**body, "hosts": tuple(body["hosts"].split(" "))})
 
-    def info(self, rank: int, *, attempt: str = "0") -> ProcessInfo:
-        """Return what a rank's own process is told; for use in that process, whose environment it sets."""
-        name_rank(rank)
-        os.environ["RANK"] = os.environ[LOCAL_RANK_VARIABLE] = str(rank)
-        sources = dict.fromkeys(("rank", "world_size", "local_rank", "master_addr", "master_port"), "--nproc")
-        return ProcessInfo(
-            rank, self.nproc, rank, self.nproc, 0, 1, "127.0.0.1", self.port, "local", self.host, attempt=attempt,
-            sources=sources, secret=self.secret,
+
+def process_info(meeting: Meeting, local: int) -> ProcessInfo:
+    """Return what a rank's process is told, and set its environment; for use in that process."""
+    rank, several = meeting.node * meeting.size + local, len(meeting.hosts) > 1
+    name_rank(rank)
+    os.environ["RANK"] = os.environ[LOCAL_RANK_VARIABLE] = str(rank)
+    os.environ[AGENT_VARIABLE] = hashlib.sha256(f"agent {meeting.secret}".encode()).hexdigest()[:16]
+    how = "the run's agent" if several else "--nproc"
+    sources = dict.fromkeys(("rank", "world_size", "local_rank", "master_addr", "master_port"), how)
+    return ProcessInfo(
+        rank, len(meeting.hosts) * meeting.size, local, meeting.size, meeting.node, len(meeting.hosts),
+        meeting.address, meeting.port, "agent" if several else "local", socket.gethostname(),
+        attempt=str(meeting.number), sources=sources, secret=meeting.secret,
+        nodes=tuple((host, meeting.size) for host in meeting.hosts),
+    )
+
+
+def local_meeting(nproc: int, port: int | None) -> Meeting:
+    """Return the meeting of ``nproc`` ranks of this machine, whose threads share the cores (``OMP_NUM_THREADS``).
+
+    Raises:
+        ConfigError: ``nproc`` is below one.
+        EnvironmentFault: a launcher started this process already.
+    """
+    share_cores(nproc)
+    _refuse_launcher()
+    return Meeting(0, "127.0.0.1", port or free_port(), (socket.gethostname(),), nproc, secret=secrets.token_hex(16))
+
+
+def node_place(info: ProcessInfo) -> ProcessInfo:
+    """Return the place of this process among those that a launcher started, one a node, each to fork ranks.
+
+    Raises:
+        EnvironmentFault: it started several on a node.
+    """
+    if info.local_world_size > 1:
+        raise EnvironmentFault(
+            f"{info.launcher} started {info.local_world_size} processes on this node, and each would fork --nproc "
+            "ranks: start one a node (srun --ntasks-per-node=1, torchrun --nproc-per-node=1)"
         )
+    # torchrun's agent listens on the port itself.
+    return replace(info, master_port=info.master_port + 1, agent_store=False) if info.agent_store else info
+
+
+def nodes_meeting(nproc: int, nodes: int, info: ProcessInfo) -> Meeting:
+    """Return the meeting of ``nproc`` ranks on each of ``nodes`` nodes, for their agent to complete.
+
+    Raises:
+        EnvironmentFault: there is no node for ranks.
+    """
+    if nodes < 1:
+        raise EnvironmentFault(
+            f"{info.launcher} started {info.world_size} nodes, and launch.spare_nodes leaves {nodes} of them to train "
+            "on; start more, or set fewer spare nodes"
+        )
+    return Meeting(0, "", 0, ("",) * nodes, nproc, secret=info.secret or secrets.token_hex(16))
 
 
 def fork_child() -> int:
@@ -122,13 +180,13 @@ def run_local(
         ConfigError: ``nproc`` is below one.
         EnvironmentFault: a launcher started this process already, or torch ran in it.
     """
-    start = LocalStart.of(nproc, port)
+    meeting = local_meeting(nproc, port)
     import_for_all(preload)
     children: dict[int, int] = {}
     for rank in range(nproc):
         pid = fork_child()
         if pid == 0:
-            return rank_main(start.info(rank))
+            return rank_main(process_info(meeting, rank))
         children[pid] = rank
     gc.enable()
     return _wait(children)

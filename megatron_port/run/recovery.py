@@ -1,6 +1,6 @@
 """A rank that outlives its peers: it leaves a step whose peers are lost, keeps its process, and starts again with them.
 
-The agent of its node (``run.agent``) starts the lost ranks again. Then all ranks meet anew and resume from the newest
+The run's agent (``run.agent``) starts the lost ranks again. Then all ranks meet anew and resume from the newest
 copy of the state that all of them have (``storage.copies``), else from the newest checkpoint: the same code as any
 start, so what holds for a resumed run holds here.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
-from dataclasses import replace
+from collections.abc import Sequence
 
 from megatron_port.api import run_training
 from megatron_port.core.config.schema import RunConfig
@@ -22,7 +22,9 @@ from megatron_port.core.train.folders import run_folder
 from megatron_port.core.train.loop import TrainingResult
 from megatron_port.run.agent_link import KeptRank
 from megatron_port.run.launchers import attempt_name
+from megatron_port.run.local_ranks import process_info
 from megatron_port.run.peer_failure import explain_peer_failure
+from megatron_port.run.processes import end_connections
 from megatron_port.run.rendezvous import abort_collectives
 from megatron_port.run.run_files import FAILURES, record_failure
 
@@ -33,7 +35,7 @@ def train_kept(config: RunConfig, info: ProcessInfo, kept: KeptRank) -> Training
     Raises:
         PortError, Exception: of the last start, where the agent starts no other.
     """
-    kept.link.leave = abort_collectives
+    kept.link.leave = leave_collectives
     # The library's own watchdog would end a process that waits for a lost peer; here the agent tells it to leave.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     while True:
@@ -47,13 +49,13 @@ def train_kept(config: RunConfig, info: ProcessInfo, kept: KeptRank) -> Training
         # ranks that wait for this one leave their step too.
         gc.collect()
         block_signals()  # they are obeyed when this rank trains again, and can save
-        following = kept.link.lost(str(failure), victim=victim, step=kept.step)
+        following = kept.link.lost(str(failure), victim=victim, step=kept.step, damaged_from=kept.damaged_from)
         if following is None:
             if not kept.link.replaced:
                 record_failure(run_folder(config), attempt_name(), info.rank, failure, lost_peer=victim)
             raise failure
-        port, kept.recovery = following
-        info = replace(info, master_port=port, attempt=str(kept.recovery.number))
+        meeting, kept.recovery = following
+        info = process_info(meeting, info.local_rank)
 
 
 def _judged(error: Exception, config: RunConfig, info: ProcessInfo, kept: KeptRank) -> tuple[PortError, bool]:
@@ -65,10 +67,21 @@ def _judged(error: Exception, config: RunConfig, info: ProcessInfo, kept: KeptRa
         name = f"traceback-{attempt_name()}-rank-{info.rank:05d}.txt"
         return _without_traceback(unexpected(error, run_folder(config) / FAILURES, name)), False
     environment = isinstance(error, EnvironmentFault) and kept.begun
-    others_state = isinstance(error, StateDamaged) and not kept.damaged
+    others_state = isinstance(error, StateDamaged) and kept.damaged_from < 0
     return _without_traceback(error), environment or others_state
 
 
 def _without_traceback(error: PortError) -> PortError:
     """Return a copy of the error, which has neither its traceback nor its causes."""
     return copy.copy(error)
+
+
+def leave_collectives(lost: Sequence[str] = ()) -> None:
+    """Have this rank leave the collectives in which it waits, from any thread.
+
+    NCCL's communicators are aborted. gloo has nothing to abort: its ranks leave when a peer's connections close. Those
+    to nodes that are lost, which can close none, are closed here. ``lost``: addresses of such nodes.
+    """
+    if lost:
+        end_connections(lost)
+    abort_collectives()

@@ -657,10 +657,7 @@ _ABORTING = threading.Lock()
 
 
 def abort_collectives() -> None:
-    """Abort NCCL's communicators, from any thread: a rank that waits in one of them leaves it with an error.
-
-    gloo has nothing to abort: its ranks leave when a peer's connections close.
-    """
+    """Abort NCCL's communicators, from any thread: a rank that waits in one of them leaves it with an error."""
     abort = getattr(distributed_c10d, "_abort_process_group", None)
     if not _ABORTING.acquire(blocking=False):
         return  # another thread is at it

@@ -29,11 +29,12 @@ from megatron_port.run.config_hash import config_hash
 from megatron_port.run.provenance import own_checkpoints, read_identity
 
 
-def find_checkpoints(session: Session, *, since: int = 0) -> list[Path]:
+def find_checkpoints(session: Session, *, since: int = 0, below: int = -1) -> list[Path]:
     """Return the checkpoints to start from, as ``checkpoint.resume`` selects, best first; empty: start afresh.
 
     ``since``: epoch of the run folder's lease in which this job first trained, where it recovers a lost rank (0: it
-    does not). Then the job's own copies and checkpoints come before what it had begun from.
+    does not). Then the job's own copies and checkpoints come before what it had begun from. ``below``: copies of this
+    step and of later ones are not used (negative: all are).
 
     Rank 0 looks, all use what it found. The newest commit comes first; those after it are what to fall back on if
     its contents turn out damaged. The path of one checkpoint has no second choice. What can be said against resuming
@@ -47,7 +48,8 @@ def find_checkpoints(session: Session, *, since: int = 0) -> list[Path]:
     checkpoint = session.config.checkpoint
     copies: list[tuple[Path, Manifest]] = []
     if checkpoint.memory_interval and (checkpoint.resume == "auto" or since):
-        copies = PARTS.function("copies in memory")(session)
+        identity = read_identity(run_folder(session.config)) if session.is_rank_zero else None
+        copies = PARTS.function("copies in memory")(session, identity.id if identity is not None else "", below)
 
     def look() -> list[str]:
         if not session.is_rank_zero:
@@ -73,12 +75,6 @@ def find_checkpoints(session: Session, *, since: int = 0) -> list[Path]:
 Found = list[tuple[Path, Manifest]]
 
 
-def _own_copies(copies: Found, session: Session) -> Found:
-    """Return the copies in the nodes' memory that are of the folder's run."""
-    identity = read_identity(run_folder(session.config)) if copies else None
-    return [(path, m) for path, m in copies if identity is not None and m.lineage.run == identity.id]
-
-
 def _when(manifest: Manifest) -> tuple[int, int]:
     """Return when a state was reached: the epoch of its attempt, and its step. A save in the background is committed
     after copies of later steps, so that commits do not order the two kinds; going back drops the copies."""
@@ -87,11 +83,10 @@ def _when(manifest: Manifest) -> tuple[int, int]:
 
 def _of_job(copies: Found, session: Session, since: int) -> Found:
     """Return this job's own copies and checkpoints, newest first; of one step the copy comes first."""
-    own = _own_copies(copies, session)
-    identity = read_identity(run_folder(session.config))
+    identity, known = read_identity(run_folder(session.config)), {path for path, _ in copies}
     saved = [(path, m) for path, m in checkpoints_in(run_folder(session.config) / FOLDER, session.logger.log)
-             if identity is not None and m.lineage.run == identity.id]
-    return sorted((found for found in [*own, *saved] if found[1].lineage.epoch >= since), key=lambda f: _when(f[1]),
+             if identity is not None and m.lineage.run == identity.id and path not in known]
+    return sorted((found for found in [*copies, *saved] if found[1].lineage.epoch >= since), key=lambda f: _when(f[1]),
                   reverse=True)
 
 
@@ -101,7 +96,8 @@ def _with_copies(copies: Found, session: Session, *, known: Found) -> Found:
     Raises CheckpointError: there is neither.
     """
     paths = {path for path, _ in known}
-    own = [found for found in _own_copies(copies, session) if found[0] not in paths]
+    own = [found for found in copies if found[0] not in paths]
+    paths |= {path for path, _ in own}
     try:
         saved = [found for found in _look(session.config, session.logger.log) if found[0] not in paths]
     except CheckpointError as error:

@@ -109,13 +109,13 @@ def _made(registry: Registry, name: str, state: LoopState) -> LoopHook:
 
 # What a run begins from: the checkpoints that it may resume, its data, and the engine with its weights.
 
-def open_state(session: Session, since: int = 0) -> LoopState:
+def open_state(session: Session, since: int = 0, below: int = -1) -> LoopState:
     """Find what to resume and open the data. Collective; raises PortError alike on all ranks.
 
-    ``since``: epoch in which a job that recovers began to train (``find_checkpoints``).
+    ``since``: epoch in which a job that recovers began to train; ``below``: see ``find_checkpoints``.
     """
     c = session.config
-    checkpoints = find_checkpoints(session, since=since)
+    checkpoints = find_checkpoints(session, since=since, below=below)
     batches = batch_schedule(session, checkpoints)
     return LoopState(
         session=session, config=c, batches=batches, loaders=_load_data(session, batches), numerics=NumericsGuard(c),
@@ -197,7 +197,7 @@ class Trainer:
     def __init__(self, session: Session, kept: KeptRank | None = None) -> None:
         recovery = kept.recovery if kept is not None else None
         since = recovery.first_epoch if recovery is not None else 0
-        self.state: LoopState = open_state(session, since)
+        self.state: LoopState = open_state(session, since, recovery.below if recovery is not None else -1)
         self.state.hooks = loop_hooks(self.state, kept)
         load_model(self.state, recovers=since > 0)
 

@@ -20,7 +20,7 @@ log = open(sys.argv[1], "a", buffering=1)
 def say(*words): log.write(" ".join(map(str, words)) + "\\n")
 def wait_to_leave(kept, seconds=20):
     left = []
-    kept.link.leave = lambda: left.append(1)
+    kept.link.leave = lambda lost: left.append(1)
     end = time.monotonic() + seconds
     while not left and time.monotonic() < end: time.sleep(0.01)
     return bool(left)

@@ -155,6 +155,17 @@ def test_a_killed_holder_is_replaced_at_once(tmp_path: Path, forks: Callable, st
     assert look(reused, this_process()).life is Life.ENDED
 
 
+def test_a_rank_that_this_runs_agent_has_replaced_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was on a node that is lost: nobody here can look its process up."""
+    monkeypatch.setenv(leases.AGENT_VARIABLE, "a1")
+    there = replace(this_process(), space="another/space")
+    assert look(there, this_process()).life is Life.ENDED
+    for agent in ("", "a2"):
+        monkeypatch.setenv(leases.AGENT_VARIABLE, agent)
+        assert look(there, this_process()).life is Life.UNKNOWN
+        assert look(replace(there, agent=""), this_process()).life is Life.UNKNOWN
+
+
 def test_of_many_that_start_at_once_one_gets_it(tmp_path: Path, forks: Callable) -> None:
     """Twelve children take the folder from a dead holder; who holds it makes a file that must not be there."""
     folder = tmp_path / "run"

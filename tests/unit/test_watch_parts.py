@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -142,8 +143,10 @@ def _seconds(progress: ProgressTracker, n: int) -> float:
 # Slow ranks.
 
 
-def slow_run(own: dict[int, float], *, windows: int, stages: dict[int, int] | None = None) -> list:
-    """Findings of a run whose ranks work ``own`` seconds per step of 2 s."""
+def slow_run(
+    own: dict[int, float], *, windows: int, stages: dict[int, int] | None = None, named: dict[int, float] | None = None
+) -> list:
+    """Findings of a run whose ranks work ``own`` seconds per step of 2 s. ``named``: takes what is slow at its end."""
     config = WatchConfig(straggler_steps=10)
     ranks = {
         r: Rank(RankIdentity(r, f"n{r}", 1, 1, f"pp 0, dp {r}, tp 0", (stages or {}).get(r, 0)), 0.0, 0.0) for r in own
@@ -155,13 +158,16 @@ def slow_run(own: dict[int, float], *, windows: int, stages: dict[int, int] | No
             beat = Beat(step, STEP, FORWARD, "", -1, 0.0, step, step, 2.0 * step, totals)
             ranks[r].beat = beat
         found += watch.look(ranks.values(), 2.0 * step)
+    if named is not None:
+        named.update(watch.slow)
     return found
 
 
 def test_a_slow_rank_is_named_once_after_its_windows() -> None:
-    own = {0: 1.0, 1: 1.02, 2: 1.5, 3: 0.98}
-    assert slow_run(own, windows=2) == []
-    found = slow_run(own, windows=8)
+    own, early, named = {0: 1.0, 1: 1.02, 2: 1.5, 3: 0.98}, {}, {}
+    assert slow_run(own, windows=2, named=early) == [] and not early
+    found = slow_run(own, windows=8, named=named)
+    assert named == {2: pytest.approx(1.5, rel=0.01)}, "it is slow as long as it is"
     assert [f.place.rank for f in found] == [2]
     assert found[0].score == pytest.approx(1.5, rel=0.01) and found[0].windows == 3
     assert "rank 2 on n2 (pp 0, dp 2, tp 0) takes 1.50 times as long" in found[0].line()
@@ -254,12 +260,12 @@ def test_only_the_same_process_is_killed() -> None:
 class Served:
     """A hub in a thread."""
 
-    def __init__(self, folder: Path, world: int = 2, *, replaces: bool = False) -> None:
+    def __init__(self, folder: Path, world: int = 2, *, replaces: bool = False, **config: float) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
         self.err, self.out = io.StringIO(), io.StringIO()
-        setup = {"secret": "s3", "folder": str(folder), "host": "h", "world": world, "config": asdict(WatchConfig()),
-                 "replaces": replaces}
+        setup = {"secret": "s3", "folder": str(folder), "host": "h", "world": world,
+                 "config": asdict(WatchConfig(**config)), "replaces": replaces}
         self.hub = Hub(setup, listener, out=self.out, err=self.err)
         self.thread = threading.Thread(target=self.hub.serve, daemon=True)
         self.thread.start()
@@ -321,22 +327,42 @@ def test_a_hang_whose_ranks_have_all_left_has_no_verdict(tmp_path: Path) -> None
     assert served.hub.alarm is None and not served.hub.collect_until
 
 
-def test_the_ranks_of_a_hang_are_ended(tmp_path: Path) -> None:
-    """Where lost ranks are replaced the hub ends those that it names, and no other."""
-    served = Served(tmp_path, replaces=True)
-    child, other = (subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in range(2))
-    links = []
-    for rank, process in enumerate((child, other)):
-        links.append(socket.create_connection(("127.0.0.1", served.port)))
-        links[-1].sendall(wire.pack(wire.HELLO, "s3", rank, "h", process.pid, born(process.pid), "", 0))
-    served.await_ranks(2)
+def test_the_agent_is_told_of_a_hang_by_a_rank_that_hears(tmp_path: Path) -> None:
+    """Where lost ranks are replaced the hub ends nobody: the agent reaches every node."""
+    served = Served(tmp_path, 3, replaces=True)
+    links = [served.connect(rank) for rank in range(3)]
+    served.await_ranks(3)
+    served.hub.rules.ranks[0].heard_at -= 60  # it is stopped
     served.hub.alarm = Alarm("hang", 0, 10.0)
-    served.hub._end_hung(Diagnosis(7, (0,), "rank 0"))
-    assert child.wait(10) == -9 and other.poll() is None
-    other.kill()
-    other.wait()
+    now = time.monotonic()
+    served.hub._report_hung(Diagnosis(7, (0, 2), "rank 0"), now)
+    assert served.hub.reported_until > now + 10, "the others hang too until the agent has acted"
+    found = []
     for link in links:
+        link.settimeout(1.0)
+        unpacker, messages = wire.Unpacker(), []
+        with suppress(TimeoutError):
+            while not any(message[0] == wire.HUNG for message in messages):
+                messages += unpacker.feed(link.recv(1000))
+        found.append([message[1:] for message in messages if message[0] == wire.HUNG])
         link.close()
+    assert found == [[], [[[0, 2]]], []]
+
+
+def test_the_agent_is_told_of_the_slowest_rank_in_each_window(tmp_path: Path) -> None:
+    served = Served(tmp_path, replaces=True, replace_percent=50.0)
+    link = served.connect(0)
+    served.await_ranks(1)
+    link.settimeout(1.0)
+    for slow in ({1: 1.4}, {0: 1.55, 1: 1.75}):
+        served.hub.stragglers.slow.update(slow)
+        time.sleep(0.6)
+    unpacker, messages = wire.Unpacker(), []
+    with suppress(TimeoutError):
+        while len(messages) < 5:
+            messages += unpacker.feed(link.recv(1000))
+    assert [message[1:] for message in messages if message[0] == wire.SLOW] == [[1, 1.75]]
+    link.close()
 
 
 @pytest.mark.parametrize("hello", [
@@ -360,9 +386,10 @@ def test_strangers_are_shown_out(tmp_path: Path, hello: bytes) -> None:
 
 
 def test_a_rank_beats_answers_and_leaves(tmp_path: Path) -> None:
-    served, progress, notes = Served(tmp_path, world=1), ProgressTracker(), []
+    served, progress, notes, hung = Served(tmp_path, world=1), ProgressTracker(), [], []
+    agent = SimpleNamespace(hung=hung.append, slow=lambda rank, ratio: hung.append((rank, ratio)))
     client = Client(progress, rank=0, host="h", coords="pp 0, dp 0, tp 0", stage=0, address="127.0.0.1",
-                    port=served.port, secret="s3", note=notes.append)
+                    port=served.port, secret="s3", note=notes.append, agent=agent)
     served.await_ranks(1)
     progress.begin_step(4)
     progress.at(FORWARD, "micro-batch", 2)
@@ -376,6 +403,11 @@ def test_a_rank_beats_answers_and_leaves(tmp_path: Path) -> None:
     while 0 not in served.hub.stacks and time.monotonic() < until:
         time.sleep(0.01)
     assert any("test_a_rank_beats" in frame[2] for _, frames in served.hub.stacks[0] for frame in frames)
+    served.hub.links[0].send(wire.pack(wire.HUNG, [3, 5]))
+    served.hub.links[0].send(wire.pack(wire.SLOW, 6, 1.5))
+    while len(hung) < 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert hung == [[3, 5], (6, 1.5)], "its agent is told"
     client.close()
     served.thread.join(10)
     assert not served.thread.is_alive() and notes == [] and served.err.getvalue() == ""

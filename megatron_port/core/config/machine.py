@@ -232,7 +232,7 @@ class LaunchConfig:
     preflight: bool = False
     """Check every node, and the network between them, before the ranks start."""
     spare_nodes: CountOrZero = 0
-    """Nodes allocated beyond the layout's, so that preflight can exclude bad ones."""
+    """Nodes allocated beyond the layout's: preflight excludes bad ones, and when_lost "replace" a lost one."""
     rendezvous_timeout: Positive = 300.0
     """Seconds for all ranks to report."""
     collective_timeout: Positive = 1800.0
@@ -285,6 +285,8 @@ class WatchConfig:
     """Limit without progress of any rank while a checkpoint is saved."""
     straggler_percent: NonNegative = 25.0
     """A rank whose own work takes this much longer than that of its stage's other ranks is named; 0: never."""
+    replace_percent: NonNegative = 0.0
+    """One that takes this much longer gives its node's place to a spare (launch.when_lost "replace"); 0: never."""
     straggler_windows: Count = 3
     """Windows in a row before it is named."""
     straggler_steps: Count = 20

@@ -264,9 +264,9 @@ class CheckpointConfig:
     the next attempt takes over once its heartbeat has not changed for this many seconds; if its process or SLURM job
     is known to be gone, at once."""
     memory_interval: CountOrZero = 0
-    """Steps between copies of the state in the nodes' memory, two of them, from which a run resumes first; 0: none."""
+    """Steps between copies of the state on the nodes, two of them, from which a run resumes first; 0: none."""
     memory_folder: AbsolutePath = "/dev/shm"
-    """Folder of each node, in memory, that holds them."""
+    """Folder of each node that holds them: memory, or a disk of its own."""
     mirror: PathSetting = ""
     """URL below which every committed checkpoint is copied in the background (s3://bucket/folder); `checkpoint.resume`
     accepts it. A failed copy costs a line, not the run."""

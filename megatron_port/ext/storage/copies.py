@@ -6,7 +6,7 @@ before its commit (``core.checkpoint.writer``). The memory is the node's, so it 
 
 There are two copies, written in turn, and ranks agree on each step before the next copy begins. So wherever a fault
 strikes, all ranks have the newer copy or all have the one before it: at most one interval is lost. At the next start
-the ranks prove their files (:func:`committed_copies`), and rank 0 writes the manifest. Then a copy is a checkpoint as
+the ranks prove their files (:func:`whole_copies`), and rank 0 writes the manifest. Then a copy is a checkpoint as
 any other, of any layout, and the first place to resume from.
 """
 
@@ -17,17 +17,17 @@ import json
 import mmap
 import os
 import platform
+import re
 import shutil
 import stat
 import time
 from bisect import bisect_left, bisect_right
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -58,7 +58,7 @@ from megatron_port.core.checkpoint.shard import (
 )
 from megatron_port.core.checkpoint.writer import listing_name
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.dist.agree import agreed
+from megatron_port.core.dist.agree import agreed, broadcast_text
 from megatron_port.core.dist.record import StatePiece
 from megatron_port.core.errors import CheckpointError, DamagedCheckpoint, EnvironmentFault
 from megatron_port.core.io.files import read_regular, write_text
@@ -83,12 +83,16 @@ def remove_copies(config: RunConfig) -> None:
     shutil.rmtree(copies_folder(config), ignore_errors=True)
 
 
-def _own_folder(path: Path) -> None:
-    """Make a folder that nobody else can enter. ``path``'s parent is of this user alone, too.
+def own_folder(path: Path, *, fresh: bool = False) -> None:
+    """Make a folder for copies that nobody else can enter. ``path``'s parent is of this user alone, too.
+
+    ``fresh``: what is there is removed first.
 
     Raises:
         EnvironmentFault: it cannot be made, or is another user's.
     """
+    if fresh and not _foreign(path):
+        shutil.rmtree(path, ignore_errors=True)
     for place in (path.parent, path):
         try:
             place.mkdir(mode=0o700, exist_ok=True)
@@ -117,7 +121,7 @@ class CopyKey:
     """Ranks of the layout that wrote it."""
 
 
-def _no_copy(path: Path, error: OSError, size: int = 0) -> CheckpointError:
+def no_memory(path: Path, error: OSError, size: int = 0) -> CheckpointError:
     """Return the error for a copy that cannot be made, with what is free."""
     free = free_bytes(path.parent)
     return CheckpointError(
@@ -176,7 +180,7 @@ class CopyFile:
         try:
             _write_list(self.listing, key, about, entry, self._pieces if plan.pieces else "[]")
         except OSError as error:
-            raise _no_copy(self.listing, error) from error
+            raise no_memory(self.listing, error) from error
 
     def _copy(self, plan: ShardPlan) -> FileEntry:
         if self._memory is None or self._plan is None or plan.head != self._plan.head:
@@ -217,7 +221,7 @@ class CopyFile:
                 os.posix_fallocate(stream.fileno(), 0, plan.size)
                 self._memory = np.frombuffer(mmap.mmap(stream.fileno(), plan.size), dtype=np.uint8)
         except OSError as error:
-            raise _no_copy(self.path, error, plan.size) from error
+            raise no_memory(self.path, error, plan.size) from error
         self._memory[: len(plan.head)] = np.frombuffer(plan.head, dtype=np.uint8)
         self._pieces = json.dumps([asdict(entry) for entry in plan.entries])
 
@@ -231,6 +235,13 @@ def _host_source(tensor: torch.Tensor, target: np.ndarray[Any, np.dtype[np.uint8
     return target
 
 
+class CopySender(Protocol):
+    """What sends a copy to another node while training continues."""
+
+    def begin(self, slot: int, file: Path, listing: Path) -> None:
+        """Send a rank's file and list of a copy."""
+
+
 class StateCopies:
     """The two copies of one rank's state. Not collective: ranks copy at the same steps.
 
@@ -240,16 +251,20 @@ class StateCopies:
         epoch: of the lease of the run's folder.
         spare: the copy that the run was resumed from: it is kept until there is another. None: none of them; what the
             folder holds is then of no use any more.
+        partner: sends each copy to another node (``storage.partner_copies``); None: all ranks are of one node.
     """
 
-    def __init__(self, folder: Path, *, rank: int, world: int, run: str, epoch: int, spare: int | None = None) -> None:
-        _own_folder(folder)
+    def __init__(
+        self, folder: Path, *, rank: int, world: int, run: str, epoch: int, spare: int | None = None,
+        partner: CopySender | None = None,
+    ) -> None:
+        own_folder(folder)
         count, self._files = torch.get_num_threads(), []  # this rank's share of the cores
         threads = ThreadPoolExecutor(count, thread_name_prefix="copy") if count > 1 else None
         for name in SLOTS:
             (folder / name).mkdir(mode=0o700, exist_ok=True)
             self._files.append(CopyFile(folder / name, rank, threads))
-        self._run, self._epoch, self._world = run_number(run), epoch, world
+        self._run, self._epoch, self._world, self._partner = run_number(run), epoch, world, partner
         self._number = 0 if spare is None else 1 - spare
         for slot, file in enumerate(self._files):
             if slot != spare:
@@ -258,11 +273,17 @@ class StateCopies:
         """Step of the last copy of this start."""
 
     def take(self, pieces: Iterable[StatePiece], step: int, about: Mapping[str, Any]) -> None:
-        """Copy the state of ``step`` over the older of the two copies. Raises CheckpointError."""
+        """Copy the state of ``step`` over the older of the two copies. Raises CheckpointError.
+
+        Before, all ranks have the newer one where it is to be (``partner.finish``).
+        """
         slot = self._number % len(SLOTS)
         self._number += 1
-        self._files[slot].take(pieces, CopyKey(self._run, self._epoch, self._number, step, self._world), about)
+        file = self._files[slot]
+        file.take(pieces, CopyKey(self._run, self._epoch, self._number, step, self._world), about)
         self.last_step = step
+        if self._partner is not None:
+            self._partner.begin(slot, file.path, file.listing)
 
     def forget(self, *, newest_alone: bool = False) -> None:
         """Drop both copies: the run goes back behind them. ``newest_alone``: drop the last one only."""
@@ -281,7 +302,7 @@ def described(state: SavedState, lineage: Lineage) -> dict[str, Any]:
 # At the next start: which copies do all ranks have, and are they what was copied?
 
 @dataclass(frozen=True)
-class _Found:
+class CopyList:
     """One rank's file of a copy, by its list."""
 
     key: CopyKey
@@ -290,7 +311,19 @@ class _Found:
     pieces: tuple[PieceEntry, ...]
 
 
-def _found(folder: Path, rank: int) -> _Found | None:
+Whole = tuple[CopyKey, int, Mapping[int, int]]
+"""A copy of which every file is there: its place among the two, and the process that holds each rank's file."""
+
+
+def copy_list(folder: Path, rank: int) -> CopyList:
+    """Return a list that was there a moment ago. Raises CheckpointError."""
+    found = _found(folder, rank)
+    if found is None:
+        raise CheckpointError(f"{folder / listing_name(rank)} is gone")
+    return found
+
+
+def _found(folder: Path, rank: int) -> CopyList | None:
     """Return what a rank's list says; None: it has none. Raises DamagedCheckpoint."""
     path = folder / listing_name(rank)
     try:
@@ -301,13 +334,13 @@ def _found(folder: Path, rank: int) -> _Found | None:
         raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror or error}") from error
     if xxhash.xxh3_128_hexdigest(body.encode()) != digest:
         raise DamagedCheckpoint(f"{path} is not what was written")
-    made = json.loads(body)  # by this user's ranks alone, and unchanged since: see _own_folder
+    made = json.loads(body)  # by this user's ranks alone, and unchanged since: see own_folder
     entry = made["file"] and FileEntry(**{**made["file"], "blocks": tuple(made["file"]["blocks"])})
     pieces = []
     for item in made["pieces"]:
         pieces.append(PieceEntry(**{
             **item, **{name: tuple(item[name]) for name in ("global_shape", "offset", "shape")}}))
-    return _Found(CopyKey(**made["key"]), made["about"], entry, tuple(pieces))
+    return CopyList(CopyKey(**made["key"]), made["about"], entry, tuple(pieces))
 
 
 def _prove(path: Path, entry: FileEntry) -> FileEntry:
@@ -330,71 +363,100 @@ def _prove(path: Path, entry: FileEntry) -> FileEntry:
     return now
 
 
-def _proved(folder: Path, rank: int, world: int) -> tuple[CopyKey | None, str]:
-    """Return which copy the files of a rank, and of those beyond this run's ranks, are of; or what is wrong with one.
-
-    Ranks ``rank``, ``rank + world``, … are this rank's to prove, where more ranks wrote the copy than read it.
-    """
+def _proved(folder: Path, rank: int) -> tuple[CopyKey | None, str]:
+    """Return which copy a rank's file is of; or what is wrong with it."""
     try:
-        first = _found(folder, rank)
-        if first is None:
+        found = _found(folder, rank)
+        if found is None:
             return None, ""
-        for other in range(rank, first.key.world, world):
-            found = first if other == rank else _found(folder, other)
-            if found is None or found.key != first.key:
-                return None, ""
-            if found.entry is not None:
-                proved = _prove(folder / shard_name(other), found.entry)
-                pieces = json.dumps([asdict(piece) for piece in found.pieces])
-                _write_list(folder / listing_name(other), found.key, found.about, proved, pieces)
+        if found.entry is not None:
+            proved = _prove(folder / shard_name(rank), found.entry)
+            pieces = json.dumps([asdict(piece) for piece in found.pieces])
+            _write_list(folder / listing_name(rank), found.key, found.about, proved, pieces)
     except DamagedCheckpoint as error:
         return None, str(error)
     except OSError as error:
         return None, f"{folder}: {error.strerror or error}"
-    return first.key, ""
+    return found.key, ""
 
 
-def refuse_several_nodes(session: Session) -> None:
-    """Raise EnvironmentFault for a run of several nodes: no copy is sent to another one."""
-    if session.info.num_nodes > 1:
-        raise EnvironmentFault(
-            f"checkpoint.memory_interval is {session.config.checkpoint.memory_interval}, and the run has "
-            f"{session.info.num_nodes} nodes: copies in memory are for runs of one machine so far; set it to 0"
-        )
+_LISTING = re.compile(r"rank-(\d{5,})\.json")
+_ROW = len(astuple(CopyKey(0, 0, 0, 0, 0))) + 2
+"""Numbers of a file that is proved: its place among the two copies, its rank, and its key."""
 
 
-def committed_copies(session: Session) -> list[tuple[Path, Manifest]]:
-    """Return the copies that all ranks have and have proved, newest first. Collective.
+def _held(folder: Path, share: slice) -> tuple[list[tuple[int, ...]], list[str]]:
+    """Prove this process's share of the files that its node holds. Return a row for each, and what is wrong."""
+    rows, faults = [], []
+    for slot, name in enumerate(SLOTS):
+        listed = (_LISTING.fullmatch(path.name) for path in (folder / name).glob("rank-*.json"))
+        for rank in sorted(int(found.group(1)) for found in listed if found)[share]:
+            key, fault = _proved(folder / name, rank)
+            if key is not None:
+                rows.append((slot, rank, *astuple(key)))
+            elif fault:
+                faults.append(fault)
+    return rows, faults
+
+
+def _gathered(session: Session, rows: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+    """Return every rank's rows. Collective."""
+    if session.info.world_size == 1:
+        return [rows]
+    most = torch.tensor([len(rows)])
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=session.cpu_group)
+    own = torch.full((int(most), _ROW), -1, dtype=torch.int64)
+    if rows:
+        own[: len(rows)] = torch.tensor(rows)
+    every = [torch.empty_like(own) for _ in range(session.info.world_size)]
+    dist.all_gather(every, own, group=session.cpu_group)
+    return [[tuple(row) for row in found.tolist() if row[0] >= 0] for found in every]
+
+
+def whole_copies(session: Session, run: str, below: int = -1) -> list[Whole]:
+    """Return the run's copies of which every file is there and proved, newest first. Collective.
 
     A file that is not what was copied is named in the log, and its copy passed over.
+
+    Args:
+        run: id of the folder's run, on rank 0; empty: none has begun there.
+        below: copies of this step and of later ones are not used, as something other than an update may be in them.
+            Negative: all are.
     """
-    refuse_several_nodes(session)
     folder, info = copies_folder(session.config), session.info
     said = Logger(info.rank, info.world_size, info.hostname).log_any
-    own: list[tuple[CopyKey | None, str]] = [(None, "")] * len(SLOTS)
+    rows: list[tuple[int, ...]] = []
+    faults: list[str] = []
     if folder.is_dir() or folder.is_symlink():
-        fault = next(filter(None, map(_foreign, (folder.parent, folder, *(folder / name for name in SLOTS)))), "")
-        own = [(None, fault)] if fault else [_proved(folder / name, info.rank, info.world_size) for name in SLOTS]
-        own += [(None, "")] * (len(SLOTS) - len(own))
-    for _, fault in own:
-        if fault:
-            said(f"{fault}: the memory is faulty, or something else wrote there; this copy is passed over")
-    width = len(astuple(CopyKey(0, 0, 0, 0, 0)))
-    rows = torch.tensor([[-1] * width if key is None else list(astuple(key)) for key, _ in own])
-    every = [torch.empty_like(rows) for _ in range(info.world_size)]
-    if info.world_size > 1:
-        dist.all_gather(every, rows, group=session.cpu_group)
-    else:
-        every = [rows]
-    whole = []
-    for slot, name in enumerate(SLOTS):
-        keys = Counter(CopyKey(*found[slot].tolist()) for found in every)
-        # Ranks beyond the layout that wrote the copy may have files of another one.
-        complete = [key for key, ranks in keys.items() if key.epoch >= 0 and ranks >= min(key.world, info.world_size)]
-        whole += [(key, folder / name) for key in complete[:1]]
-    made = agreed(lambda: [_committed(path, key) for key, path in sorted(whole, reverse=True)]
+        faults = list(filter(None, map(_foreign, (folder.parent, folder, *(folder / name for name in SLOTS)))))[:1]
+        if not faults:
+            rows, faults = _held(folder, slice(info.local_rank, None, info.local_world_size))
+    for fault in faults:
+        said(f"{fault}: the memory is faulty, or something else wrote there; this copy is passed over")
+    holders: dict[tuple[CopyKey, int], dict[int, int]] = {}
+    for process, found in enumerate(_gathered(session, rows)):
+        for slot, rank, *key in found:
+            holders.setdefault((CopyKey(*key), slot), {}).setdefault(rank, process)
+    whole: list[Whole] = [(key, slot, writers) for (key, slot), writers in holders.items()
+                          if len(writers) == key.world and (below < 0 or key.step < below)]
+    return _of_run(session, run, sorted(whole, key=lambda found: found[0], reverse=True))
+
+
+def committed_here(session: Session, whole: Sequence[Whole]) -> list[tuple[Path, Manifest]]:
+    """Return copies whose files are all in this node's memory, on rank 0: each has a manifest then. Collective."""
+    folder = copies_folder(session.config)
+    made = agreed(lambda: [_committed(folder / SLOTS[slot], key) for key, slot, _ in whole]
                   if session.is_rank_zero else [])
     return [found for found in made if found is not None]
+
+
+def _of_run(session: Session, run: str, whole: Sequence[Whole]) -> list[Whole]:
+    """Return the copies that are of the run; others are named. Collective."""
+    told = broadcast_text(run if session.is_rank_zero else None)
+    own = [found for found in whole if told and found[0].run == run_number(told)]
+    for key, _, _ in (found for found in whole if found not in own):
+        session.logger.log(f"the copy of step {key.step} in memory is of another run, and is passed over")
+    return own
 
 
 def _foreign(path: Path) -> str:
@@ -430,5 +492,5 @@ def _committed(folder: Path, key: CopyKey) -> tuple[Path, Manifest] | None:
     try:
         write_text(folder / MANIFEST, encode_manifest(manifest), durable=False)
     except OSError as error:
-        raise _no_copy(folder / MANIFEST, error) from error
+        raise no_memory(folder / MANIFEST, error) from error
     return folder, read_manifest(folder)

@@ -15,10 +15,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_port.core.config.schema import RunConfig, WatchConfig
 from megatron_port.core.dist.process import END, PHASES, ProgressTracker
@@ -59,6 +59,16 @@ def python_stacks() -> list[Stack]:
     return [stack for _, stack in sorted(found, key=lambda item: item[0])]
 
 
+class AgentReports(Protocol):
+    """What an agent that replaces lost ranks is told by the watch (``run.agent_link.AgentLink``)."""
+
+    def hung(self, ranks: Sequence[int]) -> None:
+        """Tell that ranks hang."""
+
+    def slow(self, rank: int, ratio: float) -> None:
+        """Tell that a rank's own work takes ``ratio`` times as long as its peers'."""
+
+
 class Client:
     """Sender of this process's heartbeats.
 
@@ -67,14 +77,16 @@ class Client:
         coords: for messages; stage: pipeline stage.
         note: takes a line when the watch itself fails; the run continues.
         hub: the hub's process, on the rank that started it and will start it again.
-        replaces: lost ranks are replaced, so a rank that lost a peer does not wait to be told to end.
+        agent: replaces lost ranks, and is told which ones hang. A rank that lost a peer then does not wait to be told
+            to end. None: nobody replaces them.
     """
 
     def __init__(
         self, progress: ProgressTracker, *, rank: int, host: str, coords: str, stage: int, address: str, port: int,
-        secret: str, note: Callable[[str], None], hub: HubProcess | None = None, replaces: bool = False,
+        secret: str, note: Callable[[str], None], hub: HubProcess | None = None,
+        agent: AgentReports | None = None,
     ) -> None:
-        self.progress, self.note, self.hub, self._replaces = progress, note, hub, replaces
+        self.progress, self.note, self.hub, self._agent = progress, note, hub, agent
         self.spoken = threading.Event()
         """The hub has nothing to say: a rank that lost a peer may speak."""
         self._sending = threading.Lock()
@@ -199,6 +211,10 @@ class Client:
             self._send(wire.STACKS, python_stacks())
         elif kind == wire.SPEAK:
             self.spoken.set()
+        elif kind == wire.HUNG and self._agent is not None:
+            self._agent.hung([int(rank) for rank in values[0]])
+        elif kind == wire.SLOW and self._agent is not None:
+            self._agent.slow(int(values[0]), float(values[1]))
         elif kind == wire.ROSTER:
             self._roster[int(values[0][0])] = values[0]
         elif kind == wire.LEAVE and not self._closing:
@@ -215,7 +231,7 @@ class Client:
         with contextlib.suppress(OSError):
             self.beat()
             self._send(wire.FAILING, code, text[:4000], told, victim)
-            if victim and not self._replaces:
+            if victim and self._agent is None:
                 self.spoken.wait(HOLD_S)
 
     def close(self, *, failed: bool = False) -> None:
@@ -238,7 +254,7 @@ class Client:
 def watched(
     config: WatchConfig, info: ProcessInfo, progress: ProgressTracker, *, coords: str, stage: int, folder: Path,
     store: Store | None, note: Callable[[str], None], victim_of: Callable[[BaseException], PortError | None],
-    replaces: bool = False,
+    agent: AgentReports | None = None,
 ) -> Iterator[None]:
     """Watch this rank while the body runs. The watch's own failures are noted and never end a run.
 
@@ -246,7 +262,7 @@ def watched(
         folder: of the run.
         store: through which rank 0 tells the others where the hub is; None: a single process.
         victim_of: an error → what it says of a lost peer, or None (``run.peer_failure``).
-        replaces: an agent replaces lost ranks (``run.agent``): the watch names and ends those that hang, and no other.
+        agent: replaces lost ranks (``run.agent``). The watch ends none then.
     """
     if not config.enabled or (info.world_size == 1 and not config.single_process):
         yield
@@ -257,7 +273,7 @@ def watched(
         from megatron_port.run.watch.hub_process import HubProcess  # the other ranks start none
 
         try:
-            hub = HubProcess(config, info, folder, replaces=replaces)
+            hub = HubProcess(config, info, folder, replaces=agent is not None)
             hub.start()
             where = hub.where
         except OSError as error:
@@ -278,7 +294,7 @@ def watched(
         try:
             client = Client(
                 progress, rank=info.rank, host=info.hostname, coords=coords, stage=stage, note=note, hub=hub,
-                replaces=replaces, **where
+                agent=agent, **where
             )
         except OSError as error:
             note(f"rank {info.rank} on {info.hostname} cannot reach the watch at {where['address']}:{where['port']} "
@@ -298,13 +314,14 @@ def watched(
             client.close()
     finally:
         if hub is not None:
-            hub.end(leave=failed and replaces)
+            hub.end(leave=failed and agent is not None)
 
 
 # The watch of a run, put together from what is known once the ranks have met.
 
 def watch_ranks(
-    config: RunConfig, info: ProcessInfo, progress: ProgressTracker, store: Store, *, replaces: bool = False
+    config: RunConfig, info: ProcessInfo, progress: ProgressTracker, store: Store, *,
+    agent: AgentReports | None = None,
 ) -> AbstractContextManager[None]:
     """Send heartbeats of this rank while the body runs, as ``[watch]`` configures; see ``run.watch.client.watched``.
 
@@ -321,5 +338,5 @@ def watch_ranks(
 
     return watched(
         config.watch, info, progress, coords=str(place), stage=place.pp, folder=run_folder(config), store=store,
-        note=note, victim_of=lambda error: explain_peer_failure(error, info), replaces=replaces,
+        note=note, victim_of=lambda error: explain_peer_failure(error, info), agent=agent,
     )

@@ -51,6 +51,8 @@ MISSING_S = 60.0
 """Ranks that have not connected by then are named once, and are not watched."""
 COLLECT_S = 3.0
 """For the stacks."""
+REPORTED_S = 20.0
+"""For which a hang that the agent was told of is left to it; the hub of its next start is another."""
 LEAVE_S = 3.0
 """For the ranks to end; then those of this host are killed."""
 SPARE_FILES = 256
@@ -80,11 +82,12 @@ class Hub:
         self.host = str(setup["host"])
         self.world = int(setup["world"])
         self.replaces = bool(setup.get("replaces"))
-        """An agent starts lost ranks again (``run.agent``): only those that hang are ended."""
+        """An agent starts lost ranks again (``run.agent``): it is told of those that hang, and nobody is ended here."""
         self.out, self.err = out or sys.stdout, err or sys.stderr
         config = WatchConfig(**setup["config"])
         now = time.monotonic()
         self.rules = Rules(config, self.world, now)
+        self.replace_percent = config.replace_percent
         for place in setup.get("roster", ()):  # an earlier hub knew them: one that does not come back is missed
             self.rules.hello(RankIdentity(*place), now, met=False)
         self.met: set[int] = set()
@@ -92,6 +95,8 @@ class Hub:
         self.untold: deque[RankIdentity] = deque()
         """Ranks not yet announced to rank 0."""
         self.alive_at = now
+        self.reported_until = 0.0
+        """The agent has been told of a hang, and is at work until then."""
         self.stragglers = Stragglers(config, now)
         self.now_file = NowFile(self.folder)
         self.selector = selectors.DefaultSelector()
@@ -227,12 +232,16 @@ class Hub:
                 self._hang(now)
             return
         alarm = self.rules.tick(now)
-        if alarm is not None:
+        if alarm is not None and (alarm.kind != "hang" or now >= self.reported_until):
             self._raise(alarm, now)
             return
         for finding in self.stragglers.look(self.rules.ranks.values(), now):
             self._say(finding.line())
             add_event(self.folder, finding.record())
+        slowest = max(self.stragglers.slow.items(), key=lambda item: item[1], default=(0, 0.0))
+        if self.replaces and self.replace_percent and slowest[1] > 1 + self.replace_percent / 100:
+            self.stragglers.slow.clear()  # until the next window
+            self._tell_agent(now, wire.SLOW, slowest[0], round(slowest[1], 3))
         spread = self.stragglers.spread()
         if spread is not None:
             add_spread(self.folder, spread)
@@ -314,7 +323,7 @@ class Hub:
                     lost_peer=self.alarm.kind == "lost",
                 )
         if self.replaces:
-            self._end_hung(verdict)
+            self._report_hung(verdict, now)
             self._forget(verdict)
             return
         self.leave_until = now + LEAVE_S
@@ -328,12 +337,20 @@ class Hub:
                 host = self.rules.ranks[rank].place.host
                 link.send(wire.pack(wire.LEAVE, verdict.code, mute.get(host, [])))
 
-    def _end_hung(self, verdict: judge.Diagnosis) -> None:
-        """End the ranks that a hang's verdict names; the others notice, and leave their step."""
-        if self.alarm is None or self.alarm.kind != "hang":
-            return
-        named = [self.rules.ranks[r].place for r in verdict.ranks if r in self.rules.ranks]
-        kill([(place.pid, place.born) for place in named if place.host == self.host])
+    def _report_hung(self, verdict: judge.Diagnosis, now: float) -> None:
+        """Have the agent told of the ranks that a hang's verdict names, by a rank that can hear; it replaces them.
+
+        The others hang too until they have left their step: for a while they are not named.
+        """
+        if self.alarm is not None and self.alarm.kind == "hang":
+            self._tell_agent(now, wire.HUNG, list(verdict.ranks))
+            self.reported_until = now + REPORTED_S
+
+    def _tell_agent(self, now: float, kind: str, *values: Any) -> None:
+        """Have a rank that can hear pass something on to the agent."""
+        able = [link for rank, link in sorted(self.links.items()) if now - self.rules.ranks[rank].heard_at < LAGS_S]
+        if able:
+            able[0].send(wire.pack(kind, *values))
 
     def _forget(self, verdict: judge.Diagnosis) -> None:
         """Watch on: the others leave by themselves, and a rank may only have lost its connection to this process."""

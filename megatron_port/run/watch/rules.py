@@ -489,6 +489,8 @@ class Stragglers:
         self._totals_at: dict[int, tuple[float, ...]] = {}
         self._slow_for: dict[int, int] = {}
         self._named: set[int] = set()
+        self.slow: dict[int, float] = {}
+        """Ranks that are named, and their scores in the last window."""
         self._own: dict[int, tuple[float, int]] = {}
         """Own times of the last window: rank → own seconds per step, steps done."""
 
@@ -564,6 +566,9 @@ class Stragglers:
         slow = score > 1 + self.config.straggler_percent / 100
         count = self._slow_for[rank] = self._slow_for.get(rank, 0) + 1 if slow else 0
         named = rank in self._named
+        self.slow.pop(rank, None)
+        if slow and count >= self.config.straggler_windows:
+            self.slow[rank] = score
         if slow and not named and count >= self.config.straggler_windows:
             self._named.add(rank)
         elif not slow and named:

@@ -35,6 +35,8 @@ HELLO, BEAT, STACKS, FAILING, BYE = "hello", "beat", "stacks", "failing", "bye"
 """From a rank."""
 ASK, LEAVE, SPEAK = "ask", "leave", "speak"
 """From the hub: send stacks; end at once; nobody else explains it, so tell your own error."""
+HUNG, SLOW = "hung", "slow"
+"""From the hub: tell the agent which ranks hang; which is slow."""
 ALIVE, ROSTER = "alive", "roster"
 """From the hub: a word per second; to rank 0 also who each rank is, for the hub that would follow."""
 
