@@ -4,7 +4,7 @@
 # The script that sources this has set:
 #   site_name site_interface site_local_disk site_cores_per_task  site_srun=(…)  site_setup()
 #   job_run job_python job_stage job_spare_nodes job_preflight    job_overrides=(…)  job_setup()
-# and may have set: job_record (the launch record that it is of, docs/frontier.md)
+# and may have set: job_record (the launch record that it is of, docs/frontier.md), job_no_kill (sbatch --no-kill is on)
 #   site_container (and site_image site_container_python site_mounts=(…) site_container_options=(…))
 # From the environment of sbatch: DATA (prefix of a corpus), STAGE (archive of an environment), PYTHON
 # (interpreter), IMAGE (of the container), PREFLIGHT=1, SPARE_NODES=N, SRUN_OPTIONS (more options for the ranks' srun). Arguments of the
@@ -124,6 +124,35 @@ ranks() {  # NODES LIST COMMAND…: the command as every rank of that many nodes
   exec srun "${options[@]}" "${site_srun[@]}" "${more[@]}" "$@" < /dev/null
 }
 
+agents() {  # LIST COMMAND…: the command as the agent of each node of the list; it forks the node's ranks
+  local list=$1 names option options=() gpus=0
+  shift
+  IFS=, read -ra names <<< "$list"
+  # A node that fails ends neither the step nor the other nodes' tasks; the agents decide.
+  options=(--nodelist="$list" --nodes="${#names[@]}" --ntasks="${#names[@]}" --ntasks-per-node=1 --export=ALL
+    --no-kill --kill-on-bad-exit=0 --wait=0 --distribution=block "${container_srun[@]}")
+  (( cores_per_task )) && options+=(--cpus-per-task="$(( cores_per_task * tasks_per_node ))")
+  for option in "${site_srun[@]}"; do
+    case $option in
+      --gpus-per-task=*) gpus=$(( ${option#*=} * tasks_per_node )) ;;
+      --gpu-bind=* | --cpu-bind=* | --ntasks-per-gpu=*) ;;  # a rank finds its own device and cores (run.affinity)
+      *) options+=("$option") ;;
+    esac
+  done
+  (( ! gpus )) || options+=(--gpus-per-node="$gpus")
+  local more=()
+  read -ra more <<< "${SRUN_OPTIONS:-}"
+  exec srun "${options[@]}" "${more[@]}" "$@" < /dev/null
+}
+
+agent_nodes() {  # every node of the job that may train, as they are allocated, with commas between them
+  local name list=()
+  for name in "${nodes[@]}"; do
+    [[ ${#fit[@]} -gt 0 && " ${fit[*]} " != *" $name "* ]] || list+=("$name")
+  done
+  (IFS=,; echo "${list[*]}")
+}
+
 check_nodes() {  # leave out nodes, and nodes with links, that preflight does not trust; stage on those that it does
   local out=$run_folder/preflight-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0} good
   mkdir -p "$out"
@@ -205,6 +234,7 @@ on_signal() {  # NAME
 launch_main() {
   local nodes node_count tasks_per_node cores_per_task node_list='' port address='' port_given='' python run_folder
   local code=0 err='' err_pid
+  local when_lost=stop count train agent_hosts
   local run rank_run train_only=() srun_log=''  # run: what says which run it is; train_only: what only `train` understands
   [[ -n ${SLURM_JOB_ID:-} ]] \
     || die "no SLURM job here: submit this script with sbatch (launch/torchrun.sh runs on one node without SLURM)"
@@ -244,6 +274,11 @@ launch_main() {
   [[ -z $site_container ]] || rank_python=${site_container_python:-python3}
   container "${IMAGE:-$site_image}"
   if [[ ${PREFLIGHT:-$job_preflight} == 1 ]]; then check_nodes; else stage_alone; fi
+  if [[ $when_lost == replace ]]; then
+    node_list=$(agent_nodes)
+    [[ ${job_no_kill:-} == 1 ]] || say "launch.when_lost is replace: unless this job was submitted with sbatch \
+--no-kill, SLURM ends it when a node fails"
+  fi
   if [[ -z $address ]]; then
     address=$(first_node_address "$(scontrol show hostnames "${node_list:-$SLURM_JOB_NODELIST}" | head -n 1)")
   fi
@@ -257,8 +292,16 @@ launch_main() {
   # What srun itself says of lost tasks is kept apart from what thousands of ranks may say.
   exec {err}> >(tee >(grep --line-buffered -E '^(srun|slurmstepd(-[^ :]+)?): ' > "$srun_log") >&2)
   err_pid=$!
-  ranks "$node_count" "$node_list" "${rank_environment[@]}" "${inside[@]}" "$rank_python" \
-    -m megatron_port train "${rank_run[@]}" "${train_only[@]}" --master-addr "$address" --master-port "$port" 2>&"$err" &
+  train=("${rank_environment[@]}" "${inside[@]}" "$rank_python" -m megatron_port train "${rank_run[@]}"
+    "${train_only[@]}" --master-addr "$address" --master-port "$port")
+  if [[ $when_lost == replace ]]; then
+    IFS=, read -ra agent_hosts <<< "$node_list"
+    count=${#agent_hosts[@]}
+    agents "$node_list" "${train[@]}" --nproc "$tasks_per_node" --set "launch.spare_nodes=$(( count - node_count ))" \
+      2>&"$err" &
+  else
+    ranks "$node_count" "$node_list" "${train[@]}" 2>&"$err" &
+  fi
   srun_pid=$!
   while :; do  # a signal ends wait, not srun
     code=0
@@ -274,7 +317,7 @@ open_record() {  # from here on the launch record says what runs, not what the s
   local told options=()
   [[ -z $job_record ]] || options=(--record "$job_record")
   told=$("$python" -m megatron_port launch before "${run[@]}" "${options[@]}" -- "${script_arguments[@]}") || exit $?
-  { read -r run_folder; read -r job_record; } <<< "$told"
+  { read -r run_folder; read -r job_record; read -r when_lost || when_lost=stop; } <<< "$told"
   use_code
   run=("$job_record/config.toml" --set "cluster.nodes=$node_count" --set "cluster.gpus_per_node=$tasks_per_node")
   [[ -z ${DATA:-} ]] || run+=(--data "$DATA")  # SLURM keeps the environment of the submission

@@ -64,7 +64,7 @@ def _folder(config: RunConfig) -> Path:
 
 
 def run_before(args: argparse.Namespace) -> int:
-    """Print the run's folder and that of the launch record on stdout; the rest is printed on stderr."""
+    """Print the run's folder, that of the launch record, and ``launch.when_lost`` on stdout; the rest on stderr."""
     from megatron_port.core.config.checks import check
     from megatron_port.run import launch_record as records
     from megatron_port.run.launchers import nodes_down
@@ -87,6 +87,7 @@ def run_before(args: argparse.Namespace) -> int:
         print(f"launch: {line}", file=sys.stderr)
     print(_folder(config))
     print(record)
+    print(config.launch.when_lost)
     return 0
 
 

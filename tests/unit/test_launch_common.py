@@ -30,7 +30,8 @@ launch_main "$@"
 """
 PYTHON = """\
 case "$*" in
-  *"launch before"*) echo "before $*" >> "$RUN_FOLDER/calls"; echo "$RUN_FOLDER"; echo "$RUN_FOLDER/launch/0001" ;;
+  *"launch before"*) echo "before $*" >> "$RUN_FOLDER/calls"; echo "$RUN_FOLDER"; echo "$RUN_FOLDER/launch/0001"
+    echo "${WHEN_LOST:-stop}" ;;
   *"launch after"*) echo "after $*" >> "$RUN_FOLDER/calls" ;;
 esac
 """
@@ -202,3 +203,25 @@ def test_staging_makes_its_folder_itself_or_not_at_all(tmp_path: Path, there: st
         assert re.search(why, (results / "bad-n1").read_text()) and not (results / "ready-n1").exists()
     else:
         assert (results / "ready-n1").exists() and to.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(("spares", "srun", "expected"), [
+    ("0", "(--gpus-per-task=1 --gpu-bind=closest --threads-per-core=1)", ["--gpus-per-node=8", "--threads-per-core=1"]),
+    ("1", "(--cpu-bind=mask_cpu:0xfe,0xfe00 --gpus-per-node=8)", ["--gpus-per-node=8"]),
+])
+def test_where_lost_ranks_are_replaced_a_process_of_each_node_starts_them(
+    job: Job, spares: str, srun: str, expected: list[str]
+) -> None:
+    script = job.folder / "job.sh"
+    made = script.read_text()
+    script.write_text(made.replace("site_cores_per_task=0 site_srun=()", f"site_cores_per_task=7 site_srun={srun}"))
+    done = job.run("--set", "a.b=1", WHEN_LOST="replace", SPARE_NODES=spares, SLURM_NTASKS_PER_NODE="8")
+    assert done.returncode == 0, done.stderr
+    call, = (line for line in job.calls().splitlines() if line.startswith("srun "))
+    words = call.split()
+    assert words[1:12] == ["--nodelist=n1,n2,n3", "--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--export=ALL",
+                           "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--distribution=block",
+                           "--cpus-per-task=56", *sorted(expected, reverse=True)[:1]][:11]
+    assert set(expected) <= set(words) and not [w for w in words if "bind" in w or "gpus-per-task" in w], call
+    assert call.endswith(f"--nproc 8 --set launch.spare_nodes={spares}") and f"cluster.nodes={3 - int(spares)}" in call
+    assert "sbatch --no-kill" in done.stdout

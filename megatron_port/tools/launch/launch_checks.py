@@ -48,10 +48,10 @@ def launch_problems(config: RunConfig) -> list[str]:
         out.append("cluster.nodes is 0; a job needs a number: set it in the run file, or pass --set cluster.nodes=N")
     classes = _class_problems(cluster)
     out += [*classes, *_time_problems(config), *([] if classes else _queue_problems(config))]
-    if launch.spare_nodes and not launch.preflight:
+    if launch.spare_nodes and not launch.preflight and launch.when_lost != "replace":
         out.append(
-            f"launch.spare_nodes {launch.spare_nodes} are left out by preflight, which is off; "
-            "set launch.preflight = true, or spare_nodes = 0"
+            f"launch.spare_nodes {launch.spare_nodes} take the place of nodes that preflight finds bad or that are "
+            'lost; both are off: set launch.preflight = true, launch.when_lost = "replace", or spare_nodes = 0'
         )
     for name, options in (
         ("cluster.sbatch_options", cluster.sbatch_options),

@@ -259,7 +259,8 @@ def sbatch_lines(config: RunConfig, after: str = "") -> list[str]:
 def _ending(launch: LaunchConfig) -> list[str]:
     """Return the lines on how the job learns of its end, and whether SLURM may start it again."""
     again = "--no-requeue" if launch.when_stopped == launch.when_failed == "stop" else "--requeue"
-    return [f"--signal=B:USR1@{launch.signal_seconds}", "--open-mode=append", again]
+    kill = ["--no-kill"] if launch.when_lost == "replace" else []
+    return [f"--signal=B:USR1@{launch.signal_seconds}", "--open-mode=append", again, *kill]
 
 
 def _option(option: str, field: str) -> str:
@@ -286,6 +287,7 @@ def job_block(launch: LaunchConfig, order: Order) -> str:
         assignment("job_stage", launch.stage, "launch.stage"),
         f"job_spare_nodes={launch.spare_nodes}",
         f"job_preflight={int(launch.preflight)}",
+        *(["job_no_kill=1"] if launch.when_lost == "replace" else []),
         function("job_setup", exports(launch.environment, "launch.environment")),
     ]) + "\n"
 
