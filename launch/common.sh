@@ -7,7 +7,8 @@
 # and may have set: job_record (the launch record that it is of, docs/frontier.md), job_no_kill (sbatch --no-kill is on)
 #   site_container (and site_image site_container_python site_mounts=(…) site_container_options=(…))
 # From the environment of sbatch: DATA (prefix of a corpus), STAGE (archive of an environment), PYTHON
-# (interpreter), IMAGE (of the container), PREFLIGHT=1, SPARE_NODES=N, SRUN_OPTIONS (more options for the ranks' srun). Arguments of the
+# (interpreter), IMAGE (of the container), PREFLIGHT=1, SPARE_NODES=N, SRUN_OPTIONS (more options for the ranks' srun; with
+# launch.when_lost "replace" it has one task a node). Arguments of the
 # script go to `megatron-port train`; a first one that is no option is the run file. docs/frontier.md shows it.
 
 # shellcheck source=launch/stage.sh
@@ -124,31 +125,35 @@ ranks() {  # NODES LIST COMMAND…: the command as every rank of that many nodes
   exec srun "${options[@]}" "${site_srun[@]}" "${more[@]}" "$@" < /dev/null
 }
 
-agents() {  # LIST COMMAND…: the command as the agent of each node of the list; it forks the node's ranks
+agents() {  # LIST COMMAND…: the command once on each node of the list, where it forks the node's ranks
   local list=$1 names option options=() gpus=0
   shift
   IFS=, read -ra names <<< "$list"
-  # A node that fails ends neither the step nor the other nodes' tasks; the agents decide.
-  options=(--nodelist="$list" --nodes="${#names[@]}" --ntasks="${#names[@]}" --ntasks-per-node=1 --export=ALL
-    --no-kill --kill-on-bad-exit=0 --wait=0 --distribution=block "${container_srun[@]}")
-  (( cores_per_task )) && options+=(--cpus-per-task="$(( cores_per_task * tasks_per_node ))")
   for option in "${site_srun[@]}"; do
     case $option in
-      --gpus-per-task=*) gpus=$(( ${option#*=} * tasks_per_node )) ;;
+      --gpus-per-task=*) gpus=$(( ${option##*[=:]} * tasks_per_node )) ;;
       --gpu-bind=* | --cpu-bind=* | --ntasks-per-gpu=*) ;;  # a rank finds its own device and cores (run.affinity)
       *) options+=("$option") ;;
     esac
   done
   (( ! gpus )) || options+=(--gpus-per-node="$gpus")
+  # A node that fails ends neither the step nor the other nodes' tasks; the run's agent decides.
+  options+=(--nodelist="$list" --nodes="${#names[@]}" --ntasks="${#names[@]}" --ntasks-per-node=1 --export=ALL
+    --no-kill --kill-on-bad-exit=0 --wait=0 --distribution=block "${container_srun[@]}")
+  (( cores_per_task )) && options+=(--cpus-per-task="$(( cores_per_task * tasks_per_node ))")
   local more=()
   read -ra more <<< "${SRUN_OPTIONS:-}"
   exec srun "${options[@]}" "${more[@]}" "$@" < /dev/null
 }
 
 agent_nodes() {  # every node of the job that may train, as they are allocated, with commas between them
-  local name list=()
+  local name list=() good=("${fit[@]}") trusted=$run_folder/preflight-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}/good.txt
+  # After preflight those that it still trusts, network included.
+  if [[ -n $node_list && -s $trusted ]]; then
+    mapfile -t good < <(scontrol show hostnames "$(< "$trusted")" && tr , '\n' <<< "$node_list")
+  fi
   for name in "${nodes[@]}"; do
-    [[ ${#fit[@]} -gt 0 && " ${fit[*]} " != *" $name "* ]] || list+=("$name")
+    [[ ${#good[@]} -gt 0 && " ${good[*]} " != *" $name "* ]] || list+=("$name")
   done
   (IFS=,; echo "${list[*]}")
 }

@@ -17,6 +17,7 @@ Started by torchrun or srun, the same lines train on every rank; nothing here kn
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -189,6 +190,8 @@ def run_training(
         around = partial(watch_ranks, agent=kept.link) if kept else watch_ranks
         opening = open_session(config, info, around=around, writes=True, replaced=kept is not None)
         with opening as opened, leased_session(opened) as session:
+            if kept is not None:
+                kept.met_at = time.time()
             try:
                 return Trainer(session, kept).run()
             except Exception as error:

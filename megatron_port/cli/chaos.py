@@ -57,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"chaos: {line}", file=sys.stderr, flush=True)
 
     done = chaos.drill(command, run_folder(config), faults, seed=args.seed, say=say,
+                       copy_interval=config.checkpoint.memory_interval or 1,
                        output=sys.stderr if args.json else None)
     if args.json:
         print_json(done.body())

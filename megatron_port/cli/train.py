@@ -60,7 +60,11 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         from megatron_port.tools.plan.dry_run import dry_run
 
-        print(dry_run(config, args.nproc, all_stages=args.dry_run == "all"))
+        ranks = args.nproc
+        if ranks and config.launch.when_lost == "replace":
+            _, nodes = _nodes(config, args)
+            ranks *= nodes
+        print(dry_run(config, ranks, all_stages=args.dry_run == "all"))
         return 0
     if args.nproc and config.launch.when_lost == "replace":
         return _keep(config, args)
@@ -83,12 +87,11 @@ def _check_start(config: RunConfig, world_size: int) -> None:
 def _keep(config: RunConfig, args: argparse.Namespace) -> int:
     """Start ``--nproc`` ranks on each node by an agent that replaces those that are lost; return the exit code."""
     from megatron_port.run.agent import Kept, run_kept
-    from megatron_port.run.local_ranks import node_place, nodes_meeting, share_cores
+    from megatron_port.run.local_ranks import nodes_meeting, share_cores
     from megatron_port.run.relay import keep_nodes
 
     share_cores(args.nproc)
-    info = node_place(_discover(config, args))
-    nodes = info.world_size - (config.launch.spare_nodes if info.world_size > 1 else 0)
+    info, nodes = _nodes(config, args)
     _check_start(config, nodes * args.nproc)
     main, preload = partial(train, config), _modules(config)
     if info.world_size == 1:
@@ -96,6 +99,14 @@ def _keep(config: RunConfig, args: argparse.Namespace) -> int:
     kept = Kept(nodes_meeting(args.nproc, nodes, info), main, partial(_let_go, config), partial(_fits, config),
                 partial(_note_end, config))
     return keep_nodes(info, kept, preload=preload, timeout_s=config.launch.rendezvous_timeout)
+
+
+def _nodes(config: RunConfig, args: argparse.Namespace) -> tuple[ProcessInfo, int]:
+    """Return the place of this process among those that were started, one a node, and the nodes that train."""
+    from megatron_port.run.local_ranks import node_place
+
+    info = node_place(_discover(config, args))
+    return info, info.world_size - (config.launch.spare_nodes if info.world_size > 1 else 0)
 
 
 def _fits(config: RunConfig, world_size: int) -> bool:

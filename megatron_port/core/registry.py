@@ -314,7 +314,7 @@ CONFLICTS = Registry("table of conflicts", "", {setting: target for target, sett
     "megatron_port.ext.deepspeed.settings:CONFLICTS": ("engine",),
     "megatron_port.ext.objectives.settings:LOSSES": ("training.loss", "training.z_loss"),
     "megatron_port.ext.memory.settings:OFFLOAD": ("offload",),
-    "megatron_port.ext.storage.settings:RECOVERY": ("launch.when_lost",),
+    "megatron_port.ext.storage.settings:RECOVERY": ("launch.when_lost", "watch.replace_percent"),
     "megatron_port.ext.kernels.settings:GRAPHS": ("backend.graphs",),
     "megatron_port.ext.kernels.settings:PRODUCTS": ("backend.products",),
     "megatron_port.ext.weights.settings:ADAPTERS": ("fine_tuning",),

@@ -1,4 +1,4 @@
-"""Cores of ranks that were forked on a node (``--nproc``): each has a share of its own, near its GPU.
+"""Cores of ranks that a process on each of several nodes has forked: each has a share of its own, near its GPU.
 
 A launcher that starts every rank binds it (``srun --gpu-bind=closest --cpu-bind=cores``). Ranks that one process forks
 inherit all of its cores, and the kernel moves them between sockets, away from their GPU and their memory.
@@ -15,8 +15,8 @@ from megatron_port.core.dist.rank import ProcessInfo
 from megatron_port.core.io.logging import ranks_text
 from megatron_port.run.device import Accelerators
 
-FORKED = ("local", "agent")
-"""Launchers whose ranks are forked."""
+FORKED = ("agent",)
+"""Launchers whose ranks are bound: those of several nodes, which a job has for itself. A box may have other jobs."""
 
 
 def parse_cores(text: str) -> frozenset[int]:

@@ -165,6 +165,11 @@ class Agent:
         return bool(self._first_epoch) and (self._agreed or damaged or not self._code)
 
     @property
+    def is_told_to_end(self) -> bool:
+        """Whether a signal to end has come that was not passed on."""
+        return bool(self._signals) or self._stopping
+
+    @property
     def has_places_filled(self) -> bool:
         """Whether there are as many nodes as the run needs."""
         return len(self.nodes) >= len(self._places)
@@ -190,8 +195,10 @@ class Agent:
         alive = [node if node in self.nodes else None for node in self._places]
         spare = [node for node in self.nodes if node not in alive and node not in self._doubted]
         for place, node in enumerate(alive):
-            if node in self._doubted and alive.count(None) < len(spare):
+            # The copies of the only node are on no other.
+            if node in self._doubted and alive.count(None) < len(spare) and len(alive) > 1:
                 alive[place] = None
+        spare += [node for node in self.nodes if node not in alive and node in self._doubted]  # better than none
         filled = [node if node is not None else spare.pop(0) if spare else None for node in alive]
         if None in filled:
             here = [node for node in filled if node is not None]
@@ -278,6 +285,8 @@ class Agent:
             self._ask_to_leave()  # again where they were asked before: now they know whom not to wait for
         elif here:
             self._give_up(EXIT_ENVIRONMENT, f"node {node.hostname} is lost: {why}")
+        elif not self._stopping:
+            self._say(f"the spare node {node.hostname} is lost: {why}; spare nodes left: {len(self._spares())}")
 
     def signalled(self, number: int, *, here: bool = False) -> None:
         """Take note of a signal that another node's process has received, or this one (``here``).
@@ -320,15 +329,21 @@ class Agent:
 
     def _take_hung(self, ranks: Sequence[_Rank]) -> None:
         """Replace ranks that the watch takes for hung; in a recovery all that wait do, and there is a limit to it."""
-        if self._since or self._stopping or not ranks:
+        if self._since or not ranks:
             return
         names = ", ".join(str(rank.rank) for rank in ranks[:8])
+        why = f"rank{'s' if len(ranks) > 1 else ''} {names} hung"
         self._replace(ranks)
-        self._lose(f"rank{'s' if len(ranks) > 1 else ''} {names} hung", trained=True)
+        if self._stopping:
+            self._give_up(EXIT_HANG, f"{why} while the run was ending")
+        else:
+            self._lose(why, trained=True)
 
     def _take_slow(self, rank: _Rank | None, ratio: float) -> None:
         """Give the place of a slow rank's node to a spare one; without a spare nothing is gained."""
-        if self._since or self._stopping or rank is None or rank.node in self._doubted or not self._spares():
+        if self._since or self._stopping or rank is None or rank.node in self._doubted:
+            return
+        if not self._spares() or len(self._places) == 1:
             return
         self._doubted.add(rank.node)
         self._replace([rank])

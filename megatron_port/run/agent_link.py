@@ -109,6 +109,8 @@ class KeptRank:
     """What this start recovers from; None: it is the first."""
     step: int = 0
     """Last step that this process knows of."""
+    met_at: float = 0.0
+    """When the ranks of this start had met and had their groups, seconds since 1970."""
     begun: bool = False
     """This process has trained."""
     damaged_from: int = -1

@@ -59,7 +59,7 @@ class StateCopying(LoopHook):
                 self._save_what_was_lost()
             self._kept.step, self._kept.begun = step, True
             self._kept.link.running(step, fence.epoch)
-            self._tell(self._kept.recovery, step)
+            self._tell(self._kept.recovery, self._kept.met_at, step)
 
     def _sender(self, folder: Path) -> Partner | None:
         """Return what sends this rank's copies to the next node; None: there is one node. Collective.
@@ -78,7 +78,7 @@ class StateCopying(LoopHook):
             )
         from megatron_port.ext.storage.partner_copies import Partner  # runs of one node need none
 
-        # A run of several nodes has been resumed from a checkpoint, so what is there is of no use any more.
+        # A run of several nodes was resumed from a checkpoint: of the copies there, or a newer one.
         agreed(lambda: own_folder(folder, fresh=True) if info.local_rank == 0 else None)
         return Partner(folder, store, rank=info.rank, world=info.world_size, step=info.local_world_size,
                        master=info.master_addr)
@@ -97,7 +97,7 @@ class StateCopying(LoopHook):
         if interval and step - step % interval > saved and step < self.state.config.training.steps:
             self._saves.act()
 
-    def _tell(self, recovery: Restart | None, step: int) -> None:
+    def _tell(self, recovery: Restart | None, met_at: float, step: int) -> None:
         if recovery is None:
             return
         seconds = time.time() - recovery.lost_at
@@ -105,7 +105,8 @@ class StateCopying(LoopHook):
             f"recovered: {recovery.why}; training continues at step {step}, {seconds:.1f} s after the loss was seen"
         )
         record_event(self.state.session, "recovery", step, message=recovery.why, number=recovery.number,
-                     seconds=round(seconds, 3), repeated=max(0, recovery.step - step))
+                     seconds=round(seconds, 3), met_seconds=round(met_at - recovery.lost_at, 3),
+                     repeated=max(0, recovery.step - step))
 
     def after_step(self, taken: TakenStep) -> None:
         """Note the step."""

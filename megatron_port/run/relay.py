@@ -5,8 +5,8 @@ agent (``run.agent``); the others connect to it, and so does every spare node. B
 second. A node that is silent or whose connection has ended is lost, with its ranks; a node that does not hear the agent
 ends its ranks before the agent gives their places away.
 
-Messages are one JSON text a line. A process that does not know the run's secret (MEGATRON_PORT_SECRET, which the job
-scripts set) is not listened to.
+Messages are one JSON text a line. Where the job scripts have set MEGATRON_PORT_SECRET, a process that does not know it
+is not listened to; without it the network is trusted.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ SILENCE_S = 8.0
 """The agent takes a node for lost that it has not heard for so long."""
 FENCE_S = 5.0
 """A node that has not heard the agent for so long ends its ranks: sooner, so that they are not there twice."""
+STRANGER_S = 30.0
+"""A connection that has not shown by then that it is of this run is closed."""
 SPARES_S = 10.0
 """Nodes beyond those that the run needs are waited for so long at the start; one that comes later is a spare too."""
 _LONGEST_LINE = 1 << 24
@@ -203,7 +205,11 @@ class Door:
             if not right or not {"host", "place", "port"} <= hello.keys():
                 lines.ended = "it does not know the run's secret"
                 break
-            node = RemoteNode(lines, self._agent, hello)
+            try:
+                node = RemoteNode(lines, self._agent, hello)
+            except (TypeError, ValueError, OSError):
+                lines.ended = "it says nothing that a node says"
+                break
             self._strangers.remove((lines, nonce))
             self._nodes.append((node, lines))
             self._selector.modify(lines.sock, selectors.EVENT_READ, node.read)
@@ -219,7 +225,11 @@ class Door:
         lines.sock.close()
 
     def tick(self) -> None:
-        """Close the connections of nodes that are lost."""
+        """Close the connections of nodes that are lost, and of those that have said nothing."""
+        for lines, nonce in list(self._strangers):
+            if lines.silent(STRANGER_S):
+                self._strangers.remove((lines, nonce))
+                self._forget(lines)
         for node, lines in list(self._nodes):
             if node not in self._agent.nodes:
                 self._nodes.remove((node, lines))
@@ -291,6 +301,8 @@ def _await_nodes(info: ProcessInfo, agent: Agent, timeout_s: float) -> None:
                 "launch.rendezvous_timeout"
             )
         agent.turn()
+        if agent.is_told_to_end:
+            raise EnvironmentFault("a signal to end came before the run's nodes had")
     names = [node.hostname for node in agent.nodes]
     twice = {name for name in names if names.count(name) > 1}
     if twice:

@@ -48,7 +48,8 @@ def find_checkpoints(session: Session, *, since: int = 0, below: int = -1) -> li
     checkpoint = session.config.checkpoint
     copies: list[tuple[Path, Manifest]] = []
     if checkpoint.memory_interval and (checkpoint.resume == "auto" or since):
-        identity = read_identity(run_folder(session.config)) if session.is_rank_zero else None
+        folder = run_folder(session.config)
+        identity = agreed(lambda: read_identity(folder) if session.is_rank_zero else None)
         copies = PARTS.function("copies in memory")(session, identity.id if identity is not None else "", below)
 
     def look() -> list[str]:

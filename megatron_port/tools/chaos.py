@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import random
 import signal
@@ -25,6 +26,7 @@ from typing import Any
 
 from megatron_port.core.errors import ConfigError
 from megatron_port.run.processes import rank_named
+from megatron_port.tools.plan.failures import kept
 
 KILL, STOP, CUT = "kill", "stop", "cut"
 FAULTS = {
@@ -61,6 +63,8 @@ class Injected:
     """Steps done by then, by the run's metrics."""
     recovered_seconds: float | None = None
     """Seconds until training continued; None: it had not when the run ended, or another fault came first."""
+    parts: tuple[float, float, float] | None = None
+    """Seconds of these until the loss was seen, then until the ranks had met anew, then until they had their state."""
     repeated: int | None = None
     """Steps that were taken again."""
 
@@ -80,15 +84,28 @@ class Drill:
     """What the gaps between steps in which ranks were replaced took beyond the median: repeated steps, too."""
     faults: tuple[Injected, ...]
     recoveries: int
+    copy_interval: int = 1
+    """Steps between copies of the state."""
 
     @property
     def goodput(self) -> float:
         """Share of the time that faults did not take."""
         return max(0.0, 1 - self.lost_seconds / self.seconds) if self.seconds else 0.0
 
+    @property
+    def predicted(self) -> float | None:
+        """Goodput by the planner's formula (``plan.failures``) at this drill's rate and median time to recover."""
+        times = [fault.recovered_seconds for fault in self.faults if fault.recovered_seconds is not None]
+        if not times or not self.seconds:
+            return None
+        rate = len(self.faults) / self.seconds
+        return kept(rate * self.copy_interval * self.median_step) * math.exp(-rate * statistics.median(times))
+
     def body(self) -> dict[str, Any]:
         """Return the result as JSON types."""
-        return {**asdict(self), "goodput": round(self.goodput, 4)}
+        predicted = self.predicted
+        return {**asdict(self), "goodput": round(self.goodput, 4),
+                "predicted_goodput": None if predicted is None else round(predicted, 4)}
 
 
 def parse_schedule(text: str) -> list[Fault]:
@@ -176,7 +193,7 @@ def strike(kind: str, pid: int, draw: random.Random) -> bool:
 
 
 def drill(
-    command: Sequence[str], run_folder: Path, faults: Sequence[Fault], *, seed: int = 0,
+    command: Sequence[str], run_folder: Path, faults: Sequence[Fault], *, seed: int = 0, copy_interval: int = 1,
     say: Callable[[str], None] = lambda line: None, output: Any = None,
 ) -> Drill:
     """Start ``command``, which trains into ``run_folder``, and strike as ``faults`` says; return what it cost.
@@ -224,24 +241,29 @@ def drill(
         for event in recoveries:
             if one.time <= event["time"] < until:
                 one.recovered_seconds = round(event["time"] - one.time, 3)
+                seen, met = event["seconds"], event["seconds"] - event["met_seconds"]
+                one.parts = (round(one.recovered_seconds - seen, 3), round(seen - met, 3), round(met, 3))
                 one.repeated = event.get("repeated")
                 break
     return Drill(
         str(run_folder), process.returncode, len(rows), rows[-1]["time"] - first if rows and first else 0.0,
-        median, sum(max(0.0, b - a - median) for a, b in broken), tuple(struck), len(recoveries),
+        median, sum(max(0.0, b - a - median) for a, b in broken), tuple(struck), len(recoveries), copy_interval,
     )
 
 
 def text_of(done: Drill) -> str:
     """Return a table of the faults and one line on the whole."""
-    lines = [f"{'fault':<6} {'rank':>4} {'after step':>10} {'recovered in':>13} {'steps repeated':>15}"]
+    lines = [f"{'fault':<6} {'rank':>4} {'after step':>10} {'recovered in':>13} {'seen':>6} {'met':>6} {'state':>6} "
+             f"{'steps repeated':>15}"]
     for fault in done.faults:
         seconds = "with the next" if fault.recovered_seconds is None else f"{fault.recovered_seconds:.1f} s"
         again = "" if fault.repeated is None else str(fault.repeated)
-        lines.append(f"{fault.fault:<6} {fault.rank:>4} {fault.step:>10} {seconds:>13} {again:>15}")
+        parts = " ".join(f"{part:>6.1f}" for part in fault.parts) if fault.parts is not None else " " * 20
+        lines.append(f"{fault.fault:<6} {fault.rank:>4} {fault.step:>10} {seconds:>13} {parts} {again:>15}")
+    predicted = "" if done.predicted is None else f"; by the planner's formula {100 * done.predicted:.1f} %"
     lines.append(
         f"{len(done.faults)} faults, {done.recoveries} recoveries; {done.steps} steps in {done.seconds:.1f} s, "
-        f"of which faults took {done.lost_seconds:.1f} s (goodput {100 * done.goodput:.1f} %); a step takes "
+        f"of which faults took {done.lost_seconds:.1f} s (goodput {100 * done.goodput:.1f} %{predicted}); a step takes "
         f"{done.median_step:.3f} s; exit code {done.exit_code}"
     )
     return "\n".join(lines)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from pool import RankPool
 
-from megatron_port.core.checkpoint.format import Lineage, SavedState, shard_name
+from megatron_port.core.checkpoint.format import Lineage, Parent, SavedState, shard_name
 from megatron_port.core.checkpoint.reader import open_checkpoint
 from megatron_port.core.checkpoint.writer import Committer, peers_of, save_checkpoint
 from megatron_port.core.config.loader import load
@@ -89,8 +89,8 @@ class Node:
 def take(copies: StateCopies, partner: Partner, node: Node, step: int) -> None:
     assert partner.finish() is None
     dist.barrier()
-    about = described(state(step), Lineage(run="r", commit=3)) if node.rank == 0 else {}
-    copies.take(pieces(node.rank, node.world, step), step, about)
+    lineage = Lineage(run="r", commit=3, parent=Parent(run="r", commit=2, step=1))
+    copies.take(pieces(node.rank, node.world, step), step, described(state(step), lineage) if node.rank == 0 else {})
 
 
 def store_of(home: str) -> dist.Store:
@@ -153,6 +153,7 @@ def lost_node(home: str, node_lost: int, damage: str) -> tuple[list[str], list[s
         (path, manifest), = found
         whole(path, 4, manifest.state.step)
         assert path.parent == node.checkpoints and manifest.lineage.run == "r" and manifest.lineage.epoch == 5
+        assert manifest.lineage.parent == Parent(run="r", commit=2, step=1), "as the copy says"
         assert not list(path.glob("*.json.tmp")) and sorted(p.name for p in path.iterdir()) == sorted(
             ["manifest.json", *(shard_name(rank) for rank in range(4))])
     return [str(path.name) for path, _ in found], node.log, bool(list(node.checkpoints.glob("*.tmp")))

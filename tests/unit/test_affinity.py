@@ -71,4 +71,4 @@ def test_a_forked_rank_is_bound_and_another_is_not() -> None:
         done = subprocess.run([sys.executable, "-c", code, launcher], capture_output=True, text=True, check=True)
         assert done.stdout.strip().endswith(str(expected)), done.stdout
         assert done.stdout.startswith("rank 9 runs on cores ") == (launcher == "agent")
-    assert bind_near_device(SimpleNamespace(launcher="local"), gpus(0)) == ""  # type: ignore[arg-type]
+    assert bind_near_device(SimpleNamespace(launcher="agent"), gpus(0)) == ""  # type: ignore[arg-type]

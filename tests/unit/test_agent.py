@@ -225,3 +225,24 @@ def rank(info, kept):
     os.kill(agent.pid, signal.SIGTERM)
     printed, _ = agent.communicate(timeout=20)
     assert agent.returncode == 6, printed
+
+
+def test_a_rank_that_hangs_while_the_run_ends_is_ended(tmp_path: Path) -> None:
+    """The watch only tells the agent, and nobody else would."""
+    code, _, printed = run(tmp_path, 2, """
+def rank(info, kept):
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+    got = []
+    signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
+    kept.link.running(1, 1)
+    if info.rank == 0:
+        time.sleep(0.5)
+        os.kill(os.getppid(), signal.SIGUSR1)
+    while not got: time.sleep(0.01)
+    if info.rank == 1: time.sleep(60)
+    time.sleep(0.3)
+    kept.link.hung([1])
+    time.sleep(0.5)
+    return 85
+""")
+    assert code == 7 and "error: rank 1 hung while the run was ending" in printed, (code, printed)

@@ -19,7 +19,16 @@ from megatron_port.core.config.layout import with_values
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.errors import ConfigError
-from megatron_port.tools.launch.script import Order, render, sbatch_lines, sbatch_quote, shell_fill, shell_quote
+from megatron_port.tools.launch.script import (
+    Order,
+    emit,
+    job_block,
+    render,
+    sbatch_lines,
+    sbatch_quote,
+    shell_fill,
+    shell_quote,
+)
 
 STUB = r"""
 port_user='so me'
@@ -207,6 +216,11 @@ def test_spares_options_and_policies() -> None:
     assert "#SBATCH --requeue" in lines, "a job that saved is queued again"
     assert "#SBATCH --dependency=afterany:12" in lines
     assert lines.index('#SBATCH --constraint="x&y"') > lines.index("#SBATCH --constraint=nvme"), "the later one wins"
+    kept = replace(config, launch=replace(config.launch, when_lost="replace"))
+    assert "#SBATCH --no-kill" in sbatch_lines(kept) and "#SBATCH --no-kill" not in lines
+    assert "\njob_no_kill=1\n" in job_block(kept.launch, Order(run="run.toml"))
+    with pytest.raises(ConfigError, match="the script for flux starts each rank by itself"):
+        emit("flux", kept, Order(run="run.toml"), "python3", "")
     stop = replace(config, launch=replace(config.launch, when_stopped="stop"))
     assert "#SBATCH --no-requeue" in sbatch_lines(stop) and "#SBATCH --requeue" not in sbatch_lines(stop)
 

@@ -250,11 +250,15 @@ def test_a_link_is_cut_from_outside() -> None:
 
 
 def test_the_report() -> None:
-    done = Drill("r", 0, 90, 100.0, 1.0, 10.0, (Injected("kill", 3, 1.0, 7, 2.25, 1), Injected("cut", 0, 9.0, 8)), 1)
+    faults = (Injected("kill", 3, 1.0, 7, 2.25, (0.25, 0.5, 1.5), 1), Injected("cut", 0, 9.0, 8))
+    done = Drill("r", 0, 90, 100.0, 1.0, 10.0, faults, 1)
     assert done.goodput == 0.9 and done.body()["goodput"] == 0.9
+    # One fault in 50 s, each of which loses 2.25 s and half a step of 1 s: exp(-0.045) · 0.02 / (exp(0.02) - 1).
+    assert done.body()["predicted_goodput"] == 0.9465
     lines = text_of(done).splitlines()
-    assert lines[1].split() == ["kill", "3", "7", "2.2", "s", "1"] and "with the next" in lines[2]
-    assert "of which faults took 10.0 s (goodput 90.0 %)" in lines[3]
+    assert lines[1].split() == ["kill", "3", "7", "2.2", "s", "0.2", "0.5", "1.5", "1"] and "with the next" in lines[2]
+    assert "of which faults took 10.0 s (goodput 90.0 %; by the planner's formula 94.6 %)" in lines[3]
+    assert Drill("r", 0, 9, 10.0, 1.0, 0.0, (), 0).predicted is None
 
 
 # By plan.

@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron_port.core.dist.collectives import join_shares, take_share
 from megatron_port.core.dist.record import SEQUENCE, InitSpec, Shard, attach, make_record
+from megatron_port.core.layers.fused import add_bias
 from megatron_port.core.layers.linear import linear
 from megatron_port.core.layers.step import TallySpec
 from megatron_port.core.model.build import BuildContext
@@ -142,8 +143,7 @@ class MoE(FeedForwardBlock):
     def biased_and_gated(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return what every token of x passes beside its experts, from its last product."""
         assert self.shared is not None
-        if self.shared.bias is not None:
-            out = out + self.shared.bias
+        out = add_bias(out, self.shared.bias)
         if self.shared_gate is not None:
             out = out * linear(x, self.shared_gate).sigmoid()
         return out

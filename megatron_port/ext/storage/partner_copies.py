@@ -3,7 +3,7 @@
 Each rank sends its copy to the rank in the same place of the next node, which keeps it beside its own under the
 sender's name. What travels is what a node's memory holds: the file and its list (``storage.copies``). It goes over a
 connection of its own while the next steps are taken; the next copy waits until all ranks have this one on both nodes.
-So wherever a fault strikes, all files of the last copy but one are on two nodes.
+So wherever a fault strikes, all files of the last copy but one are on two nodes: two intervals are lost at most.
 
 After the loss of a node no folder in memory holds all files. The ranks tell one another what their nodes hold, and each
 file of the newest copy that is whole is written by one of its holders into the run's checkpoints, where rank 0 commits
@@ -29,7 +29,14 @@ from typing import Any
 
 from torch.distributed import Store
 
-from megatron_port.core.checkpoint.format import Manifest, SavedState, directory_name, read_manifest, shard_name
+from megatron_port.core.checkpoint.format import (
+    Manifest,
+    Parent,
+    SavedState,
+    directory_name,
+    read_manifest,
+    shard_name,
+)
 from megatron_port.core.checkpoint.reader import checkpoints_in
 from megatron_port.core.checkpoint.shard import check_written, disk_error
 from megatron_port.core.checkpoint.writer import (
@@ -44,7 +51,7 @@ from megatron_port.core.checkpoint.writer import (
     together,
     work_folder,
 )
-from megatron_port.core.dist.agree import broadcast_text
+from megatron_port.core.dist.agree import agreed, broadcast_text
 from megatron_port.core.errors import CheckpointError, PeerLost
 from megatron_port.core.io.files import fsync_file, write_text
 from megatron_port.core.train.folders import FOLDER, run_folder
@@ -62,7 +69,7 @@ from megatron_port.ext.storage.copies import (
 
 _HEADER = struct.Struct("!BQQ")
 """Place among the two copies, bytes of the file, bytes of the list."""
-_CONNECT_S = 60.0
+_CONNECT_S, _TOKEN_S = 60.0, 5.0
 _STORED = b"+"
 
 
@@ -202,16 +209,17 @@ def _connected(where: list[Any], rank: int) -> socket.socket:
 
 def _accepted(listener: socket.socket, token: str, rank: int) -> socket.socket:
     """Return the connection whose first bytes are the token; others are closed."""
-    try:
-        while True:
+    while True:
+        try:
             sock, _ = listener.accept()
-            sock.settimeout(_CONNECT_S)
+        except OSError as error:
+            raise PeerLost(f"rank {rank} does not send copies of its state: {error}") from error
+        with contextlib.suppress(OSError):  # a stranger that says nothing, or goes
+            sock.settimeout(_TOKEN_S)
             if hmac.compare_digest(_exactly(sock, len(token)), token.encode()):
                 sock.settimeout(None)
                 return sock
-            sock.close()
-    except OSError as error:
-        raise PeerLost(f"rank {rank} does not send copies of its state: {error}") from error
+        sock.close()
 
 
 def _fill(sock: socket.socket, target: memoryview) -> None:
@@ -253,8 +261,8 @@ def commit_from_nodes(
     saved = [-1, -1]
     if session.is_rank_zero:
         session.fence.run = run  # whose the commit is
-        whole = [m for _, m in checkpoints_in(directory, session.logger.log) if m.lineage.run == run]
-        saved = list(max(((m.lineage.epoch, m.state.step) for m in whole), default=saved))
+    whole = agreed(lambda: checkpoints_in(directory, session.logger.log) if session.is_rank_zero else [])
+    saved = list(max(((m.lineage.epoch, m.state.step) for _, m in whole if m.lineage.run == run), default=saved))
     saved = json.loads(broadcast_text(json.dumps(saved)) or "[]")
     for key, slot, writers in found:
         if [key.epoch, key.step] <= saved:
@@ -264,8 +272,12 @@ def commit_from_nodes(
         except CheckpointError as error:
             session.logger.log(f"the copy of step {key.step} in the nodes' memory was not saved: {error}")
             continue
-        return [(path, read_manifest(path))] if session.is_rank_zero else []
+        return _read_back(session, path)
     return []
+
+
+def _read_back(session: Session, path: Path) -> list[tuple[Path, Manifest]]:
+    return agreed(lambda: [(path, read_manifest(path))] if session.is_rank_zero else [])
 
 
 def _commit(session: Session, directory: Path, folder: Path, key: CopyKey, writers: Mapping[int, int]) -> Path:
@@ -280,19 +292,26 @@ def _commit(session: Session, directory: Path, folder: Path, key: CopyKey, write
         for rank in (rank for rank, holder in writers.items() if holder == session.info.rank):
             _write(work, folder, rank, verify=session.config.checkpoint.verify_saves)
             if rank == 0:
-                write_text(about, json.dumps(copy_list(folder, 0).about["state"]))
+                write_text(about, json.dumps(copy_list(folder, 0).about))
 
     def commit_all() -> None:
         await_visible(lambda: "" if about.exists() else f"{about} is not visible here", VISIBLE_SECONDS)
-        state = SavedState(**json.loads(about.read_bytes()))
+        told = json.loads(about.read_bytes())
         about.unlink()
-        commit(work, final, state, key.world, None, committer)
+        parent = told["lineage"].get("parent")
+        committer.parent = None if parent is None else Parent(**parent)
+        commit(work, final, SavedState(**told["state"]), key.world, None, committer)
 
     empty = SavedState(step=key.step, samples=0, tokens=0, layout=session.config.layout, config={}, scalars={},
                        extra={})
-    together(peers, lambda: prepare(directory, work, empty, committer) if lead else None)
-    together(peers, write)
-    together(peers, lambda: commit_all() if lead else None)
+    try:
+        together(peers, lambda: prepare(directory, work, empty, committer) if lead else None)
+        together(peers, write)
+        together(peers, lambda: commit_all() if lead else None)
+    except CheckpointError:
+        if lead:
+            shutil.rmtree(work, ignore_errors=True)
+        raise
     if lead:
         tidy(directory, final, session.config.checkpoint.keep, session.logger.log, committer)
         session.logger.log(f"saved {final} from the nodes' memory")

@@ -11,4 +11,9 @@ RECOVERY = (Table(asked='launch.when_lost "replace"', on=lambda c: c.launch.when
     Rule(lambda c: not c.checkpoint.memory_interval and not c.checkpoint.save_interval,
          "{asked} without copies and checkpoints: every loss would begin the run again; set "
          "checkpoint.memory_interval = 1"),
-)),)
+)), Table(asked="watch.replace_percent", on=lambda c: c.watch.replace_percent > 0, rows=(
+    Rule(lambda c: c.launch.when_lost != "replace",
+         '{asked} with launch.when_lost "stop": nothing would replace a slow rank; set when_lost = "replace"'),
+    Rule(lambda c: not 0 < c.watch.straggler_percent <= c.watch.replace_percent,
+         "{asked} is below watch.straggler_percent, at which ranks are named, or none are; set it to at least that"),
+)))

@@ -508,8 +508,13 @@ def emit(kind: str, config: RunConfig, order: Order, python: str, gpu: str) -> s
     """Return the text for one of ``KINDS``; ``gpu``: SkyPilot's name of the accelerator.
 
     Raises:
-        ConfigError: a value that cannot be said there, or an image that is missing.
+        ConfigError: a value that cannot be said there, an image that is missing, or ranks that are to be replaced.
     """
+    if config.launch.when_lost == "replace":
+        raise ConfigError(
+            f'launch.when_lost "replace": the script for {kind} starts each rank by itself, and only `train --nproc` '
+            'on each node can replace one; set when_lost = "stop", or start that by hand (docs/recovery.md)'
+        )
     return KINDS[kind](config, order, python, gpu)
 
 

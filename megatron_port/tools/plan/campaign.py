@@ -166,7 +166,8 @@ def campaign(
         recovery.check()
     found = outcome(pace, seconds, recovery)
     trained = seconds / found.progress
-    attempts = trained / found.job.seconds
+    endless = math.isinf(pace.most_s) and not found.job.ended  # one job, however long
+    attempts = 1.0 if endless else trained / found.job.seconds
     jobs = max(attempts, 1.0)
     held = trained + jobs * found.start_s + max(jobs - attempts * found.job.ended, 0.0) * terms.checkpoint_s
     spare = 1 + recovery.spares / recovery.nodes if recovery is not None else 1.0
@@ -234,7 +235,7 @@ def recovery_of(plan: Plan, pace: Pace, asked: Mapping[str, float]) -> tuple[Rec
     step = plan_step(case, machine).seconds
     found = Recovery(
         nodes=nodes, copy_s=interval * step, late_s=copied(case, machine).sending, slower=step / plain - 1,
-        replica_nodes=max(1, round(nodes / case.dp)) if elastic else 0,
+        replica_nodes=max(1, round(nodes / case.dp)) if elastic and case.dp > 1 else 0,
     )
     return replace(found, **own), plain, host_problem(case, machine)
 

@@ -341,13 +341,13 @@ def _copies(plan: Plan) -> list[str]:
         f"          copies of the state: {copies.node / 1e9:.2f} GB of each node's {where}; every {every}, "
         f"{copies.seconds:.3g} s a step ({copies.seconds / plan.step.seconds:.2%})"
     ]
-    late = copies.late(interval, plan.step.seconds)
+    paced = copies.sending >= interval * plan.step.seconds * (1 - 1e-9)  # the step has been lengthened to it
     if copies.sent:
         lines.append(
             f"          half of it is the neighbour's: per copy a node sends {copies.sent / 1e9:.2f} GB, which takes "
             f"{copies.sending:.3g} s, " + (
-                f"later than the next copy begins: {late:.3g} s a step; raise checkpoint.memory_interval" if late else
-                "behind the steps"
+                "longer than the steps between copies, which wait for it: raise checkpoint.memory_interval" if paced
+                else "behind the steps"
             )
         )
     return lines
