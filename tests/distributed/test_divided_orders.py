@@ -47,3 +47,15 @@ def draws(world: int) -> list[Draw]:
 def test_every_division_of_documents_trains_as_one_process_does(ranks: RankPool, world: int) -> None:
     results = run_draws(ranks, draws(world))
     assert len(results) == (2 if world == 2 else 4) and not failures(results), failures(results)
+
+
+def test_runs_that_differ_from_pass_to_pass_give_one_gradient_each(ranks: RankPool) -> None:
+    """Own kernels, which fp64 has not: a call for each run of positions, and one gradient of the bias for all."""
+    config = make_config(
+        dtype="fp32", own_kernels="on", model={"num_layers": 2, "seq_length": 128, "hidden_dropout": 0.2},
+        micro_batch_size=1, global_batch_size=16,
+        layout={"context_parallel_size": 2, "cp_order": "balanced"},
+        data={"attention_documents": "within", "position_reset": True},
+    )
+    results = run_draws(ranks, [Draw(0, config, Topology(cp=2))])
+    assert len(results) == 1 and not failures(results), failures(results)

@@ -82,6 +82,8 @@ class ResidualStream:
         positions, keys = self._mask_positions(x.shape[0]), self.step.stream.sample_keys(p)
         key, runs = self.step.stream.op_key(op), positions.runs
         rows = [run.length for run in runs]
+        if bias is not None and self.step.division is not None:
+            bias = bias.view_as(bias)  # autograd sums its runs, whose number differs from pass to pass, to one gradient
         split = ((x,), (residual,)) if len(runs) == 1 else (x.split(rows), residual.split(rows))
         parts = [  # one call per run: the kernel takes a single start
             fused(part, bias, rest, keys, op_key=key, p=p, seq_offset=run.start, width=self.width, width_offset=0)
