@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # ``plan --campaign`` and ``plan --buy``: what a whole run takes, and what a budget trains.
 
 CAMPAIGN_TERMS = (
-    ("failure-hours", "failure_hours", "H", "device hours between failures that end a job (default: Llama 3's)"),
+    ("failure-hours", "failure_hours", "H", "device hours between failures (default: Llama 3's)"),
     ("restart-minutes", "restart_s", "M", "from a failure to the next step (default: 10)"),
     ("checkpoint-minutes", "interval_s", "M", "between checkpoints, in whole steps (default: those that lose least)"),
     ("checkpoint-seconds", "checkpoint_s", "S",

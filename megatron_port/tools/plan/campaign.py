@@ -78,7 +78,7 @@ class Terms:
     """Assumptions of a campaign: failures, checkpoints, queues, prices."""
 
     failure_hours: float = FAILURE_HOURS
-    """Device hours between failures that end a job."""
+    """Device hours between failures."""
     restart_s: float = START_SECONDS
     checkpoint_s: float = 60.0
     """For which a checkpoint holds up training."""
