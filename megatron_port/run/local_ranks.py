@@ -132,7 +132,7 @@ def node_place(info: ProcessInfo) -> ProcessInfo:
     if info.local_world_size > 1:
         raise EnvironmentFault(
             f"{info.launcher} started {info.local_world_size} processes on this node, and each would fork --nproc "
-            "ranks: start one a node (srun --ntasks-per-node=1, torchrun --nproc-per-node=1)"
+            "ranks: start one a node (srun --ntasks-per-node=1; torchrun --nproc-per-node=1 -m -- megatron_port …)"
         )
     # torchrun's agent listens on the port itself.
     return replace(info, master_port=info.master_port + 1, agent_store=False) if info.agent_store else info
