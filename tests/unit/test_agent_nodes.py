@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 from megatron_port.core.dist.rank import ProcessInfo
-from megatron_port.run import relay
+from megatron_port.run import local_ranks, relay
 from megatron_port.run.agent import Agent, Kept, _Rank
 from megatron_port.run.agent_link import END, HUNG, LEAVE, LOST, RUNNING, AgentLink, Restart
+from megatron_port.run.launchers import AGENT_VARIABLE, LOCAL_RANK_VARIABLE
 from megatron_port.run.local_ranks import Meeting, free_port, process_info
 from megatron_port.run.node_ranks import NodeRanks
 from megatron_port.run.processes import end_connections
@@ -421,8 +422,11 @@ class Listener:
         self.heard.append((local, "stopped"))
 
 
-def test_the_hosts_of_many_nodes_reach_a_rank() -> None:
+def test_the_hosts_of_many_nodes_reach_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than a socket's buffer holds."""
+    for name in ("RANK", LOCAL_RANK_VARIABLE, AGENT_VARIABLE):  # what process_info sets is of this test alone
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(local_ranks, "name_rank", lambda rank: None)
     mine, theirs = socket.socketpair()
     node = NodeRanks(selectors.DefaultSelector(), lambda info, kept: 0, Listener(), lambda: None)
     from megatron_port.run.node_ranks import SENT_S, _Child

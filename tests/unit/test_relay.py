@@ -43,15 +43,17 @@ def follow(kept, local, step):
     meeting, kept.recovery = following
     return process_info(meeting, local)
 def until_left(kept, seconds=25):
-    left, end = [], time.monotonic() + seconds
-    kept.link.leave = lambda lost: left.append(lost)
-    while not left and time.monotonic() < end: time.sleep(0.01)
-    return left
+    end = time.monotonic() + seconds
+    while not LEFT and time.monotonic() < end: time.sleep(0.01)
+    return bool(LEFT)
+LEFT = []
 def rank(info, kept):
     while True:
         number = kept.recovery.number if kept.recovery else 0
         say("start", number, "rank", info.rank, "of", info.world_size, "on", info.hostname, "pid", os.getpid())
         if info.rank == 0: say("meet", number, *(host for host, _ in info.nodes))
+        LEFT.clear()
+        kept.link.leave = LEFT.append
         kept.link.running(10 * number + 1, 1)
         code = step(info, kept, number)
         if code is not None: return code
