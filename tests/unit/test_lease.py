@@ -23,6 +23,7 @@ from megatron_port.core.errors import EXIT_CONFIG, ConfigError, EnvironmentFault
 from megatron_port.ext.telemetry.metrics import MetricsWriter, read_metrics
 from megatron_port.ext.telemetry.sinks import MetricsSink
 from megatron_port.run import lease as leases
+from megatron_port.run.launchers import AGENT_VARIABLE
 from megatron_port.run.lease import (
     FOLDER,
     FolderInUse,
@@ -157,11 +158,11 @@ def test_a_killed_holder_is_replaced_at_once(tmp_path: Path, forks: Callable, st
 
 def test_a_rank_that_this_runs_agent_has_replaced_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was on a node that is lost: nobody here can look its process up."""
-    monkeypatch.setenv(leases.AGENT_VARIABLE, "a1")
+    monkeypatch.setenv(AGENT_VARIABLE, "a1")
     there = replace(this_process(), space="another/space")
     assert look(there, this_process()).life is Life.ENDED
     for agent in ("", "a2"):
-        monkeypatch.setenv(leases.AGENT_VARIABLE, agent)
+        monkeypatch.setenv(AGENT_VARIABLE, agent)
         assert look(there, this_process()).life is Life.UNKNOWN
         assert look(replace(there, agent=""), this_process()).life is Life.UNKNOWN
 

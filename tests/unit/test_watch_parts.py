@@ -260,12 +260,12 @@ def test_only_the_same_process_is_killed() -> None:
 class Served:
     """A hub in a thread."""
 
-    def __init__(self, folder: Path, world: int = 2, *, replaces: bool = False, **config: float) -> None:
+    def __init__(self, folder: Path, world: int = 2, *, replaces: bool = False, replace_percent: float = 0.0) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
         self.err, self.out = io.StringIO(), io.StringIO()
         setup = {"secret": "s3", "folder": str(folder), "host": "h", "world": world,
-                 "config": asdict(WatchConfig(**config)), "replaces": replaces}
+                 "config": asdict(WatchConfig(replace_percent=replace_percent)), "replaces": replaces}
         self.hub = Hub(setup, listener, out=self.out, err=self.err)
         self.thread = threading.Thread(target=self.hub.serve, daemon=True)
         self.thread.start()
