@@ -107,8 +107,10 @@ class RoundingEmulation:
                 module.gradient == "heads" or (self.sequence_parallel and module.gradient == "tokens")
             ):
                 _cut_norm(module, tp)
-            elif isinstance(module, Embedding) and self.sequence_parallel and module.position_reset:
-                _cut_positions(module, tp)
+            elif isinstance(module, Embedding) and module.position_reset and (
+                self.sequence_parallel or self.rounded_weight_gradients
+            ):
+                _cut_positions(module, tp if self.sequence_parallel else 1, by_autograd=self.rounded_weight_gradients)
             elif isinstance(module, VocabParallelEmbedding) and self.rounded_weight_gradients:
                 module.by_autograd = True
             elif isinstance(module, TransformerLayer) and self.sequence_parallel:
@@ -340,15 +342,16 @@ def _cut_norm(norm: Norm, ranks: int) -> None:
     norm._run = run  # type: ignore[method-assign]
 
 
-def _cut_positions(embedding: Embedding, ranks: int) -> None:
+def _cut_positions(embedding: Embedding, ranks: int, *, by_autograd: bool) -> None:
     """Let an embedding look up the positions that documents reset as ranks that have a part of the tokens each: their
-    gradients are sums over tokens."""
+    gradients are sums over tokens, which autograd rounds (``by_autograd``) or an engine adds as they are."""
 
     def rows_of(module: Embedding, x: Tensor) -> Tensor:
         index, table = module.document_positions(len(x)), module.position
         if index is None or table is None:
             return module.own_positions(x)
-        return torch.cat([table_rows(part, _share(table, i)) for i, part in enumerate(index.chunk(ranks))])
+        return torch.cat([table_rows(part, _share(table, i), by_autograd=by_autograd)
+                          for i, part in enumerate(index.chunk(ranks))])
 
     embedding.position_rows = rows_of
 
