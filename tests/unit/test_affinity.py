@@ -72,3 +72,18 @@ def test_a_forked_rank_is_bound_and_another_is_not() -> None:
         assert done.stdout.strip().endswith(str(expected)), done.stdout
         assert done.stdout.startswith("rank 9 runs on cores ") == (launcher == "agent")
     assert bind_near_device(SimpleNamespace(launcher="agent"), gpus(0)) == ""  # type: ignore[arg-type]
+
+
+def test_a_rank_that_starts_again_divides_the_nodes_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not its own share of them, which is all that it has by then."""
+    mine = set(range(8))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)) if pid else set(mine), raising=False)
+
+    def take(pid: int, cores: frozenset[int]) -> None:
+        mine.intersection_update(cores)
+
+    monkeypatch.setattr(os, "sched_setaffinity", take, raising=False)
+    info: Any = SimpleNamespace(launcher="agent", local_rank=1, local_world_size=2, rank=9, hostname="h")
+    for _ in "12":
+        assert bind_near_device(info, gpus(2)) == "rank 9 runs on cores 4-7 of h"
+    assert mine == {4, 5, 6, 7}
