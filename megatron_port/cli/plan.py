@@ -44,7 +44,7 @@ RECOVERY_TERMS = (
     ("node-share", "node_share", "F", "share of the failures that take a node (default: Llama 3's, 0.77)"),
     ("pair-share", "pair_share", "F", "share of the lost nodes that take the neighbour as well (default: 0)"),
 )
-"""The same for ``plan.campaign.recovery_of``."""
+"""Options, fields, units and help of ``plan.campaign.recovery_of``."""
 
 
 def add_campaign_options(parser: argparse.ArgumentParser) -> None:

@@ -67,7 +67,7 @@ class Node(Protocol):
 
 @dataclass(frozen=True)
 class Kept:
-    """What an agent is told of its run."""
+    """Run of an agent."""
 
     meeting: Meeting
     """The first, of the nodes that are asked for; hosts and address are filled in once the nodes are known."""

@@ -24,6 +24,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from megatron_port import __version__
 from megatron_port.core.dist.rank import ProcessInfo
 from megatron_port.core.errors import EXIT_ENVIRONMENT, EnvironmentFault
 from megatron_port.run.agent import TICK_S, Agent, Kept, refuse_without_fork
@@ -53,8 +54,11 @@ class Lines:
 
     Attributes:
         heard: when something last came (``time.monotonic``).
-        peer: address of the other end. Raises OSError where it has gone before it was asked for.
+        peer: address of the other end.
         ended: why there is no connection any more; empty: there is.
+
+    Raises:
+        OSError: the other end has gone.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -132,7 +136,7 @@ class RemoteNode:
 
     @property
     def port(self) -> int:
-        """A port that was free when the node last told something."""
+        """A port that was free when the node came, or when one of its ranks last told something or ended."""
         return self._port
 
     def start(self, new: Sequence[int], kept: Sequence[int], meeting: Meeting, recovery: Restart | None) -> int | None:
@@ -204,6 +208,11 @@ class Door:
                                         _proof(self._secret, nonce).encode())
             if not right or not {"host", "place", "port"} <= hello.keys():
                 lines.ended = "it does not know the run's secret"
+                break
+            if hello.get("version") != __version__:
+                lines.send(do="refuse", why=f"{hello['host']} has megatron_port {hello.get('version')}, and the run's "
+                           f"agent {__version__}; give all nodes the same environment")
+                lines.ended = "it has another version"
                 break
             try:
                 node = RemoteNode(lines, self._agent, hello)
@@ -358,7 +367,7 @@ class Relay:
         for told in self._lines.read():
             if "nonce" in told:
                 self._lines.send(host=self._ranks.hostname, place=self._info.rank, port=self._ranks.port,
-                                 proof=_proof(self._info.secret, told["nonce"]))
+                                 version=__version__, proof=_proof(self._info.secret, told["nonce"]))
             elif told.get("do") == "start":
                 recovery = told["recovery"] and Restart(**told["recovery"])
                 self._in_rank = self._ranks.start(told["new"], told["kept"], Meeting.of(told["meeting"]), recovery)
@@ -368,6 +377,9 @@ class Relay:
                 self._ranks.tell(told["local"], told["kind"], **told["values"])
             elif told.get("do") == "signal":
                 self._ranks.send_signal(told["number"], told["ranks"])
+            elif told.get("do") == "refuse":
+                print(f"error: {told['why']}", file=sys.stderr, flush=True)
+                self._over = EXIT_ENVIRONMENT
             elif told.get("do") == "end":
                 self._over = int(told["code"])
                 if told["let_go"]:

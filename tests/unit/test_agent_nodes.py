@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from megatron_port import __version__
 from megatron_port.core.dist.rank import ProcessInfo
 from megatron_port.run import local_ranks, relay
 from megatron_port.run.agent import Agent, Kept, _Rank
@@ -259,7 +260,7 @@ class Served:
 
     def node(self) -> socket.socket:
         sock, nonce = self.connect()
-        sock.sendall(json.dumps({"host": "n1", "place": 1, "port": 7, "proof": _proof("s3", nonce)}).encode() + b"\n")
+        sock.sendall(json.dumps({**HELLO, "port": 7, "proof": _proof("s3", nonce)}).encode() + b"\n")
         self.turn(lambda: self.nodes)
         return sock
 
@@ -277,7 +278,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Any:
     made.close()
 
 
-HELLO = {"host": "n1", "place": 1, "port": 1}
+HELLO = {"host": "n1", "place": 1, "port": 1, "version": __version__}
 
 
 @pytest.mark.parametrize("line", [

@@ -267,6 +267,14 @@ def step(info, kept, number):
     assert codes == [85, 85] and nodes.said("signals") == ["signals 1"] * 4, (codes, printed, nodes.said("signals"))
 
 
+def test_a_node_of_another_version_is_told_so(tmp_path: Path) -> None:
+    """Its messages may mean something else."""
+    nodes = Nodes(tmp_path, "relay.__version__ = f'0.{place}'\n" + STAYS.format(last=0), nodes=2, wait=4)
+    codes, printed = nodes.end()
+    assert codes == [3, 3] and "n1 has megatron_port 0.1, and the run's agent 0.0; give all nodes" in printed, printed
+    assert "1 of 2 nodes came" in printed
+
+
 def test_nodes_that_do_not_come_are_counted(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, STAYS.format(last=0), nodes=3, wait=1, come=1)
     codes, printed = nodes.end()

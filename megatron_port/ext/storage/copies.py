@@ -226,17 +226,17 @@ class CopyFile:
         self._pieces = json.dumps([asdict(entry) for entry in plan.entries])
 
 
-def _host_source(tensor: torch.Tensor, target: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[
+def _host_source(tensor: torch.Tensor, buffer: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[
         Any, np.dtype[np.uint8]]:
-    """Return the bytes of a tensor on the host; one on a device is copied to ``target``, which is returned."""
+    """Return the bytes of a tensor, uint8 [bytes]: of one in a GPU's memory, its copy in ``buffer``."""
     if not tensor.is_cuda:
         return np.frombuffer(bytes_of(tensor), dtype=np.uint8)
-    torch.from_numpy(target).view(tensor.dtype).copy_(tensor.detach(), non_blocking=True)
-    return target
+    torch.from_numpy(buffer).view(tensor.dtype).copy_(tensor.detach(), non_blocking=True)
+    return buffer
 
 
 class CopySender(Protocol):
-    """What sends a copy to another node while training continues."""
+    """Sender of a copy to another node while training continues."""
 
     def begin(self, slot: int, file: Path, listing: Path) -> None:
         """Send a rank's file and list of a copy."""

@@ -60,7 +60,7 @@ def python_stacks() -> list[Stack]:
 
 
 class AgentReports(Protocol):
-    """What an agent that replaces lost ranks is told by the watch (``run.agent_link.AgentLink``)."""
+    """Reports of the watch to an agent that replaces lost ranks (``run.agent_link.AgentLink``)."""
 
     def hung(self, ranks: Sequence[int]) -> None:
         """Tell that ranks hang."""

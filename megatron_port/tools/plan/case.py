@@ -546,7 +546,7 @@ def nonsense(machine: Machine) -> list[str]:
 
 
 MEMORY_FOLDERS = "/dev/shm", "/run/"
-"""What is below them is memory; another ``checkpoint.memory_folder`` is taken for a disk."""
+"""Folders in memory; a ``checkpoint.memory_folder`` that is not below one of them is taken for a disk."""
 
 
 def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions: bool = False) -> tuple[Case, bool]:

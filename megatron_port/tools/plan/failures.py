@@ -47,7 +47,7 @@ class Recovery:
     late_s: float = 0.0
     """Seconds until a copy is with the neighbour."""
     slower: float = 0.0
-    """What copies add to a step, as a share of it."""
+    """Share of a step that copies add to it."""
     recover_s: float = RECOVER_SECONDS
     spares: int = 0
     node_share: float = NODE_SHARE
