@@ -26,7 +26,7 @@ from typing import Any
 
 from megatron_port.core.config.ranges import HIDDEN
 from megatron_port.core.errors import EnvironmentFault
-from megatron_port.core.io.files import append_line, read_regular, write_new, write_text
+from megatron_port.core.io.files import read_regular, write_text
 from megatron_port.core.io.logging import redact
 from megatron_port.core.io.typed_json import (
     Duration,
@@ -38,6 +38,7 @@ from megatron_port.core.io.typed_json import (
     read_typed,
     typed,
 )
+from megatron_port.run.folder_files import append_line, write_new
 
 FOLDER = "launch"
 RECORD, CONFIG, SCRIPT, JOBS, CANCELLED = "record.json", "config.toml", "job.sh", "jobs.jsonl", "cancelled"

@@ -23,10 +23,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from megatron_port.core.errors import EXIT_INTERRUPTED, PortError
-from megatron_port.core.io.files import append_line, write_new, write_text
+from megatron_port.core.io.files import write_text
 from megatron_port.core.io.logging import redact, redacted
 from megatron_port.core.io.typed_json import REQUIRED, Natural, Rows, Seconds, read_optional, read_rows
 from megatron_port.ext.telemetry.metrics import FILE_NAME, read_metrics
+from megatron_port.run.folder_files import append_line, write_new
 from megatron_port.run.launchers import LOCAL
 
 IDENTITY = "run.json"

@@ -22,7 +22,6 @@ from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.io.logging import Logger
 from megatron_port.core.layers.providers import Providers
 from megatron_port.core.registry import OWN_UPDATES, PARTS
-from megatron_port.core.train.folders import check_output
 from megatron_port.core.train.hooks import Session
 from megatron_port.ext.kernels.choose import choose_providers
 from megatron_port.ext.kernels.jit_guard import install_guard
@@ -40,6 +39,7 @@ from megatron_port.run.device import (
     keep_freed_memory,
 )
 from megatron_port.run.elastic import elastic_layout
+from megatron_port.run.folder_files import check_output
 from megatron_port.run.peer_failure import explain_peer_failure
 from megatron_port.run.rendezvous import Fingerprint
 

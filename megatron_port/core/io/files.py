@@ -73,8 +73,8 @@ def kind_of(mode: int) -> str:
     return next((name for test, name in kinds if test(mode)), "a special file")
 
 
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+"""Flags of a file that must not be there yet."""
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def atomic_file(
     try:
         if parents:
             path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(part, _NEW, mode), "wb") as stream:
+        with os.fdopen(os.open(part, NEW, mode), "wb") as stream:
             yield stream
             stream.flush()
             if durable:
@@ -147,50 +147,6 @@ def write_output(path: Path, text: str, *, mode: int = 0o666, advice: str = "") 
         stream.write(text.encode())
 
 
-def write_new(path: Path, data: bytes) -> bool:
-    """Write a file that does not exist yet; return False, and change nothing, where it does.
-
-    Of several processes that try, on one machine or on several, exactly one succeeds. Raises OSError.
-    """
-    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        _write_exclusively(part, data)
-        try:
-            os.link(part, path)
-        except FileExistsError:
-            # NFS repeats a request whose answer was lost: two names mean that it was done.
-            if os.stat(part).st_nlink != 2:
-                return False
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            try:
-                _write_exclusively(path, data)
-            except FileExistsError:
-                return False
-        fsync_directory(path.parent)
-        return True
-    finally:
-        with suppress(OSError):
-            os.unlink(part)
-
-
-def append_line(path: Path, line: str, *, durable: bool = True) -> None:
-    """Append a line to a regular file, which is made where it is not there, with one call of the system.
-
-    Raises:
-        OSError: the file system refused, or something else is in its place: to write to a pipe would be to wait.
-    """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
-    with os.fdopen(os.open(path, flags, 0o666), "ab", buffering=0) as stream:
-        mode = os.fstat(stream.fileno()).st_mode
-        if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, f"it is {kind_of(mode)}, not a regular file", str(path))
-        stream.write(line.encode() + b"\n")
-        if durable:
-            os.fsync(stream.fileno())
-
-
 def fsync_file(path: Path) -> None:
     """Make the content of a file that others wrote durable. Raises OSError."""
     _fsync(path, os.O_RDONLY)
@@ -211,14 +167,6 @@ def _fsync(path: Path, flags: int) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _write_exclusively(path: Path, data: bytes) -> None:
-    """Write and sync a file; FileExistsError where it exists."""
-    with os.fdopen(os.open(path, _NEW, 0o666), "wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 # The limit on open files of a process: a login shell's is often 1024, and the hard one is far above.
