@@ -183,7 +183,10 @@ FAMILIES = Registry("model family", "model.family", {
                     "deepseek_v2", "gpt_oss")},
 })
 """By ``model_type`` of Hugging Face. ``auto`` is the first of the others that computes a model."""
-MIXERS = Registry("mixer", "model.mixer", {"attention": None})
+MIXERS = Registry("mixer", "model.mixer", {
+    "attention": None,
+    "gated_delta": "megatron_port.ext.mixers.gated_delta:KIND",
+})
 """Sequence mixers of a layer (``config.model.MixerKind``)."""
 PROVIDERS = {
     op: Registry(f"provider of {op}", f"backend.{op}", dict.fromkeys(("auto", "own", *others, "torch")))
@@ -241,6 +244,7 @@ PARTS = Registry("part", "", {
     "few-bit matmuls": "megatron_port.ext.weights.few_bits:FewBitLinearKernels",
     "host memory": "megatron_port.ext.memory.host_memory:host_bytes",
     "Hugging Face folder": "megatron_port.tools.interop.hf_files:open_sampled",
+    "initial decay rates": "megatron_port.ext.mixers.initial:decay_rates",
     "is a Hugging Face folder": "megatron_port.tools.interop.hf_files:is_hf",
     "latent attention": "megatron_port.ext.mixers.latent_spec:latent_attention",
     "layers by chunk": "megatron_port.run.build:layers_by_chunk",
@@ -302,7 +306,7 @@ CONFLICTS = Registry("table of conflicts", "", {setting: target for target, sett
     "megatron_port.ext.kernels.settings:PROVIDERS": ("backend.attention",),
     "megatron_port.ext.mixers.settings:LATENTS": (
         "model.kv_lora_rank", "model.q_lora_rank", "model.qk_rope_head_dim", "model.v_head_dim"),
-    "megatron_port.ext.mixers.settings:OF_PLUGINS": ("model.mixer",),
+    "megatron_port.ext.mixers.settings:MIXER": ("model.mixer", "model.mixer_pattern", "model.recurrent"),
     "megatron_port.ext.objectives.settings:MULTI_TOKEN": ("model.mtp_layers",),
     "megatron_port.ext.weights.settings:FACTORS": (
         "model.qkv_rank", "model.output_rank", "model.up_rank", "model.down_rank", "model.shared_layers"),

@@ -84,7 +84,8 @@ def plugin_problems(values: Mapping[str, Any], origin: str, sections: Sequence[s
         sections: names of tables that are not the package's.
     """
     found = import_problems(values.get("plugins", ()), origin)
-    unknown = any(unknown_choices(r.field, values.get(r.field, ())) for r in REGISTRIES)
+    fields = [(r.field, name) for r in REGISTRIES for name in (r.field, f"{r.field}_pattern")]
+    unknown = any(unknown_choices(field, values.get(name, ())) for field, name in fields)
     if not found and (unknown or set(sections) - set(SECTIONS.names)):
         found = installed_problems()
     return found

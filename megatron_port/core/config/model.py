@@ -131,6 +131,22 @@ class RoutesConfig:
     published pairs, with and without forced balance, give the default (benchmarks/evidence/planner-accuracy.md)."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RecurrentConfig:
+    """Mixers with a state (docs/mixers.md)."""
+
+    heads: SizeOrZero = 0
+    """Heads of values; 0: num_attention_heads."""
+    key_heads: SizeOrZero = 0
+    """Heads of queries and keys, each of which as many heads of values share; 0: as many as heads."""
+    key_size: SizeOrZero = 0
+    """Elements of a query and of a key; 0: the size of an attention head."""
+    value_size: SizeOrZero = 0
+    """Elements of a value; 0: the size of an attention head."""
+    kernel: Size = 4
+    """Positions that the short convolution reads."""
+
+
 CLAMP, SHARPNESS = 7.0, 1.702
 """swiglu_clamped: bound of gate and input, and the gate's factor in the sigmoid."""
 
@@ -166,7 +182,11 @@ class ModelConfig:
     seq_length: Size = 1024
     """Tokens per sample, s; also the number of learned positions."""
     mixer: str = "attention"
-    """Mixer of the positions of a layer: attention, or one that a plugin registers."""
+    """Mixer of the positions of a layer: attention | gated_delta (Gated DeltaNet, arXiv 2412.06464), or one that a
+    plugin registers."""
+    mixer_pattern: tuple[str, ...] = ()
+    """Mixers of the layers, repeated over them (Qwen3-Next: three of gated_delta, one of attention); empty: mixer in
+    all."""
     position_embedding: Literal["learned", "rope"] = "learned"
     """Positions: a learned table, or rotary embeddings of queries and keys (rope)."""
     rope_theta: Positive = 10000.0
@@ -283,6 +303,12 @@ class ModelConfig:
     down_rank: SizeOrZero = 0
     """Rank of the factors of the last matrix of dense layers' MLP; 0: whole."""
     moe: MoEConfig = field(default_factory=MoEConfig)
+    recurrent: RecurrentConfig = field(default_factory=RecurrentConfig)
+
+    @property
+    def mixers(self) -> tuple[str, ...]:
+        """Mixers of the layers, each once."""
+        return tuple(dict.fromkeys((self.mixer_pattern or (self.mixer,))[: self.num_layers]))
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -364,34 +390,37 @@ class ModelConfig:
         return 4 * self.hidden_size
 
 
-# Mixers of positions that plugins register.
+# Mixers of positions beside attention.
 
 ATTENTION = "attention"
-"""The package's own mixer."""
 
 
 @dataclass(frozen=True)
 class MixerKind:
-    """A mixer that ``model.mixer`` may name.
+    """A mixer that ``model.mixer`` and ``model.mixer_pattern`` may name.
 
     Args:
         spec: (model, number of the layer) → its ``model.spec.MixerSpec``. Layers that it leaves to attention have
             ``model.decoder_spec.attention_spec``. It is called often and must not depend on anything else.
         context: context-parallel ranks may divide the positions.
         documents: it stays within documents (``data.attention_documents = "within"``).
+        memory: generation need not read a sequence again for each token (``inference.model.RemembersTokens``).
         settings: those of attention that it reads (``ext.mixers.settings.ATTENTION_SETTINGS``).
     """
 
     spec: Callable[[ModelConfig, int], Any]
     context: bool = False
     documents: bool = False
+    memory: bool = False
     settings: frozenset[str] = frozenset()
 
 
-def mixer_kind(model: ModelConfig) -> MixerKind | None:
-    """Return the mixer that a plugin has registered; None: the model has attention.
+def mixer_kind(model: ModelConfig, layer: int) -> MixerKind | None:
+    """Return the mixer of layer ``layer`` (from 0); None: it has attention.
 
     Raises:
         ConfigError: nobody has registered a mixer of that name.
     """
-    return None if model.mixer == ATTENTION else MIXERS.get(model.mixer, MixerKind)
+    names = model.mixer_pattern or (model.mixer,)
+    name = names[layer % len(names)]
+    return None if name == ATTENTION else MIXERS.get(name, MixerKind)

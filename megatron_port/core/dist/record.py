@@ -20,6 +20,7 @@ import torch
 from megatron_port.core.dist.counter import key_of, normal_from_uniform, random_bits, uniform
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import REPLICAS, Mesh, MeshDims
+from megatron_port.core.registry import PARTS
 
 # Slices of a run's state by canonical name: what engines yield, and the readers that they load it from.
 
@@ -65,8 +66,8 @@ class StateReader(Protocol):
 
 @dataclass(frozen=True)
 class InitSpec:
-    """Initial values of a parameter: ``normal`` or ``uniform`` (mean 0, ``std``), ``zeros``, ``ones``, or ``row
-    norms``, which are not drawn (``weights.adapters``)."""
+    """Initial values of a parameter: ``normal`` or ``uniform`` (mean 0, ``std``), ``zeros``, ``ones``, ``row norms``,
+    which are not drawn (``weights.adapters``), or of another distribution (a part ``initial …``)."""
 
     kind: str
     std: float = 0.0
@@ -285,7 +286,7 @@ def initial_values(
         return torch.zeros(extent, device=device)
     if init.kind == "ones":
         return torch.ones(extent, device=device)
-    if init.kind not in ("normal", "uniform"):
+    if init.kind not in ("normal", "uniform") and (special := f"initial {init.kind}") not in PARTS.names:
         raise ValueError(f"{name}: unknown initialisation {init.kind!r}")
     out = torch.empty(extent, device=device)
     flat = out.view(-1)
@@ -294,8 +295,13 @@ def initial_values(
         stop = min(start + _CHUNK, flat.numel())
         position = _global_index(start, stop, shape, offset, extent, device)
         value = uniform(random_bits(position, key, key2))
-        value = normal_from_uniform(value) if init.kind == "normal" else value.sub_(0.5).mul_(math.sqrt(12.0))
-        flat[start:stop] = value.mul_(init.std)
+        if init.kind == "normal":
+            value = normal_from_uniform(value).mul_(init.std)
+        elif init.kind == "uniform":
+            value = value.sub_(0.5).mul_(math.sqrt(12.0)).mul_(init.std)
+        else:
+            value = PARTS.function(special)(value, position)
+        flat[start:stop] = value
     return out
 
 

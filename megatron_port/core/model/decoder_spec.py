@@ -140,12 +140,12 @@ def residual_std(model: ModelConfig) -> float:
 
 
 def _mixer(model: ModelConfig, index: int) -> MixerSpec:
-    kind = mixer_kind(model)
+    kind = mixer_kind(model, index)
     if kind is None:
         return attention_spec(model, index)
     found = kind.spec(model, index)
     if not isinstance(found, MixerSpec):
-        raise ConfigError(f"model.mixer {model.mixer!r} gives {found!r}, which is no MixerSpec; see CONTRIBUTING.md")
+        raise ConfigError(f"the mixer of layer {index} gives {found!r}, which is no MixerSpec; see CONTRIBUTING.md")
     return found
 
 

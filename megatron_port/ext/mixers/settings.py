@@ -1,13 +1,14 @@
-"""Settings of mixers other than the package's attention: latent attention, and mixers that plugins register."""
+"""Settings of mixers other than plain attention: latent attention, recurrences, mixers that plugins register."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatron_port.core.config.conflicts import Conflict, Rule, Table
-from megatron_port.core.config.model import ATTENTION, MixerKind
+from megatron_port.core.config.model import ATTENTION, MixerKind, RecurrentConfig
 from megatron_port.core.config.schema import ModelConfig, RunConfig
-from megatron_port.core.registry import MIXERS
+from megatron_port.core.registry import MIXERS, unknown_choices
+from megatron_port.ext.mixers.recurrent_spec import sizes_of
 
 _OWN = ("q_lora_rank", "qk_rope_head_dim", "v_head_dim")
 ATTENTION_SETTINGS = (
@@ -56,17 +57,32 @@ LATENTS = (
 
 
 def _unable(config: RunConfig) -> list[str]:
-    """Name what a plugin's mixer cannot do."""
-    name = config.model.mixer
-    known = name != ATTENTION and name in MIXERS.names  # config.checks names an unknown one
-    return list(_refused(config, name)) if known else []
+    """Name what the model's mixers cannot do."""
+    unknown = unknown_choices(MIXERS.field, config.model.mixer_pattern)
+    if unknown:
+        wrong = " and ".join(map(repr, dict.fromkeys(unknown)))
+        return [f"model.mixer_pattern names {wrong}, which no mixer is; use {', '.join(MIXERS.names)}"]
+    if config.model.mixer_pattern and config.model.mixer != ATTENTION:
+        return [f"model.mixer_pattern says the mixers of all layers; leave out model.mixer {config.model.mixer!r}"]
+    named = [name for name in config.model.mixers if name in MIXERS.names]  # config.checks names an unknown one
+    out = [] if ATTENTION in named else list(_unread(config, named))
+    for name in named:
+        if name != ATTENTION:
+            out += _refused(config, name, MIXERS.get(name, MixerKind))
+    return out
 
 
-def _refused(config: RunConfig, name: str) -> Iterator[str]:
-    kind, layout, plain = MIXERS.get(name, MixerKind), config.layout, ModelConfig()
+def _unread(config: RunConfig, names: Sequence[str]) -> Iterator[str]:
+    """Name settings of attention that none of the mixers reads."""
+    read, plain = {s for name in names for s in MIXERS.get(name, MixerKind).settings}, ModelConfig()
+    shown = " and ".join(f"{name!r}" for name in names)
     for setting in ATTENTION_SETTINGS:
-        if setting not in kind.settings and getattr(config.model, setting) != getattr(plain, setting):
-            yield f"model.{setting} is of attention, and model.mixer {name!r} does not read it; leave it out"
+        if setting not in read and getattr(config.model, setting) != getattr(plain, setting):
+            yield f"model.{setting} is of attention, and model.mixer {shown} does not read it; leave it out"
+
+
+def _refused(config: RunConfig, name: str, kind: MixerKind) -> Iterator[str]:
+    layout = config.layout
     if layout.context_parallel_size > 1 and not kind.context:
         yield (
             f"model.mixer {name!r} does not divide positions over context-parallel ranks; set "
@@ -78,4 +94,35 @@ def _refused(config: RunConfig, name: str) -> Iterator[str]:
         )
 
 
-OF_PLUGINS = (Table(more=(_unable,)),)
+def _unused(config: RunConfig) -> list[str]:
+    plain = config.model.mixers == (ATTENTION,) and config.model.recurrent != RecurrentConfig()
+    return ["[model.recurrent] is of mixers with a state, and all layers have attention; leave it out, or say "
+            "model.mixer or model.mixer_pattern"] if plain else []
+
+
+def _shares(config: RunConfig) -> list[str]:
+    """Name sizes of recurrences that do not divide."""
+    model, layout, out = config.model, config.layout, []
+    r, tp = sizes_of(model), layout.tensor_parallel_size
+    if r.heads % r.key_heads:
+        out.append(f"model.recurrent.heads {r.heads} does not divide by key_heads {r.key_heads}; each head of keys "
+                   "serves as many heads of values")
+    elif r.key_heads % tp:
+        out.append(f"layout.tensor_parallel_size {tp} does not divide model.recurrent.key_heads {r.key_heads}, which "
+                   f"ranks share out; use {' or '.join(str(n) for n in _divisors(r.key_heads))}")
+    chunks = layout.context_parallel_size * (1 if layout.cp_order == "contiguous" else 2)
+    if layout.context_parallel_size > 1 and model.seq_length // chunks < r.kernel - 1:
+        out.append(f"model.seq_length {model.seq_length} gives context-parallel ranks {model.seq_length // chunks} "
+                   f"neighbouring positions, and a convolution of model.recurrent.kernel {r.kernel} reads "
+                   f"{r.kernel - 1} before each; use fewer ranks")
+    return out
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, min(number, 1024) + 1) if number % n == 0]
+
+
+MIXER = (
+    Table(more=(_unable, _unused)),
+    Table(on=lambda c: set(c.model.mixers) <= set(MIXERS.builtin), sized=True, more=(_shares,)),
+)

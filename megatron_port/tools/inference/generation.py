@@ -14,10 +14,11 @@ from functools import partial
 
 import torch
 
-from megatron_port.core.config.model import ATTENTION
+from megatron_port.core.config.model import ATTENTION, MixerKind
 from megatron_port.core.dist.counter import key_of, random_bits, uniform
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.io.logging import Advance, silent
+from megatron_port.core.registry import MIXERS
 from megatron_port.tools.inference.model import InferenceModel, KeyValueCache, misplaced_token
 
 Decode = Callable[[Sequence[int]], str]
@@ -166,11 +167,12 @@ class Generator:
         return self._gathered(batches[:own], prompts, sampling)
 
     def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        if self.model.model.mixer != ATTENTION:
-            raise ConfigError(
-                f"model.mixer {self.model.model.mixer!r} has no cache of earlier tokens, which generation needs; "
-                "evaluate the model, which takes whole sequences"
-            )
+        for name in self.model.model.mixers:
+            if name != ATTENTION and not MIXERS.get(name, MixerKind).memory:
+                raise ConfigError(
+                    f"model.mixer {name!r} has no cache of earlier tokens, which generation needs; evaluate the model, "
+                    "which takes whole sequences"
+                )
         if not prompts or any(len(p) == 0 for p in prompts):
             raise ConfigError("a prompt has no tokens; give at least one character")
         for number, prompt in enumerate(prompts):

@@ -88,8 +88,21 @@ class CachingAttention(Protocol):
         """Return what the output projection takes, from the mixed values."""
 
 
+@runtime_checkable
+class RemembersTokens(Protocol):
+    """A mixer with a state that generation keeps (``mixers.recurrent.Recurrent``)."""
+
+    name: str
+    mix: Callable[[torch.Tensor], torch.Tensor]
+
+    def continued(
+        self, packed: torch.Tensor, memory: Any, lengths: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Any]:
+        """Return what ``mix`` does, and the memory behind each sequence's last token."""
+
+
 class KeyValueCache:
-    """Cache of one batch's keys and values.
+    """Cache of one batch's keys and values, and of the memory of mixers with a state.
 
     Run the stage on the prompts; then, for each new token, call ``at`` and run the stage on [batch, 1] tokens.
 
@@ -103,6 +116,9 @@ class KeyValueCache:
         """int64 [batch]: position of the current token; None during prefill."""
         self._seen: torch.Tensor | None = None
         self._layers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.memories: dict[str, Any] = {}
+        self.lengths: torch.Tensor | None = None
+        """int64 [batch]: tokens of each prompt, while they are read."""
 
     @property
     def length(self) -> int:
@@ -180,6 +196,8 @@ class CacheSlot:
                 module.providers = replace(module.providers, attention=stores)
                 if context is not None:
                     module.context = GatherKeys(context, stores)
+            elif isinstance(module, RemembersTokens):
+                module.mix = partial(self._mix, module, module.mix)
             elif isinstance(module, Embedding):
                 module.position_rows = self._position_rows
 
@@ -222,6 +240,17 @@ class CacheSlot:
         if self._now is not None:
             self._now.store(name, k, v)
         return attention(q, k, v, **options)
+
+    def _mix(
+        self, mixer: RemembersTokens, own: Callable[[torch.Tensor], torch.Tensor], packed: torch.Tensor
+    ) -> torch.Tensor:
+        """Mix one token of each sequence from what is remembered of those before it; else whole sequences."""
+        cache = self._now
+        if cache is None:
+            return own(packed)
+        memory = None if cache.positions is None else cache.memories[mixer.name]
+        out, cache.memories[mixer.name] = mixer.continued(packed, memory, cache.lengths)
+        return out
 
     def _position_rows(self, embedding: Embedding, x: torch.Tensor) -> torch.Tensor:
         """Learned embeddings of x [rows, batch, hidden]; under a filled cache it has one row."""
@@ -509,6 +538,8 @@ class InferenceModel:
             tensors = stage.boundary(batch, self.padded(1)).items()
             shapes = {name: ((held.count, *shape[1:]), dtype) for name, (shape, dtype) in tensors}
             (x,) = self.link.receive(Boundary.of(shapes), self.link.previous)
+        if cache is not None and not decoding and rows is not None:
+            cache.lengths = torch.tensor(list(rows), device=self.ctx.device) + 1
         with nullcontext() if cache is None else self.cache.using(cache):
             if stage.embedding is not None:
                 x = stage.embedding(x)

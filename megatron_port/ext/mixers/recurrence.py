@@ -1,0 +1,212 @@
+"""Linear recurrences over the positions of a sequence: one position after the other, and in chunks.
+
+A head has a state S [key, value]. At each position it decays, learns what its key should give, and is read:
+
+    S_t = a_t S_{t-1} + k_t u_tᵀ        o_t = S_tᵀ q_t
+
+with u_t = v_t under the rule of decay alone (Mamba-2, arXiv 2405.21060), and u_t = b_t (v_t - a_t S_{t-1}ᵀ k_t) under
+the delta rule (Gated DeltaNet, arXiv 2412.06464). a_t = exp(g_t) is a number of each head. Where a document begins, a_t
+is 0: nothing of the state before it is left.
+
+:func:`in_steps` is this definition. :func:`in_chunks` computes the same by products of matrices: within a chunk
+positions see one another through a triangular matrix, and the state passes from chunk to chunk. What positions
+do to a state that comes from before them is linear, S' = P S + L (:func:`passage`), so ranks that divide a sequence
+exchange (P, L) and nothing else.
+
+Everything is computed in fp32, or fp64 of fp64 operands. Tensors are [batch, heads, positions, ...].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+CHUNK = 64
+"""Positions whose pairs are computed at once."""
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Operands of a recurrence at some neighbouring positions."""
+
+    queries: torch.Tensor
+    """[batch, heads, n, key]"""
+    keys: torch.Tensor
+    """[batch, heads, n, key]"""
+    values: torch.Tensor
+    """[batch, heads, n, value]"""
+    decay: torch.Tensor
+    """g [batch, heads, n], at most 0."""
+    rate: torch.Tensor | None
+    """b [batch, heads, n] of the delta rule; None: decay alone."""
+    starts: torch.Tensor | None = None
+    """bool [batch, n]: a document begins there; None: none does."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Those that are there and have a gradient."""
+        found = self.queries, self.keys, self.values, self.decay, self.rate
+        return tuple(x for x in found if x is not None)
+
+
+def zero_state(operands: Operands) -> torch.Tensor:
+    """Return the state [batch, heads, key, value] before the first position."""
+    k, v = operands.keys, operands.values
+    return k.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1])
+
+
+def in_steps(operands: Operands, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (o [batch, heads, n, value], the state after the last position), by the definition."""
+    q, k, v, rate, out = operands.queries, operands.keys, operands.values, operands.rate, []
+    a = operands.decay.exp()
+    if operands.starts is not None:
+        a = a.masked_fill(operands.starts[:, None], 0.0)
+    for t in range(q.shape[2]):
+        state = state * a[:, :, t, None, None]
+        learned = v[:, :, t]
+        if rate is not None:
+            learned = rate[:, :, t, None] * (learned - torch.einsum("bhkv,bhk->bhv", state, k[:, :, t]))
+        state = state + k[:, :, t, :, None] * learned[:, :, None]
+        out.append(torch.einsum("bhkv,bhk->bhv", state, q[:, :, t]))
+    return torch.stack(out, dim=2), state
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """What positions of a chunk have to do with one another, and with the state that comes into it: [batch, heads,
+    chunks, ...]."""
+
+    keys: torch.Tensor
+    """[C, key]"""
+    learned: torch.Tensor
+    """[C, value]: u without what the state that comes in takes away."""
+    read: torch.Tensor | None
+    """[C, key]: what that state takes away is read S; None: nothing."""
+    pairs: torch.Tensor
+    """[C, C]: the decay from one position to a later one or itself, 0 elsewhere."""
+    before: torch.Tensor
+    """[C, 1]: the decay of the state that comes in, at each position."""
+    to_end: torch.Tensor
+    """[C, 1]: the decay from each position to the chunk's end."""
+    total: torch.Tensor
+    """[1, 1]: the decay of the state that comes in, at the end."""
+
+    def after(self, i: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (u [C, value] of chunk i, the state behind it) from the state that comes in."""
+        learned = self.learned[:, :, i]
+        if self.read is not None:
+            learned = learned - self.read[:, :, i] @ state
+        written = (self.keys[:, :, i] * self.to_end[:, :, i]).mT
+        return learned, state * self.total[:, :, i] + written @ learned
+
+
+def _decays(g: torch.Tensor, starts: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Return ``pairs``, ``before``, the decay from each position to the chunk's end [C, 1], and ``total``.
+
+    Differences of sums are at most 0 where they count; others are masked before exp, which would overflow.
+    """
+    sums = g.cumsum(-1)
+    later = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).triu(1)
+    last = sums[..., -1:]
+    if starts is None:
+        pairs = (sums[..., :, None] - sums[..., None, :]).masked_fill(later, float("-inf")).exp()
+        return pairs, sums.exp()[..., None], (last - sums).exp()[..., None], last.exp()[..., None]
+    document = starts.cumsum(-1)  # within the chunk; 0: the one that comes in
+    apart = (document[..., :, None] != document[..., None, :]) | later
+    pairs = (sums[..., :, None] - sums[..., None, :]).masked_fill(apart, float("-inf")).exp()
+    other, ended = document != 0, document != document[..., -1:]
+    before = sums.exp().masked_fill(other, 0.0)
+    to_end = (last - sums).masked_fill(ended, float("-inf")).exp()
+    return pairs, before[..., None], to_end[..., None], before[..., -1:, None]
+
+
+def _cut(x: torch.Tensor, dim: int, chunk: int) -> torch.Tensor:
+    """Cut a dimension into chunks, filled up with zeros: keys, rates and decays of 0 leave a state as it is."""
+    left = -x.shape[dim] % chunk
+    if left:
+        x = F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, left))
+    cut: torch.Tensor = x.unflatten(dim, (-1, chunk))
+    return cut
+
+
+def _chunks(operands: Operands, chunk: int, further: int = 0) -> _Chunks:
+    """Return the operands' chunks; ``further``: columns of zeros behind the values."""
+    k, v = _cut(operands.keys, 2, chunk), _cut(F.pad(operands.values, (0, further)), 2, chunk)
+    starts = None if operands.starts is None else _cut(operands.starts, 1, chunk)[:, None]
+    pairs, before, to_end, total = _decays(_cut(operands.decay, 2, chunk), starts)
+    if operands.rate is None:
+        return _Chunks(k, v, None, pairs, before, to_end, total)
+    rate = _cut(operands.rate, 2, chunk)[..., None]
+    system = (k @ k.mT) * pairs * rate
+    solved = torch.linalg.solve_triangular(
+        system, torch.cat((v, k * before), dim=-1) * rate, upper=False, unitriangular=True
+    )
+    learned, read = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    return _Chunks(k, learned, read, pairs, before, to_end, total)
+
+
+def in_chunks(
+    operands: Operands, state: torch.Tensor, *, chunk: int = CHUNK
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what :func:`in_steps` does, up to rounding."""
+    chunks, q, out = _chunks(operands, chunk), _cut(operands.queries, 2, chunk), []
+    seen, q = (q @ chunks.keys.mT) * chunks.pairs, q * chunks.before
+    for i in range(q.shape[2]):
+        before = state
+        learned, state = chunks.after(i, before)
+        out.append(q[:, :, i] @ before + seen[:, :, i] @ learned)
+    return torch.cat(out, dim=2)[:, :, : operands.queries.shape[2]], state
+
+
+def passage(operands: Operands, *, chunk: int = CHUNK) -> torch.Tensor:
+    """Return (L, P) side by side, [batch, heads, key, value + P's]: a state S that comes in leaves as P S + L.
+
+    P is [key, key] under the delta rule, and one number, repeated [key, 1], under decay alone.
+    """
+    size = operands.keys.shape[-1]
+    delta = operands.rate is not None
+    chunks, k = _chunks(operands, chunk, size if delta else 0), operands.keys
+    state = zero_state(operands)
+    if delta:
+        one = torch.eye(size, dtype=k.dtype, device=k.device).expand(*k.shape[:2], size, size)
+        state = torch.cat((state, one), dim=-1)
+    for i in range(chunks.keys.shape[2]):
+        _, state = chunks.after(i, state)
+    if delta:
+        return state
+    return torch.cat((state, chunks.total.prod(2).expand(*k.shape[:2], size, 1)), dim=-1)
+
+
+def passed(passages: Sequence[torch.Tensor], values: int) -> list[torch.Tensor]:
+    """Return the states before each of ``passages``, which follow one another from the beginning of the sequence, and
+    behind the last; ``values``: elements of a value."""
+    out = [torch.zeros_like(passages[0][..., :values])]
+    for one in passages:
+        local, product = one.split((values, one.shape[-1] - values), dim=-1)
+        before = out[-1]
+        out.append((product * before if product.shape[-1] == 1 else product @ before) + local)
+    return out
+
+
+def convolve(
+    x: torch.Tensor, before: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+    reach: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the causal convolution of each channel: y_t = sum over j of weight[:, -1 - j] x_{t-j}.
+
+    x [n, batch, channels]; ``before`` [kernel - 1, batch, channels]: the rows ahead of x; weight [channels, kernel].
+    ``reach`` int [n, batch]: positions of the same document before each; None: any number. The order of the sum is
+    fixed, so channels may be divided without a change of bits.
+    """
+    kernel, n = weight.shape[1], x.shape[0]
+    rows, out = torch.cat((before, x)), None
+    for j in range(kernel):
+        term = rows[kernel - 1 - j : kernel - 1 - j + n] * weight[:, kernel - 1 - j]
+        if reach is not None and j:
+            term = term.masked_fill((reach < j)[..., None], 0.0)
+        out = term if out is None else out + term
+    assert out is not None
+    return out if bias is None else out + bias

@@ -1,0 +1,247 @@
+"""The module of mixers with a state: what :class:`RecurrentSpec` states, on any layout.
+
+Heads are divided over tensor-parallel ranks. Context-parallel ranks hold runs of positions: before a run's convolution
+come the last rows of the run before it, and before its recurrence a state. Each rank computes what its runs do to
+a state, all gather that, and each composes it for its own runs. A document resets both at its first position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from megatron_port.core.dist.collectives import all_reduce_sum, enter_region
+from megatron_port.core.dist.positions import Positions, Run, SequencePartition
+from megatron_port.core.model.build import BuildContext
+from megatron_port.core.registry import PARTS
+from megatron_port.ext.mixers.recurrence import Operands, convolve, in_chunks, in_steps, passage, passed, zero_state
+from megatron_port.ext.mixers.recurrent_spec import RecurrentSpec
+
+
+class Memory(NamedTuple):
+    """Memory of earlier tokens, of one sequence each."""
+
+    rows: torch.Tensor
+    """[kernel - 1, batch, channels]: the last rows that the convolution has read."""
+    state: torch.Tensor | None
+    """[batch, heads, key, value]"""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Neighbouring positions, and where their documents begin."""
+
+    run: Run
+    reach: torch.Tensor | None = None
+    """int [n, batch]: positions of the same document before each; None: all are one document."""
+    used: torch.Tensor | None = None
+    """bool [batch, n]: the others change no state; None: all are used."""
+
+    def operands(self, all: Operands) -> Operands:
+        """Return the operands of these positions, with the documents' starts."""
+        starts = None if self.reach is None else (self.reach == 0).T
+        if self.used is None:
+            return replace(all, starts=starts)
+        no = ~self.used[:, None]  # keys, rates and decays of 0 leave a state as it is
+        return replace(
+            all, starts=starts, keys=all.keys.masked_fill(no[..., None], 0.0), decay=all.decay.masked_fill(no, 0.0),
+            rate=None if all.rate is None else all.rate.masked_fill(no, 0.0),
+        )
+
+
+class _Tied(torch.autograd.Function):
+    """x, whose gradient gives ``also`` a gradient of zeros: so all ranks take part in the sum of its gradients,
+    although the one that has the beginning of the sequence uses nothing of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, also: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(also)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grad, torch.zeros_like(ctx.saved_tensors[0])
+
+
+class Recurrent(nn.Module):
+    """A mixer with a state, [seq(/tp), batch, hidden] → same shape.
+
+    Between its projections, in fp32 (or fp64), and computed again in the backward pass: convolution, recurrence, gate.
+    """
+
+    def __init__(self, layer: str, spec: RecurrentSpec, build: BuildContext) -> None:
+        super().__init__()
+        self.name, self.spec, self.step = f"{layer}.attention", spec, build.step
+        self.partition, self.group, self.epsilon = build.partition, build.ctx.over("cp"), build.model.norm_epsilon
+        self.units = spec.units // build.ctx.size("tp")
+        self.convolution = nn.ParameterList(build.divided(p, layer) for p in spec.convolution)
+        self.own = nn.ParameterDict({name: build.divided(p, layer) for name, p in spec.own.items()})
+        self.packed = build.column(layer, spec.packed)
+        self.output = build.row(layer, spec.output)
+        self.wide = torch.promote_types(build.dtype, torch.float32)
+
+    def mix(self, packed: torch.Tensor) -> torch.Tensor:
+        """Return what the output projection reads, from the projection [held positions, batch, units/tp · rows]."""
+        partition = self.partition.divided(self.step.division)
+        seq = partition.seq_length(packed.shape[0])
+        runs = [self._documents(run) for run in partition.held(seq).runs]
+        rows = list(packed.split([run.run.length for run in runs]))
+        befores = self._befores(rows, partition, seq)
+        states: list[torch.Tensor | None] = [None] * len(runs)
+        if self.group is not None and self.spec.heads:
+            states, _ = self._states(rows, befores, runs, partition, seq)
+        out = [self._again(self._of_run, *given) for given in zip(rows, befores, states, runs, strict=True)]
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    def _documents(self, run: Run) -> _Run:
+        context = self.step.current
+        if context is None or context.document_starts is None:
+            return _Run(run)
+        starts = context.document_starts[:, run.start : run.start + run.length].T
+        positions = torch.arange(run.start, run.start + run.length, dtype=starts.dtype, device=starts.device)
+        return _Run(run, positions[:, None] - starts)
+
+    def _again(self, function: Callable[..., torch.Tensor], *inputs: object) -> torch.Tensor:
+        """Return ``function(*inputs)``, computed again in the backward pass."""
+        if not torch.is_grad_enabled():
+            return function(*inputs)
+        found: torch.Tensor = PARTS.function("activation recompute")(function, *inputs, step=self.step)
+        return found
+
+    # ------------------------------------------------------------------------------------------- one run
+
+    def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the convolution's part of each unit's rows [n, batch, channels], and the plain one [n, batch, units,
+        plain]."""
+        convolved, plain = rows.unflatten(-1, (self.units, -1)).split((self.spec.convolved, self.spec.plain), dim=-1)
+        return convolved.flatten(-2), plain
+
+    def _prepared(
+        self, rows: torch.Tensor, before: torch.Tensor | None, run: _Run
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], Operands | None]:
+        """Return the convolved part, the plain one, the mixer's own parameters, and the recurrence's operands."""
+        mine, plain = (x.to(self.wide) for x in self._split(rows))
+        taps = self.spec.kernel - 1
+        ahead = mine.new_zeros(taps, *mine.shape[1:]) if before is None else before.to(self.wide)
+        weight, bias = (*(p.to(self.wide) for p in self.convolution), None)[:2]
+        assert weight is not None
+        convolved = convolve(mine, ahead, weight, bias, run.reach).unflatten(-1, (self.units, -1))
+        own = {name: p.to(self.wide) for name, p in self.own.items()}
+        found = self.spec.operands(convolved, plain, own)
+        return convolved, plain, own, None if found is None else run.operands(found)
+
+    def _of_run(
+        self, rows: torch.Tensor, before: torch.Tensor | None, state: torch.Tensor | None, run: _Run
+    ) -> torch.Tensor:
+        """Return the mixed rows of a run, [n, batch, features/tp], in the dtype of ``rows``."""
+        convolved, plain, own, operands = self._prepared(rows, before, run)
+        mixed = None
+        if operands is not None:
+            mixed, _ = in_chunks(operands, zero_state(operands) if state is None else state)
+            mixed = mixed.movedim(2, 0)
+        return self.spec.result(mixed, convolved, plain, own, self.epsilon).to(rows.dtype)
+
+    def _passage(self, rows: torch.Tensor, before: torch.Tensor | None, run: _Run) -> torch.Tensor:
+        """Return what a run does to the state that comes into it (``recurrence.passage``)."""
+        operands = self._prepared(rows, before, run)[-1]
+        assert operands is not None
+        return passage(operands)
+
+    # ---------------------------------------------------------------------------- runs of a divided sequence
+
+    def _befores(
+        self, rows: list[torch.Tensor], partition: SequencePartition, seq: int
+    ) -> list[torch.Tensor | None]:
+        """Return the rows before each run's that its convolution reads, [kernel - 1, batch, channels]; None: zeros.
+
+        ValueError: a run is shorter than these.
+        """
+        taps = self.spec.kernel - 1
+        if self.group is None or not taps:
+            return [None] * len(rows)
+        if min(len(x) for x in rows) < taps:
+            raise ValueError(f"{self.name}: {min(map(len, rows))} neighbouring positions, and the convolution reads "
+                             f"{taps} before each")
+        last = [self._split(x[-taps:])[0].contiguous() for x in rows]
+        every, mine = self._gathered(last, rows, partition, seq)
+        return [every[i - 1] if i else None for i in mine]
+
+    def _states(
+        self, rows: list[torch.Tensor], befores: Sequence[torch.Tensor | None], runs: Sequence[_Run],
+        partition: SequencePartition, seq: int,
+    ) -> tuple[list[torch.Tensor | None], torch.Tensor]:
+        """Return the state before each of this rank's runs, and the one behind the sequence."""
+        own = [self._again(self._passage, *given) for given in zip(rows, befores, runs, strict=True)]
+        every, mine = self._gathered(own, rows, partition, seq)
+        states = passed(every, self.spec.value_size)
+        return [states[i] for i in mine], states[-1]
+
+    def _gathered(
+        self, own: Sequence[torch.Tensor], rows: list[torch.Tensor], partition: SequencePartition, seq: int
+    ) -> tuple[list[torch.Tensor], list[int]]:
+        """Return a tensor of each run of the sequence, in its order, and which are this rank's. Gradients are summed,
+        for which the first of ``rows`` is replaced."""
+        division = partition.division
+        by_rank = [division.held(rank, seq).runs for rank in range(division.ranks)]
+        most = max(map(len, by_rank))
+        padded = [*own, *(torch.zeros_like(own[0]) for _ in range(most - len(own)))]
+        every = enter_region(torch.stack(padded), self.group, True)
+        rows[0] = _Tied.apply(rows[0], every)  # type: ignore[no-untyped-call]
+        order = sorted((run.start, rank, i) for rank, runs in enumerate(by_rank) for i, run in enumerate(runs))
+        place = {(rank, i): number for number, (_, rank, i) in enumerate(order)}
+        return [every[rank * most + i] for _, rank, i in order], [place[partition.rank, i] for i in range(len(own))]
+
+    # ------------------------------------------------------------------------------------------- generation
+
+    def continued(
+        self, packed: torch.Tensor, memory: Memory | None, lengths: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Memory]:
+        """Return what :meth:`mix` does, and the memory behind the last token of each sequence.
+
+        Args:
+            packed: of one token of each sequence; or, without ``memory``, of this rank's positions of whole sequences.
+            memory: of the tokens before.
+            lengths: int64 [batch]: tokens of each sequence; what is behind them is padding. None: one.
+        """
+        if memory is not None:
+            return self._next(packed, memory)
+        assert lengths is not None
+        partition = self.partition
+        seq = partition.seq_length(packed.shape[0])
+        positions = partition.held(seq)
+        used = positions.index(packed.device) < lengths[:, None]
+        sizes = [run.length for run in positions.runs]
+        runs = [_Run(run, used=part) for run, part in zip(positions.runs, used.split(sizes, dim=1), strict=True)]
+        rows = list(packed.split(sizes))
+        befores = self._befores(rows, partition, seq)
+        states: list[torch.Tensor | None] = [None] * len(runs)
+        state = None
+        if self.spec.heads:
+            states, state = self._states(rows, befores, runs, partition, seq)
+        out = [self._of_run(*given) for given in zip(rows, befores, states, runs, strict=True)]
+        return torch.cat(out), Memory(self._last_rows(packed, positions, lengths), state)
+
+    def _next(self, packed: torch.Tensor, memory: Memory) -> tuple[torch.Tensor, Memory]:
+        """Return the mixed row of one token of each sequence, and the memory behind it."""
+        convolved, plain, own, operands = self._prepared(packed, memory.rows, _Run(Run(0, 1)))
+        mixed, state = None, memory.state
+        if operands is not None:
+            assert state is not None
+            mixed, state = in_steps(operands, state)
+            mixed = mixed.movedim(2, 0)
+        out = self.spec.result(mixed, convolved, plain, own, self.epsilon).to(packed.dtype)
+        return out, Memory(torch.cat((memory.rows, self._split(packed)[0]))[1:], state)
+
+    def _last_rows(self, packed: torch.Tensor, positions: Positions, lengths: torch.Tensor) -> torch.Tensor:
+        """Return the last rows of each sequence that the convolution reads, [kernel - 1, batch, channels]."""
+        rows, taps = self._split(packed)[0], self.spec.kernel - 1
+        wanted = lengths - torch.arange(taps, 0, -1, device=packed.device)[:, None]  # [kernel - 1, batch]
+        index = positions.index(packed.device)
+        order = index.argsort()
+        place = order[torch.searchsorted(index[order], wanted).clamp(max=len(index) - 1)]
+        found = rows.gather(0, place[..., None].expand(-1, -1, rows.shape[-1]))
+        return all_reduce_sum(found.masked_fill((index[place] != wanted)[..., None], 0.0), self.group)

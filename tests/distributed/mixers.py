@@ -1,0 +1,76 @@
+"""Mixers with a state beside attention, in random combinations on random layouts, each against one process; resumable.
+
+``python tests/distributed/mixers.py --seeds 0-299 --out benchmarks/results/mixers.jsonl`` runs what the file lacks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+from dataclasses import dataclass
+
+import drawing
+from drawing import Draw
+from fuzz import record, record_parser
+
+from megatron_port.core.config.checks import problems
+from megatron_port.core.config.model import ATTENTION, RecurrentConfig
+from megatron_port.core.config.schema import ModelConfig
+from megatron_port.core.registry import MIXERS
+from megatron_port.ext.mixers.settings import ATTENTION_SETTINGS
+
+
+@dataclass(frozen=True)
+class MixerDraw(Draw):
+    """A combination with mixers beside attention."""
+
+    def describe(self) -> dict[str, object]:
+        """For the results file."""
+        m = self.config.model
+        return {**super().describe(), "cp": self.topology.cp, "mixers": m.mixer_pattern or m.mixer,
+                "recurrent": dataclasses.asdict(m.recurrent)}
+
+
+def draw(seed: int) -> MixerDraw:
+    """A run of the fuzz whose layers have other mixers, or some of them."""
+    r = random.Random(f"mixers-{seed}")
+    names = [name for name in MIXERS.builtin if name != ATTENTION]
+    while True:
+        one = drawing.draw(r.randrange(10_000_000))
+        config, t = one.config, one.topology
+        # In fp32 what is made of length 1 has few digits of its gradient at these sizes, on one process as well.
+        if config.precision.dtype != "fp64" or config.fine_tuning.enabled or config.optimizer.name == "lion":
+            continue  # lion takes the sign of gradients that are 0 but for rounding, as documents of one token have
+        keys = t.tp * r.choice((1, 1, 2))
+        recurrent = RecurrentConfig(
+            heads=keys * r.choice((1, 2, 3)), key_heads=keys, key_size=r.choice((4, 5, 8)),
+            value_size=r.choice((4, 6, 7)), kernel=r.choice((1, 2, 4)),
+        )
+        # The first in turn, so that few seeds have each.
+        pattern = [names[seed % len(names)], *r.choices((ATTENTION, *names), k=r.randint(0, 2))]
+        r.shuffle(pattern)
+        model = dataclasses.replace(config.model, recurrent=recurrent)
+        if len(pattern) == 1:
+            model = dataclasses.replace(model, mixer=pattern[0])
+        else:
+            model = dataclasses.replace(model, mixer_pattern=tuple(pattern))
+        if ATTENTION not in model.mixers:
+            plain = ModelConfig()
+            model = dataclasses.replace(model, **{name: getattr(plain, name) for name in ATTENTION_SETTINGS})
+        config = dataclasses.replace(config, model=model)
+        data = dataclasses.replace(config.data, synthetic=not config.data.train)
+        checkpoint = dataclasses.replace(config.checkpoint, initial_weights="frozen")
+        legal = dataclasses.replace(config, data=data, checkpoint=checkpoint)
+        if names[seed % len(names)] in model.mixers and not problems(legal, world_size=t.world_size):
+            return MixerDraw(seed, config, t)
+
+
+def main() -> int:
+    """Run what a file lacks."""
+    args = record_parser(main.__doc__).parse_args()
+    return record([draw(seed) for seed in args.seeds], args, "mixers", lambda c: str(c.model.mixers))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
