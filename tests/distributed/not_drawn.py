@@ -23,6 +23,7 @@ STEP = (
 ELSEWHERE = {
     "experts": ("model.moe", "layout.expert_parallel_size"),
     "factored": ("model.shared_layers", "model.qkv_rank", "model.output_rank", "model.up_rank", "model.down_rank"),
+    "mixers": ("model.mixer", "model.mixer_pattern", "model.recurrent"),
     "distilled": ("distillation",), "compressed": ("sparsity", "quantisation"),
 }
 """Module of draws with the same judge → the options or sections that it draws on random layouts, each compared with
@@ -48,7 +49,6 @@ UNREAD = {
 """Option or section → whose it is: nothing in ``STEP`` reads it, so no layout can compute anything else by it."""
 
 OTHER_TESTS = {
-    "model.mixer": ("attention unless a plugin has another", "e2e/test_examples.py"),
     "training.loss": ("dpo, and what plugins bring", "distributed/test_preference_layouts.py"),
     "training.dpo_beta": ("with loss dpo", "distributed/test_preference_layouts.py"),
     "training.steps": ("the three of each draw, of which schedules take shares", "unit/test_schedules.py"),

@@ -12,7 +12,7 @@ from not_drawn import CONSTANT_THERE, ELSEWHERE, OTHER_TESTS, UNREAD, reads
 
 from megatron_port.core.config.dump import leaves
 
-SEEDS = {"compressed": 12, "distilled": 6, "experts": 100, "factored": 20}
+SEEDS = {"compressed": 12, "distilled": 6, "experts": 100, "factored": 20, "mixers": 20}
 """Of each module as many as it takes until all options have changed."""
 
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_port.core.config.checks import problems
+from megatron_port.core.config.model import RecurrentConfig
 from megatron_port.core.config.schema import LayoutConfig, ModelConfig, RunConfig
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.errors import ConfigError, DataError
@@ -26,14 +27,9 @@ from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.decoder import GPTStage
 from megatron_port.ext.corpora.tokenizer import ByteTokenizer
 from megatron_port.run import config_hash
+from megatron_port.tools.inference.cache import CacheSlot, KeyValueCache
 from megatron_port.tools.inference.generation import Generator, Sampling, draw, filter_logits
-from megatron_port.tools.inference.model import (
-    CacheSlot,
-    KeyValueCache,
-    StreamWindows,
-    WholeDocuments,
-    misplaced_token,
-)
+from megatron_port.tools.inference.model import StreamWindows, WholeDocuments, misplaced_token
 from megatron_port.tools.inference.scoring import Questions, score
 
 LOGITS = torch.tensor([[0.0, 2.0, 1.0, -1.0], [3.0, 3.0, 0.0, 0.5]])
@@ -78,9 +74,10 @@ def test_a_cache_has_an_end() -> None:
 @pytest.mark.parametrize("mask", [
     {"sliding_window": 3}, {"attention_sinks": True, "attention_softcap": 0.5},
     {"sliding_window": 4, "attention_pattern": ("window", "full"), "attention_sinks": True},
+    {"mixer_pattern": ("gated_delta", "attention"), "recurrent": RecurrentConfig(key_heads=2), "sliding_window": 3},
 ])
 def test_a_cached_step_is_the_pass_over_everything(mask: dict[str, Any]) -> None:
-    """Under windows, sinks and caps, with prompts of two lengths; each is what changes the logits, too."""
+    """Under windows, sinks and caps, and with a state; prompts of two lengths; each changes the logits, too."""
     model = ModelConfig(
         num_layers=2, hidden_size=24, num_attention_heads=4, num_query_groups=2, vocab_size=31, seq_length=12,
         position_embedding="rope", init_std=0.5, **mask,
@@ -99,6 +96,7 @@ def test_a_cached_step_is_the_pass_over_everything(mask: dict[str, Any]) -> None
         whole = stage(tokens).transpose(0, 1)
         slot.install(stage)
         cache = KeyValueCache(12)
+        cache.lengths = torch.tensor([6, 4])
         with slot.using(cache):
             stage(tokens[:, :6])  # the second prompt has 4 tokens, the rest is padding
             for step in range(6):

@@ -145,6 +145,8 @@ class RecurrentConfig:
     """Elements of a value; 0: the size of an attention head."""
     kernel: Size = 4
     """Positions that the short convolution reads."""
+    chunk: Size = 64
+    """Positions whose pairs are computed at once: more take more memory. Changes results by rounding alone."""
 
 
 CLAMP, SHARPNESS = 7.0, 1.702

@@ -24,9 +24,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-CHUNK = 64
-"""Positions whose pairs are computed at once."""
-
 
 @dataclass(frozen=True)
 class Operands:
@@ -104,23 +101,21 @@ class _Chunks:
 
 
 def _decays(g: torch.Tensor, starts: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Return ``pairs``, ``before``, the decay from each position to the chunk's end [C, 1], and ``total``.
+    """Return ``pairs``, ``before``, ``to_end`` and ``total`` of :class:`_Chunks`.
 
-    Differences of sums are at most 0 where they count; others are masked before exp, which would overflow.
+    Sums are in fp64: behind strong decay the difference of two in fp32 has few digits left. Differences that do not
+    count are masked before exp, which would overflow.
     """
-    sums = g.cumsum(-1)
-    later = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).triu(1)
-    last = sums[..., -1:]
-    if starts is None:
-        pairs = (sums[..., :, None] - sums[..., None, :]).masked_fill(later, float("-inf")).exp()
-        return pairs, sums.exp()[..., None], (last - sums).exp()[..., None], last.exp()[..., None]
-    document = starts.cumsum(-1)  # within the chunk; 0: the one that comes in
-    apart = (document[..., :, None] != document[..., None, :]) | later
-    pairs = (sums[..., :, None] - sums[..., None, :]).masked_fill(apart, float("-inf")).exp()
-    other, ended = document != 0, document != document[..., -1:]
-    before = sums.exp().masked_fill(other, 0.0)
-    to_end = (last - sums).masked_fill(ended, float("-inf")).exp()
-    return pairs, before[..., None], to_end[..., None], before[..., -1:, None]
+    sums, wide = g.double().cumsum(-1), g.dtype
+    hidden = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).triu(1)
+    until_end, before = (sums[..., -1:] - sums).to(wide), sums.to(wide).exp()
+    if starts is not None:
+        document = starts.cumsum(-1)  # within the chunk; 0: the one that comes in
+        hidden = hidden | (document[..., :, None] != document[..., None, :])
+        before = before.masked_fill(document != 0, 0.0)
+        until_end = until_end.masked_fill(document != document[..., -1:], float("-inf"))
+    pairs = (sums[..., :, None] - sums[..., None, :]).to(wide).masked_fill(hidden, float("-inf")).exp()
+    return pairs, before[..., None], until_end.exp()[..., None], before[..., -1:, None]
 
 
 def _cut(x: torch.Tensor, dim: int, chunk: int) -> torch.Tensor:
@@ -149,9 +144,9 @@ def _chunks(operands: Operands, chunk: int, further: int = 0) -> _Chunks:
 
 
 def in_chunks(
-    operands: Operands, state: torch.Tensor, *, chunk: int = CHUNK
+    operands: Operands, state: torch.Tensor, *, chunk: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what :func:`in_steps` does, up to rounding."""
+    """Return what :func:`in_steps` does, up to rounding. ``chunk``: positions whose pairs are computed at once."""
     chunks, q, out = _chunks(operands, chunk), _cut(operands.queries, 2, chunk), []
     seen, q = (q @ chunks.keys.mT) * chunks.pairs, q * chunks.before
     for i in range(q.shape[2]):
@@ -161,7 +156,7 @@ def in_chunks(
     return torch.cat(out, dim=2)[:, :, : operands.queries.shape[2]], state
 
 
-def passage(operands: Operands, *, chunk: int = CHUNK) -> torch.Tensor:
+def passage(operands: Operands, *, chunk: int) -> torch.Tensor:
     """Return (L, P) side by side, [batch, heads, key, value + P's]: a state S that comes in leaves as P S + L.
 
     P is [key, key] under the delta rule, and one number, repeated [key, 1], under decay alone.

@@ -141,7 +141,7 @@ class Recurrent(nn.Module):
         convolved, plain, own, operands = self._prepared(rows, before, run)
         mixed = None
         if operands is not None:
-            mixed, _ = in_chunks(operands, zero_state(operands) if state is None else state)
+            mixed, _ = in_chunks(operands, zero_state(operands) if state is None else state, chunk=self.spec.chunk)
             mixed = mixed.movedim(2, 0)
         return self.spec.result(mixed, convolved, plain, own, self.epsilon).to(rows.dtype)
 
@@ -149,7 +149,7 @@ class Recurrent(nn.Module):
         """Return what a run does to the state that comes into it (``recurrence.passage``)."""
         operands = self._prepared(rows, before, run)[-1]
         assert operands is not None
-        return passage(operands)
+        return passage(operands, chunk=self.spec.chunk)
 
     # ---------------------------------------------------------------------------- runs of a divided sequence
 

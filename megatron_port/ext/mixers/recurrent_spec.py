@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 
     from megatron_port.ext.mixers.recurrence import Operands
 
-CHUNK = 64
-"""Positions whose pairs a recurrence computes at once."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RecurrentSpec(MixerSpec):
     """A mixer with a state. Tensor-parallel ranks divide its ``units``: heads, or groups of heads that share keys.
@@ -47,9 +43,11 @@ class RecurrentSpec(MixerSpec):
     convolution_bias: bool = False
     packed: LinearSpec
     heads: int = 0
-    """Of the recurrence; 0: there is none behind the convolution."""
+    """Heads of the recurrence; 0: there is none behind the convolution."""
     key_size: int = 0
     value_size: int = 0
+    chunk: int = 64
+    """Positions whose pairs the recurrence computes at once."""
 
     @property
     def projections(self) -> tuple[LinearSpec, ...]:
@@ -71,7 +69,7 @@ class RecurrentSpec(MixerSpec):
 
     @property
     def own(self) -> Mapping[str, ParameterSpec]:
-        """Its further parameters by the name under which :meth:`operands` and :meth:`result` find them."""
+        """Further parameters, by the names under which :meth:`operands` and :meth:`result` find them."""
         return {}
 
     @property
@@ -82,7 +80,7 @@ class RecurrentSpec(MixerSpec):
         """Operations of the convolution and of the recurrence in chunks: pairs within a chunk, and what each position
         has to do with the state."""
         taps = 2.0 * self.kernel * self.units * self.convolved
-        k, v, c = self.key_size, self.value_size, min(CHUNK, seq)
+        k, v, c = self.key_size, self.value_size, min(self.chunk, seq)
         each = c * (k + v) + 4.0 * k * v  # scores and what they weigh, half of a square each; read and write
         if self.delta:
             each += c * (k + k + v) + 2.0 * k * v  # system, solution of it, what the state takes away

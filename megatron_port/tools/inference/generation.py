@@ -19,7 +19,8 @@ from megatron_port.core.dist.counter import key_of, random_bits, uniform
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.io.logging import Advance, silent
 from megatron_port.core.registry import MIXERS
-from megatron_port.tools.inference.model import InferenceModel, KeyValueCache, misplaced_token
+from megatron_port.tools.inference.cache import KeyValueCache
+from megatron_port.tools.inference.model import InferenceModel, misplaced_token
 
 Decode = Callable[[Sequence[int]], str]
 

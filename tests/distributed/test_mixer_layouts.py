@@ -1,0 +1,34 @@
+"""Mixers with a state, alone and beside attention, on random layouts, against one process."""
+
+from __future__ import annotations
+
+import pytest
+from fuzz import failures, run_draws
+from mixers import draw
+from pool import RankPool
+
+SEEDS = (0, 12, 24, 26, 36, 40)
+"""A cheap set that covers what the last test asks; 300 are a record (benchmarks/evidence/mixers.md)."""
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_mixers_train_as_on_one_process(ranks: RankPool, part: int) -> None:
+    results = run_draws(ranks, [draw(s) for s in SEEDS[part::2]])
+    assert not failures(results), failures(results)
+    assert len(results) == len(SEEDS[part::2])
+
+
+def test_the_draws_cover_what_they_should() -> None:
+    draws = [draw(s) for s in SEEDS]
+    layouts, topologies = [d.config.layout for d in draws], [d.topology for d in draws]
+    assert {t.tp > 1 for t in topologies} == {t.pp > 1 for t in topologies} == {t.cp > 1 for t in topologies}
+    assert {layout.zero_stage for layout in layouts} == {0, 1, 2, 3}
+    divided = [layout for layout in layouts if layout.context_parallel_size > 1]
+    assert {layout.cp_order for layout in divided} == {"contiguous", "zigzag", "balanced"}
+    assert {d.config.data.attention_documents for d in draws if d.topology.cp > 1} == {"across", "within"}
+    assert any(layout.sequence_parallel and t.tp > 1 for layout, t in zip(layouts, topologies))
+    assert {"none", "full"} <= {d.config.activations.policy for d in draws}
+    recurrent = [d.config.model.recurrent for d in draws]
+    assert any(r.heads > r.key_heads for r in recurrent) and {r.kernel for r in recurrent} == {1, 2, 4}
+    assert any(r.chunk < d.config.model.seq_length // d.topology.cp for r, d in zip(recurrent, draws))
+    assert any(len(d.config.model.mixers) > 1 for d in draws) and any(d.config.model.mtp_layers for d in draws)
