@@ -97,7 +97,7 @@ def _keep(config: RunConfig, args: argparse.Namespace) -> int:
     if info.world_size == 1:
         return run_kept(args.nproc, main, partial(_let_go, config), preload=preload, port=args.master_port)
     kept = Kept(nodes_meeting(args.nproc, nodes, info), main, partial(_let_go, config), partial(_fits, config),
-                partial(_note_end, config))
+                partial(_note_end, config), partial(_free_old, config))
     return keep_nodes(info, kept, preload=preload, timeout_s=config.launch.rendezvous_timeout)
 
 
@@ -127,6 +127,13 @@ def _let_go(config: RunConfig) -> None:
 
     if life_of(run_folder(config)) is not Life.RUNS:
         remove_copies(config)
+
+
+def _free_old(config: RunConfig) -> bool:
+    """Free the memory of copies on this node that no start would resume from; return whether none is left."""
+    from megatron_port.ext.storage.copies import remove_old_copies
+
+    return remove_old_copies(config)
 
 
 def _note_end(config: RunConfig, why: str) -> None:

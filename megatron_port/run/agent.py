@@ -80,6 +80,9 @@ class Kept:
     """Whether the run may be split over so many ranks instead."""
     failed: Callable[[str], None] = lambda why: None
     """Called with the reason where the agent ends the run."""
+    left: Callable[[], bool] = lambda: True
+    """Called on a node that has lost the agent, again and again: frees the memory of copies that no start would resume
+    from. Returns whether none is left."""
 
 
 @dataclass(eq=False)

@@ -40,6 +40,8 @@ FENCE_S = 5.0
 """A node that has not heard the agent for so long ends its ranks: sooner, so that they are not there twice."""
 STRANGER_S = 30.0
 """A connection that has not shown by then that it is of this run is closed."""
+LEFT_S, LOOK_S = 600.0, 2.0
+"""A node without an agent looks for so long, and so often, whether the run has continued without it."""
 SPARES_S = 10.0
 """Nodes beyond those that the run needs are waited for so long at the start; one that comes later is a spare too."""
 _LONGEST_LINE = 1 << 24
@@ -359,8 +361,37 @@ class Relay:
                     print(f"error: {ranks.hostname}: the run's agent on {self._info.master_addr} is lost ({why}); the "
                           "ranks of this node end", file=sys.stderr, flush=True)
                     self._over = EXIT_ENVIRONMENT
+                    ranks.end()
+                    self._await_successor(ranks.hostname)
             ranks.end()
         return self._over
+
+    def _await_successor(self, hostname: str) -> None:
+        """Free the memory of this node's copies once the run has continued without them.
+
+        They stay where the agent is gone, as the next start of the job resumes from them, and while it lives but has
+        not recovered: they may be the only ones. ``Kept.left`` tells the two from a run that needs them no more.
+        """
+        self._lines.sock.close()
+        until, alive = time.monotonic() + LEFT_S, True
+        while alive:
+            alive = self._may_live() and time.monotonic() < until and not self._signals  # first: it may commit and end
+            if self._kept.left():
+                return
+            if alive:
+                time.sleep(LOOK_S)
+        print(f"{hostname}: the copies of the state stay in this node's memory, for the next start",
+              file=sys.stderr, flush=True)
+
+    def _may_live(self) -> bool:
+        """Return whether the agent's process may live; False: its host says that it does not."""
+        try:
+            socket.create_connection((self._info.master_addr, self._info.master_port), timeout=5.0).close()
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            return True
+        return True
 
     def _read(self) -> None:
         assert self._ranks is not None

@@ -15,13 +15,14 @@ import torch.distributed as dist
 from pool import RankPool
 
 from megatron_port.core.checkpoint.format import Lineage, Parent, SavedState, shard_name
-from megatron_port.core.checkpoint.reader import open_checkpoint
+from megatron_port.core.checkpoint.reader import checkpoints_in, open_checkpoint
 from megatron_port.core.checkpoint.writer import Committer, peers_of, save_checkpoint
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.schema import LayoutConfig
 from megatron_port.core.dist.rank import Fence
 from megatron_port.core.dist.record import StatePiece
 from megatron_port.core.errors import PeerLost
+from megatron_port.ext.storage import copies as copies_module
 from megatron_port.ext.storage.copies import (
     SLOTS,
     CopyFile,
@@ -30,6 +31,8 @@ from megatron_port.ext.storage.copies import (
     copies_folder,
     described,
     own_folder,
+    remove_old_copies,
+    run_number,
 )
 from megatron_port.ext.storage.partner_copies import Partner, committed_copies
 
@@ -238,6 +241,55 @@ def test_a_partner_that_goes_is_a_lost_peer_and_the_copy_before_is_whole(ranks: 
     results = ranks.run(4, cut_in_between, str(tmp_path))
     assert "rank 0 on" in results[0][0] and "lost contact with rank 2 while copies" in results[0][0], results
     assert results[0][1:] == ["2"] and results[1] == [""], results
+
+
+def left_behind(home: str, saved: str) -> tuple[bool, int]:
+    """Node 1 is cut off; the others commit ``saved`` (epoch, step), or nothing. Are its copies freed, what is left?"""
+    node = copied(home)
+    if saved:
+        epoch, step = map(int, saved.split())
+        save_checkpoint(node.checkpoints, state(step), pieces(node.rank, 4, step), peers=peers_of(dist.group.WORLD),
+                        committer=committer(epoch))
+    freed = True
+    if node.rank == 3:
+        freed = remove_old_copies(node.session.config)
+        assert remove_old_copies(node.session.config) == freed and len(list(node.memory.iterdir())) == 1
+    dist.barrier()
+    return freed, len(files(Path(home) / "memory-1"))
+
+
+@pytest.mark.parametrize(("saved", "freed"), [
+    ("", False), ("5 2", False), ("5 3", False), ("5 4", True), ("6 1", True),
+])
+def test_a_node_that_is_left_frees_copies_that_no_start_would_take(
+    ranks: RankPool, tmp_path: Path, saved: str, freed: bool
+) -> None:
+    """Copies of epoch 5, steps 2 and 3. A run that continued without the node has a later epoch."""
+    results = ranks.run(4, left_behind, str(tmp_path), saved)
+    assert results[3] == (freed, 0 if freed else 16), results
+
+
+def of_another_start(home: str) -> int:
+    """While the node looks, another start writes its copies there: they stay."""
+    node = copied(home)
+    save_checkpoint(node.checkpoints, state(9), pieces(node.rank, 4, 9), peers=peers_of(dist.group.WORLD),
+                    committer=committer(6))
+    if node.rank == 3:
+        def and_then(*_: Any) -> Any:
+            made = CopyFile(node.folder / SLOTS[0], 3)
+            made.take(pieces(3, 4, 11), CopyKey(run_number("r"), 7, 1, 11, 4), {})
+            return checkpoints_in(node.checkpoints)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(copies_module, "checkpoints_in", and_then)
+            assert not remove_old_copies(node.session.config)
+        assert not remove_old_copies(node.session.config), "it is newer than what is saved"
+    dist.barrier()
+    return len(files(Path(home) / "memory-1"))
+
+
+def test_copies_of_another_start_stay(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(4, of_another_start, str(tmp_path)) == [16] * 4
 
 
 def gone_back(home: str) -> int:

@@ -46,7 +46,12 @@ def until_left(kept, seconds=25):
     end = time.monotonic() + seconds
     while not LEFT and time.monotonic() < end: time.sleep(0.01)
     return bool(LEFT)
-LEFT = []
+LEFT, LOOKED = [], []
+relay.LOOK_S = 0.2
+def left():
+    LOOKED.append(place)
+    say("looked", place, len(LOOKED))
+    return len(LOOKED) > {looks}
 def rank(info, kept):
     while True:
         number = kept.recovery.number if kept.recovery else 0
@@ -61,7 +66,7 @@ def rank(info, kept):
 {body}
 info = ProcessInfo(place, nodes, 0, 1, place, nodes, "127.0.0.1", int(port), "test", f"n{place}", secret=secret)
 kept = Kept(Meeting(0, "", 0, ("",) * (nodes - spares), 2, secret=secret), rank, lambda: say("let go", place),
-            lambda world: world <= {fits}, lambda why: say("failed", why))
+            lambda world: world <= {fits}, lambda why: say("failed", why), lambda: left())
 try:
     sys.exit(relay.keep_nodes(info, kept, timeout_s={wait}))
 except PortError as error:
@@ -75,12 +80,13 @@ class Nodes:
 
     def __init__(
         self, folder: Path, body: str, *, nodes: int, spares: int = 0, fits: int = 0, silence: int = 60, wait: int = 30,
-        come: int = 99,
+        come: int = 99, looks: int = 99,
     ) -> None:
-        """``come``: of the nodes, those that are started."""
+        """``come``: of the nodes, those that are started. ``looks``: of a node without an agent that find its copies in
+        use."""
         self.log, self.port = folder / "log", free_port()
         program = PROGRAM.replace("{body}", body)
-        for name, value in (("fits", fits), ("silence", silence), ("wait", wait)):
+        for name, value in (("fits", fits), ("silence", silence), ("wait", wait), ("looks", looks)):
             program = program.replace(f"{{{name}}}", str(value))
         self.processes = [self.start(program, place, nodes, spares) for place in range(min(nodes, come))]
 
@@ -180,9 +186,12 @@ def test_a_lost_agent_ends_the_ranks_of_every_node(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, STAYS.format(last=1), nodes=2)
     pids = [int(process) for _, process in nodes.trains().values()]
     nodes.processes[0].kill()
+    begun = time.monotonic()
     codes, printed = nodes.end()
     assert codes == [-9, 3] and "n1: the run's agent on 127.0.0.1 is lost" in printed, printed
     assert not [pid for pid in pids if born(pid)]
+    assert "n1: the copies of the state stay in this node's memory, for the next start" in printed, printed
+    assert nodes.said("looked") == ["looked 1 1"] and time.monotonic() - begun < 20, "the job ends, to be queued again"
 
 
 def test_a_node_that_falls_silent_is_lost_and_ends_its_ranks_when_it_wakes(tmp_path: Path) -> None:
@@ -194,6 +203,26 @@ def test_a_node_that_falls_silent_is_lost_and_ends_its_ranks_when_it_wakes(tmp_p
     codes, printed = nodes.end()
     assert codes == [0, 3, 0] and "nothing was heard of it for 6 s" in printed, printed
     assert not born(int(first[2][1])) and not born(int(first[3][1]))
+
+
+def test_a_node_that_the_run_has_left_waits_until_its_copies_are_of_no_use(tmp_path: Path) -> None:
+    """The agent lives, so the others may need them; then they have resumed, and the memory is freed."""
+    nodes = Nodes(tmp_path, """
+def step(info, kept, number):
+    if number == 1:
+        until_left(kept, 8)
+        return 0
+    assert until_left(kept)
+""", nodes=3, spares=1, silence=4, looks=3)
+    first = nodes.trains()
+    os.kill(nodes.processes[1].pid, signal.SIGSTOP)
+    nodes.trains(1)
+    os.kill(nodes.processes[1].pid, signal.SIGCONT)
+    assert nodes.processes[1].wait(6) == 3 and nodes.processes[0].poll() is None, "the run continues"
+    assert not born(int(first[2][1])) and not born(int(first[3][1]))
+    codes, printed = nodes.end()
+    assert codes == [0, 3, 0] and "stay in this node's memory" not in printed, printed
+    assert nodes.said("looked") == [f"looked 1 {n}" for n in (1, 2, 3, 4)]
 
 
 def test_a_node_whose_rank_has_a_damaged_state_gives_its_place_away(tmp_path: Path) -> None:

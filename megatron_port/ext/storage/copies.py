@@ -47,6 +47,7 @@ from megatron_port.core.checkpoint.format import (
     read_manifest,
     shard_name,
 )
+from megatron_port.core.checkpoint.reader import checkpoints_in
 from megatron_port.core.checkpoint.shard import (
     CHUNK,
     Digest,
@@ -64,7 +65,7 @@ from megatron_port.core.errors import CheckpointError, DamagedCheckpoint, Enviro
 from megatron_port.core.io.files import read_regular, write_text
 from megatron_port.core.io.logging import Logger
 from megatron_port.core.package import package_versions
-from megatron_port.core.train.folders import run_folder
+from megatron_port.core.train.folders import FOLDER, run_folder
 from megatron_port.core.train.hooks import Session
 
 SLOTS = ("copy-0", "copy-1")
@@ -378,6 +379,45 @@ def _proved(folder: Path, rank: int) -> tuple[CopyKey | None, str]:
     except OSError as error:
         return None, f"{folder}: {error.strerror or error}"
     return found.key, ""
+
+
+def remove_old_copies(config: RunConfig) -> bool:
+    """Free the memory of a run's copies on this node if no start would resume from them; return whether none is left.
+
+    For a node that the run may have left behind. A start resumes from a copy only where no checkpoint of its run is
+    newer, by epoch and step (``partner_copies.commit_from_nodes``). Ranks that train on without this node have first
+    committed a checkpoint of a later epoch, so nobody needs its copies then; until they have, and where they do not get
+    so far, there is no such checkpoint and the copies stay. Damage in that checkpoint changes nothing: the copies that
+    it was made of have been removed on every other node by then.
+    """
+    folder = copies_folder(config)
+    if not folder.is_dir() or _foreign(folder):
+        return True
+    newest = _newest(folder)
+    try:
+        saved = [manifest for _, manifest in checkpoints_in(run_folder(config) / FOLDER)]
+    except CheckpointError:  # not reachable from here, for now
+        return False
+    own = [(m.lineage.epoch, m.state.step) for m in saved if newest and run_number(m.lineage.run) == newest.run]
+    if newest is not None and max(own, default=(-1, -1)) <= (newest.epoch, newest.step):
+        return False
+    aside = folder.with_name(f"{folder.name}.{os.getpid()}")
+    with suppress(OSError):
+        if _newest(folder) == newest:  # no other start is at work here
+            os.rename(folder, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+    return not folder.exists()
+
+
+def _newest(folder: Path) -> CopyKey | None:
+    """Return the newest copy of which a file is on this node; None: there is none."""
+    keys = []
+    for path in folder.glob("copy-[01]/rank-*.json"):
+        listed = _LISTING.fullmatch(path.name)
+        with suppress(DamagedCheckpoint):
+            found = _found(path.parent, int(listed.group(1))) if listed else None
+            keys += [found.key] if found is not None else []
+    return max(keys, default=None)
 
 
 _LISTING = re.compile(r"rank-(\d{5,})\.json")
