@@ -141,6 +141,8 @@ class Agent:
         """This recovery follows a loss in training, not one on the way there."""
         self._below = -1
         """Copies of this step and of later ones are not to be used (``Restart.below``)."""
+        self._kept_for_next = False
+        """The run ends, and its next start needs the copies."""
         self._first_epoch = 0
         """Epoch of the first start that came to train; 0: none has."""
         self._noted: list[int] = []
@@ -162,10 +164,10 @@ class Agent:
         """Whether nothing will be recovered any more, once the run has ended.
 
         A rank whose state was damaged drops its newest copy where it is, but not the one on the next node: the next
-        start, which knows nothing of it, is not to find that.
+        start, which knows nothing of it, is not to find that. Ranks that could not save the copies have dropped it.
         """
         damaged = self._below >= 0 and len(self._places) > 1
-        return bool(self._first_epoch) and (self._agreed or damaged or not self._code)
+        return bool(self._first_epoch) and not self._kept_for_next and (self._agreed or damaged or not self._code)
 
     @property
     def is_told_to_end(self) -> bool:
@@ -323,6 +325,7 @@ class Agent:
         elif told["kind"] == LOST:
             self._step = max(self._step, int(told["step"]))
             rank.told, rank.told_at, rank.running = told, time.monotonic(), False
+            self._kept_for_next = self._kept_for_next or bool(told.get("keeps"))
             damaged_from = int(told["damaged_from"])
             if damaged_from >= 0:
                 self._doubted.add(node)

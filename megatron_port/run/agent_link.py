@@ -71,13 +71,15 @@ class AgentLink:
         """Tell that a rank's own work takes ``ratio`` times as long as its peers', more than the run allows."""
         self._send(SLOW, rank=rank, ratio=ratio)
 
-    def lost(self, why: str, *, victim: bool, step: int, damaged_from: int = -1) -> tuple[Meeting, Restart] | None:
+    def lost(
+        self, why: str, *, victim: bool, step: int, damaged_from: int = -1, keeps: bool = False
+    ) -> tuple[Meeting, Restart] | None:
         """Report that this rank left a step, and wait. Return the next start's meeting; None: the run ends.
 
         ``victim``: a peer was lost; otherwise the fault is this rank's own, or all ranks' alike. ``damaged_from``: as
-        :attr:`KeptRank.damaged_from`.
+        :attr:`KeptRank.damaged_from`. ``keeps``: the next start of the job needs the copies.
         """
-        self._send(LOST, why=why[:2000], victim=victim, step=step, damaged_from=damaged_from)
+        self._send(LOST, why=why[:2000], victim=victim, step=step, damaged_from=damaged_from, keeps=keeps)
         told = self._answers.get()
         if told["kind"] != START:
             self.replaced = told["kind"] == REPLACED

@@ -20,6 +20,7 @@ from megatron_port.core.errors import EnvironmentFault, PortError, StateDamaged
 from megatron_port.core.io.logging import unexpected
 from megatron_port.core.train.folders import run_folder
 from megatron_port.core.train.loop import TrainingResult
+from megatron_port.ext.storage.copies import CopiesNotSaved
 from megatron_port.run.agent_link import KeptRank
 from megatron_port.run.launchers import attempt_name
 from megatron_port.run.local_ranks import process_info
@@ -49,7 +50,8 @@ def train_kept(config: RunConfig, info: ProcessInfo, kept: KeptRank) -> Training
         # ranks that wait for this one leave their step too.
         gc.collect()
         block_signals()  # they are obeyed when this rank trains again, and can save
-        following = kept.link.lost(str(failure), victim=victim, step=kept.step, damaged_from=kept.damaged_from)
+        following = kept.link.lost(str(failure), victim=victim, step=kept.step, damaged_from=kept.damaged_from,
+                                   keeps=isinstance(failure, CopiesNotSaved))
         if following is None:
             if not kept.link.replaced:
                 record_failure(run_folder(config), attempt_name(), info.rank, failure, lost_peer=victim)
@@ -66,7 +68,7 @@ def _judged(error: Exception, config: RunConfig, info: ProcessInfo, kept: KeptRa
     if not isinstance(error, PortError):
         name = f"traceback-{attempt_name()}-rank-{info.rank:05d}.txt"
         return _without_traceback(unexpected(error, run_folder(config) / FAILURES, name)), False
-    environment = isinstance(error, EnvironmentFault) and kept.begun
+    environment = isinstance(error, EnvironmentFault) and kept.begun and not isinstance(error, CopiesNotSaved)
     others_state = isinstance(error, StateDamaged) and kept.damaged_from < 0
     return _without_traceback(error), environment or others_state
 

@@ -16,6 +16,7 @@ from pool import RankPool
 
 from megatron_port.core.checkpoint.format import Lineage, Parent, SavedState, shard_name
 from megatron_port.core.checkpoint.reader import checkpoints_in, open_checkpoint
+from megatron_port.core.checkpoint.shard import disk_error
 from megatron_port.core.checkpoint.writer import Committer, peers_of, save_checkpoint
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.schema import LayoutConfig
@@ -23,8 +24,10 @@ from megatron_port.core.dist.rank import Fence
 from megatron_port.core.dist.record import StatePiece
 from megatron_port.core.errors import PeerLost
 from megatron_port.ext.storage import copies as copies_module
+from megatron_port.ext.storage import partner_copies
 from megatron_port.ext.storage.copies import (
     SLOTS,
+    CopiesNotSaved,
     CopyFile,
     CopyKey,
     StateCopies,
@@ -290,6 +293,76 @@ def of_another_start(home: str) -> int:
 
 def test_copies_of_another_start_stay(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(4, of_another_start, str(tmp_path)) == [16] * 4
+
+
+def refused(home: str, times: int, below: int) -> tuple[str, list[str], list[str], int]:
+    """The run's folder refuses rank 2's file so many times. What the start says, finds, logs, and what is left."""
+    node = copied(home)
+    calls: list[int] = []
+
+    def full(work: Path, folder: Path, rank: int, *, verify: bool) -> None:
+        calls.append(rank)
+        if rank == 2 and calls.count(2) <= times:
+            raise disk_error(OSError(122, "Disk quota exceeded"), work / shard_name(rank))
+        write(work, folder, rank, verify=verify)
+
+    write, said, found = partner_copies._write, "", []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(partner_copies, "_write", full)
+        patched.setattr(partner_copies, "_AGAIN_S", 0.1)
+        try:
+            found = [path.name for path, _ in node.found(below=below)]
+        except CopiesNotSaved as error:
+            said = str(error)
+    dist.barrier()
+    assert not list(node.checkpoints.glob("*.tmp"))
+    listed = [json.loads(text.partition(b"\n")[2])["key"]["step"] for name, text in files(node.memory).items()
+              if name.endswith(".json")]
+    again = [path.name for path, _ in node.found()] if said else []
+    if node.rank == 0 and again:
+        whole(node.checkpoints / again[0], 4, int(again[0][-8:]))
+    return said, found + again, node.log, min(listed) * 10 + max(listed)
+
+
+@pytest.mark.parametrize(("times", "below", "found"), [
+    (1, -1, "step-00000003"), (2, -1, "step-00000002"), (99, -1, ""), (99, 3, ""),
+])
+def test_copies_that_cannot_be_saved_stay_and_the_next_start_has_them(
+    ranks: RankPool, tmp_path: Path, times: int, below: int, found: str
+) -> None:
+    """Once is passing; where it lasts, the run ends and says what it would lose. Of damaged copies none is left."""
+    results = ranks.run(4, refused, str(tmp_path), times, below)
+    log = " ".join(results[0][2])
+    assert "was not saved: rank " in log and "Disk quota exceeded" in log and "output_dir" in log, log
+    assert ("the copy of step 3" in log) == (below < 0) and ("the copy of step 2" in log) == (times > 2)
+    if found:
+        assert [(said, left) for said, _, _, left in results] == [("", 23)] * 4 and results[0][1] == [found]
+        return
+    step = 3 if below < 0 else 2
+    assert all(f"the copy of step {step} in the nodes' memory was not saved, and the run would go back to its beginning"
+               in said and "Disk quota exceeded" in said for said, *_ in results), results
+    assert [left for *_, left in results] == [23 if below < 0 else 22] * 4
+    assert results[0][1] == [f"step-0000000{step}"], "the next start, once there is space"
+
+
+def of_one_step(home: str) -> list[str]:
+    """A checkpoint of the copy's own step and epoch was damaged on the disk, which nobody has noticed yet."""
+    node = copied(home)
+    save_checkpoint(node.checkpoints, state(3), pieces(node.rank, 4, 3), peers=peers_of(dist.group.WORLD),
+                    committer=committer(5))
+    if node.rank == 0:
+        path = node.checkpoints / "step-00000003" / shard_name(1)
+        data = bytearray(path.read_bytes())
+        data[-3] ^= 1
+        path.write_bytes(data)
+    found = node.found()
+    if node.rank == 0:
+        whole(found[0][0], 4, 3)
+    return [path.name for path, _ in found]
+
+
+def test_a_damaged_checkpoint_hides_no_copy_of_its_step(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(4, of_one_step, str(tmp_path))[0] == ["step-00000003"]
 
 
 def gone_back(home: str) -> int:

@@ -100,6 +100,26 @@ def test_nodes_that_hold_one_anothers_copies_lost_at_once(runs: Runs) -> None:
 
 
 @pytest.mark.slow
+def test_copies_that_cannot_be_saved_wait_for_the_next_start(runs: Runs) -> None:
+    """The folder of the checkpoints refuses them: the job is queued again, and resumes from memory once it does not."""
+    job = submit(runs, 4, spares=1)
+    runs.wait_for_step(job, 20)
+    folder = runs.run_folder / "checkpoints"
+    aside = folder.rename(runs.folder / "aside") if folder.exists() else None
+    folder.write_text("no folder")
+    runs.cluster.kill_task("n2", "megatron_port train")
+    runs.cluster.wait_for(lambda: "restart 1" in runs.log(), 120, "another start")
+    folder.unlink()
+    if aside is not None:
+        aside.rename(folder)
+    runs.wait(job, "COMPLETED")
+    same(runs)
+    log = runs.log()
+    assert "the run would go back to its beginning" in log and "it resumes at step" in log, log
+    assert "from the nodes' memory" in log, log
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["agent", "signal"])
 def test_the_next_start_of_the_job_continues(runs: Runs, who: str) -> None:
     """Where the agent is killed the copies stay in the nodes' memory; before a time limit the run saves."""

@@ -97,6 +97,23 @@ def rank(info, kept):
     assert code == 6 and said == ["raised", "raised", "let go"] and "recovery" not in printed
 
 
+def test_copies_that_could_not_be_saved_stay_for_the_next_start(tmp_path: Path) -> None:
+    """All ranks fail alike, after a recovery; the others' reports say nothing of copies."""
+    code, said, printed = run(tmp_path, 2, """
+def rank(info, kept):
+    kept.link.running(1, 1)
+    if info.rank == 0 and not kept.recovery:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if not kept.recovery:
+        assert wait_to_leave(kept)
+        leave_and_wait(kept, 1)
+    assert kept.link.lost("no space left", victim=False, step=1, keeps=info.rank == 0) is None
+    return 3
+""")
+    assert code == 3 and "let go" not in said and printed.count("recovery") == 1, printed
+
+
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_loss_that_comes_back_ends_the_run_and_the_copies_stay(tmp_path: Path, nproc: int) -> None:
     code, said, printed = run(tmp_path, nproc, """

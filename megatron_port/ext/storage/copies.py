@@ -107,6 +107,11 @@ def own_folder(path: Path, *, fresh: bool = False) -> None:
             raise EnvironmentFault(f"{_foreign(place)}; remove it, or set checkpoint.memory_folder")
 
 
+class CopiesNotSaved(EnvironmentFault):
+    """No checkpoint can be made of copies of which every file is there. They stay in the nodes' memory for the next
+    start."""
+
+
 @dataclass(frozen=True, order=True)
 class CopyKey:
     """Which copy a rank's file belongs to: equal on all ranks that took part. Of two the larger is the later one."""
@@ -420,6 +425,17 @@ def _newest(folder: Path) -> CopyKey | None:
     return max(keys, default=None)
 
 
+def forget_damaged(config: RunConfig, below: int) -> None:
+    """Drop what this node holds of copies of step ``below`` and of later ones; negative: of none."""
+    folder = copies_folder(config)
+    for path in folder.glob("copy-[01]/rank-*.json") if below >= 0 else ():
+        listed = _LISTING.fullmatch(path.name)
+        with suppress(DamagedCheckpoint, OSError):
+            found = _found(path.parent, int(listed.group(1))) if listed else None
+            if found is not None and found.key.step >= below:
+                path.unlink()
+
+
 _LISTING = re.compile(r"rank-(\d{5,})\.json")
 _ROW = len(astuple(CopyKey(0, 0, 0, 0, 0))) + 2
 """Numbers of a file that is proved: its place among the two copies, its rank, and its key."""
@@ -483,10 +499,17 @@ def whole_copies(session: Session, run: str, below: int = -1) -> list[Whole]:
 
 
 def committed_here(session: Session, whole: Sequence[Whole]) -> list[tuple[Path, Manifest]]:
-    """Return copies whose files are all in this node's memory, on rank 0: each has a manifest then. Collective."""
+    """Return copies whose files are all in this node's memory, on rank 0: each has a manifest then. Collective.
+
+    Raises CopiesNotSaved: the memory has no space for a manifest.
+    """
     folder = copies_folder(session.config)
-    made = agreed(lambda: [_committed(folder / SLOTS[slot], key) for key, slot, _ in whole]
-                  if session.is_rank_zero else [])
+    try:
+        made = agreed(lambda: [_committed(folder / SLOTS[slot], key) for key, slot, _ in whole]
+                      if session.is_rank_zero else [])
+    except CheckpointError as error:
+        raise CopiesNotSaved(f"{error}. The copies of steps {', '.join(str(key.step) for key, _, _ in whole)} stay "
+                             "there, for the next start") from error
     return [found for found in made if found is not None]
 
 

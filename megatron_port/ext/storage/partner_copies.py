@@ -22,6 +22,7 @@ import shutil
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -58,11 +59,13 @@ from megatron_port.core.train.folders import FOLDER, run_folder
 from megatron_port.core.train.hooks import Session
 from megatron_port.ext.storage.copies import (
     SLOTS,
+    CopiesNotSaved,
     CopyKey,
     Whole,
     committed_here,
     copies_folder,
     copy_list,
+    forget_damaged,
     no_memory,
     whole_copies,
 )
@@ -70,6 +73,8 @@ from megatron_port.ext.storage.copies import (
 _HEADER = struct.Struct("!BQQ")
 """Place among the two copies, bytes of the file, bytes of the list."""
 _CONNECT_S, _TOKEN_S = 60.0, 5.0
+_AGAIN_S = 3.0
+"""After this time a copy that could not be saved is tried once more."""
 _STORED = b"+"
 
 
@@ -246,16 +251,28 @@ def committed_copies(session: Session, run: str, below: int = -1) -> list[tuple[
     whole = whole_copies(session, run, below)
     if session.info.num_nodes == 1:
         return committed_here(session, whole)
-    return commit_from_nodes(session, run, copies_folder(session.config), whole)
+    try:
+        return commit_from_nodes(session, run, copies_folder(session.config), whole)
+    except CopiesNotSaved:
+        if session.info.local_rank == 0:
+            forget_damaged(session.config, below)  # the next start does not know of them
+        raise
 
 
 def commit_from_nodes(
     session: Session, run: str, folder: Path, found: Sequence[Whole]
 ) -> list[tuple[Path, Manifest]]:
-    """Commit the newest copy that is newer than the run's checkpoints. Collective; returns it on rank 0.
+    """Commit the newest copy that no checkpoint of the run is newer than. Collective; returns it on rank 0.
 
-    ``run``: its id, on rank 0. ``found``: the copies that are whole, newest first. One that cannot be committed is
-    named in the log, and the next one is taken.
+    Of a copy and a checkpoint of one step the copy is taken: it has just been proved.
+
+    Args:
+        run: its id, on rank 0.
+        found: the copies that are whole, newest first. One that cannot be committed, tried twice, is named in the log,
+            and the next one is taken.
+
+    Raises:
+        CopiesNotSaved: none of them could be committed. A start without them would take the run back.
     """
     directory = run_folder(session.config) / FOLDER
     saved = [-1, -1]
@@ -264,16 +281,27 @@ def commit_from_nodes(
     whole = agreed(lambda: checkpoints_in(directory, session.logger.log) if session.is_rank_zero else [])
     saved = list(max(((m.lineage.epoch, m.state.step) for _, m in whole if m.lineage.run == run), default=saved))
     saved = json.loads(broadcast_text(json.dumps(saved)) or "[]")
-    for key, slot, writers in found:
-        if [key.epoch, key.step] <= saved:
-            break
-        try:
-            path = _commit(session, directory, folder / SLOTS[slot], key, writers)
-        except CheckpointError as error:
-            session.logger.log(f"the copy of step {key.step} in the nodes' memory was not saved: {error}")
-            continue
-        return _read_back(session, path)
-    return []
+    newer = [copy for copy in found if [copy[0].epoch, copy[0].step] >= saved]
+    why = ""
+    for key, slot, writers in newer:
+        for last in (False, True):
+            try:
+                path = _commit(session, directory, folder / SLOTS[slot], key, writers)
+            except CheckpointError as error:
+                why = str(error)
+                session.logger.log(f"the copy of step {key.step} in the nodes' memory was not saved: {why}")
+                if not last:
+                    time.sleep(_AGAIN_S)
+            else:
+                return _read_back(session, path)
+    if not newer:
+        return []
+    step, before = newer[0][0].step, f"step {saved[1]}, its last checkpoint" if saved[1] > 0 else "its beginning"
+    raise CopiesNotSaved(
+        f"the copy of step {step} in the nodes' memory was not saved, and the run would go back to {before}: {why}. "
+        "The copies stay in the nodes' memory: mend that and start the run again on the same nodes, and it resumes at "
+        f"step {step}; on others, or with checkpoint.memory_interval = 0, the steps since then are lost"
+    )
 
 
 def _read_back(session: Session, path: Path) -> list[tuple[Path, Manifest]]:
