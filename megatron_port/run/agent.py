@@ -38,6 +38,9 @@ MOST_AT_ONE_STEP = 3
 MOST_IN_A_ROW = 30
 """Starts in a row of which none came to train."""
 TICK_S = 0.02
+QUIET_S = 2.5
+"""Of ranks that all hang those are replaced whose node was not heard for so long, if there are any. Nodes beat each
+second."""
 SAME_SIGNAL_S = 3.0
 """A scheduler signals every node: what comes from several of them within this time is one signal."""
 
@@ -47,6 +50,10 @@ class Node(Protocol):
 
     hostname: str
     address: str
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds for which nothing was heard of it."""
 
     @property
     def port(self) -> int:
@@ -337,6 +344,9 @@ class Agent:
         """Replace ranks that the watch takes for hung; in a recovery all that wait do, and there is a limit to it."""
         if self._since or not ranks:
             return
+        quiet = [rank for rank in ranks if rank.node.quiet_s > QUIET_S]
+        if len(ranks) == len(self._ranks):  # all wait in one operation: the watch cannot tell for whom
+            ranks = quiet or ranks
         names = ", ".join(str(rank.rank) for rank in ranks[:8])
         why = f"rank{'s' if len(ranks) > 1 else ''} {names} hung"
         self._replace(ranks)

@@ -97,6 +97,11 @@ class NodeRanks:
         self.hostname, self.address = socket.gethostname(), address
 
     @property
+    def quiet_s(self) -> float:
+        """Zero: it is this node."""
+        return 0.0
+
+    @property
     def port(self) -> int:
         """A port of this node's address that nobody listens on now."""
         return free_port(self.address)

@@ -137,6 +137,11 @@ class RemoteNode:
         self._port = int(hello["port"])
 
     @property
+    def quiet_s(self) -> float:
+        """Seconds for which nothing was heard of it."""
+        return time.monotonic() - self._lines.heard
+
+    @property
     def port(self) -> int:
         """A port that was free when the node came, or when one of its ranks last told something or ended."""
         return self._port

@@ -36,6 +36,7 @@ class Fake:
         self.hostname, self.address, self.port, self.done = name, f"10.0.0.{name[1:]}", 100 + int(name[1:]), []
         self.meeting: Any = None
         self.recovery: Any = None
+        self.quiet_s = 0.0
 
     def start(self, new: Sequence[int], kept: Sequence[int], meeting: Meeting, recovery: Restart | None) -> None:
         self.done.append(("start", list(new), list(kept)))
@@ -125,6 +126,22 @@ def test_ranks_that_have_left_their_step_are_not_hung() -> None:
     assert ("signal", signal.SIGKILL, [0]) not in run.nodes[0].took(), "all wait in a recovery"
 
 
+@pytest.mark.parametrize(("hung", "quiet", "ended"), [
+    ([*range(6)], {1: 3.0}, [2, 3]), ([*range(6)], {1: 2.0}, [*range(6)]), ([0, 1], {1: 3.0}, [0, 1]),
+])
+def test_where_all_hang_a_node_that_is_not_heard_is_the_cause(
+    hung: list[int], quiet: dict[int, float], ended: list[int]
+) -> None:
+    """Its cable is out, and all wait for it in one operation."""
+    run = Run(3).trains()
+    for place, seconds in quiet.items():
+        run.nodes[place].quiet_s = seconds
+    run.tell(5, HUNG, ranks=hung)
+    struck = [2 * place + done[2][0] for place, node in enumerate(run.nodes) for done in node.took()
+              if done[:2] == ("signal", signal.SIGKILL)]
+    assert struck == ended
+
+
 def test_ranks_are_told_which_nodes_not_to_wait_for() -> None:
     run = Run(3, places=2).trains()
     run.end(1)
@@ -190,6 +207,10 @@ def test_copies_of_a_damaged_state_are_not_left_to_the_next_start(nodes: int) ->
     run.agent._give_up(3, "too often")
     assert run.agent.lets_go is (nodes == 2)
     assert not Run(2).agent.lets_go, "it never trained"
+    run = Run(nodes).trains()
+    for rank in range(2 * nodes):
+        run.tell(rank, LOST, victim=False, damaged_from=6, keeps=True)
+    assert not run.step(after=20.0) and not run.agent.lets_go, "they have dropped it, and cannot save the one before"
 
 
 def test_a_node_that_goes_while_the_run_ends_is_no_loss() -> None:

@@ -299,7 +299,7 @@ def commit_from_nodes(
     step, before = newer[0][0].step, f"step {saved[1]}, its last checkpoint" if saved[1] > 0 else "its beginning"
     raise CopiesNotSaved(
         f"the copy of step {step} in the nodes' memory was not saved, and the run would go back to {before}: {why}. "
-        "The copies stay in the nodes' memory: mend that and start the run again on the same nodes, and it resumes at "
+        "The copies stay in the nodes' memory: repair that, start the run again on the same nodes, and it resumes at "
         f"step {step}; on others, or with checkpoint.memory_interval = 0, the steps since then are lost"
     )
 
