@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -128,7 +129,7 @@ class Saving:
             from megatron_port.ext.storage.mirror import Mirror
 
             self._mirror = agreed(lambda: Mirror(
-                f"{checkpoint.mirror.rstrip('/')}/{session.config.name}", session.info.rank,
+                f"{checkpoint.mirror.rstrip('/')}/{session.config.name}", session.info.rank, session.info.world_size,
                 verify=checkpoint.verify_saves, note=session.logger.log, **_run_ids(session),
             ))
 
@@ -184,10 +185,22 @@ class Saving:
         path = save_state(self._engine, self._session, at, self._committer)
         self._done(at.step, path, f"saved {path} in {time.perf_counter() - started:.1f} s")
 
+    def resumed(self, checkpoints: Sequence[Path]) -> None:
+        """Copy the newest checkpoint of the run to ``checkpoint.mirror``, unless the start before this one has.
+
+        A fault may strike before it has, and one made of copies in memory was not saved by any. ``checkpoints``:
+        what the run may start from, best first.
+        """
+        own = [path for path in checkpoints if path.parent == run_folder(self._session.config) / FOLDER]
+        if self._mirror is not None and own:
+            self._mirror.add(own[0])
+
     def leave(self, seconds: float) -> None:
         """Give a save that is nearly done this long to end when an error ends the run. Not collective."""
         if self._background is not None:
             self._background.abandon(seconds)
+        if self._mirror is not None:
+            self._mirror.abandon()
 
     def _wait(self) -> None:
         if self._background is None or self._background.in_flight is None:
@@ -257,6 +270,7 @@ class SaveInFlight(LoopHook):
         state, step = self.state, self.state.progress.step
         if self.saving is None:
             self.saving = Saving(state.engine, state.session, saved_step=step, committer=state.committer)
+            self.saving.resumed(state.checkpoints)
         self.saving.saved_step = step
 
     def due(self, step: int) -> bool:

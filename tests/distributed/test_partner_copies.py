@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -343,6 +344,41 @@ def test_copies_that_cannot_be_saved_stay_and_the_next_start_has_them(
                in said and "Disk quota exceeded" in said for said, *_ in results), results
     assert [left for *_, left in results] == [23 if below < 0 else 22] * 4
     assert results[0][1] == [f"step-0000000{step}"], "the next start, once there is space"
+
+
+def recovered_twice(home: str, interval: int) -> list[list[str]]:
+    """Saves of steps 1 and 2, a recovery of step 3, and another of step 5; two saves are kept."""
+    node, kept = Node(home), []
+    config = replace(node.session.config, checkpoint=replace(
+        node.session.config.checkpoint, keep=2, save_interval=interval))
+    node.session.config = config
+    for step in (1, 2):
+        save_checkpoint(node.checkpoints, state(step), pieces(node.rank, 4, step), peers=peers_of(dist.group.WORLD),
+                        committer=committer(4))
+    for epoch, step in ((5, 3), (6, 5)):
+        node.session.fence = Fence(epoch, "a")
+        copies, partner = node.copies(store_of(home))
+        take(copies, partner, node, step)
+        assert partner.finish() is None
+        partner.close()
+        dist.barrier()
+        if node.rank == 0:
+            (Path(home) / f"done-{step}").touch()
+        node.found()
+        kept.append(sorted(path.name[-1] for path in node.checkpoints.glob("step-*")))
+        dist.barrier()
+    return kept
+
+
+@pytest.mark.parametrize(("interval", "kept"), [
+    (7, [["1", "2", "3"], ["1", "2", "5"]]), (0, [["1", "2", "3"], ["1", "2", "5"]]),
+    (3, [["2", "3"], ["2", "3", "5"]]),
+])
+def test_recoveries_displace_no_save_and_one_is_kept(
+    ranks: RankPool, tmp_path: Path, interval: int, kept: list[list[str]]
+) -> None:
+    """Where a save of the step was due, and the fault struck first, the recovery is that save."""
+    assert ranks.run(4, recovered_twice, str(tmp_path), interval)[0] == kept
 
 
 def of_one_step(home: str) -> list[str]:

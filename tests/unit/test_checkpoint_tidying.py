@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from test_checkpoint_roundtrip import ThreadPeers, over_threads, state, whole
 
+from megatron_port.core.checkpoint.format import step_of
 from megatron_port.core.checkpoint.reader import find_latest, open_checkpoint
 from megatron_port.core.checkpoint.writer import Committer, save_checkpoint
 from megatron_port.ext.storage.background import BackgroundSave
@@ -105,3 +107,13 @@ def test_what_cannot_be_removed_fails_no_save(
     assert len(said) == lines, said
     assert all("cannot be tidied away" in line or "cleaning up" in line for line in said)
     open_checkpoint(archive).verify()
+
+
+def test_what_was_made_of_copies_takes_no_place_and_goes_with_the_next(tmp_path: Path) -> None:
+    """Steps 3, 4 and 7 are recoveries. Two saves are kept."""
+    committer, kept = Committer(), []
+    for step, recovered in ((2, 0), (3, 1), (4, 1), (5, 0), (7, 1), (8, 0), (9, 0)):
+        made = replace(state(step), extra={"recovered": True} if recovered else {})
+        save_checkpoint(tmp_path, made, [whole("w", torch.zeros(4))], keep=2 + recovered, committer=committer)
+        kept.append([step_of(p.name) for p in sorted(tmp_path.glob("step-*"))])
+    assert kept == [[2], [2, 3], [2, 4], [2, 5], [2, 5, 7], [5, 8], [8, 9]]

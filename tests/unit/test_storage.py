@@ -6,6 +6,7 @@ import functools
 import http.server
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -290,7 +291,7 @@ def test_a_file_that_arrives_changed_fails_its_push(bucket, tmp_path, monkeypatc
 def test_ranks_mirror_their_files_and_rank_zero_seals(bucket, tmp_path, monkeypatch):
     monkeypatch.setattr(mirror, "PATIENCE", 1.0)
     lines: list[str] = []
-    ranks = [Mirror(f"s3://{BUCKET}/m", rank, verify=True, note=lines.append) for rank in range(2)]
+    ranks = [Mirror(f"s3://{BUCKET}/m", rank, 2, verify=True, note=lines.append) for rank in range(2)]
     for step in (2, 4):
         path = checkpoint(tmp_path / "here", step)
         for rank in ranks if step == 2 else ranks[:1]:  # of step 4 rank 1's file never comes
@@ -302,12 +303,40 @@ def test_ranks_mirror_their_files_and_rank_zero_seals(bucket, tmp_path, monkeypa
     assert pull(f"s3://{BUCKET}/m", tmp_path / "there").name == "step-00000002"
 
 
+def test_a_later_start_copies_what_is_left_and_nothing_twice(bucket, tmp_path, monkeypatch):
+    """By fewer ranks: they share out the files of those that have written. A start that is given up says nothing."""
+    url, lines = f"s3://{BUCKET}/again", list[str]()
+    path = checkpoint(tmp_path / "here", 6, 3)
+    first = Mirror(url, 0, 3, verify=True, note=lines.append)  # of ranks 1 and 2 none comes
+    first.add(path)
+    while not bucket.exists(f"{url}/{copy_name(open_checkpoint(path).manifest)}/rank-00000.safetensors"):
+        time.sleep(0.05)
+    first.abandon()
+    first._thread.join(20)
+    assert not first._thread.is_alive() and not lines and not bucket.exists(f"{url}/latest")
+    for expected in (["copied step-00000006"], []):
+        ranks = [Mirror(url, rank, 2, verify=True, note=lines.append) for rank in range(2)]
+        for rank in ranks:
+            rank.add(path)
+            rank.finish() if rank is ranks[1] else None
+        ranks[0].finish()
+        assert [line[:20] for line in lines] == expected
+        there = pull(url, tmp_path / "there")
+        assert (there / "rank-00002.safetensors").read_bytes() == (path / "rank-00002.safetensors").read_bytes()
+        bucket.rm(f"{url}/latest")  # it was killed before it had written the name
+        lines.clear()
+    for rank in [Mirror(url, 0, 1, verify=True, note=lines.append)]:
+        rank.add(path)
+        rank.finish()
+    assert bucket.cat_file(f"{url}/latest").decode() == copy_name(open_checkpoint(path).manifest)
+
+
 def test_two_runs_of_one_name_do_not_take_each_others_place(bucket, tmp_path):
     """A copy has its run's id; another run is refused at its start, and later; one that began there is not."""
     url, lines = f"s3://{BUCKET}/same", list[str]()
 
     def mirror_of(run: str, origin: str = "") -> Mirror:
-        return Mirror(url, 0, verify=True, note=lines.append, run=run, origin=origin)
+        return Mirror(url, 0, 1, verify=True, note=lines.append, run=run, origin=origin)
 
     first, late = mirror_of("aaaa"), mirror_of("bbbb")  # both before there was a copy
     paths = {run: checkpoint(tmp_path / run, 3, 1, run, origin) for run, origin in (

@@ -15,6 +15,7 @@ own rules for that.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import re
@@ -35,7 +36,6 @@ from megatron_port.core.checkpoint.format import (
     decode_manifest,
     directory_name,
     read_manifest,
-    shard_name,
 )
 from megatron_port.core.errors import CheckpointError, DamagedCheckpoint, PortError
 from megatron_port.core.io.files import fsync_directory, fsync_file
@@ -259,10 +259,16 @@ def _hash(pieces: Iterator[bytes]) -> str:
     return digest.hexdigest()
 
 
+def _writer(file: str) -> int:
+    """Return the rank that wrote a data file."""
+    return int(file.removeprefix("rank-").partition(".")[0])
+
+
 class Mirror:
     """The pushing side of one rank: a thread that copies one checkpoint after the other.
 
     Args:
+        world: ranks that copy; a checkpoint of more ranks is shared out among them.
         note: called on rank 0, from the thread, once for each checkpoint.
         run, origin: ids of the run, and of the one at whose checkpoint it began; on rank 0.
 
@@ -270,7 +276,10 @@ class Mirror:
         CheckpointError: the store cannot be reached or is another run's, before anything was trained.
     """
 
-    def __init__(self, url: str, rank: int, *, verify: bool, note: Note, run: str = "", origin: str = "") -> None:
+    def __init__(
+        self, url: str, rank: int, world: int, *, verify: bool, note: Note, run: str = "", origin: str = ""
+    ) -> None:
+        self._world, self._given_up = world, threading.Event()
         self._store, self._rank, self._verify, self._note = Store(url, CheckpointError), rank, verify, note
         self._run_id, self._origin = run, origin
         if rank == 0:
@@ -281,8 +290,13 @@ class Mirror:
         self._thread.start()
 
     def add(self, path: Path) -> None:
-        """Copy a committed checkpoint after those that were added before."""
+        """Copy a committed checkpoint after those that were added before, unless it is there."""
         self._queue.put(path)
+
+    def abandon(self) -> None:
+        """End the thread after the file that it copies: the ranks start again, and copy what is left."""
+        self._given_up.set()
+        self._queue.put(None)
 
     def finish(self) -> None:
         """Wait until all that was added is copied, or was given up."""
@@ -290,24 +304,31 @@ class Mirror:
         self._thread.join()
 
     def _run(self) -> None:
-        while (path := self._queue.get()) is not None:
+        while (path := self._queue.get()) is not None and not self._given_up.is_set():
             began = time.monotonic()
             try:
                 place = self._copy(path)
             except (PortError, OSError) as error:
-                if self._rank == 0:
+                if self._rank == 0 and not self._given_up.is_set():
                     self._note(f"{path.name} was not copied to {self._store.url}: {error}\ntraining continues")
                 continue
-            if self._rank == 0:
+            if self._rank == 0 and place:
                 self._note(f"copied {path.name} to {place} in {time.monotonic() - began:.1f} s")
 
     def _copy(self, path: Path) -> str:
-        manifest, mine, began = read_manifest(path), shard_name(self._rank), time.monotonic()
+        """Return where the copy is; empty: it was there already."""
+        manifest, began = read_manifest(path), time.monotonic()
         name = copy_name(manifest)
+        with contextlib.suppress(FileNotFoundError):
+            self._store.info(f"{name}/{MANIFEST}")  # comes last but for its name
+            if self._rank == 0 and _latest(self._store) != name:
+                self._store.write(LATEST, name.encode())
+            return ""
         if self._rank == 0:
             refuse_another_runs(self._store, self._run_id, self._origin)
-        if mine in manifest.files:
-            push_file(self._store, f"{name}/{mine}", path / mine, manifest.files[mine], verify=self._verify)
+        for file, entry in manifest.files.items():
+            if _writer(file) % self._world == self._rank:
+                push_file(self._store, f"{name}/{file}", path / file, entry, verify=self._verify)
         if self._rank == 0:
             self._await_others(name, manifest, max(PATIENCE, 4 * (time.monotonic() - began)))
             _seal(self._store, name, path)
@@ -322,7 +343,7 @@ class Mirror:
             absent = [file for file, entry in manifest.files.items() if there.get(file) != entry.size]
             if not absent:
                 return
-            if time.monotonic() > until:
+            if time.monotonic() > until or self._given_up.is_set():
                 raise CheckpointError(
                     f"{len(absent)} of {len(manifest.files)} files did not come in {seconds:.0f} s, {absent[0]} among "
                     "them: a rank has lost the store, or is slower than its peers"

@@ -24,7 +24,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -312,7 +312,8 @@ def _commit(session: Session, directory: Path, folder: Path, key: CopyKey, write
     peers, committer, lead = peers_of(session.cpu_group), Committer(session.fence), session.is_rank_zero
     final = directory / directory_name(key.step)
     work = work_folder(final, committer)
-    about = work / "about.json"
+    about, keep, interval = work / "about.json", session.config.checkpoint.keep, session.config.checkpoint.save_interval
+    passing = not interval or key.step % interval != 0  # a save of this step was due, and is made up for otherwise
 
     def write() -> None:
         await_visible(lambda: "" if work.is_dir() else f"{work} was made by rank 0 but is not visible here",
@@ -328,7 +329,10 @@ def _commit(session: Session, directory: Path, folder: Path, key: CopyKey, write
         about.unlink()
         parent = told["lineage"].get("parent")
         committer.parent = None if parent is None else Parent(**parent)
-        commit(work, final, SavedState(**told["state"]), key.world, None, committer)
+        state = SavedState(**told["state"])
+        if passing:
+            state = replace(state, extra={**state.extra, "recovered": True})
+        commit(work, final, state, key.world, None, committer)
 
     empty = SavedState(step=key.step, samples=0, tokens=0, layout=session.config.layout, config={}, scalars={},
                        extra={})
@@ -341,7 +345,7 @@ def _commit(session: Session, directory: Path, folder: Path, key: CopyKey, write
             shutil.rmtree(work, ignore_errors=True)
         raise
     if lead:
-        tidy(directory, final, session.config.checkpoint.keep, session.logger.log, committer)
+        tidy(directory, final, keep + passing if keep else 0, session.logger.log, committer)
         session.logger.log(f"saved {final} from the nodes' memory")
     return final
 
