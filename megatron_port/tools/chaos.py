@@ -1,7 +1,8 @@
-"""Faults on purpose: ranks of a run on this machine are killed, stopped and cut off while it trains.
+"""Faults on purpose: ranks of a run are killed, stopped and cut off while it trains, and nodes taken from it.
 
-The run is started as ``train --nproc`` does, with lost ranks replaced (``launch.when_lost``). What each fault cost is
-read from the run's own events.
+The run is started as ``train --nproc`` does, with lost ranks replaced (``launch.when_lost``). Of several nodes each has
+a process of the drill, which starts the node's part of the run. All have the same faults, and the one whose node has
+the rank strikes. What each fault cost is read from the run's own events, to which those that strike add theirs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,17 @@ from megatron_port.core.errors import ConfigError
 from megatron_port.run.processes import rank_named
 from megatron_port.tools.plan.failures import kept
 
-KILL, STOP, CUT = "kill", "stop", "cut"
+KILL, STOP, CUT, NODE = "kill", "stop", "cut", "node"
 FAULTS = {
     KILL: "SIGKILL, as the kernel sends it where memory runs out",
     STOP: "SIGSTOP: a rank that hangs, and is declared hung by the watch",
     CUT: "one of the rank's connections to another is shut down",
+    NODE: "the process that keeps the ranks of the rank's node is killed, where there are several",
 }
 _PIDFD_GETFD = 438
 """Number of the system call, on every architecture of Linux."""
+_EVENT = "fault"
+"""Kind of the events that a drill adds to those of its run."""
 _SETTLES_S = 60.0
 """For the run to end after its last step."""
 
@@ -121,7 +125,7 @@ def parse_schedule(text: str) -> list[Fault]:
             rank = int(words[2]) if len(words) > 2 else None
         except (ValueError, IndexError):
             raise ConfigError(f"--schedule: {part!r} is not SECONDS FAULT [RANK], such as 30 kill 3") from None
-        if kind not in FAULTS or len(words) > 3 or at < 0 or not at < float("inf"):
+        if kind not in FAULTS or len(words) > 3 or at < 0 or not at < float("inf") or (rank or 0) < 0:
             raise ConfigError(f"--schedule: {part!r}; a fault is one of {', '.join(FAULTS)}")
         found.append(Fault(at, kind, rank))
     return sorted(found, key=lambda fault: fault.at)
@@ -133,6 +137,21 @@ def drawn_schedule(seed: int, every: float, kinds: Sequence[str], count: int) ->
     for _ in range(count):
         at += draw.expovariate(1 / every)
         found.append(Fault(at, draw.choice(list(kinds))))
+    return found
+
+
+def with_ranks(faults: Sequence[Fault], seed: int, nproc: int, nodes: int) -> list[Fault]:
+    """Return the faults of a run of several nodes, alike on all of them: each has its rank.
+
+    Nodes are taken from the second on, as the run ends with its first. Raises ConfigError.
+    """
+    draw, world, found = random.Random(f"ranks {seed}"), nproc * nodes, []
+    for fault in faults:
+        rank = draw.randrange(nproc if fault.kind == NODE else 0, world) if fault.rank is None else fault.rank
+        if rank >= world or (fault.kind == NODE and rank < nproc):
+            raise ConfigError(f"{fault.kind} of rank {rank}: the run has ranks 0 to {world - 1}, and the loss of the "
+                              f"first node, with ranks 0 to {nproc - 1}, ends its job")
+        found.append(replace(fault, rank=rank))
     return found
 
 
@@ -185,6 +204,8 @@ def strike(kind: str, pid: int, draw: random.Random) -> bool:
     """Do one fault to a process; return whether it could be done."""
     if kind == CUT:
         return cut_link(pid, draw)
+    if kind == NODE:
+        return False
     try:
         os.kill(pid, signal.SIGKILL if kind == KILL else signal.SIGSTOP)
     except ProcessLookupError:
@@ -194,18 +215,18 @@ def strike(kind: str, pid: int, draw: random.Random) -> bool:
 
 def drill(
     command: Sequence[str], run_folder: Path, faults: Sequence[Fault], *, seed: int = 0, copy_interval: int = 1,
-    say: Callable[[str], None] = lambda line: None, output: Any = None,
+    say: Callable[[str], None] = lambda line: None, output: Any = None, several: bool = False,
 ) -> Drill:
     """Start ``command``, which trains into ``run_folder``, and strike as ``faults`` says; return what it cost.
 
     Faults that are due after the last step are left out. ``output``: where the run's lines go (default: to stdout).
+    ``several``: other nodes do the same, and strike the ranks that are not here.
     """
-    draw, events_before = random.Random(seed), len(_events(run_folder))
-    struck: list[Injected] = []
+    events_before = len(_events(run_folder))
     before = _last_step(run_folder)
     # A session of its own: Ctrl-C is for the drill, which ends the run in order.
     process = subprocess.Popen(list(command), stdin=subprocess.DEVNULL, stdout=output, start_new_session=True)
-    first, waiting = 0.0, list(faults)
+    first, waiting, draw = 0.0, list(faults), random.Random(seed)
     try:
         while process.poll() is None:
             time.sleep(0.05)
@@ -217,14 +238,7 @@ def drill(
                     continue
                 first = now
             while waiting and now - first >= waiting[0].at:
-                fault = waiting.pop(0)
-                there = ranks_of(process.pid)
-                rank = fault.rank if fault.rank is not None else draw.choice(sorted(there)) if there else None
-                if rank is None or rank not in there or not strike(fault.kind, there[rank], draw):
-                    say(f"{fault.kind} at {fault.at:.1f} s was left out: there was nothing to strike")
-                    continue
-                struck.append(Injected(fault.kind, rank, now, step))
-                say(f"{fault.kind}: rank {rank}, process {there[rank]}, after step {step}")
+                _strike_due(waiting.pop(0), process, run_folder, step, draw, say, several)
     except BaseException:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -232,9 +246,45 @@ def drill(
         process.kill()
         raise
     rows = [row for row in _rows(run_folder / "metrics.jsonl") if "loss" in row and row.get("step", 0) > before]
+    return _cost(run_folder, process.returncode, rows, _events(run_folder)[events_before:], first, copy_interval)
+
+
+def _strike_due(
+    fault: Fault, process: subprocess.Popen[bytes], run_folder: Path, step: int, draw: random.Random,
+    say: Callable[[str], None], several: bool,
+) -> None:
+    """Do a fault where its rank is here, and note it among the run's events."""
+    there = ranks_of(process.pid)
+    rank = fault.rank if fault.rank is not None else draw.choice(sorted(there)) if there else None
+    if several and rank not in there:
+        return
+    if fault.kind == NODE and several:
+        say(f"{fault.kind}: this node, with rank {rank}, after step {step}")
+        _note(run_folder, fault.kind, rank, step)
+        process.kill()
+    elif rank is None or rank not in there or not strike(fault.kind, there[rank], draw):
+        say(f"{fault.kind} at {fault.at:.1f} s was left out: there was nothing to strike")
+    else:
+        _note(run_folder, fault.kind, rank, step)
+        say(f"{fault.kind}: rank {rank}, process {there[rank]}, after step {step}")
+
+
+def _note(run_folder: Path, kind: str, rank: int | None, step: int) -> None:
+    from megatron_port.run.run_files import add_event
+
+    add_event(run_folder, {"event": _EVENT, "step": step, "fault": kind, "rank": rank, "message":
+                           f"{kind} of rank {rank} on {socket.gethostname()}, in a drill"})
+
+
+def _cost(
+    run_folder: Path, exit_code: int, rows: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], first: float,
+    copy_interval: int,
+) -> Drill:
+    """Return what the faults of a drill have cost, by the run's steps and events; ``first``: time of its first step."""
+    struck = [Injected(e["fault"], e["rank"], e["time"], e["step"]) for e in events if e.get("event") == _EVENT]
     times = [row["time"] for row in rows]
     median = statistics.median(b - a for a, b in zip(times, times[1:])) if len(times) > 1 else 0.0
-    recoveries = [e for e in _events(run_folder)[events_before:] if e.get("event") == "recovery"]
+    recoveries = [e for e in events if e.get("event") == "recovery"]
     broken = {(a, b) for a, b in zip(times, times[1:]) if any(a <= event["time"] < b for event in recoveries)}
     for one, following in zip(struck, [*struck[1:], None]):
         until = following.time if following is not None else float("inf")
@@ -246,7 +296,7 @@ def drill(
                 one.repeated = event.get("repeated")
                 break
     return Drill(
-        str(run_folder), process.returncode, len(rows), rows[-1]["time"] - first if rows and first else 0.0,
+        str(run_folder), exit_code, len(rows), rows[-1]["time"] - first if rows and first else 0.0,
         median, sum(max(0.0, b - a - median) for a, b in broken), tuple(struck), len(recoveries), copy_interval,
     )
 

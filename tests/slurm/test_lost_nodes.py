@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 from cluster import Cluster
-from jobs import losses, settings, train_here
+from jobs import ROOT, environment, losses, settings, train_here
 from test_launch import Runs
 
 pytestmark = pytest.mark.slurm
@@ -152,3 +155,23 @@ def test_a_slow_node_gives_its_place_to_the_spare_one(runs: Runs) -> None:
     log = runs.log()
     assert "on n2 takes " in log and "times as long as its peers; ranks that keep" in log, log
     assert "nodes: n1, n4, n3; spare nodes left: 0" in log and "recovery 2" not in log, log
+
+
+@pytest.mark.slow
+def test_a_drill_over_several_nodes(runs: Runs) -> None:
+    """Each node has a process of it; a rank is killed on the second, then the third is lost."""
+    words = [sys.executable, "-m", "megatron_port", "chaos", "runs/quickstart", "--nproc", "2", *settings(**CHANGE),
+             *KEPT, "--set", "name=job", "--set", f"output_dir={runs.folder}/runs", "--set", "launch.spare_nodes=1",
+             "--schedule", "3 kill 3; 14 node 4", "--json"]
+    job = runs.cluster.sbatch(
+        "--no-kill", "--nodes=4", "--ntasks-per-node=1", f"--output={runs.folder}/log.out",
+        "--wrap=srun --no-kill --kill-on-bad-exit=0 --wait=0 --ntasks-per-node=1 --output="
+        f"{runs.folder}/task-%t.out --error={runs.folder}/log.out --open-mode=append {shlex.join(words)}",
+        env=environment(PYTHONPATH=str(ROOT)), cwd=runs.folder)
+    runs.cluster.wait(job, timeout=300)
+    same(runs)
+    done, log = json.loads((runs.folder / "task-0.out").read_text()), runs.log()
+    assert [(f["fault"], f["rank"]) for f in done["faults"]] == [("kill", 3), ("node", 4)], log
+    assert done["exit_code"] == 0 and done["recoveries"] == 2 and done["steps"] == 60, log
+    assert all(f["recovered_seconds"] and f["repeated"] <= 2 for f in done["faults"]), done
+    assert "nodes: n1, n2, n4; spare nodes left: 0" in log and not (runs.folder / "task-1.out").read_text(), log

@@ -18,13 +18,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_port.cli.main import main
 from megatron_port.core.checkpoint.format import Lineage, SavedState, shard_name
 from megatron_port.core.checkpoint.reader import open_checkpoint
 from megatron_port.core.config.checks import resolve
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.schema import LayoutConfig
 from megatron_port.core.dist.record import StatePiece
-from megatron_port.core.errors import CheckpointError, EnvironmentFault
+from megatron_port.core.errors import CheckpointError, ConfigError, EnvironmentFault
 from megatron_port.ext.storage import copies as module
 from megatron_port.ext.storage.copies import (
     CopyFile,
@@ -37,7 +38,16 @@ from megatron_port.ext.storage.copies import (
 )
 from megatron_port.ext.storage.partner_copies import committed_copies
 from megatron_port.ext.telemetry.flops import parameter_count
-from megatron_port.tools.chaos import Drill, Fault, Injected, drawn_schedule, parse_schedule, strike, text_of
+from megatron_port.tools.chaos import (
+    Drill,
+    Fault,
+    Injected,
+    drawn_schedule,
+    parse_schedule,
+    strike,
+    text_of,
+    with_ranks,
+)
 from megatron_port.tools.plan.case import Case, Machine, case_of, machine_of
 from megatron_port.tools.plan.memory import Copied, copied, host_problem
 from megatron_port.tools.plan.step import plan_step
@@ -223,12 +233,32 @@ def test_files_of_two_runs_are_no_copy(run: Any, made: StateCopies) -> None:
 
 def test_schedules() -> None:
     assert parse_schedule("60 stop; 30 kill 3;") == [Fault(30.0, "kill", 3), Fault(60.0, "stop")]
-    for text in ("kill 30", "30 explode", "30", "-1 kill", "3 kill 1 2", "inf kill"):
+    for text in ("kill 30", "30 explode", "30", "-1 kill", "3 kill 1 2", "inf kill", "3 kill -1"):
         with pytest.raises(Exception, match="--schedule"):
             parse_schedule(text)
     drawn = drawn_schedule(3, 5.0, ["kill", "cut"], 2000)
     assert drawn == drawn_schedule(3, 5.0, ["kill", "cut"], 2000) != drawn_schedule(4, 5.0, ["kill", "cut"], 2000)
     assert 4.5 < drawn[-1].at / 2000 < 5.5 and {f.kind for f in drawn} == {"kill", "cut"}
+
+
+def test_all_nodes_have_the_same_faults() -> None:
+    """Drawn once for all; the first node, where the agent is, is not taken."""
+    faults = drawn_schedule(3, 5.0, ["kill", "node"], 400)
+    drawn = with_ranks(faults, 3, 2, 3)
+    assert drawn == with_ranks(faults, 3, 2, 3) != with_ranks(faults, 4, 2, 3)
+    assert {f.rank for f in drawn if f.kind == "kill"} == {*range(6)}
+    assert {f.rank for f in drawn if f.kind == "node"} == {2, 3, 4, 5}
+    assert with_ranks([Fault(1.0, "kill", 5)], 0, 2, 3) == [Fault(1.0, "kill", 5)]
+    for fault in (Fault(1.0, "kill", 6), Fault(1.0, "node", 1)):
+        with pytest.raises(ConfigError, match="ranks 0 to 5, and the loss of the first node, with ranks 0 to 1"):
+            with_ranks([fault], 0, 2, 3)
+
+
+def test_a_node_is_not_taken_from_one_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--schedule", "3 node 1"], ["--faults", "kill,node"]):
+        assert main(["chaos", "runs/quickstart", "--nproc", "2", "--set", "layout.tensor_parallel_size=1", "--set",
+                     "layout.pipeline_parallel_size=1", "--set", f"output_dir={tmp_path}", *words]) == 2
+        assert "from a run of several: start the drill once on each (srun" in capsys.readouterr().err
 
 
 def test_a_link_is_cut_from_outside() -> None:
