@@ -81,22 +81,48 @@ def _prices(given: list[str]) -> dict[str, float]:
     return out
 
 
+def _terms(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what was given of CAMPAIGN_TERMS and of RECOVERY_TERMS, by field.
+
+    Raises ConfigError for what no campaign has.
+    """
+    from megatron_port.tools.plan.failures import MOST_SPARES
+
+    given = {field: (option, value) for option, field, _, _ in (*CAMPAIGN_TERMS, *RECOVERY_TERMS)
+             if (value := getattr(args, f"term_{field}")) is not None}
+    limits: dict[str, tuple[float, float, str]] = {
+        "overhead": (1.0, math.inf, "a site takes at least what its computers take, 1"),
+        "failure_hours": (sys.float_info.min, math.inf, "it is above 0"),
+        "node_share": (0.0, 1.0, "a share is at most 1"), "pair_share": (0.0, 1.0, "a share is at most 1"),
+        "spares": (0, MOST_SPARES, f"at most {MOST_SPARES} are planned"),
+    }
+    bad = []
+    for field, (option, value) in given.items():
+        low, high, why = limits.get(field, (0.0, math.inf, ""))
+        if not low <= value <= high or value == math.inf:
+            bad.append(f"--{option} {value:g}: {why if value >= 0 and why else 'it is a number of 0 or above'}")
+    if bad:
+        raise ConfigError(bad)
+    of_campaign, of_recovery = (
+        {field: given[field][1] for _, field, _, _ in terms if field in given}
+        for terms in (CAMPAIGN_TERMS, RECOVERY_TERMS)
+    )
+    return of_campaign, of_recovery
+
+
 def campaign_text(args: argparse.Namespace, config: RunConfig, plan: Plan) -> list[str]:
     """The lines of a campaign and of what a budget buys, as far as they are asked for."""
     from megatron_port.tools.plan.campaign import campaign_lines, offer_lines, offers
 
     prices, out = _prices(args.price), []
-    given, asked = (
-        {field: value for _, field, _, _ in terms if (value := getattr(args, f"term_{field}")) is not None}
-        for terms in (CAMPAIGN_TERMS, RECOVERY_TERMS)
-    )
+    given, asked = _terms(args)
     for field in {"restart_s", "interval_s"} & given.keys():
         given[field] *= 60
     asked = {"spares": config.launch.spare_nodes, "elastic": float(config.layout.elastic), **asked}
     if "" in prices:
         given["price"] = prices[""]
     if args.campaign or args.loss:
-        out += campaign_lines(plan, given, asked, args.loss)
+        out += campaign_lines(plan, given, asked, args.loss, config.launch)
     if args.buy:
         named = {name: price for name, price in prices.items() if name}
         out += offer_lines(offers(config, plan.budget.tokens, args.buy, named, args.most_days), args.buy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -74,6 +75,7 @@ def test_a_node_that_answers_no_more(runs: Runs, fault: str) -> None:
     """Nothing closes its connections: power is off, or the cable is out. The job has a spare node, and goes on."""
     job = submit(runs, 4, spares=1)
     runs.wait_for_step(job, 20)
+    assert "rank-00002.json" in copies(runs, "n2") and "rank-00002.json" in copies(runs, "n3")
     runs.cluster.crash_node("n2") if fault == "crash" else runs.cluster.cut_link("n2")
     runs.wait(job, "COMPLETED")
     same(runs)
@@ -85,8 +87,11 @@ def test_a_node_that_answers_no_more(runs: Runs, fault: str) -> None:
 
 
 def copies(runs: Runs, node: str) -> str:
-    """Copies of the state that are in a node's memory."""
-    return runs.cluster.on_node(node, ["sh", "-c", "ls -R /dev/shm | grep safetensors"], check=False).stdout
+    """Copies of the run's state that are in a node's memory."""
+    name = hashlib.sha256(str(runs.run_folder).encode()).hexdigest()[:16]
+    found = runs.cluster.on_node(node, ["sh", "-c", f"find /dev/shm -path '*/{name}*/rank-*'"]).stdout
+    assert isinstance(found, str)
+    return found
 
 
 @pytest.mark.slow

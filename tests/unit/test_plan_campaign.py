@@ -74,8 +74,26 @@ def test_plan_prints_both_ways_to_deal_with_failures(capsys: pytest.CaptureFixtu
                  "--set", "layout.elastic=true")
     assert f"900 s and at most {5 * copying / 60:.3g} minutes" in slow and "a replica less" in slow
     assert "100% of them" in slow and float(re.findall(r"goodput ([\d.]+)%", slow)[1]) < within
-    assert main(["plan", "runs/frontier-1t", "--no-search", "--campaign", "--node-share", "2"]) == 2
-    assert "a share is at most 1" in capsys.readouterr().err
+    hours = []
+    for when, spares in (("stop", 0), ("stop", 8), ("replace", 0), ("replace", 8)):
+        out = lines("--checkpoint-minutes", "60", "--set", f"launch.when_lost={when}", "--set", "engine=native",
+                    "--set", f"launch.spare_nodes={spares}", "--set", "checkpoint.memory_interval=1")
+        hours.append(float(re.findall(r"([\d,]+) device hours with", out)[0].replace(",", "")))
+        assert f'launch.when_lost = "{when}")' in out and ("and 8 spare nodes" in out) == bool(spares), out
+    nodes, goodput = 3072 / 8, [float(share) for share in re.findall(r"goodput ([\d.]+)%", out)]
+    assert hours[1] == pytest.approx(hours[0] * (1 + 8 / nodes), rel=1e-5)  # idle, whatever they are kept for
+    assert hours[3] == pytest.approx(hours[1] * goodput[0] / goodput[1], rel=1e-3) and hours[3] < hours[1]
+    old = lines("--checkpoint-minutes", "60", "--set", "launch.when_lost=replace", "--set", "engine=native", "--set",
+                "checkpoint.save_interval=4")
+    every, again = (float(minutes) for minutes in re.findall(r"(?:every|most) ([\d.]+) minutes", old)[:2])
+    assert every <= again < 1.05 * every and "copies 0.00% of a step" in old, "back to a checkpoint"
+    assert main(["plan", "runs/frontier-1t", "--no-search", "--campaign", "--node-share", "2", "--copy-steps", "-1",
+                 "--spare-nodes", "65", "--failure-hours", "0", "--site-overhead", "0.5"]) == 2
+    said = capsys.readouterr().err
+    for text in ("--node-share 2: a share is at most 1", "--copy-steps -1: it is a number of 0 or above",
+                 "--failure-hours 0: it is above 0", "--spare-nodes 65: at most 64 are planned",
+                 "--site-overhead 0.5: a site takes at least"):
+        assert text in said, said
     main(["plan", "runs/frontier-22b", "--nodes", "1", "--no-search", "--campaign"])
     assert "on one node no other" in capsys.readouterr().out
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_port.core.config.loader import load
-from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.config.schema import LaunchConfig, RunConfig
 from megatron_port.core.errors import ConfigError
 from megatron_port.tools.plan.case import case_of, machine_of
 from megatron_port.tools.plan.failures import (
@@ -152,11 +152,13 @@ def pace_of(devices: int, terms: Terms, step_s: float = 0.0) -> Pace:
 
 
 def campaign(
-    seconds: float, devices: int, terms: Terms, recovery: Recovery | None = None, step_s: float = 0.0
+    seconds: float, devices: int, terms: Terms, recovery: Recovery | None = None, step_s: float = 0.0, *,
+    idle: float = 0.0,
 ) -> Campaign:
     """Return hours, jobs, energy and cost of ``seconds`` of steps on ``devices``.
 
-    ``recovery``: ranks are replaced inside the job; None: it is queued again.
+    ``recovery``: ranks are replaced inside the job; None: it is queued again. ``idle``: spare nodes of such a job, for
+    preflight to choose from, over those that train.
 
     Raises:
         ConfigError: terms that make no sense, or jobs too short to make progress.
@@ -170,7 +172,7 @@ def campaign(
     attempts = 1.0 if endless else trained / found.job.seconds
     jobs = max(attempts, 1.0)
     held = trained + jobs * found.start_s + max(jobs - attempts * found.job.ended, 0.0) * terms.checkpoint_s
-    spare = 1 + recovery.spares / recovery.nodes if recovery is not None else 1.0
+    spare = 1 + (recovery.spares / recovery.nodes if recovery is not None else idle)
     device_hours = held / 3600 * devices * spare
     energy = device_hours * terms.power_w * terms.overhead / 1e6
     return Campaign(
@@ -241,15 +243,21 @@ def recovery_of(plan: Plan, pace: Pace, asked: Mapping[str, float]) -> tuple[Rec
 
 
 def campaign_lines(
-    plan: Plan, given: Mapping[str, float], asked: Mapping[str, float] | None = None, loss: float = 0.0
+    plan: Plan, given: Mapping[str, float], asked: Mapping[str, float], loss: float, launch: LaunchConfig
 ) -> list[str]:
-    """Return the lines that price the plan's budget: with jobs queued again, and recovered (``recovery_of``)."""
+    """Return the lines that price the plan's budget: with jobs queued again, and recovered (``recovery_of``).
+
+    Device hours, energy and cost are those of the run as ``launch`` has it.
+    """
     terms, devices, step = terms_of(plan, given), plan.case.world, plan.step
-    recovery, plain, problem = recovery_of(plan, pace_of(devices, terms), asked or {})
-    seconds = plan.budget.steps * plain
+    recovery, plain, problem = recovery_of(plan, pace_of(devices, terms), asked)
+    seconds, replaced = plan.budget.steps * plain, launch.when_lost == "replace"
     pace = pace_of(devices, terms, plain)
-    queued, within = campaign(seconds, devices, terms, None, plain), campaign(seconds, devices, terms, recovery, plain)
-    found = within if plan.case.copy_interval else queued
+    if replaced and not plan.case.copy_interval and not asked.get("copy_steps"):  # each goes back to a checkpoint
+        recovery, problem = replace(recovery, copy_s=pace.whole_s, late_s=0.0, slower=0.0), ""
+    queued = campaign(seconds, devices, terms, None, plain, idle=launch.spare_nodes / recovery.nodes)
+    within = campaign(seconds, devices, terms, recovery, plain)
+    found, spares = (within, recovery.spares) if replaced else (queued, launch.spare_nodes)
     slow = straggler(step.seconds, step.split.compute, SLOW)
     lines = [
         f"campaign  {plan.budget.steps:,} steps, {found.train_hours:,.1f} h of them, in jobs"
@@ -263,7 +271,9 @@ def campaign_lines(
         *([f"          its copies do not fit: {problem}"] if problem and not plan.host_problem else []),
         f"          one device at {SLOW:g} times the time would make a step {slow:.3g} s "
         f"({slow / step.seconds - 1:+.0%}): find it before it is met (preflight)",
-        f"          {found.device_hours:,.0f} device hours" + _spent(found, terms),
+        f"          {found.device_hours:,.0f} device hours with {'recovery in the job' if replaced else 'new jobs'} "
+        f'(launch.when_lost = "{launch.when_lost}")' + (f" and {_spare(spares)}" if spares else "")
+        + _spent(found, terms),
     ]
     return [*lines, *loss_lines(plan, found, loss)]
 
@@ -277,7 +287,6 @@ def _figures(found: Campaign) -> str:
 
 def _within(plan: Plan, recovery: Recovery, found: Campaign, pace: Pace) -> list[str]:
     """The lines of recovery inside the job, and of how many spares are worth their nodes."""
-    spares = f"{recovery.spares} spare node{'' if recovery.spares == 1 else 's'}"
     then = "a replica less" if recovery.replica_nodes else "the job is queued again"
     native = "" if plan.case.engine.name == "native" else " (engine native)"
     lines = [
@@ -290,9 +299,13 @@ def _within(plan: Plan, recovery: Recovery, found: Campaign, pace: Pace) -> list
     shown = ", ".join(f"{count}: {value:.2%}" for count, value in enumerate(worth))
     best = worth.index(max(worth))
     return [
-        *lines, f"          with {spares}; without one left {then}. Goodput by spares, which count as held: {shown}; "
-        f"{best} {'is' if best == 1 else 'are'} worth most (launch.spare_nodes)",
+        *lines, f"          with {_spare(recovery.spares)}; without one left {then}. Goodput by spares, which count as "
+        f"held: {shown}; {best} {'is' if best == 1 else 'are'} worth most (launch.spare_nodes)",
     ]
+
+
+def _spare(count: int) -> str:
+    return f"{count} spare node{'' if count == 1 else 's'}"
 
 
 def _spent(found: Campaign, terms: Terms) -> str:

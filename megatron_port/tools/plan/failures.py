@@ -9,9 +9,9 @@ Failures come at random, one in M seconds of the job's devices. Four formulas:
   on average, and P(N ≥ m) of them are ended, N a Poisson number of mean U/L. Queued again: m = 1, L = M. Recovered
   inside the job: m = spares + 1, L between losses of nodes; the other failures it survives.
 * Recovered from the copies, a failure costs an interval of copies, the seconds v until a copy is with the neighbour
-  (e^(−v/M) of the time is kept), and those to recover. Back to a checkpoint goes a run whose node and neighbour are
+  (e^(−v/M) of the time is kept), and q seconds to recover. Back to a checkpoint goes a run whose node and neighbour are
   lost together (a stated share of the losses of nodes, and by chance while a lost node's copy is not yet in the shared
-  file system: 2·R/L of them over the number of nodes), and one that is queued again, as no spare is left. As a copy in
+  file system: 2·q/L of them over the number of nodes), and one that is queued again, as no spare is left. As a copy in
   that file system is a checkpoint too, it loses a = S − S²·(1 − e^(−τ/S)) / τ seconds: its interval of checkpoints may
   have begun at a loss of a node that was survived, one in S seconds.
 * Elastic, a run without a spare gives up a replica, whose other nodes are then spares: its rate falls by the replica's
