@@ -267,10 +267,10 @@ def _retire(path: Path, committer: Committer, note: Note | None) -> None:
 def _beyond(directory: Path, final: Path, keep: int, committer: Committer) -> list[Path]:
     """Committed checkpoints of this run other than the ``keep`` newest. ``final`` is the newest whatever its step.
 
-    Those made of copies in memory (``extra.recovered``) go with the next commit, and take the place of none.
+    Those that a recovery made (``extra.recovered``) are among them, and count for none.
     """
     ranked: list[tuple[tuple[int, int, int], Path]] = []
-    passing: list[Path] = []
+    passing = ranked[:]
     for path in directory.iterdir():
         if step_of(path.name) is None or path == final:
             continue
@@ -279,12 +279,10 @@ def _beyond(directory: Path, final: Path, keep: int, committer: Committer) -> li
         except CheckpointError:
             # Damaged, or none: not worth a place among the kept, but not ours to delete either.
             continue
-        if committer.owns(manifest.lineage) and manifest.state.extra.get("recovered"):
-            passing.append(path)
-        elif committer.owns(manifest.lineage):
-            ranked.append((manifest.order, path))
+        if committer.owns(manifest.lineage):
+            (passing if manifest.state.extra.get("recovered") else ranked).append((manifest.order, path))
     ranked.sort(reverse=True)
-    return [path for _, path in ranked[keep - 1 :]] + passing
+    return [path for _, path in ranked[keep - 1 :] + passing]
 
 
 # The ranks that save together, and how they agree that a stage went well.
