@@ -33,10 +33,10 @@ def submit(runs: Runs, nodes: int, *more: str, spares: int = 0, **change: object
                        [*settings(**{**CHANGE, **change}), *KEPT, *more], env={"SPARE_NODES": str(spares)})
 
 
-def stop_a_rank(cluster: Cluster, node: str) -> None:
+def signal_a_rank(cluster: Cluster, node: str, number: int) -> None:
     for pid, _ in cluster.processes(node):
         if Path(f"/proc/{pid}/comm").read_text().startswith("mp-rank-"):
-            return os.kill(pid, signal.SIGSTOP)
+            return os.kill(pid, number)
     raise AssertionError(f"no rank on {node}")
 
 
@@ -51,7 +51,7 @@ def test_a_hung_rank_a_lost_node_and_another_without_a_spare(runs: Runs) -> None
     """A rank is replaced on its node; a node by the spare one; then the run is split over the two that are left."""
     job = submit(runs, 4, "--set", "layout.elastic=true", spares=1)
     runs.wait_for_step(job, 8)
-    stop_a_rank(runs.cluster, "n2")
+    signal_a_rank(runs.cluster, "n2", signal.SIGSTOP)
     runs.wait_for_step(job, 20)
     runs.cluster.kill_task("n2", "megatron_port train")
     runs.wait_for_step(job, 34)
@@ -162,17 +162,37 @@ def test_a_slow_node_gives_its_place_to_the_spare_one(runs: Runs) -> None:
     assert "nodes: n1, n4, n3; spare nodes left: 0" in log and "recovery 2" not in log, log
 
 
+def by_hand(runs: Runs, nodes: int, command: str) -> int:
+    """A command once on each node, without the launch scripts; the stdout of each in a file."""
+    srun = ["srun", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--ntasks-per-node=1", "--open-mode=append",
+            f"--error={runs.folder}/log.out", f"--output={runs.folder}/task-%t.out", "sh", "-c", command]
+    return runs.cluster.sbatch("--no-kill", f"--nodes={nodes}", "--ntasks-per-node=1",
+                               f"--output={runs.folder}/job.out", f"--wrap={shlex.join(srun)}",
+                               env=environment(PYTHONPATH=str(ROOT)), cwd=runs.folder)
+
+
+@pytest.mark.slow
+def test_a_rank_is_replaced_where_torchrun_starts_the_nodes(runs: Runs) -> None:
+    """Its agent ends the job where a node is lost; a rank is nothing that it knows of."""
+    words = ["-m", "--", "megatron_port", "train", "runs/quickstart", "--nproc", "2", *settings(**CHANGE), *KEPT,
+             "--set", "name=job", "--set", f"output_dir={runs.folder}/runs"]
+    job = by_hand(runs, 3, f"exec {sys.executable} -m torch.distributed.run --nnodes=3 --nproc-per-node=1 --node-rank="
+                  f"$SLURM_NODEID --master-addr=n1 --master-port=29511 {shlex.join(words)}")
+    runs.wait_for_step(job, 12)
+    signal_a_rank(runs.cluster, "n2", signal.SIGKILL)
+    runs.wait(job, "COMPLETED")
+    same(runs)
+    assert re.search(r"recovery 1: rank 2 was killed by SIGKILL; ranks that keep their processes: 5, that are started "
+                     "again: 1", runs.log()), runs.log()
+
+
 @pytest.mark.slow
 def test_a_drill_over_several_nodes(runs: Runs) -> None:
     """Each node has a process of it; a rank is killed on the second, then the third is lost."""
     words = [sys.executable, "-m", "megatron_port", "chaos", "runs/quickstart", "--nproc", "2", *settings(**CHANGE),
              *KEPT, "--set", "name=job", "--set", f"output_dir={runs.folder}/runs", "--set", "launch.spare_nodes=1",
              "--schedule", "3 kill 3; 14 node 4", "--json"]
-    job = runs.cluster.sbatch(
-        "--no-kill", "--nodes=4", "--ntasks-per-node=1", f"--output={runs.folder}/log.out",
-        "--wrap=srun --no-kill --kill-on-bad-exit=0 --wait=0 --ntasks-per-node=1 --output="
-        f"{runs.folder}/task-%t.out --error={runs.folder}/log.out --open-mode=append {shlex.join(words)}",
-        env=environment(PYTHONPATH=str(ROOT)), cwd=runs.folder)
+    job = by_hand(runs, 4, shlex.join(words))
     runs.cluster.wait(job, timeout=300)
     same(runs)
     done, log = json.loads((runs.folder / "task-0.out").read_text()), runs.log()
