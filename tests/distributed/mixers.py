@@ -46,6 +46,7 @@ def draw(seed: int) -> MixerDraw:
         recurrent = RecurrentConfig(
             heads=keys * r.choice((1, 2, 3)), key_heads=keys, key_size=r.choice((4, 5, 8)),
             value_size=r.choice((4, 6, 7)), kernel=r.choice((1, 2, 4)), chunk=r.choice((2, 3, 5, 64)),
+            segment=r.choice((4, 6, 2048)),
         )
         # The first in turn, so that few seeds have each.
         pattern = [names[seed % len(names)], *r.choices((ATTENTION, *names), k=r.randint(0, 2))]

@@ -23,7 +23,7 @@ from megatron_port.ext.mixers.recurrence import Operands, convolve, in_chunks, i
 MODEL = ModelConfig(
     num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=21, vocab_size=100, mixer="gated_delta",
     normalization="rmsnorm", add_bias=False,
-    recurrent=RecurrentConfig(heads=6, key_heads=3, key_size=5, value_size=7, chunk=8),
+    recurrent=RecurrentConfig(heads=6, key_heads=3, key_size=5, value_size=7, chunk=4, segment=8),
 )
 RUN = RunConfig(model=MODEL, data=DataConfig(synthetic=True), engine="native")
 
@@ -79,9 +79,14 @@ def test_passages_compose(seed: int, cuts: list[int], delta: bool, documents: fl
         runs.append(part(whole, start, start + length))
         start += length
     state = torch.zeros(2, 3, 5, 4, dtype=torch.float64)
-    for run, before in zip(runs, passed([passage(run, chunk=4) for run in runs], 4)[:-1], strict=True):
+    for run, before in zip(runs, passed([passage(run, None, chunk=4) for run in runs], 4)[:-1], strict=True):
         torch.testing.assert_close(before, state, rtol=1e-11, atol=1e-11)
         _, state = in_steps(run, state)
+    together = None
+    for run in runs:  # one passage after another
+        together = passage(run, together, chunk=4)
+    assert together is not None
+    torch.testing.assert_close(passed([together], 4)[-1], state, rtol=1e-11, atol=1e-11)
 
 
 def test_strong_decay_keeps_digits_in_single_precision() -> None:

@@ -147,6 +147,9 @@ class RecurrentConfig:
     """Positions that the short convolution reads."""
     chunk: Size = 64
     """Positions whose pairs are computed at once: more take more memory. Changes results by rounding alone."""
+    segment: Size = 2048
+    """Positions that the backward pass computes again at once: more take more memory. Changes results by rounding
+    alone."""
 
 
 CLAMP, SHARPNESS = 7.0, 1.702

@@ -75,8 +75,8 @@ def gated_delta(model: ModelConfig, index: int) -> GatedDeltaSpec:
     convolved, plain = 2 * r.key_size + each * r.value_size, each * (r.value_size + 2)
     return GatedDeltaSpec(
         units=r.key_heads, convolved=convolved, plain=plain, kernel=r.kernel, heads=r.heads, key_size=r.key_size,
-        value_size=r.value_size, chunk=r.chunk, packed=projection(model, r.key_heads * (convolved + plain)),
-        output=output(model, r.heads * r.value_size),
+        value_size=r.value_size, chunk=r.chunk, segment=r.segment, output=output(model, r.heads * r.value_size),
+        packed=projection(model, r.key_heads * (convolved + plain)),
     )
 
 

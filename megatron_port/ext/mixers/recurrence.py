@@ -156,23 +156,24 @@ def in_chunks(
     return torch.cat(out, dim=2)[:, :, : operands.queries.shape[2]], state
 
 
-def passage(operands: Operands, *, chunk: int) -> torch.Tensor:
+def passage(operands: Operands, before: torch.Tensor | None, *, chunk: int) -> torch.Tensor:
     """Return (L, P) side by side, [batch, heads, key, value + P's]: a state S that comes in leaves as P S + L.
 
-    P is [key, key] under the delta rule, and one number, repeated [key, 1], under decay alone.
+    P is [key, key] under the delta rule, and one number, repeated [key, 1], under decay alone. ``before``: the passage
+    of the positions before these; None: there are none.
     """
-    size = operands.keys.shape[-1]
-    delta = operands.rate is not None
-    chunks, k = _chunks(operands, chunk, size if delta else 0), operands.keys
-    state = zero_state(operands)
+    k, values, delta = operands.keys, operands.values.shape[-1], operands.rate is not None
+    size = k.shape[-1]
+    if before is None:
+        one = torch.eye(size, dtype=k.dtype, device=k.device) if delta else k.new_ones(size, 1)
+        before = torch.cat((zero_state(operands), one.expand(*k.shape[:2], *one.shape)), dim=-1)
+    chunks = _chunks(operands, chunk, size if delta else 0)
+    state, product = before.split((values, before.shape[-1] - values), dim=-1)
     if delta:
-        one = torch.eye(size, dtype=k.dtype, device=k.device).expand(*k.shape[:2], size, size)
-        state = torch.cat((state, one), dim=-1)
+        state = before
     for i in range(chunks.keys.shape[2]):
         _, state = chunks.after(i, state)
-    if delta:
-        return state
-    return torch.cat((state, chunks.total.prod(2).expand(*k.shape[:2], size, 1)), dim=-1)
+    return state if delta else torch.cat((state, product * chunks.total.prod(2)), dim=-1)
 
 
 def passed(passages: Sequence[torch.Tensor], values: int) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ a state, all gather that, and each composes it for its own runs. A document rese
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -40,6 +40,16 @@ class _Run:
     """int [n, batch]: positions of the same document before each; None: all are one document."""
     used: torch.Tensor | None = None
     """bool [batch, n]: the others change no state; None: all are used."""
+
+    def part(self, start: int, length: int) -> _Run:
+        """Return some of the positions."""
+        if length == self.run.length:
+            return self
+        stop = start + length
+        return _Run(
+            Run(self.run.start + start, length), None if self.reach is None else self.reach[start:stop],
+            None if self.used is None else self.used[:, start:stop],
+        )
 
     def operands(self, all: Operands) -> Operands:
         """Return the operands of these positions, with the documents' starts."""
@@ -94,7 +104,7 @@ class Recurrent(nn.Module):
         states: list[torch.Tensor | None] = [None] * len(runs)
         if self.group is not None and self.spec.heads:
             states, _ = self._states(rows, befores, runs, partition, seq)
-        out = [self._again(self._of_run, *given) for given in zip(rows, befores, states, runs, strict=True)]
+        out = [part for given in zip(rows, befores, states, runs, strict=True) for part in self._of_run(*given)[0]]
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def _documents(self, run: Run) -> _Run:
@@ -105,12 +115,11 @@ class Recurrent(nn.Module):
         positions = torch.arange(run.start, run.start + run.length, dtype=starts.dtype, device=starts.device)
         return _Run(run, positions[:, None] - starts)
 
-    def _again(self, function: Callable[..., torch.Tensor], *inputs: object) -> torch.Tensor:
+    def _again(self, function: Callable[..., Any], *inputs: object) -> Any:
         """Return ``function(*inputs)``, computed again in the backward pass."""
         if not torch.is_grad_enabled():
             return function(*inputs)
-        found: torch.Tensor = PARTS.function("activation recompute")(function, *inputs, step=self.step)
-        return found
+        return PARTS.function("activation recompute")(function, *inputs, step=self.step)
 
     # ------------------------------------------------------------------------------------------- one run
 
@@ -125,8 +134,9 @@ class Recurrent(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], Operands | None]:
         """Return the convolved part, the plain one, the mixer's own parameters, and the recurrence's operands."""
         mine, plain = (x.to(self.wide) for x in self._split(rows))
-        taps = self.spec.kernel - 1
-        ahead = mine.new_zeros(taps, *mine.shape[1:]) if before is None else before.to(self.wide)
+        ahead = mine[:0] if before is None else before.to(self.wide)
+        if lacking := self.spec.kernel - 1 - len(ahead):  # the sequence begins here
+            ahead = torch.cat((mine.new_zeros(lacking, *mine.shape[1:]), ahead))
         weight, bias = (*(p.to(self.wide) for p in self.convolution), None)[:2]
         assert weight is not None
         convolved = convolve(mine, ahead, weight, bias, run.reach).unflatten(-1, (self.units, -1))
@@ -136,20 +146,55 @@ class Recurrent(nn.Module):
 
     def _of_run(
         self, rows: torch.Tensor, before: torch.Tensor | None, state: torch.Tensor | None, run: _Run
-    ) -> torch.Tensor:
-        """Return the mixed rows of a run, [n, batch, features/tp], in the dtype of ``rows``."""
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """Return the mixed rows of a run by segments, each [n, batch, features/tp] in the dtype of ``rows``, and the
+        state behind it."""
+        out = []
+        for part, ahead, segment in self._segments(rows, before, run):
+            mixed, state = self._again(self._mixed, part, ahead, state, segment)
+            out.append(mixed)
+        return out, state
+
+    def _segments(
+        self, rows: torch.Tensor, before: torch.Tensor | None, run: _Run
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, _Run]]:
+        """Yield the rows of each segment of a run, those before it that the convolution reads, its positions."""
+        taps, step = self.spec.kernel - 1, self.spec.segment
+        for start in range(0, len(rows), step):
+            part = rows[start : start + step]
+            ahead = before
+            if start and taps:
+                ahead = self._split(rows[max(start - taps, 0) : start])[0]
+                if len(ahead) < taps and before is not None:
+                    ahead = torch.cat((before[len(ahead) :], ahead))
+            yield part, ahead, run.part(start, len(part))
+
+    def _mixed(
+        self, rows: torch.Tensor, before: torch.Tensor | None, state: torch.Tensor | None, run: _Run
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the mixed rows of a segment, and the state behind it."""
         convolved, plain, own, operands = self._prepared(rows, before, run)
         mixed = None
         if operands is not None:
-            mixed, _ = in_chunks(operands, zero_state(operands) if state is None else state, chunk=self.spec.chunk)
+            state = zero_state(operands) if state is None else state
+            mixed, state = in_chunks(operands, state, chunk=self.spec.chunk)
             mixed = mixed.movedim(2, 0)
-        return self.spec.result(mixed, convolved, plain, own, self.epsilon).to(rows.dtype)
+        return self.spec.result(mixed, convolved, plain, own, self.epsilon).to(rows.dtype), state
 
     def _passage(self, rows: torch.Tensor, before: torch.Tensor | None, run: _Run) -> torch.Tensor:
         """Return what a run does to the state that comes into it (``recurrence.passage``)."""
+        found: torch.Tensor | None = None
+        for given in self._segments(rows, before, run):
+            found = self._again(self._passage_of, *given, found)
+        assert found is not None
+        return found
+
+    def _passage_of(
+        self, rows: torch.Tensor, before: torch.Tensor | None, run: _Run, earlier: torch.Tensor | None
+    ) -> torch.Tensor:
         operands = self._prepared(rows, before, run)[-1]
         assert operands is not None
-        return passage(operands, chunk=self.spec.chunk)
+        return passage(operands, earlier, chunk=self.spec.chunk)
 
     # ---------------------------------------------------------------------------- runs of a divided sequence
 
@@ -175,7 +220,7 @@ class Recurrent(nn.Module):
         partition: SequencePartition, seq: int,
     ) -> tuple[list[torch.Tensor | None], torch.Tensor]:
         """Return the state before each of this rank's runs, and the one behind the sequence."""
-        own = [self._again(self._passage, *given) for given in zip(rows, befores, runs, strict=True)]
+        own = [self._passage(*given) for given in zip(rows, befores, runs, strict=True)]
         every, mine = self._gathered(own, rows, partition, seq)
         states = passed(every, self.spec.value_size)
         return [states[i] for i in mine], states[-1]
@@ -222,7 +267,7 @@ class Recurrent(nn.Module):
         state = None
         if self.spec.heads:
             states, state = self._states(rows, befores, runs, partition, seq)
-        out = [self._of_run(*given) for given in zip(rows, befores, states, runs, strict=True)]
+        out = [part for given in zip(rows, befores, states, runs, strict=True) for part in self._of_run(*given)[0]]
         return torch.cat(out), Memory(self._last_rows(packed, positions, lengths), state)
 
     def _next(self, packed: torch.Tensor, memory: Memory) -> tuple[torch.Tensor, Memory]:

@@ -48,6 +48,8 @@ class RecurrentSpec(MixerSpec):
     value_size: int = 0
     chunk: int = 64
     """Positions whose pairs the recurrence computes at once."""
+    segment: int = 2048
+    """Positions that the backward pass computes again at once."""
 
     @property
     def projections(self) -> tuple[LinearSpec, ...]:
