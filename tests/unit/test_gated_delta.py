@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_memory import events_of, most
 from test_mixers import BATCH, inputs, layer_of
 
 from megatron_port.core.config.checks import problems
@@ -114,6 +115,31 @@ def test_the_convolution_stays_within_documents() -> None:
             own = sum(weight[:, 3 - j] * rows[3 + t - j, b] for j in range(min(4, int(reach[t, b]) + 1)))
             torch.testing.assert_close(found[t, b], every + bias)
             torch.testing.assert_close(within[t, b], own + bias)
+
+
+@pytest.mark.parametrize(("keys", "each", "key_size", "value_size", "chunk"), [
+    (2, 1, 64, 32, 64), (4, 2, 32, 64, 32), (2, 2, 48, 96, 64),
+])
+def test_memory_in_passing_is_as_stated(keys: int, each: int, key_size: int, value_size: int, chunk: int) -> None:
+    """The allocator's peak in one pass of the mixer, of a sequence of several segments."""
+    model = replace(MODEL, seq_length=512, recurrent=RecurrentConfig(
+        heads=keys * each, key_heads=keys, key_size=key_size, value_size=value_size, chunk=chunk, segment=256))
+    mixer: Any = layer_of(model, torch.float32).attention
+    packed = torch.randn(512, BATCH, mixer.spec.packed.outputs).requires_grad_()
+    found: dict[str, torch.Tensor] = {}
+
+    def forward() -> None:
+        found["out"] = mixer.mix(packed)
+
+    def backward() -> None:
+        found["out"].backward(torch.ones_like(found["out"]))
+
+    def peak(step: Any) -> float:
+        return most([event.nbytes() for event in events_of(step) if event.name() == "[memory]"]) / 4 / BATCH
+
+    stated, out, grad = mixer.spec.scratch, 512 * keys * each * value_size, 512 * mixer.spec.packed.outputs
+    assert peak(forward) == pytest.approx(256 * stated[0] + out, rel=0.08)
+    assert peak(backward) == pytest.approx(256 * stated[1] + out + grad, rel=0.08)
 
 
 # ---------------------------------------------------------------------------------------------------- the mixer

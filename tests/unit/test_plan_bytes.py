@@ -10,7 +10,7 @@ from fake_ranks import Traffic, batches, fake_rank
 from planned_traffic import NORM, SUMS, pass_traffic, step_traffic
 
 from megatron_port.core.config.loader import load
-from megatron_port.core.config.model import MoEConfig
+from megatron_port.core.config.model import MoEConfig, RecurrentConfig
 from megatron_port.core.config.schema import (
     ActivationsConfig,
     BatchConfig,
@@ -96,9 +96,12 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "gpt": (GPT, "bf16"), "dropout": ({**GPT, "hidden_dropout": 0.1}, "fp32"), "llama": (LLAMA, "bf16"),
     "fp64": (LLAMA, "fp64"), "shared": (LLAMA, "bf16"), "one head": ({**GPT, "num_query_groups": 1}, "fp32"),
     "experts": (ROUTED, "bf16"),
+    "hybrid": ({**LLAMA, "mixer_pattern": ("gated_delta", "attention"), "recurrent": RecurrentConfig(
+        key_heads=2, kernel=3)}, "bf16"),
     "factored": ({**LLAMA, "qkv_rank": 9, "output_rank": 8, "up_rank": 10, "down_rank": 12}, "bf16"),
 }
 CASES = [*(("gpt", i) for i in range(15) if i not in (1, 2, 4, 7)), ("dropout", 4), ("dropout", 7), ("llama", 6),
+         *(("hybrid", i) for i in (7, *range(26, 30))),
          ("fp64", 3), ("factored", 7), ("factored", 8), *(("llama", i) for i in range(26, 30)),
          ("shared", 15), ("shared", 16), ("one head", 15), *(("experts", i) for i in (*EXPERTS, 30))]
 

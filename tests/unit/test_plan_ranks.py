@@ -12,7 +12,7 @@ from rank_memory import held_bytes, measure, padding
 
 from megatron_port.core.config.features import FineTuningConfig
 from megatron_port.core.config.layout import with_values
-from megatron_port.core.config.model import MoEConfig
+from megatron_port.core.config.model import MoEConfig, RecurrentConfig
 from megatron_port.core.config.schema import (
     ActivationsConfig,
     BackendConfig,
@@ -59,6 +59,9 @@ MODELS: dict[str, dict[str, Any]] = {
         balance_loss="sequence", balance_bias=True, z_weight=1e-3,
     )},
     "further tokens": {**LLAMA, "mtp_layers": 2},
+    "recurrent": {**LLAMA, "mixer": "gated_delta", "num_query_groups": 0, "recurrent": RecurrentConfig(
+        key_heads=2, key_size=24, segment=64)},
+    "hybrid": {**LLAMA, "mixer_pattern": ("gated_delta", "attention")},
     "window": {**GPT, "sliding_window": 40, "attention_pattern": ("window", "full"), "attention_dropout": 0.1},
 }
 
@@ -112,6 +115,9 @@ CASES = [
     ("llama", "fp32", {**CP2, **SP, **SOME}, 0), ("gptj", "fp32", T2, 0), ("further tokens", "bf16", {**SP, **FULL}, 0),
     ("further tokens", "fp32", {**ZERO3, **P2}, 1),
     ("shared", "bf16", P2, 1), ("factored", "bf16", SP, 0), ("factored", "fp32", {**T2, **FULL}, 0),
+    ("recurrent", "bf16", {}, 0), ("recurrent", "fp32", {**SP, **CP2}, 0), ("hybrid", "fp32", {**P2, **CP2}, 1),
+    ("recurrent", "bf16", {**FULL, **P2}, 0), ("hybrid", "bf16", {**SP, **ZERO1}, 0),
+    ("hybrid", "fp32", {**EVERY_SITE, "cp_order": "contiguous", **CP2}, 0), ("recurrent", "fp32", {**SWAPPED, **T2}, 0),
     ("dropout", "fp32", {**T2, **PARTITIONED, "recompute": ("input:partition+norm1+residual:partition+norm2",) * 4}, 0),
 ]
 

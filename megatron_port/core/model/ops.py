@@ -53,6 +53,11 @@ class Op:
     """Values that the backward pass of an operation without a rule reads, among those that it reads and writes."""
     beside: float = 0.0
     """Elements per token that an operation without a rule keeps beside those, counted as ``features``."""
+    scratch: tuple[float, float] = (0.0, 0.0)
+    """Elements per token in fp32 or fp64, counted as ``features``, that an operation without a rule needs in passing:
+    forward, and backward."""
+    scratch_rows: int = 0
+    """Positions of each sequence that need them at once; 0: all."""
     holds: tuple[str, ...] = ()
     """Values that stay until it has run although it does not read them, as a function's variables do."""
 

@@ -40,6 +40,8 @@ class MixerSpec(ABC):
     """Reads what the core mixed; row-parallel."""
     window: int = 0
     """Positions that one sees at most; 0: all before it."""
+    recomputes: ClassVar[bool] = False
+    """The core is always computed again in the backward pass."""
 
     @property
     @abstractmethod
@@ -79,6 +81,13 @@ class MixerSpec(ABC):
     def pair_flops(self, seq: int, document: float = 0.0) -> float:
         """The operations among :meth:`flops` of which a causal core needs half: those of pairs of positions."""
         return 0.0
+
+    @property
+    def passed(self) -> tuple[float, float, float]:
+        """Elements of one sample, on all tensor-parallel ranks together, that context-parallel ranks exchange of each
+        run of positions, unless they exchange keys and values: in the compute dtype, and in fp32 or fp64; and what they
+        keep beside those, in fp32 or fp64."""
+        return 0.0, 0.0, 0.0
 
     @property
     def entry_rank(self) -> int:

@@ -99,7 +99,7 @@ class Recurrent(nn.Module):
         partition = self.partition.divided(self.step.division)
         seq = partition.seq_length(packed.shape[0])
         runs = [self._documents(run) for run in partition.held(seq).runs]
-        rows = list(packed.split([run.run.length for run in runs]))
+        rows = list(packed.split([run.run.length for run in runs])) if len(runs) > 1 else [packed]
         befores = self._befores(rows, partition, seq)
         states: list[torch.Tensor | None] = [None] * len(runs)
         if self.group is not None and self.spec.heads:
@@ -159,15 +159,11 @@ class Recurrent(nn.Module):
         self, rows: torch.Tensor, before: torch.Tensor | None, run: _Run
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, _Run]]:
         """Yield the rows of each segment of a run, those before it that the convolution reads, its positions."""
-        taps, step = self.spec.kernel - 1, self.spec.segment
-        for start in range(0, len(rows), step):
-            part = rows[start : start + step]
-            ahead = before
-            if start and taps:
-                ahead = self._split(rows[max(start - taps, 0) : start])[0]
-                if len(ahead) < taps and before is not None:
-                    ahead = torch.cat((before[len(ahead) :], ahead))
-            yield part, ahead, run.part(start, len(part))
+        taps, size = self.spec.kernel - 1, self.spec.segment
+        parts = rows.split(size) if len(rows) > size else (rows,)
+        for i, part in enumerate(parts):
+            yield part, before, run.part(i * size, len(part))
+            before = self._split(part[len(part) - taps :])[0] if taps else None
 
     def _mixed(
         self, rows: torch.Tensor, before: torch.Tensor | None, state: torch.Tensor | None, run: _Run

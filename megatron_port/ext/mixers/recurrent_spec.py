@@ -33,6 +33,7 @@ class RecurrentSpec(MixerSpec):
     """
 
     module: ClassVar[str] = "megatron_port.ext.mixers.recurrent:Recurrent"
+    recomputes: ClassVar[bool] = True
     delta: ClassVar[bool] = False
     """The recurrence has the delta rule (``mixers.recurrence``)."""
     units: int
@@ -93,8 +94,27 @@ class RecurrentSpec(MixerSpec):
             Op(kind="column", run="attention.packed", site="qkv", reads=(source,), writes=("packed",),
                part=self.packed),
             # It is computed again in the backward pass, from the projection: states and pairs are not kept.
-            Op(kind="recurrence", run="attention.mix", site="core", reads=("packed",), writes=("mixed",),
-               features=self.mixed_features, keeps=("packed",)),
+            Op(kind="recurrence", run="attention.mix", site="core", reads=("packed",), writes=("mixed",), part=self,
+               features=self.mixed_features, keeps=("packed",), scratch=self.scratch, scratch_rows=self.segment),
+        )
+
+    @property
+    def passed(self) -> tuple[float, float, float]:
+        """The rows before a run that its convolution reads, what a run does to a state, and states."""
+        channels = self.units * self.convolved
+        product = self.key_size if self.delta else 1
+        states = self.heads * self.key_size * self.value_size
+        return (self.kernel - 1) * channels, states + self.heads * self.key_size * product, states
+
+    @property
+    def scratch(self) -> tuple[float, float]:
+        """Elements per token of a segment that the convolution and the recurrence need in passing, as measured
+        (tests/unit/test_gated_delta.py)."""
+        k, v, c = self.heads * self.key_size, self.heads * self.value_size, self.heads * self.chunk
+        channels, plain, states = self.units * self.convolved, self.units * self.plain, k * self.value_size / self.chunk
+        return (
+            2.9 * channels + k + v + 2.5 * c + 1.4 * states,
+            2.8 * channels + 6.3 * plain + 8.2 * k + 2 * v + 7.4 * c + 0.9 * states,
         )
 
     @abstractmethod

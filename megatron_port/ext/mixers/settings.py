@@ -110,6 +110,9 @@ def _shares(config: RunConfig) -> list[str]:
     elif r.key_heads % tp:
         out.append(f"layout.tensor_parallel_size {tp} does not divide model.recurrent.key_heads {r.key_heads}, which "
                    f"ranks share out; use {' or '.join(str(n) for n in _divisors(r.key_heads))}")
+    if r.segment < r.kernel:
+        out.append(f"model.recurrent.segment {r.segment} is below kernel {r.kernel}; a segment has at least what the "
+                   "convolution reads")
     chunks = layout.context_parallel_size * (1 if layout.cp_order == "contiguous" else 2)
     if layout.context_parallel_size > 1 and model.seq_length // chunks < r.kernel - 1:
         out.append(f"model.seq_length {model.seq_length} gives context-parallel ranks {model.seq_length // chunks} "

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from megatron_port.core.model.spec import LayerSpec
+from megatron_port.core.model.spec import LayerSpec, MixerSpec
 from megatron_port.ext.experts.spec import MoESpec
 from megatron_port.tools.plan.case import Case
 from megatron_port.tools.plan.rates import Cost, Links, Rates, Span, span
@@ -41,7 +41,7 @@ class HeadBytes:
 def head_bytes(case: Case, layer: LayerSpec) -> HeadBytes:
     """Return the bytes of a rank's own heads."""
     attention = layer.mixer.attention
-    assert attention is not None, "config.mixer refuses context parallelism of other mixers"
+    assert attention is not None, "other mixers exchange no keys"
     groups = attention.groups
     each = case.model.seq_length / case.cp * case.micro_batch * groups.head_size * case.width
     held = groups.held(case.tp) / case.tp
@@ -53,9 +53,20 @@ def context_group(case: Case, links: Links) -> Span:
     return span(links.machine, case.cp, case.tp)
 
 
+def passed_bytes(case: Case, mixer: MixerSpec, *, kept: bool = False) -> float:
+    """Return the bytes of all ranks' rows and states that each of them gathers for a mixer with a state; with those
+    that it keeps beside them."""
+    narrow, wide, beside = mixer.passed
+    runs = 1 if case.cp_order == "contiguous" else 2
+    return case.cp * runs * case.micro_batch / case.tp * (narrow * case.width + (wide + beside * kept) * case.wide)
+
+
 def context_bytes(case: Case, layer: LayerSpec) -> dict[str, float]:
-    """Return the bytes of the buffers that a layer hands to the collectives of its attention in the forward and the
+    """Return the bytes of the buffers that a layer hands to the collectives of its mixer in the forward and the
     backward pass of a micro-batch, by kind."""
+    if layer.mixer.attention is None:
+        every = passed_bytes(case, layer.mixer)
+        return {"all-gather": (1 + (case.recompute == "full")) * every, "reduce-scatter": every}
     own, again = head_bytes(case, layer), case.recompute != "none"
     if case.cp_method == "gather":
         return {"all-gather": (1 + again) * case.cp * own.keys_values, "reduce-scatter": case.cp * own.keys_values}
@@ -75,6 +86,10 @@ def context_cost(
     """
     if case.cp == 1:
         return Cost()
+    if layer.mixer.attention is None:  # what a run does to a state takes as long as its result
+        each = links.collective(passed_bytes(case, layer.mixer), context_group(case, links), kind="half")
+        once = Cost(*core, forward_context=each, backward_context=each)
+        return once + forward_again(once) if case.recompute == "full" else once
     method = {"gather": _gathered, "heads": _by_heads, "ring": _in_ring}[case.cp_method]
     found = method(case, head_bytes(case, layer), rates, links, core, again)
     return found + forward_again(found) if again else found

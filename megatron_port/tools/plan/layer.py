@@ -111,7 +111,8 @@ def attention_seconds(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float
     attention = layer.mixer.attention
     if attention is None:
         operations = layer.mixer.flops(m.seq_length, case.document) / m.seq_length * stream_of(case)[0] / t
-        return rates.core(operations, w)
+        forward, backward = rates.core(operations, w)
+        return forward, backward + forward * layer.mixer.recomputes
     groups = attention.groups
     heads = groups.heads / t * case.micro_batch
     queries, keys, d = m.seq_length / case.cp, float(m.seq_length), groups.head_size

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.model.ops import INPUT, Op, Site, last_uses
-from megatron_port.core.model.spec import AttentionSpec, GroupedAttentionSpec, LayerSpec, MLPSpec
+from megatron_port.core.model.spec import AttentionSpec, GroupedAttentionSpec, LayerSpec, MixerSpec, MLPSpec
 from megatron_port.ext.experts.spec import MoESpec
 from megatron_port.ext.memory.sites import SITES
 from megatron_port.ext.mixers.latent_spec import LatentAttentionSpec, LatentSpec
 from megatron_port.tools.plan.case import Case
-from megatron_port.tools.plan.exchanges import Routed, routed
+from megatron_port.tools.plan.exchanges import Routed, passed_bytes, routed
 from megatron_port.tools.plan.operations import (
     Block,
     Meter,
@@ -570,15 +570,26 @@ def metered_bytes(case: Case, spec: LayerSpec) -> dict[Site, float]:
 
 
 def _stated(t: Tape, s: Sizes, op: Op, *inputs: Value) -> Value:
-    """An operation without a rule: the memory that it states of itself (``Op.features``, ``keeps``, ``beside``)."""
+    """An operation without a rule: the memory that it states of itself (``Op.features``, ``keeps``, ``beside``,
+    ``scratch``)."""
     each, sizes = s.tokens / s.case.tp * s.case.width, [x.size for x in inputs]
-    beside = t.block(op.beside * each)
+    rows = min(op.scratch_rows * s.case.micro_batch or s.tokens, s.tokens) / s.case.tp
+    passing = [elements * rows * max(s.case.wide, 4) for elements in op.scratch]
+    t.meter.need(passing[0])
+    passed = passed_bytes(s.case, op.part, kept=True) if isinstance(op.part, MixerSpec) and s.case.cp > 1 else 0.0
+    beside = t.block(op.beside * each + passed)
     out = t.block(op.features * each)
     blocks = {**{name: x.block for name, x in zip(op.reads, inputs)}, op.writes[0]: out}
     saved = [blocks[name] for name in op.keeps]
-    if op.beside:
+    if beside.size:
         saved.append(beside)
-    return t.note(out, inputs, lambda grad, saved: [t.block(size) for size in sizes], saved)
+
+    def backward(grad: Block, saved: list[Block]) -> list[Block | None]:
+        found: list[Block | None] = [t.block(size) for size in sizes]
+        t.meter.need(passing[1])
+        return found
+
+    return t.note(out, inputs, backward, saved)
 
 
 def _arguments(values: dict[str, Value | tuple[Value, ...]], op: Op) -> list[Value]:

@@ -198,12 +198,22 @@ def explain_context(plan: Plan) -> list[str]:
     case = plan.case
     if case.cp == 1:
         return []
-    layer = model_spec(case.model).layers[-1]
-    own, moved = head_bytes(case, layer), sum(context_bytes(case, layer).values())
+    out, layers = [], [layer for layer, _ in model_spec(case.model).kinds()]
+    with_keys = [layer for layer in layers if layer.mixer.attention is not None]
+    with_states = [layer for layer in layers if layer.mixer.attention is None]
+    if with_keys:
+        own, moved = head_bytes(case, with_keys[-1]), sum(context_bytes(case, with_keys[-1]).values())
+        out.append(
+            f"  keys and values  of a layer and micro-batch: {own.keys_values / 1e6:.1f} MB of a rank's own positions, "
+            f"{case.cp * own.keys_values / 1e6:.1f} MB of all; by {case.cp_method} a rank hands {moved / 1e6:.1f} MB "
+            f"to collectives, forward and backward"
+        )
+    if with_states:
+        moved = sum(context_bytes(case, with_states[-1]).values())
+        out.append(f"  states           of a layer and micro-batch: a rank hands {moved / 1e6:.1f} MB to collectives, "
+                   f"forward and backward")
     return [
-        f"  keys and values  of a layer and micro-batch: {own.keys_values / 1e6:.1f} MB of a rank's own positions, "
-        f"{case.cp * own.keys_values / 1e6:.1f} MB of all; by {case.cp_method} a rank hands {moved / 1e6:.1f} MB to "
-        f"collectives, forward and backward",
+        *out,
         f"  exposed          {plan.step.split.context:.2f} s a step of {case.micro_batches} micro-batches, on the "
         f"busiest stage",
     ]
