@@ -309,6 +309,7 @@ class ModelConfig:
     """Rank of the factors of the last matrix of dense layers' MLP; 0: whole."""
     moe: MoEConfig = field(default_factory=MoEConfig)
     recurrent: RecurrentConfig = field(default_factory=RecurrentConfig)
+    """Sizes of mixers with a state."""
 
     @property
     def mixers(self) -> tuple[str, ...]:
