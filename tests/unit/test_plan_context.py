@@ -154,6 +154,7 @@ def test_a_plan_says_who_shares_sequences_and_which_pairs_of_positions_it_counts
 
 @pytest.mark.parametrize(("name", "world"), [
     ("llama-405b-128k", 16384), ("llama-8b-128k-1node", 8), ("gpt-1t-32k-frontier", 3072),
+    ("hybrid-8b-1m-1node", 8),
 ])
 def test_shipped_runs_fit_because_sequences_are_divided(name: str, world: int) -> None:
     """Legal, within a device, and not so with replicas in place of the ranks that share a sequence."""
