@@ -84,10 +84,13 @@ def test_passages_compose(seed: int, cuts: list[int], delta: bool, documents: fl
         torch.testing.assert_close(before, state, rtol=1e-11, atol=1e-11)
         _, state = in_steps(run, state)
     together = None
-    for run in runs:  # one passage after another
+    for run in runs:  # one passage after another, from a state that is not zero
         together = passage(run, together, chunk=4)
     assert together is not None
-    torch.testing.assert_close(passed([together], 4)[-1], state, rtol=1e-11, atol=1e-11)
+    start = torch.randn(state.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    local, product = together.split((4, together.shape[-1] - 4), dim=-1)
+    found = local + (product @ start if delta else product * start)
+    torch.testing.assert_close(found, in_steps(whole, start)[1], rtol=1e-11, atol=1e-11)
 
 
 def test_strong_decay_keeps_digits_in_single_precision() -> None:

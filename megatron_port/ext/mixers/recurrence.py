@@ -18,7 +18,7 @@ Everything is computed in fp32, or fp64 of fp64 operands. Tensors are [batch, he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,13 +91,18 @@ class _Chunks:
     total: torch.Tensor
     """[1, 1]: the decay of the state that comes in, at the end."""
 
-    def after(self, i: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (u [C, value] of chunk i, the state behind it) from the state that comes in."""
-        learned = self.learned[:, :, i]
-        if self.read is not None:
-            learned = learned - self.read[:, :, i] @ state
-        written = (self.keys[:, :, i] * self.to_end[:, :, i]).mT
-        return learned, state * self.total[:, :, i] + written @ learned
+    def states(self, state: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield (the state that comes in, u [C, value], the state behind it) of each chunk, from the first one's."""
+        written, reads = (self.keys * self.to_end).mT, self.read
+        # Taken apart at once: the gradient of a slice would be copied into zeros for each chunk.
+        columns = [x.unbind(2) for x in (self.learned, written, self.total)]
+        read = [None] * len(columns[0]) if reads is None else reads.unbind(2)
+        for learned, write, total, take in zip(*columns, read, strict=True):
+            before = state
+            if take is not None:
+                learned = learned - take @ before
+            state = before * total + write @ learned
+            yield before, learned, state
 
 
 def _decays(g: torch.Tensor, starts: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
@@ -149,10 +154,9 @@ def in_chunks(
     """Return what :func:`in_steps` does, up to rounding. ``chunk``: positions whose pairs are computed at once."""
     chunks, q, out = _chunks(operands, chunk), _cut(operands.queries, 2, chunk), []
     seen, q = (q @ chunks.keys.mT) * chunks.pairs, q * chunks.before
-    for i in range(q.shape[2]):
-        before = state
-        learned, state = chunks.after(i, before)
-        out.append(q[:, :, i] @ before + seen[:, :, i] @ learned)
+    for one, pairs, (before, learned, after) in zip(q.unbind(2), seen.unbind(2), chunks.states(state), strict=True):
+        out.append(one @ before + pairs @ learned)
+        state = after
     return torch.cat(out, dim=2)[:, :, : operands.queries.shape[2]], state
 
 
@@ -171,8 +175,8 @@ def passage(operands: Operands, before: torch.Tensor | None, *, chunk: int) -> t
     state, product = before.split((values, before.shape[-1] - values), dim=-1)
     if delta:
         state = before
-    for i in range(chunks.keys.shape[2]):
-        _, state = chunks.after(i, state)
+    for _, _, after in chunks.states(state):
+        state = after
     return state if delta else torch.cat((state, product * chunks.total.prod(2)), dim=-1)
 
 

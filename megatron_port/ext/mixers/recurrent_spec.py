@@ -113,8 +113,8 @@ class RecurrentSpec(MixerSpec):
         k, v, c = self.heads * self.key_size, self.heads * self.value_size, self.heads * self.chunk
         channels, plain, states = self.units * self.convolved, self.units * self.plain, k * self.value_size / self.chunk
         return (
-            2.9 * channels + k + v + 2.5 * c + 1.4 * states,
-            2.8 * channels + 6.3 * plain + 8.2 * k + 2 * v + 7.4 * c + 0.9 * states,
+            2.8 * channels + 2 * k + 2.8 * c + 2.1 * states,
+            3 * channels + 3.3 * plain + 6 * k + 6.7 * v + 6 * c + states,
         )
 
     @abstractmethod
