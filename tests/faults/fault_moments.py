@@ -26,8 +26,14 @@ def strike(n, want):
     if want["kind"] == "tear-list":
         path = next(pathlib.Path(want["folder"]).rglob(newest(want))) / f"rank-{want['rank']:05d}.json"
         path.write_bytes(path.read_bytes()[:-7])
+    if want["kind"] == "hub": return [os.kill(pid, signal.SIGKILL) for pid in hubs()]
     if want["kind"] == "bug": raise KeyError("a bug of this rank alone")
     os.kill(os.getpid(), signal.SIGSTOP if want["kind"] == "stop" else signal.SIGKILL)
+def hubs():
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        try: ours, line = os.getsid(int(path.parent.name)) == os.getsid(0), path.read_bytes()
+        except OSError: continue
+        if ours and b"megatron_port.run.watch.hub" in line.split(bytes(1)): yield int(path.parent.name)
 def newest(want):
     lists = pathlib.Path(want["folder"]).rglob(f"rank-{want['rank']:05d}.json")
     return max(lists, key=lambda p: p.stat().st_mtime_ns).parent.name
@@ -65,7 +71,7 @@ def moment(
 
     ``after``: the fault, by its number, that must have struck before.
     ``kind``: kill | stop | bug | flip-copy (and kill) | tear-list (and kill); these two need the copies' folder |
-    flip-state: a bit of a moment, before the copy of the step.
+    flip-state: a bit of a moment, before the copy of the step | hub: the watch's process is killed.
     """
     return {"rank": rank, "step": step, "phase": phase, "kind": kind, "scope": scope, "operation": operation,
             "folder": folder, "after": after}

@@ -108,6 +108,19 @@ def test_a_rank_lost_in_any_phase_is_replaced_and_nothing_is_lost(
     assert not [event for event in events if event["event"] == "failed" and "PeerLost" in event.get("message", "")]
 
 
+def test_the_watch_is_lost_too(commands: Commands, unbroken: Run, tmp_path: Path) -> None:
+    """In training, then while ranks come back; what hangs after that is named by the next one."""
+    moments = [
+        moment(1, 3, "forward", scope="step", kind="hub"), moment(2, 5, "forward", scope="step"),
+        moment(0, 0, "start", scope="start", operation="communicator", kind="hub", after=1),
+        moment(3, 9, "forward", scope="step", kind="stop", after=2),
+    ]
+    run, code, output = broken(commands, tmp_path, moments)
+    assert code == 0 and struck(tmp_path / "hook") == 4, output[-6000:]
+    assert "hung" in output, output[-6000:]
+    same(run, unbroken)
+
+
 @pytest.mark.parametrize("kind", ["flip-copy", "tear-list"])
 def test_a_damaged_copy_is_named_and_the_one_before_it_is_used(
     commands: Commands, unbroken: Run, tmp_path: Path, kind: str

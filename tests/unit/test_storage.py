@@ -314,6 +314,7 @@ def test_a_later_start_copies_what_is_left_and_nothing_twice(bucket, tmp_path, m
     first.abandon()
     first._thread.join(20)
     assert not first._thread.is_alive() and not lines and not bucket.exists(f"{url}/latest")
+    monkeypatch.setattr(mirror, "PATIENCE", 3.0)
     for expected in (["copied step-00000006"], []):
         ranks = [Mirror(url, rank, 2, verify=True, note=lines.append) for rank in range(2)]
         for rank in ranks:
