@@ -185,7 +185,7 @@ FAMILIES = Registry("model family", "model.family", {
 """By ``model_type`` of Hugging Face. ``auto`` is the first of the others that computes a model."""
 MIXERS = Registry("mixer", "model.mixer", {
     "attention": None,
-    "gated_delta": "megatron_port.ext.mixers.gated_delta:KIND",
+    **{name: f"megatron_port.ext.mixers.{name}:KIND" for name in ("gated_delta", "kda", "mamba2", "short_conv")},
 })
 """Sequence mixers of a layer (``config.model.MixerKind``)."""
 PROVIDERS = {
@@ -245,6 +245,8 @@ PARTS = Registry("part", "", {
     "host memory": "megatron_port.ext.memory.host_memory:host_bytes",
     "Hugging Face folder": "megatron_port.tools.interop.hf_files:open_sampled",
     "initial decay rates": "megatron_port.ext.mixers.initial:decay_rates",
+    "initial decay rates from 1": "megatron_port.ext.mixers.initial:decay_rates_from_1",
+    "initial time steps": "megatron_port.ext.mixers.initial:time_steps",
     "is a Hugging Face folder": "megatron_port.tools.interop.hf_files:is_hf",
     "latent attention": "megatron_port.ext.mixers.latent_spec:latent_attention",
     "layers by chunk": "megatron_port.run.build:layers_by_chunk",

@@ -9,6 +9,7 @@ import dataclasses
 import random
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import drawing
 from drawing import Draw
@@ -18,7 +19,14 @@ from megatron_port.core.config.checks import problems
 from megatron_port.core.config.model import ATTENTION, RecurrentConfig
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.registry import MIXERS
+from megatron_port.ext.mixers.recurrent_spec import RecurrentKind
 from megatron_port.ext.mixers.settings import ATTENTION_SETTINGS
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "convolution_bias": (False, True), "chunk": (2, 3, 5, 64), "segment": (4, 6, 2048), "step_min": (0.0, 0.7),
+    "step_max": (0.0, 1.0), "gated_norm": ("group", "all", "none"), "norm_before_gate": (False, True),
+}
+"""Values of further settings of ``model.recurrent``."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +51,18 @@ def draw(seed: int) -> MixerDraw:
         if config.precision.dtype != "fp64" or config.fine_tuning.enabled or config.optimizer.name == "lion":
             continue  # lion takes the sign of gradients that are 0 but for rounding, as documents of one token have
         keys = t.tp * r.choice((1, 1, 2))
-        recurrent = RecurrentConfig(
-            heads=keys * r.choice((1, 2, 3)), key_heads=keys, key_size=r.choice((4, 5, 8)),
-            value_size=r.choice((4, 6, 7)), kernel=r.choice((1, 2, 4)), chunk=r.choice((2, 3, 5, 64)),
-            segment=r.choice((4, 6, 2048)),
-        )
+        sizes: dict[str, Any] = {
+            "heads": keys * r.choice((1, 2, 3)), "key_heads": keys, "key_size": r.choice((4, 5, 8)),
+            "value_size": r.choice((4, 6, 7)), "kernel": r.choice((1, 2, 4)),
+        }
+        sizes |= {name: r.choice(values) for name, values in CHOICES.items()}
+        if r.random() < 0.3:
+            sizes["key_heads"] = 1
         # The first in turn, so that few seeds have each.
         pattern = [names[seed % len(names)], *r.choices((ATTENTION, *names), k=r.randint(0, 2))]
         r.shuffle(pattern)
+        read = {setting for name in {*pattern} - {ATTENTION} for setting in MIXERS.get(name, RecurrentKind).reads}
+        recurrent = RecurrentConfig(**{setting: value for setting, value in sizes.items() if setting in read})
         model = dataclasses.replace(config.model, recurrent=recurrent)
         if len(pattern) == 1:
             model = dataclasses.replace(model, mixer=pattern[0])

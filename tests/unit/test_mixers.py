@@ -200,10 +200,10 @@ def test_what_a_mixer_cannot_do_is_refused_by_name(delta: ModelConfig) -> None:
     generator.model = type("Model", (), {"model": delta})()
     with pytest.raises(ConfigError, match="'gated_delta_net' has no cache of earlier tokens, which generation needs"):
         generator.generate([[1]], Sampling())
-    unknown = replace(run, model=replace(delta, mixer="mamba"))
-    assert problems(unknown) == [f"model.mixer 'mamba' is unknown; use {', '.join(MIXERS.names)}"]
-    pattern = replace(run, model=replace(MODEL, mixer_pattern=("attention", "mamba")))
-    assert problems(pattern) == [f"model.mixer_pattern names 'mamba', which no mixer is; use {', '.join(MIXERS.names)}"]
+    unknown = replace(run, model=replace(delta, mixer="hyena"))
+    assert problems(unknown) == [f"model.mixer 'hyena' is unknown; use {', '.join(MIXERS.names)}"]
+    pattern = replace(run, model=replace(MODEL, mixer_pattern=("attention", "hyena")))
+    assert problems(pattern) == [f"model.mixer_pattern names 'hyena', which no mixer is; use {', '.join(MIXERS.names)}"]
 
 
 # ------------------------------------------------------------------------------------------------ an added operation

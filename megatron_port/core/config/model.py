@@ -150,6 +150,16 @@ class RecurrentConfig:
     segment: Size = 2048
     """Positions that the backward pass computes again at once: more take more memory. Changes results by rounding
     alone."""
+    convolution_bias: bool = False
+    """Biases of the convolution; in short_conv of its projections too."""
+    step_min: NonNegative = 0.0
+    """mamba2: least time step."""
+    step_max: NonNegative = 0.0
+    """mamba2: largest time step; 0: any."""
+    gated_norm: Literal["group", "all", "none"] = "group"
+    """mamba2: norm of the result over the heads that share keys, over all heads, or none (Falcon-H1)."""
+    norm_before_gate: bool = False
+    """mamba2: the gate is behind the norm, not before it."""
 
 
 CLAMP, SHARPNESS = 7.0, 1.702
@@ -187,8 +197,9 @@ class ModelConfig:
     seq_length: Size = 1024
     """Tokens per sample, s; also the number of learned positions."""
     mixer: str = "attention"
-    """Mixer of the positions of a layer: attention | gated_delta (Gated DeltaNet, arXiv 2412.06464), or one that a
-    plugin registers."""
+    """Mixer of the positions of a layer: attention | gated_delta (Gated DeltaNet, arXiv 2412.06464) | short_conv (gated
+    short convolution: LFM2) | mamba2 (arXiv 2405.21060) | kda (Kimi Delta Attention, arXiv 2510.26692), or one
+    that a plugin registers."""
     mixer_pattern: tuple[str, ...] = ()
     """Mixers of the layers, repeated over them (Qwen3-Next: three of gated_delta, one of attention); empty: mixer in
     all."""

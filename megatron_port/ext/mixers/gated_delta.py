@@ -10,14 +10,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from megatron_port.core.config.model import MixerKind, ModelConfig
+from megatron_port.core.config.model import ModelConfig
 from megatron_port.core.layers.spec import ParameterSpec, Split
-from megatron_port.ext.mixers.recurrent_spec import RecurrentSpec, by_head, normed, output, projection, sizes_of, unit
+from megatron_port.ext.mixers.recurrent_spec import (
+    RecurrentKind,
+    RecurrentSpec,
+    by_head,
+    output,
+    projection,
+    shared_keys,
+    sizes_of,
+    unit,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_port.ext.mixers.recurrence import Operands
+    from megatron_port.ext.mixers.recurrent_spec import Norm, Rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +51,14 @@ class GatedDeltaSpec(RecurrentSpec):
             ),
         }
 
-    def operands(self, convolved: Tensor, plain: Tensor, own: Mapping[str, Tensor]) -> Operands:
+    def operands(self, rows: Rows, own: Mapping[str, Tensor]) -> Operands:
         from torch.nn.functional import silu, softplus
 
         from megatron_port.ext.mixers.recurrence import Operands
 
         k, each = self.key_size, self.heads // self.units
-        query, key, values = silu(convolved).split((k, k, each * self.value_size), dim=-1)
-        _, rate, forget = plain.split((each * self.value_size, each, each), dim=-1)
+        query, key, values = silu(rows.convolved).split((k, k, each * self.value_size), dim=-1)
+        _, rate, forget = rows.plain.split((each * self.value_size, each, each), dim=-1)
         decay = -own["decay"].exp() * softplus(forget.flatten(-2) + own["decay_bias"])
         return Operands(
             queries=by_head(unit(query) * k**-0.5).repeat_interleave(each, 1),
@@ -57,15 +67,12 @@ class GatedDeltaSpec(RecurrentSpec):
             decay=by_head(decay), rate=by_head(rate.flatten(-2).sigmoid()),
         )
 
-    def result(
-        self, mixed: Tensor | None, convolved: Tensor, plain: Tensor, own: Mapping[str, Tensor], epsilon: float
-    ) -> Tensor:
+    def result(self, mixed: Tensor | None, rows: Rows, own: Mapping[str, Tensor], norm: Norm) -> Tensor:
         from torch.nn.functional import silu
 
         assert mixed is not None
-        gate = plain[..., : self.heads // self.units * self.value_size].unflatten(-1, (-1, self.value_size))
-        out: Tensor = normed(mixed, own["norm"], epsilon) * silu(gate.flatten(2, 3))
-        return out.flatten(-2)
+        gate = rows.plain[..., : self.heads // self.units * self.value_size].unflatten(-1, (-1, self.value_size))
+        return (norm(mixed, own["norm"]) * silu(gate.flatten(2, 3))).flatten(-2)
 
 
 def gated_delta(model: ModelConfig, index: int) -> GatedDeltaSpec:
@@ -80,4 +87,7 @@ def gated_delta(model: ModelConfig, index: int) -> GatedDeltaSpec:
     )
 
 
-KIND = MixerKind(gated_delta, context=True, documents=True, memory=True)
+KIND = RecurrentKind(
+    gated_delta, faults=shared_keys,
+    reads=frozenset({"heads", "key_heads", "key_size", "value_size", "kernel", "chunk", "segment"}),
+)

@@ -18,8 +18,9 @@ from megatron_port.core.dist.collectives import all_reduce_sum, enter_region
 from megatron_port.core.dist.positions import Positions, Run, SequencePartition
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.registry import PARTS
+from megatron_port.ext.mixers.projection_norm import split_rms_norm
 from megatron_port.ext.mixers.recurrence import Operands, convolve, in_chunks, in_steps, passage, passed, zero_state
-from megatron_port.ext.mixers.recurrent_spec import RecurrentSpec
+from megatron_port.ext.mixers.recurrent_spec import RecurrentSpec, Rows
 
 
 class Memory(NamedTuple):
@@ -58,7 +59,8 @@ class _Run:
             return replace(all, starts=starts)
         no = ~self.used[:, None]  # keys, rates and decays of 0 leave a state as it is
         return replace(
-            all, starts=starts, keys=all.keys.masked_fill(no[..., None], 0.0), decay=all.decay.masked_fill(no, 0.0),
+            all, starts=starts, keys=all.keys.masked_fill(no[..., None], 0.0),
+            decay=all.decays.masked_fill(no[..., None], 0.0),
             rate=None if all.rate is None else all.rate.masked_fill(no, 0.0),
         )
 
@@ -87,15 +89,28 @@ class Recurrent(nn.Module):
         super().__init__()
         self.name, self.spec, self.step = f"{layer}.attention", spec, build.step
         self.partition, self.group, self.epsilon = build.partition, build.ctx.over("cp"), build.model.norm_epsilon
-        self.units = spec.units // build.ctx.size("tp")
+        self.ranks, self.tp_group, self.sequence_parallel = (
+            build.ctx.size("tp"), build.ctx.over("tp"), build.sequence_parallel
+        )
+        self.units = spec.units // self.ranks
         self.convolution = nn.ParameterList(build.divided(p, layer) for p in spec.convolution)
         self.own = nn.ParameterDict({name: build.divided(p, layer) for name, p in spec.own.items()})
         self.packed = build.column(layer, spec.packed)
+        self.shared = None if spec.shared is None else build.whole(layer, spec.shared)
         self.output = build.row(layer, spec.output)
         self.wide = torch.promote_types(build.dtype, torch.float32)
 
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the rows of this rank's units, and behind them those that all units share."""
+        assert self.shared is not None
+        packed = self.packed(x)
+        # Units on all ranks add to the gradient of what they share.
+        shared = enter_region(self.shared(x), self.tp_group, self.sequence_parallel)
+        return torch.cat((packed, shared), dim=-1)
+
     def mix(self, packed: torch.Tensor) -> torch.Tensor:
-        """Return what the output projection reads, from the projection [held positions, batch, units/tp · rows]."""
+        """Return what the output projection reads, from the projection [held positions, batch, units/tp · rows, and
+        what they share]."""
         partition = self.partition.divided(self.step.division)
         seq = partition.seq_length(packed.shape[0])
         runs = [self._documents(run) for run in partition.held(seq).runs]
@@ -123,26 +138,41 @@ class Recurrent(nn.Module):
 
     # ------------------------------------------------------------------------------------------- one run
 
-    def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the convolution's part of each unit's rows [n, batch, channels], and the plain one [n, batch, units,
-        plain]."""
-        convolved, plain = rows.unflatten(-1, (self.units, -1)).split((self.spec.convolved, self.spec.plain), dim=-1)
-        return convolved.flatten(-2), plain
+    def _split(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return what the convolution reads, [n, batch, channels], the plain rows, [n, batch, units, plain], and the
+        plain ones that units share."""
+        spec = self.spec
+        rows, shared = packed.split((packed.shape[-1] - spec.shared_rows, spec.shared_rows), dim=-1)
+        convolved, plain = spec.inputs(rows.unflatten(-1, (self.units, -1)), self.wide)
+        channels = convolved.flatten(-2)
+        if spec.shared_convolved:
+            channels = torch.cat((channels, shared[..., : spec.shared_convolved]), dim=-1)
+        return channels, plain, shared[..., spec.shared_convolved :]
 
     def _prepared(
-        self, rows: torch.Tensor, before: torch.Tensor | None, run: _Run
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], Operands | None]:
-        """Return the convolved part, the plain one, the mixer's own parameters, and the recurrence's operands."""
-        mine, plain = (x.to(self.wide) for x in self._split(rows))
+        self, packed: torch.Tensor, before: torch.Tensor | None, run: _Run
+    ) -> tuple[Rows, dict[str, torch.Tensor], Operands | None]:
+        """Return the mixer's rows, its own parameters, and the recurrence's operands."""
+        mine, plain, shared = (x.to(self.wide) for x in self._split(packed))
+        kinds = 1 + self.spec.convolution_bias
         ahead = mine[:0] if before is None else before.to(self.wide)
         if lacking := self.spec.kernel - 1 - len(ahead):  # the sequence begins here
             ahead = torch.cat((mine.new_zeros(lacking, *mine.shape[1:]), ahead))
-        weight, bias = (*(p.to(self.wide) for p in self.convolution), None)[:2]
-        assert weight is not None
-        convolved = convolve(mine, ahead, weight, bias, run.reach).unflatten(-1, (self.units, -1))
+        weights = [p.to(self.wide) for p in self.convolution]
+        bias = torch.cat(weights[1::kinds]) if self.spec.convolution_bias else None
+        found = convolve(mine, ahead, torch.cat(weights[::kinds]), bias, run.reach)
+        together = self.spec.shared_convolved
+        convolved, common = found.split((found.shape[-1] - together, together), dim=-1)
+        rows = Rows(convolved.unflatten(-1, (self.units, -1)), plain, torch.cat((common, shared), dim=-1))
         own = {name: p.to(self.wide) for name, p in self.own.items()}
-        found = self.spec.operands(convolved, plain, own)
-        return convolved, plain, own, None if found is None else run.operands(found)
+        operands = self.spec.operands(rows, own)
+        return rows, own, None if operands is None else run.operands(operands)
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor, *, over_ranks: bool = False) -> torch.Tensor:
+        if over_ranks and self.ranks > 1:
+            count = x.shape[-1] * self.ranks
+            return split_rms_norm(x, weight, self.epsilon, count=count, group=self.tp_group)
+        return x * (x.square().mean(-1, keepdim=True) + self.epsilon).rsqrt() * weight
 
     def _of_run(
         self, rows: torch.Tensor, before: torch.Tensor | None, state: torch.Tensor | None, run: _Run
@@ -166,16 +196,16 @@ class Recurrent(nn.Module):
             before = self._split(part[len(part) - taps :])[0] if taps else None
 
     def _mixed(
-        self, rows: torch.Tensor, before: torch.Tensor | None, state: torch.Tensor | None, run: _Run
+        self, packed: torch.Tensor, before: torch.Tensor | None, state: torch.Tensor | None, run: _Run
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the mixed rows of a segment, and the state behind it."""
-        convolved, plain, own, operands = self._prepared(rows, before, run)
+        rows, own, operands = self._prepared(packed, before, run)
         mixed = None
         if operands is not None:
             state = zero_state(operands) if state is None else state
             mixed, state = in_chunks(operands, state, chunk=self.spec.chunk)
             mixed = mixed.movedim(2, 0)
-        return self.spec.result(mixed, convolved, plain, own, self.epsilon).to(rows.dtype), state
+        return self.spec.result(mixed, rows, own, self._norm).to(packed.dtype), state
 
     def _passage(self, rows: torch.Tensor, before: torch.Tensor | None, run: _Run) -> torch.Tensor:
         """Return what a run does to the state that comes into it (``recurrence.passage``)."""
@@ -268,13 +298,13 @@ class Recurrent(nn.Module):
 
     def _next(self, packed: torch.Tensor, memory: Memory) -> tuple[torch.Tensor, Memory]:
         """Return the mixed row of one token of each sequence, and the memory behind it."""
-        convolved, plain, own, operands = self._prepared(packed, memory.rows, _Run(Run(0, 1)))
+        rows, own, operands = self._prepared(packed, memory.rows, _Run(Run(0, 1)))
         mixed, state = None, memory.state
         if operands is not None:
             assert state is not None
             mixed, state = in_steps(operands, state)
             mixed = mixed.movedim(2, 0)
-        out = self.spec.result(mixed, convolved, plain, own, self.epsilon).to(packed.dtype)
+        out = self.spec.result(mixed, rows, own, self._norm).to(packed.dtype)
         return out, Memory(torch.cat((memory.rows, self._split(packed)[0]))[1:], state)
 
     def _last_rows(self, packed: torch.Tensor, positions: Positions, lengths: torch.Tensor) -> torch.Tensor:

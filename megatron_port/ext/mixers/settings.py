@@ -8,7 +8,7 @@ from megatron_port.core.config.conflicts import Conflict, Rule, Table
 from megatron_port.core.config.model import ATTENTION, MixerKind, RecurrentConfig
 from megatron_port.core.config.schema import ModelConfig, RunConfig
 from megatron_port.core.registry import MIXERS, unknown_choices
-from megatron_port.ext.mixers.recurrent_spec import sizes_of
+from megatron_port.ext.mixers.recurrent_spec import RecurrentKind, sizes_of
 
 _OWN = ("q_lora_rank", "qk_rope_head_dim", "v_head_dim")
 ATTENTION_SETTINGS = (
@@ -100,16 +100,33 @@ def _unused(config: RunConfig) -> list[str]:
             "model.mixer or model.mixer_pattern"] if plain else []
 
 
-def _shares(config: RunConfig) -> list[str]:
-    """Name sizes of recurrences that do not divide."""
+def _recurrent(config: RunConfig) -> list[str]:
+    """Name settings of mixers with a state that none reads, and sizes that do not divide."""
+    model, out = config.model, []
+    named = [name for name in config.model.mixers if name != ATTENTION]
+    kinds = {name: kind for name in named if isinstance(kind := MIXERS.get(name, MixerKind), RecurrentKind)}
+    if not kinds:
+        return []
+    plain, read = RecurrentConfig(), {setting for kind in kinds.values() for setting in kind.reads}
+    shown = " and ".join(f"{name!r}" for name in kinds)
+    for setting, value in vars(model.recurrent).items():
+        if setting not in read and value != getattr(plain, setting):
+            out.append(f"model.recurrent.{setting} {value} is of other mixers, and model.mixer {shown} does not read "
+                       "it; leave it out")
+    for kind in kinds.values():
+        wrong = list(kind.faults(model))
+        out += wrong or _shares(config, kind)
+    return list(dict.fromkeys(out))
+
+
+def _shares(config: RunConfig, kind: RecurrentKind) -> list[str]:
+    """Name ranks that cannot share out a mixer's units, or hold too few positions for its convolution."""
     model, layout, out = config.model, config.layout, []
-    r, tp = sizes_of(model), layout.tensor_parallel_size
-    if r.heads % r.key_heads:
-        out.append(f"model.recurrent.heads {r.heads} does not divide by key_heads {r.key_heads}; each head of keys "
-                   "serves as many heads of values")
-    elif r.key_heads % tp:
-        out.append(f"layout.tensor_parallel_size {tp} does not divide model.recurrent.key_heads {r.key_heads}, which "
-                   f"ranks share out; use {' or '.join(str(n) for n in _divisors(r.key_heads))}")
+    r, units, tp = sizes_of(model), kind.spec(model, 0).units, layout.tensor_parallel_size
+    if units % tp:
+        setting = "key_heads" if "key_heads" in kind.reads and units == r.key_heads else "heads"
+        out.append(f"layout.tensor_parallel_size {tp} does not divide model.recurrent.{setting} {units}, which ranks "
+                   f"share out; use {' or '.join(str(n) for n in _divisors(units))}")
     if r.segment < r.kernel:
         out.append(f"model.recurrent.segment {r.segment} is below kernel {r.kernel}; a segment has at least what the "
                    "convolution reads")
@@ -127,5 +144,5 @@ def _divisors(number: int) -> list[int]:
 
 MIXER = (
     Table(more=(_unable, _unused)),
-    Table(on=lambda c: set(c.model.mixers) <= set(MIXERS.builtin), sized=True, more=(_shares,)),
+    Table(on=lambda c: set(c.model.mixers) <= set(MIXERS.builtin), sized=True, more=(_recurrent,)),
 )
