@@ -180,7 +180,7 @@ FAMILIES = Registry("model family", "model.family", {
     **{name: f"megatron_port.ext.families.{name}:FAMILY"
        for name in ("llama", "qwen2", "qwen3", "granite", "starcoder2", "mistral", "phi3", "deepseek_v3", "olmo2",
                     "smollm3", "gptj", "falcon", "gemma2", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe",
-                    "deepseek_v2", "gpt_oss")},
+                    "deepseek_v2", "gpt_oss", "qwen3_next")},
 })
 """By ``model_type`` of Hugging Face. ``auto`` is the first of the others that computes a model."""
 MIXERS = Registry("mixer", "model.mixer", {
@@ -243,6 +243,7 @@ PARTS = Registry("part", "", {
     "expert-parallel checks": "megatron_port.ext.experts.checks:divided_experts",
     "few-bit matmuls": "megatron_port.ext.weights.few_bits:FewBitLinearKernels",
     "host memory": "megatron_port.ext.memory.host_memory:host_bytes",
+    "gated attention": "megatron_port.ext.mixers.gated_spec:gated_attention",
     "Hugging Face folder": "megatron_port.tools.interop.hf_files:open_sampled",
     "initial decay rates": "megatron_port.ext.mixers.initial:decay_rates",
     "initial decay rates from 1": "megatron_port.ext.mixers.initial:decay_rates_from_1",

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from megatron_port.core.config.dump import leaves
 from megatron_port.core.config.features import FineTuningConfig
-from megatron_port.core.config.model import MoEConfig, experts_of
+from megatron_port.core.config.model import ATTENTION, MoEConfig, RecurrentConfig, experts_of
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.ext.families.settings import rotations_of, windows_of
+from megatron_port.ext.families.settings import mixers_of, rotations_of, windows_of
 from megatron_port.ext.weights.settings import TARGETS
 
 FREE = frozenset({
@@ -25,10 +25,19 @@ def with_sizes(model: ModelConfig) -> ModelConfig:
     try:
         return replace(
             model, num_query_groups=model.kv_heads, head_dim=model.head_size, **experts_of(model),
-            **windows_of(model), **rotations_of(model),
+            **windows_of(model), **rotations_of(model), **mixers_of(model), recurrent=recurrent_of(model),
         )
     except ArithmeticError:
         return model
+
+
+def recurrent_of(model: ModelConfig) -> RecurrentConfig:
+    """Return the sizes of a model's mixers with a state filled in; the defaults where it has none."""
+    if model.mixers == (ATTENTION,):
+        return RecurrentConfig()
+    from megatron_port.ext.mixers.recurrent_spec import sizes_of
+
+    return sizes_of(model)
 
 
 def without_mup(model: ModelConfig) -> ModelConfig:

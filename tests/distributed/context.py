@@ -138,6 +138,8 @@ def draw(seed: int) -> ContextDraw:
     model = _plain_model(r, t) if plain else drawing._latent(r, drawing._model(r, t))
     model |= _heads(r, t, method, model) | {"seq_length": seq}
     model |= _mask(random.Random(f"mask-{seed}"), t, seq)
+    if not model.get("kv_lora_rank"):
+        model["attention_gate"] = random.Random(f"gate-{seed}").random() < 0.25
     if not model["sliding_window"]:
         model.pop("window_rope_theta", None)
     stages = t.pp * layout.get("virtual_pipeline_size", 1)

@@ -48,8 +48,8 @@ class Draw:
                 "position_embedding", "normalization", "activation", "add_bias", "tie_embeddings", "hidden_dropout",
                 "attention_dropout", "ffn_hidden_size", "parallel_residual", "rope_scaling", "rotary_percent",
                 "qk_norm", "qkv_bias", "embedding_multiplier", "residual_multiplier", "attention_scale",
-                "logits_divisor", "sliding_window", "attention_pattern", "attention_sinks", "attention_softcap",
-                "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim",
+                "logits_divisor", "sliding_window", "attention_pattern", "attention_gate", "attention_sinks",
+                "attention_softcap", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim",
                 "norm_placement", "norm_zero_centered", "shared_norm", "qk_norm_over", "mlp_bias",
                 "norm_bias", "head_bias", "scale_embedding", "logits_softcap", "rope_pattern", "window_rope_theta",
                 "mtp_layers", "mtp_weight")
@@ -290,6 +290,8 @@ def draw(seed: int) -> Draw:
     config = headed(random.Random(f"head-{seed}"), _planned(random.Random(f"activations-{seed}"), config))
     config = _documents(random.Random(f"documents-{seed}"), config)
     config = _further(random.Random(f"further-{seed}"), config)
+    if not config.model.kv_lora_rank and random.Random(f"gate-{seed}").random() < 1 / 6:
+        config = change(config, model=change(config.model, attention_gate=True))
     config = _offloaded(random.Random(f"offload-{seed}"), config)
     config = ruled(random.Random(f"rule-{seed}"), config)
     config = optioned(random.Random(f"optimizer-{seed}"), config)

@@ -28,6 +28,7 @@ from twin.model import (
     root_mean_square,
     rotated,
 )
+from twin.streams import initial_normal
 from twin.update import Adam, clip
 
 
@@ -38,6 +39,7 @@ class Network(Shape):
     head_dim: int = 0
     sliding_window: int = 0
     attention_pattern: tuple[str, ...] = ()
+    attention_gate: bool = False
     attention_sinks: bool = False
     attention_softcap: float = 0.0
 
@@ -91,8 +93,11 @@ def attention(x: Tensor, w: Weights, index: int, m: Network, drop: Drop, starts:
     """x [b, seq, hidden] → the heads' outputs, joined."""
     layer, (batch, seq, _) = f"layers.{index}", x.shape
     per = m.num_attention_heads // m.num_query_groups
-    packed = product(x, w, f"{layer}.attention.qkv").view(batch, seq, m.num_query_groups, per + 2, m.head)
-    q, k, v = packed[..., :per, :], packed[..., per : per + 1, :], packed[..., per + 1 :, :]
+    packed = product(x, w, f"{layer}.attention.qkv").view(batch, seq, m.num_query_groups, -1, m.head)
+    q, k, v = packed[..., :-2, :], packed[..., -2:-1, :], packed[..., -1:, :]
+    gates = None
+    if m.attention_gate:  # a query, its gate, the next query
+        q, gates = q.unflatten(3, (per, 2)).unbind(4)
     if m.qk_norm:
         q, k = (root_mean_square(t, w[f"{layer}.attention.{n}_norm.weight"], m) for t, n in ((q, "query"), (k, "key")))
     q = q.reshape(batch, seq, -1, m.head)
@@ -107,7 +112,8 @@ def attention(x: Tensor, w: Weights, index: int, m: Network, drop: Drop, starts:
         out = probs @ v
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
-    return out.transpose(1, 2).reshape(batch, seq, -1)
+    out = out.transpose(1, 2).reshape(batch, seq, -1)
+    return out if gates is None else out / (1 + torch.exp(-gates.reshape(batch, seq, -1)))
 
 
 def _softmax(q: Tensor, k: Tensor, visible: Tensor, m: Network, sinks: Tensor | None) -> Tensor:
@@ -151,6 +157,12 @@ def train(
 ) -> Steps:
     """Train in fp64 from the initial weights; ``batches(step)``: all samples of a step."""
     w: Weights = {name: t.double() for name, t in initial(m, seed).items()}
+    for i in range(m.num_layers if m.attention_gate else 0):
+        rows = 2 * (m.num_attention_heads + m.num_query_groups) * m.head
+        name = f"layers.{i}.attention.qkv"
+        w[f"{name}.weight"] = initial_normal(seed, f"{name}.weight", (rows, m.hidden_size), m.init_std).double()
+        if f"{name}.bias" in w:
+            w[f"{name}.bias"] = torch.zeros(rows, dtype=torch.float64)
     for i in range(m.num_layers if m.attention_sinks else 0):
         w[f"layers.{i}.attention.sinks"] = torch.zeros(m.num_attention_heads, dtype=torch.float64)
     adam, first = Adam(optimizer), batches(0)

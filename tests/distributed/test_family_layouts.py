@@ -48,7 +48,7 @@ def draws(family: str, world: int) -> list[Draw]:
 
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2")
 """Families with experts whose options GPT-OSS and DeepSeek-V3 have, or other tests: only with SLOW=1."""
-PECULIAR = ("deepseek_v3", "gemma3_text")
+PECULIAR = ("deepseek_v3", "gemma3_text", "qwen3_next")
 """Families that run on four ranks too without SLOW=1: the others differ from these by options that the fuzzer draws."""
 
 

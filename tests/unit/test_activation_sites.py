@@ -46,6 +46,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "olmo2": {**LLAMA, "norm_placement": "post", "qk_norm": True, "qk_norm_over": "projection", "add_bias": True},
     "gemma": {**LLAMA, "norm_placement": "sandwich", "norm_zero_centered": True, "activation": "geglu_tanh"},
+    "gated": {**LLAMA, "attention_gate": True, "qk_norm": True}, "gated, dropout": {
+        "attention_gate": True, "hidden_dropout": 0.1, "attention_dropout": 0.1,
+    },
     "gpt-j": {"parallel_residual": True, "shared_norm": True, "hidden_dropout": 0.1},
 }
 SEQ, BATCH = 64, 2

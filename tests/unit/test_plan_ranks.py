@@ -43,6 +43,7 @@ LLAMA = {
 OLMO = {**LLAMA, "norm_placement": "post", "qk_norm": True, "qk_norm_over": "projection"}
 GEMMA = {**LLAMA, "norm_placement": "sandwich", "norm_zero_centered": True, "activation": "geglu_tanh",
          "logits_softcap": 30.0, "tie_embeddings": True, "rope_pattern": ("rope", "none")}
+GATED = {**LLAMA, "attention_gate": True, "qk_norm": True}
 GPTJ = {**GPT, "parallel_residual": True, "shared_norm": True, "head_bias": True, "tie_embeddings": False}
 MASKED = {
     **LLAMA, "sliding_window": 40, "attention_pattern": ("window", "full", "full"), "attention_sinks": True,
@@ -50,7 +51,7 @@ MASKED = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": GPT, "dropout": {**GPT, "hidden_dropout": 0.1}, "llama": LLAMA, "masked": MASKED, "olmo": OLMO,
-    "gemma": GEMMA, "gptj": GPTJ,
+    "gemma": GEMMA, "gptj": GPTJ, "gated": GATED, "gated gpt": {**GPT, "attention_gate": True},
     "shared": {**LLAMA, "shared_layers": 4},
     "factored": {**LLAMA, "qkv_rank": 24, "output_rank": 20, "up_rank": 40, "down_rank": 32},
     "experts": {**LLAMA, "moe": MoEConfig(num_experts=8, ffn_hidden_size=96)},
@@ -102,6 +103,8 @@ CASES = [
     ("gpt", "fp32", SWAPPED, 0), ("llama", "bf16", {**P2, **SWAPPED}, 0), ("dropout", "bf16", {**P2, **MIXED}, 1),
     ("gpt", "bf16", {**T2, **PARTITIONED}, 0), ("llama", "bf16", {**T2, **P2, **MIXED}, 0),
     ("gpt", "bf16", {**ZERO3, "reduce_bucket_size": 100_000, "grad_reduce_dtype": "bf16"}, 0),
+    ("gated", "fp32", {}, 0), ("gated", "bf16", {**SP, **P2}, 1), ("gated gpt", "bf16", SELECTIVE, 0),
+    ("gated", "fp32", {**T2, **EVERY_SITE}, 0), ("gated", "bf16", {**CP2, "cp_method": "ring"}, 0),
     ("masked", "bf16", {}, 0), ("masked", "fp32", {**P2, **SELECTIVE}, 0), ("window", "fp32", T2, 0),
     ("olmo", "bf16", T2, 0), ("olmo", "fp32", {**SP, **EVERY_SITE}, 0), ("gemma", "bf16", P2, 1),
     ("experts", "fp32", EP2, 0), ("experts", "bf16", {**EP2, **FULL, "zero_stage": 2}, 0),

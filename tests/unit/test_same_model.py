@@ -29,6 +29,10 @@ def test_every_field_counts_but_the_free_ones(name: str) -> None:
         experts = replace(sized.moe, num_experts=4, groups=2)
         sized = with_sizes(replace(sized, moe=experts))
         changed = replace(sized, moe=replace(sized.moe, **{field: other(getattr(sized.moe, field))}))
+    elif name.startswith("recurrent."):
+        field = name.removeprefix("recurrent.")
+        sized = with_sizes(replace(sized, mixer="gated_delta"))
+        changed = replace(sized, recurrent=replace(sized.recurrent, **{field: other(getattr(sized.recurrent, field))}))
     else:
         changed = replace(sized, **{name: other(getattr(sized, name))})
     found = model_differences(changed, sized)

@@ -175,8 +175,8 @@ class ModelConfig:
     family: str = "auto"
     """Hugging Face family that exports are written as: auto (the first that computes this model) | gpt2 | gpt_neox |
     llama | qwen2 | qwen3 | granite | starcoder2 | mistral | phi3 | olmo2 | smollm3 | gptj | falcon | gemma2 |
-    gemma3_text | deepseek_v3 | mixtral | qwen2_moe | qwen3_moe | olmoe | deepseek_v2 | gpt_oss, or one that a plugin
-    registers. Changes no number."""
+    gemma3_text | deepseek_v3 | mixtral | qwen2_moe | qwen3_moe | olmoe | deepseek_v2 | gpt_oss | qwen3_next, or one
+    that a plugin registers. Changes no number."""
     num_layers: Size = 2
     """Transformer layers."""
     shared_layers: Count = 1
@@ -302,6 +302,8 @@ class ModelConfig:
     """Attention of the layers, repeated over them: full | window (over sliding_window); empty: full in all layers."""
     attention_sinks: bool = False
     """A learned score per query head that takes part in the softmax without a value (GPT-OSS)."""
+    attention_gate: bool = False
+    """The result of attention is multiplied by the sigmoid of a gate for each of its elements (Qwen3-Next)."""
     attention_softcap: NonNegative = 0.0
     """cap · tanh(score / cap) in place of each attention score (Gemma 2); 0: none."""
     mtp_layers: CountOrZero = 0
@@ -326,6 +328,11 @@ class ModelConfig:
     def mixers(self) -> tuple[str, ...]:
         """Mixers of the layers, each once."""
         return tuple(dict.fromkeys((self.mixer_pattern or (self.mixer,))[: self.num_layers]))
+
+    def mixer_of(self, layer: int) -> str:
+        """Return the mixer of layer ``layer`` (from 0)."""
+        names = self.mixer_pattern or (self.mixer,)
+        return names[layer % len(names)]
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -438,6 +445,5 @@ def mixer_kind(model: ModelConfig, layer: int) -> MixerKind | None:
     Raises:
         ConfigError: nobody has registered a mixer of that name.
     """
-    names = model.mixer_pattern or (model.mixer,)
-    name = names[layer % len(names)]
+    name = model.mixer_of(layer)
     return None if name == ATTENTION else MIXERS.get(name, MixerKind)

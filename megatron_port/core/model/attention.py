@@ -79,8 +79,8 @@ class SelfAttention(nn.Module):
 
     def _build_projection(self, layer: str, spec: AttentionSpec, build: BuildContext) -> None:
         """Build what makes queries, keys and values."""
-        assert isinstance(spec, GroupedAttentionSpec)
-        self.qkv = build.column(layer, spec.qkv, rows=projection_rows(spec.groups, build.ctx))
+        assert isinstance(spec, GroupedAttentionSpec) and spec.qkv.groups is not None
+        self.qkv = build.column(layer, spec.qkv, rows=projection_rows(spec.qkv.groups, build.ctx))
         self.query_norm, self.key_norm = (
             None if norm is None else _head_norm(layer, norm, build) for norm in (spec.query_norm, spec.key_norm)
         )

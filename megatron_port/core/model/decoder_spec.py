@@ -167,9 +167,10 @@ def attention_spec(model: ModelConfig, index: int) -> AttentionSpec:
         name="attention.qkv", inputs=model.hidden_size, outputs=groups.rows_held(1), parallel="column",
         bias=model.add_bias or model.qkv_bias, std=model.matrix_std, groups=groups, rank=model.qkv_rank,
     )
-    return GroupedAttentionSpec(
+    plain: AttentionSpec = GroupedAttentionSpec(
         qkv=qkv, query_norm=_qk_norm("query", model, groups), key_norm=_qk_norm("key", model, groups), **shared
     )
+    return PARTS.function("gated attention")(plain) if model.attention_gate else plain
 
 
 def _rotation(model: ModelConfig, index: int) -> Rotation:

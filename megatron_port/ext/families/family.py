@@ -509,6 +509,15 @@ class Names:
     """Modules of a layer. Several names: the parts of a fused matrix, in our order (query, key, value; gate, up).
     Experts have ``{}`` for their number; a name without it is of one tensor [experts, in, out] that has no ``.weight``
     behind it, nor ``.bias`` but ``_bias``, and in which gate and up alternate."""
+    mixers: Mapping[str, Mapping[str, str | tuple[str, ...]]] = field(default_factory=dict)
+    """By ``model.mixer``: modules of the layers that have it, in place of those above."""
+    rows: Mapping[str, Callable[[ModelConfig], Iterable[tuple[str, int, int]]]] = field(default_factory=dict)
+    """Parameters of a layer whose rows are there in another order, or that have other names than their modules: model
+    → (tensor of the layer there, its first row, how many rows) in our order."""
+    convolutions: tuple[str, ...] = ()
+    """Ends of names of matrices that are there [rows, 1, columns]."""
+    left_out: tuple[str, ...] = ()
+    """Beginnings of names of tensors that transformers does not load."""
     kinds: Mapping[str, str] = field(default_factory=dict)
     """Last parts of names that are neither ``weight`` nor ``bias``."""
     loaded: Mapping[str, str] = field(default_factory=dict)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_port.core.config.conflicts import Conflict, Rule, Table, shown
+from megatron_port.core.config.model import ATTENTION
 from megatron_port.core.config.schema import ModelConfig, RunConfig
 
 ROTATIONS = ("rope", "none")
@@ -41,6 +42,19 @@ def windows_of(model: ModelConfig) -> dict[str, Any]:
         return {}
     kinds = ["window" if model.window_of(layer) else "full" for layer in range(min(model.num_layers, 1 << 16))]
     return windows(kinds, model.sliding_window)
+
+
+def mixers_of(model: ModelConfig) -> dict[str, Any]:
+    """Return the mixers of a model's layers, a pattern in its shortest form."""
+    return mixers([model.mixer_of(layer) for layer in range(min(model.num_layers, 1 << 16))])
+
+
+def mixers(names: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of a model whose layers have these mixers."""
+    pattern = shortest_pattern(names)
+    return {"mixer": pattern[0], "mixer_pattern": ()} if len(pattern) == 1 else {
+        "mixer": ATTENTION, "mixer_pattern": pattern
+    }
 
 
 def rotations_of(model: ModelConfig) -> dict[str, Any]:

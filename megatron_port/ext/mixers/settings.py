@@ -12,9 +12,9 @@ from megatron_port.ext.mixers.recurrent_spec import RecurrentKind, sizes_of
 
 _OWN = ("q_lora_rank", "qk_rope_head_dim", "v_head_dim")
 ATTENTION_SETTINGS = (
-    "attention_dropout", "attention_pattern", "attention_scale", "attention_sinks", "attention_softcap",
-    "kv_lora_rank", "num_query_groups", "output_rank", "q_lora_rank", "qk_norm", "qk_rope_head_dim", "qkv_bias",
-    "qkv_rank", "rope_pattern", "sliding_window", "v_head_dim",
+    "attention_dropout", "attention_gate", "attention_pattern", "attention_scale", "attention_sinks",
+    "attention_softcap", "kv_lora_rank", "num_query_groups", "output_rank", "q_lora_rank", "qk_norm",
+    "qk_rope_head_dim", "qkv_bias", "qkv_rank", "rope_pattern", "sliding_window", "v_head_dim",
 )
 """Settings of a model that only attention reads, unless a mixer says that it does too."""
 
@@ -46,6 +46,7 @@ LATENTS = (
                      when=lambda c: c.model.num_query_groups not in (0, c.model.num_attention_heads)),
             Conflict("model.rotary_percent", use="use 1.0", allowed=(1.0,)),
             Conflict("model.qk_norm", use="use false"),
+            Conflict("model.attention_gate", use="use false"),
             Conflict("model.qkv_bias", use="use false"),
             Conflict("model.add_bias", use="use false"),
             Conflict("model.normalization", use='use "rmsnorm"', allowed=("rmsnorm",)),

@@ -14,14 +14,14 @@ from typing import Any
 
 from megatron_port.core.config.choices import installed_problems
 from megatron_port.core.config.dump import leaves
-from megatron_port.core.config.model import ATTENTION, experts_of
+from megatron_port.core.config.model import experts_of
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.errors import CheckpointError
-from megatron_port.core.registry import FAMILIES
+from megatron_port.core.registry import FAMILIES, MIXERS
 from megatron_port.ext.families import AUTO, family_named, family_names
 from megatron_port.ext.families.family import HARMLESS, Family, Fields, known_fields
-from megatron_port.ext.families.settings import rotations_of, windows, windows_of
-from megatron_port.run.same_model import FREE, without_mup
+from megatron_port.ext.families.settings import mixers_of, rotations_of, windows, windows_of
+from megatron_port.run.same_model import FREE, recurrent_of, without_mup
 
 CONFIG = "config.json"
 _MAX_BYTES = 1 << 24
@@ -136,8 +136,8 @@ def family_for(model: ModelConfig) -> str:
     Raises:
         CheckpointError: there is none; says what each of them would need.
     """
-    if model.mixer != ATTENTION:
-        raise CheckpointError(f"model.mixer {model.mixer!r} has no Hugging Face form: its families have attention")
+    if added := [name for name in model.mixers if name not in MIXERS.builtin]:
+        raise CheckpointError(f"model.mixer {added[0]!r} has no Hugging Face form: no family has a plugin's mixer")
     if model.family not in (AUTO, *family_names()):
         _load_installed()
     if model.family not in (AUTO, *family_names()):
@@ -186,7 +186,10 @@ def _lacking(model: ModelConfig, family: Family) -> list[str]:
 
 def _essential(model: ModelConfig) -> dict[str, Any]:
     """Fields that change what a model computes, derived sizes filled in, those without effect at their defaults."""
-    model = replace(model, num_query_groups=model.kv_heads, head_dim=model.head_size, **experts_of(model))
+    model = replace(
+        model, num_query_groups=model.kv_heads, head_dim=model.head_size, **experts_of(model), **mixers_of(model),
+        recurrent=recurrent_of(model),
+    )
     values = {name: value for name, value in leaves(model) if name not in _TRAINING}
     # Under rope a text may be longer than seq_length, and a window that is no shorter then counts.
     counts = model.sliding_window < model.seq_length or model.position_embedding == "rope"

@@ -333,7 +333,7 @@ class HFFolder:
         box: tuple[slice | int, ...] = (run.rows(start, count),)
         if columns is not None:
             some = slice(columns[0], columns[0] + columns[1])
-            box = (some, *box) if mapped.transposed else (*box, some)
+            box = (some, *box) if mapped.transposed else (*box, *(0,) * mapped.convolution, some)
         if run.expert is not None:
             box = (run.expert, *box)
         key = self._key(run.tensor)
@@ -394,7 +394,12 @@ class HFFolder:
         known = {self._key(n) for n in wanted}
         if self.model.tie_embeddings:
             known.add(self._key(MODULE_HEAD))  # a copy of the embedding that transformers ignores as well
-        for name in sorted(self._places.keys() - known):
+        left = sorted(n for n in self._places if n.startswith(self._names.left_out))
+        if left:
+            self.notes.append(
+                f"{self.path}: {len(left)} tensors from {left[0]} on are left out, which transformers does not load"
+            )
+        for name in sorted(self._places.keys() - known - {*left}):
             if not name.endswith(self._names.buffers):
                 raise CheckpointError(
                     f"{self.path / self._places[name].file}: {name} {self._places[name].shape} is no parameter of a "
@@ -464,10 +469,12 @@ def their_logits(transformers: Any, folder: Path, tokens: torch.Tensor, *, scale
     parameters = list(network.named_parameters(remove_duplicate=False))
     for name, parameter in (*((n, p) for n, p in parameters if source.tensor_known(n)), *parameters):
         names.setdefault(id(parameter), name)
-    for module in network.modules():
+    for path, module in network.named_modules():
         own = dict(module.named_parameters(recurse=False))
+        # The module around a convolution reads its weight.
+        runs = network.get_submodule(path.rpartition(".")[0]) if isinstance(module, nn.Conv1d) else module
         if own:
-            _stream(module, {key: names[id(p)] for key, p in own.items()}, source, norms, scale)
+            _stream(module, runs, {key: names[id(p)] for key, p in own.items()}, source, norms, scale)
     with torch.no_grad():
         out: torch.Tensor = network(tokens, use_cache=False).logits
     return out
@@ -492,8 +499,10 @@ def _real_buffers(network: nn.Module, config: Any, source: HFFolder) -> None:
                     child.register_buffer(key, buffer if saved is None else saved.float(), persistent=False)
 
 
-def _stream(module: nn.Module, own: dict[str, str], source: HFFolder, norms: set[str], scale: float) -> None:
-    """Give ``module`` its parameters before it runs and take them away afterwards."""
+def _stream(
+    module: nn.Module, runs: nn.Module, own: dict[str, str], source: HFFolder, norms: set[str], scale: float
+) -> None:
+    """Give ``module`` its parameters before ``runs`` does so and take them away afterwards."""
     empty = dict(module.named_parameters(recurse=False))
 
     def load(*_: Any) -> None:
@@ -508,8 +517,8 @@ def _stream(module: nn.Module, own: dict[str, str], source: HFFolder, norms: set
         for key in own:
             module.register_parameter(key, empty[key])
 
-    module.register_forward_pre_hook(load)
-    module.register_forward_hook(drop)
+    runs.register_forward_pre_hook(load)
+    runs.register_forward_hook(drop)
 
 
 def _loaded(source: HFFolder, name: str, experts: int) -> torch.Tensor | None:

@@ -109,6 +109,8 @@ class Mapped:
     transposed: bool
     kind: str = WEIGHT
     """WEIGHT | BUFFER, which is float32 wherever it lies"""
+    convolution: bool = False
+    """There it is [rows, 1, columns]."""
 
     @property
     def rows(self) -> int:
@@ -157,7 +159,7 @@ def hf_tensors(model: ModelConfig, family: str) -> Iterator[Tensor]:
             ordered = tuple(sorted(runs, key=lambda r: (r.expert or 0, r.theirs)))
             lead = () if ordered[-1].expert is None else (ordered[-1].expert + 1,)
             rows = sum(r.count for r in runs) // prod(lead)
-            shape = (rows,) if mapped.columns is None else (rows, mapped.columns)
+            shape = (rows,) if mapped.columns is None else (rows, *(1,) * mapped.convolution, mapped.columns)
             yield Tensor(name, lead + (shape[::-1] if mapped.transposed else shape), mapped, ordered)
     names = _names(model, family)
     table = mapping["embedding.word.weight"]
@@ -172,9 +174,24 @@ def _names(model: ModelConfig, family: str) -> Names:
     return found.names if found.names_of is None else found.names_of(model)
 
 
+def _names_at(name: str, model: ModelConfig, family: str) -> Names:
+    """Return the names of the layer that a parameter of ours is in."""
+    names, (kind, _, rest) = _names(model, family), name.partition(".")
+    if not names.mixers or kind not in ("layers", "mtp"):
+        return names
+    layer = int(rest.partition(".")[0]) + (model.num_layers if kind == "mtp" else 0)
+    return replace(names, inside={**names.inside, **names.mixers.get(model.mixer_of(layer), {})})
+
+
 def _mapped(name: str, shape: tuple[int, ...], model: ModelConfig, family: str) -> Mapped:
-    names, row_shape = _names(model, family), _row_shape(name, shape)
+    names, row_shape = _names_at(name, model, family), _row_shape(name, shape)
     rows = prod(row_shape)
+    if name.startswith("layers.") and (of := names.rows.get(name.split(".", 2)[2])) is not None:
+        prefix, at, runs_there = names.prefix + names.layer.format(name.split(".", 2)[1]), 0, list[Run]()
+        for tensor, first, count in of(model):
+            runs_there.append(Run(at, f"{prefix}{tensor}", first, count))
+            at += count
+        return Mapped(name, shape, tuple(runs_there), False, convolution=tensor.endswith(names.convolutions))
     if name.startswith("head."):
         return Mapped(name, shape, (Run(0, head_tensor(names, name), 0, rows),), False)
     module, _, kind = name.rpartition(".")
@@ -189,6 +206,9 @@ def _mapped(name: str, shape: tuple[int, ...], model: ModelConfig, family: str) 
         parts = (there,) * 3 if isinstance(there, str) else there
         tensors = tuple(f"{prefix}{part}.{kind}" for part in parts)
         return Mapped(name, shape, tuple(_qkv(model, names, tensors)), tensors[0].endswith(names.transposed))
+    if module.endswith(("attention.query_norm", "attention.key_norm")) and model.qk_norm and rows == model.head_size:
+        order = _head_rows(rows, model.rotary_size, names.rotation)
+        return Mapped(name, shape, tuple(Run(a, f"{prefix}{there}.{kind}", b, n) for a, b, n in order), False)
     if module.endswith(("attention.query", "attention.query_up", "attention.kv_down")):
         tensor = f"{prefix}{there}.{kind}"
         make = _latent_and_key if module.endswith("kv_down") else _rotated_heads
@@ -221,7 +241,7 @@ def _module_there(module: str, names: Names, layers: int) -> tuple[str | tuple[s
 
 def _qkv(model: ModelConfig, names: Names, tensors: tuple[str, ...]) -> Iterator[Run]:
     """Runs of the fused projection; ``tensors``: of queries, keys and values, one three times where they are fused."""
-    heads, groups, d = model.num_attention_heads, model.kv_heads, model.head_size
+    heads, groups, d = model.num_attention_heads * (1 + model.attention_gate), model.kv_heads, model.head_size
     per = heads // groups
     fused = tensors[0] == tensors[1]
     at = 0
@@ -229,7 +249,8 @@ def _qkv(model: ModelConfig, names: Names, tensors: tuple[str, ...]) -> Iterator
         for part, count, first in ((0, per, group * per), (1, 1, group), (2, 1, group)):
             for head in range(first, first + count):
                 start = _first_head(names, part, head, heads, groups) * d if fused else head * d
-                for ours, theirs, length in _head_rows(d, model.rotary_size, names.rotation if part != 2 else "halves"):
+                still = part == 2 or (part == 0 and model.attention_gate and head % 2)  # behind each query is its gate
+                for ours, theirs, length in _head_rows(d, model.rotary_size, "halves" if still else names.rotation):
                     yield Run(at + ours, tensors[part], start + theirs, length)
                 at += d
 

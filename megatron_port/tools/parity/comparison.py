@@ -137,8 +137,10 @@ def key_bias_rows(model: ModelConfig) -> torch.Tensor:
 
 
 def _qkv_rows(model: ModelConfig, of_group: slice) -> torch.Tensor:
-    """Return rows of ``attention.qkv.bias``; a group has its queries' first, then the keys', then the values'."""
-    per_group, d = model.num_attention_heads // model.kv_heads + 2, model.head_size
+    """Return rows of ``attention.qkv.bias``; a group has its queries' first (and gates'), then the keys', then the
+    values'."""
+    queries = model.num_attention_heads * (1 + model.attention_gate)
+    per_group, d = queries // model.kv_heads + 2, model.head_size
     rows = torch.zeros(model.kv_heads, per_group, d, dtype=torch.bool)
     rows[:, of_group] = True
     return rows.flatten()

@@ -13,6 +13,7 @@ from megatron_port.core.model.spec import AttentionSpec, LayerSpec, NormSpec, Pr
 from megatron_port.core.pipeline.schedules import Kind
 from megatron_port.ext.experts.spec import moe_of
 from megatron_port.ext.memory.sites import SITES, decided
+from megatron_port.ext.mixers.gated_spec import GatedAttentionSpec
 from megatron_port.tools.plan.case import Case
 from megatron_port.tools.plan.engines import ADAMW
 from megatron_port.tools.plan.meter import layer, metered_bytes, uses_tables
@@ -316,6 +317,7 @@ def _qkv_bytes(case: Case, attention: AttentionSpec, wide: int) -> float:
     t, w, heads = case.tp, case.width, attention.groups
     out: float = attention.packed_features(t) * w
     copies = 1 if case.sequence_parallel else t
+    out += attention.mixed_features * w * isinstance(attention, GatedAttentionSpec)  # the gates
     out += sum(norm.size for norm in attention.latent_norms) * (2 * w + wide) * copies  # each latent, and its norm
     if case.kernels == "torch" and uses_tables(case.model, attention):
         out += heads.head_size * heads.held(t) * w  # rotated keys; v is a view that keeps the whole projection alive
@@ -327,8 +329,10 @@ def _qkv_bytes(case: Case, attention: AttentionSpec, wide: int) -> float:
 
 def _mixed_features(attention: AttentionSpec) -> int:
     """Elements per token of the mixed values: what the output projection keeps, and where values were padded what
-    attention gave."""
+    attention gave, as it does where they are gated."""
     inputs = attention.output.inputs
+    if isinstance(attention, GatedAttentionSpec):
+        return 2 * inputs
     return inputs if attention.value_size == attention.groups.head_size else inputs + attention.mixed_features
 
 

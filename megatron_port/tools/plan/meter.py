@@ -261,7 +261,8 @@ def _in_ring(t: Tape, s: Sizes, h: Heads, q: Value, k: Value, v: Value) -> Value
 
 def heads(t: Tape, s: Sizes, op: Op, x: Value) -> tuple[Value, ...]:
     """``SelfAttention.core_arguments``: queries, keys and values; one value where a kernel takes them packed."""
-    project = _latent_project if op.kind == "latent heads" else _project
+    of_kind: dict[str, Callable[..., Value]] = {"latent heads": _latent_project, "gated heads": _without_gates}
+    project = of_kind.get(op.kind, _project)
     return _split_or_packed(t, s, op.part, project(t, s, op.part, x))
 
 
@@ -308,6 +309,19 @@ def _project(t: Tape, s: Sizes, spec: GroupedAttentionSpec, x: Value) -> Value:
     assert norm is not None
     heads = normalize(t, s, heads, norm)[0]
     return t.note(t.block(size), [heads, y], lambda grad, saved: [t.block(normed), grad])
+
+
+def _without_gates(t: Tape, s: Sizes, spec: GroupedAttentionSpec, y: Value) -> Value:
+    """``GatedAttention.project``: queries from among their gates, keys and values, put together."""
+    size, each = y.size, s.tokens / s.case.tp * s.case.width * spec.groups.head_size
+    queries, keys = each * spec.groups.heads, each * spec.groups.held(s.case.tp)
+    q, k, v = t.split(y, lambda grad, saved: [t.block(size)], 3)
+    norms = spec.query_norm, spec.key_norm
+    q = t.note(q.block if norms[0] is None else t.block(queries), [q], lambda grad, saved: [t.block(2 * queries)])
+    if norms[0] is not None and norms[1] is not None:
+        q = normalize(t, s, q, norms[0])[0]
+        k = normalize(t, s, t.note(t.block(keys), [k], lambda grad, saved: [grad]), norms[1])[0]
+    return t.note(t.block(queries + 2 * keys), [q, k, v], lambda grad, saved: [grad, grad, grad])
 
 
 def _latent_project(t: Tape, s: Sizes, spec: LatentAttentionSpec, x: Value) -> Value:
@@ -648,7 +662,7 @@ def _experts(t: Tape, s: Sizes, op: Op, x: Value) -> Value:
 RULES: dict[str, Rule] = {
     "norm": _norm, "branch norm": _branch_norm, "bias": _bias, "add": _add, "biased add": _add,
     "column": lambda t, s, op, x: enter(t, s, x, op.part), "row": lambda t, s, op, x: leave_by(t, s, x, op.part),
-    "activation": _activation, "heads": heads, "latent heads": heads,
+    "activation": _activation, "heads": heads, "latent heads": heads, "gated heads": heads,
     "scores": attend, "padded scores": attend, "experts": _experts,
     "share": share, "route": route, "dispatch": dispatch,
     "beside": beside, "arrive": arrive, "experts up": grouped,

@@ -1,0 +1,73 @@
+"""Families whose layers have a state: 200 greedy tokens through our caches are transformers', and what is left out.
+
+Their logits, gradients, tensors and fields are in the tests of all families.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hf_models as hf
+import pytest
+import torch
+from logit_bounds import stage_of
+from safetensors.torch import load_file, save_file
+
+from megatron_port.core.config.model import ATTENTION
+from megatron_port.core.errors import CheckpointError
+from megatron_port.ext.families import family_named, family_names
+from megatron_port.tools.inference.cache import CacheSlot, KeyValueCache
+from megatron_port.tools.interop.hf_config import model_from_hf
+from megatron_port.tools.interop.hf_files import HFFolder
+
+pytest.importorskip("transformers")
+FAMILIES = [name for name in family_names() if family_named(name).names.mixers]
+PROMPT, NEW = 7, 200
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_transformers(family: str, tmp_path: Path) -> None:
+    reference = hf.reference(hf.small(family, length=256))
+    folder = HFFolder(hf.saved(reference, tmp_path))
+    assert set(folder.model.mixers) - {ATTENTION}
+    stage, slot, cache = stage_of(folder), CacheSlot(), KeyValueCache(PROMPT + NEW)
+    slot.install(stage)
+    tokens = torch.arange(PROMPT)[None] * 13 % hf.VOCABULARY
+    with torch.no_grad():
+        theirs = reference.generate(
+            tokens, attention_mask=torch.ones_like(tokens), min_new_tokens=NEW, max_new_tokens=NEW, do_sample=False,
+            eos_token_id=None, pad_token_id=0,
+        )
+        cache.lengths = torch.tensor([PROMPT])
+        found = tokens
+        with slot.using(cache):
+            logits = stage(tokens)[-1]
+            while found.shape[1] < PROMPT + NEW:
+                found = torch.cat((found, logits[:, : hf.VOCABULARY].argmax(-1)[None]), dim=1)
+                cache.at([found.shape[1] - 1], torch.device("cpu"))
+                logits = stage(found[:, -1:])[0]
+    assert len(set(found[0].tolist())) > 5  # no loop of a few tokens
+    assert torch.equal(found, theirs)
+
+
+def test_what_transformers_does_not_load_is_left_out_and_said(tmp_path: Path) -> None:
+    """Modules of multi-token prediction in Qwen3-Next's files; others are refused as ever."""
+    path = hf.saved(hf.reference(hf.small("qwen3_next")), tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    save_file({**tensors, "mtp.fc.weight": torch.ones(2), "mtp.norm.weight": torch.ones(2)}, path / "model.safetensors")
+    (said,) = HFFolder(path).notes
+    assert said.endswith("2 tensors from mtp.fc.weight on are left out, which transformers does not load")
+    save_file({**tensors, "mtq.fc.weight": torch.ones(2)}, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="mtq.fc.weight"):
+        HFFolder(path)
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"layer_types": ["linear_attention"] * 2}, "layer_types is .* for 3 layers"),
+    ({"layer_types": ["sliding_attention"] * 3}, "layer_types is"),
+    ({"attention_bias": True}, "attention_bias is True"),
+    ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"), ({"hidden_act": "gelu"}, "silu"),
+])
+def test_what_qwen3_next_would_need_is_refused_by_name(change: dict[str, object], said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        model_from_hf({**hf.small("qwen3_next").to_dict(), **change}, "config.json")
