@@ -83,6 +83,10 @@ OWN: dict[str, dict[str, Any]] = {
         **_FEW, "mlp_only_layers": [0], "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 20,
     },
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6, "linear_key_head_dim": 12, "linear_value_head_dim": 8,
+    },
     "gpt_oss": {**_WINDOWS, "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}, "num_local_experts": 6,
                 "num_experts_per_tok": 2, "intermediate_size": 40},
     "deepseek_v2": {**_LATENT, **_FEW, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2,

@@ -47,6 +47,7 @@ CASES = {
         "qwen3_next", layer_types=None, num_hidden_layers=4, mlp_only_layers=[0, 1],
         rope_parameters={"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 1.0},
     ),
+    "qwen3_5_text": lambda: hf.small("qwen3_5_text", tie_word_embeddings=True),
     "olmoe": lambda: hf.small("olmoe"),
     "gpt_oss yarn": lambda: hf.small("gpt_oss", rope_parameters={**hf.YARN, "truncate": False}),
     "mistral": lambda: hf.small("mistral"),
@@ -160,7 +161,8 @@ def test_the_embeddings_scale_is_rounded_before_it_is_applied(tmp_path: Path) ->
     ("olmo2", {"num_key_value_heads": 1}), ("smollm3", {}), ("gptj", {}), ("falcon", {}),
     ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}), ("gemma2", {"query_pre_attn_scalar": 24}),
     ("gemma3_text", {"rope_parameters": hf.GEMMA_ROPE}), ("mixtral", {}), ("qwen2_moe", {}), ("qwen3_moe", {}),
-    ("qwen3_next", {}), ("olmoe", {}), ("deepseek_v3", {}), ("gpt_oss", {}), ("granite", hf.FACTORS),
+    ("qwen3_next", {}), ("qwen3_5_text", {}),
+    ("olmoe", {}), ("deepseek_v3", {}), ("gpt_oss", {}), ("granite", hf.FACTORS),
 ])
 def test_logits_and_gradients_in_fp64(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """In double, where neither rounds to float32, nothing is left of the difference, however sharp scores are."""

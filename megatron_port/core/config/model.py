@@ -175,8 +175,8 @@ class ModelConfig:
     family: str = "auto"
     """Hugging Face family that exports are written as: auto (the first that computes this model) | gpt2 | gpt_neox |
     llama | qwen2 | qwen3 | granite | starcoder2 | mistral | phi3 | olmo2 | smollm3 | gptj | falcon | gemma2 |
-    gemma3_text | deepseek_v3 | mixtral | qwen2_moe | qwen3_moe | olmoe | deepseek_v2 | gpt_oss | qwen3_next, or one
-    that a plugin registers. Changes no number."""
+    gemma3_text | deepseek_v3 | mixtral | qwen2_moe | qwen3_moe | olmoe | deepseek_v2 | gpt_oss | qwen3_next |
+    qwen3_5_text, or one that a plugin registers. Changes no number."""
     num_layers: Size = 2
     """Transformer layers."""
     shared_layers: Count = 1

@@ -88,7 +88,8 @@ def write_recurrent(model: ModelConfig) -> dict[str, Any]:
 # Qwen3-Next's names: Qwen3's and Qwen2-MoE's, and of a layer with a recurrence those below. A unit of ours is a head of
 # keys, as in their projections; in their convolution all queries come first, then all keys, then all values.
 
-_OF = "linear_attn"
+OF = "linear_attn"
+"""Before the names of a recurrence."""
 
 
 def packed(model: ModelConfig) -> Iterator[tuple[str, int, int]]:
@@ -97,13 +98,13 @@ def packed(model: ModelConfig) -> Iterator[tuple[str, int, int]]:
     each = r.heads // r.key_heads
     wide, narrow = 2 * r.key_size + 2 * each * r.value_size, 2 * each
     for unit in range(r.key_heads):
-        yield f"{_OF}.in_proj_qkvz.weight", unit * wide, wide
-        yield f"{_OF}.in_proj_ba.weight", unit * narrow, narrow
+        yield f"{OF}.in_proj_qkvz.weight", unit * wide, wide
+        yield f"{OF}.in_proj_ba.weight", unit * narrow, narrow
 
 
 def convolved(model: ModelConfig) -> Iterator[tuple[str, int, int]]:
     """Channels of the convolution."""
-    r, name = model.recurrent, f"{_OF}.conv1d.weight"
+    r, name = model.recurrent, f"{OF}.conv1d.weight"
     keys, values = r.key_heads * r.key_size, r.heads // r.key_heads * r.value_size
     for unit in range(r.key_heads):
         yield name, unit * r.key_size, r.key_size
@@ -114,11 +115,11 @@ def convolved(model: ModelConfig) -> Iterator[tuple[str, int, int]]:
 NAMES = replace(
     QWEN3,
     inside={**QWEN2_MOE.inside, **QWEN3.inside},
-    mixers={"gated_delta": {"attention.output": f"{_OF}.out_proj", "attention.norm": f"{_OF}.norm"}},
+    mixers={"gated_delta": {"attention.output": f"{OF}.out_proj", "attention.norm": f"{OF}.norm"}},
     rows={
         "attention.packed.weight": packed, "attention.convolution.weight": convolved,
-        "attention.decay": lambda model: [(f"{_OF}.A_log", 0, model.recurrent.heads)],
-        "attention.decay_bias": lambda model: [(f"{_OF}.dt_bias", 0, model.recurrent.heads)],
+        "attention.decay": lambda model: [(f"{OF}.A_log", 0, model.recurrent.heads)],
+        "attention.decay_bias": lambda model: [(f"{OF}.dt_bias", 0, model.recurrent.heads)],
     },
     rotation="first", convolutions=("conv1d.weight",), left_out=("mtp.",),
 )
