@@ -79,7 +79,7 @@ def test_passages_compose(seed: int, cuts: list[int], delta: bool, documents: fl
     for length in cuts:
         runs.append(part(whole, start, start + length))
         start += length
-    state = torch.zeros(2, 3, 5, 4, dtype=torch.float64)
+    state: Any = torch.zeros(2, 3, 5, 4, dtype=torch.float64)
     for run, before in zip(runs, passed([passage(run, None, chunk=4) for run in runs], 4)[:-1], strict=True):
         torch.testing.assert_close(before, state, rtol=1e-11, atol=1e-11)
         _, state = in_steps(run, state)
@@ -87,10 +87,10 @@ def test_passages_compose(seed: int, cuts: list[int], delta: bool, documents: fl
     for run in runs:  # one passage after another, from a state that is not zero
         together = passage(run, together, chunk=4)
     assert together is not None
-    start = torch.randn(state.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    first = torch.randn(state.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     local, product = together.split((4, together.shape[-1] - 4), dim=-1)
-    found = local + (product @ start if delta else product * start)
-    torch.testing.assert_close(found, in_steps(whole, start)[1], rtol=1e-11, atol=1e-11)
+    found = local + (product @ first if delta else product * first)
+    torch.testing.assert_close(found, in_steps(whole, first)[1], rtol=1e-11, atol=1e-11)
 
 
 def test_strong_decay_keeps_digits_in_single_precision() -> None:
@@ -142,7 +142,7 @@ def test_memory_in_passing_is_as_stated(keys: int, each: int, key_size: int, val
 
     stated, out, grad = mixer.spec.scratch, 512 * keys * each * value_size, 512 * mixer.spec.packed.outputs
     assert peak(forward) == pytest.approx(256 * stated[0] + out, rel=0.08)
-    assert peak(backward) == pytest.approx(256 * stated[1] + out + grad, rel=0.08)
+    assert peak(backward) == pytest.approx(256 * stated[1] + out + grad + grad / 2, rel=0.08)
 
 
 # ---------------------------------------------------------------------------------------------------- the mixer

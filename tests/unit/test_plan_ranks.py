@@ -60,8 +60,14 @@ MODELS: dict[str, dict[str, Any]] = {
         balance_loss="sequence", balance_bias=True, z_weight=1e-3,
     )},
     "further tokens": {**LLAMA, "mtp_layers": 2},
-    "recurrent": {**LLAMA, "mixer": "gated_delta", "num_query_groups": 0, "recurrent": RecurrentConfig(
-        key_heads=2, key_size=24, segment=64)},
+    "recurrent": {
+        **LLAMA, "vocab_size": 64, "mixer": "gated_delta", "num_query_groups": 0,
+        "recurrent": RecurrentConfig(key_heads=2, key_size=24, segment=64),
+    },
+    "one recurrent layer": {
+        **LLAMA, "num_layers": 1, "hidden_size": 64, "vocab_size": 64, "seq_length": 512, "num_query_groups": 0,
+        "mixer": "gated_delta", "recurrent": RecurrentConfig(key_size=32, value_size=32),
+    },
     "hybrid": {**LLAMA, "mixer_pattern": ("gated_delta", "attention")},
     "window": {**GPT, "sliding_window": 40, "attention_pattern": ("window", "full"), "attention_dropout": 0.1},
 }
@@ -118,7 +124,7 @@ CASES = [
     ("llama", "fp32", {**CP2, **SP, **SOME}, 0), ("gptj", "fp32", T2, 0), ("further tokens", "bf16", {**SP, **FULL}, 0),
     ("further tokens", "fp32", {**ZERO3, **P2}, 1),
     ("shared", "bf16", P2, 1), ("factored", "bf16", SP, 0), ("factored", "fp32", {**T2, **FULL}, 0),
-    ("recurrent", "bf16", {}, 0), ("recurrent", "fp32", {**SP, **CP2}, 0), ("hybrid", "fp32", {**P2, **CP2}, 1),
+    ("recurrent", "fp32", {**SP, **CP2}, 0), ("hybrid", "fp32", {**P2, **CP2}, 1),
     ("recurrent", "bf16", {**FULL, **P2}, 0), ("hybrid", "bf16", {**SP, **ZERO1}, 0),
     ("hybrid", "fp32", {**EVERY_SITE, "cp_order": "contiguous", **CP2}, 0), ("recurrent", "fp32", {**SWAPPED, **T2}, 0),
     ("dropout", "fp32", {**T2, **PARTITIONED, "recompute": ("input:partition+norm1+residual:partition+norm2",) * 4}, 0),
@@ -171,6 +177,11 @@ def test_memory_of_a_rank(model: str, dtype: str, layout: dict, stage: int) -> N
     assert planned.allocated == pytest.approx(found.peak, rel=0.02)
     if planned.experts and case.zero_stage < 3:
         assert build_every_rank(config, topology_of(config))[stage].static_bytes == int(planned.static)
+
+
+def test_what_a_recurrence_needs_in_passing_is_planned() -> None:
+    """Of a small model of one layer, whose peak is there."""
+    test_memory_of_a_rank("one recurrent layer", "fp32", {}, 0)
 
 
 @pytest.mark.parametrize(("model", "dtype", "layout", "tuning"), [

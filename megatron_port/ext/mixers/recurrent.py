@@ -16,6 +16,7 @@ from torch import nn
 
 from megatron_port.core.dist.collectives import all_reduce_sum, enter_region
 from megatron_port.core.dist.positions import Positions, Run, SequencePartition
+from megatron_port.core.layers.fused import upcast
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.registry import PARTS
 from megatron_port.ext.mixers.projection_norm import split_rms_norm
@@ -158,13 +159,13 @@ class Recurrent(nn.Module):
         ahead = mine[:0] if before is None else before.to(self.wide)
         if lacking := self.spec.kernel - 1 - len(ahead):  # the sequence begins here
             ahead = torch.cat((mine.new_zeros(lacking, *mine.shape[1:]), ahead))
-        weights = [p.to(self.wide) for p in self.convolution]
+        weights = [upcast(p) for p in self.convolution]
         bias = torch.cat(weights[1::kinds]) if self.spec.convolution_bias else None
         found = convolve(mine, ahead, torch.cat(weights[::kinds]), bias, run.reach)
         together = self.spec.shared_convolved
         convolved, common = found.split((found.shape[-1] - together, together), dim=-1)
         rows = Rows(convolved.unflatten(-1, (self.units, -1)), plain, torch.cat((common, shared), dim=-1))
-        own = {name: p.to(self.wide) for name, p in self.own.items()}
+        own = {name: upcast(p) for name, p in self.own.items()}
         operands = self.spec.operands(rows, own)
         return rows, own, None if operands is None else run.operands(operands)
 

@@ -168,7 +168,7 @@ class RecurrentSpec(MixerSpec):
         channels, plain, states = self.units * self.convolved, self.units * self.plain, k * self.value_size / self.chunk
         return (
             2.8 * channels + 2 * k + 2.8 * c + 2.1 * states,
-            3 * channels + 3.3 * plain + 6 * k + 6.7 * v + 6 * c + states,
+            2 * channels + 2.3 * plain + 6 * k + 6.7 * v + 6 * c + states,
         )
 
     def inputs(self, rows: Tensor, wide: Any) -> tuple[Tensor, Tensor]:

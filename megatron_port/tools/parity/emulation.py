@@ -34,6 +34,7 @@ from megatron_port.core.model.attention import SelfAttention, rank_rows
 from megatron_port.core.model.layers import Embedding, Head, Norm, TransformerLayer
 from megatron_port.core.model.mlp import MLP
 from megatron_port.core.model.residual import ResidualStream
+from megatron_port.core.model.spec import GroupedAttentionSpec
 from megatron_port.core.optim.gradients import LossScaler
 from megatron_port.ext.experts.moe import Experts, MoE
 from megatron_port.ext.mixers.projection_norm import ProjectionNorm
@@ -125,9 +126,11 @@ class RoundingEmulation:
         """Let attention run as on ranks that share key/value heads: each has its query heads and its copy."""
         heads, tp = attention.spec.groups, self.tensor_parallel_size
         linear_ = attention.qkv.high if isinstance(attention.qkv, FactoredColumnLinear) else attention.qkv
-        assert isinstance(linear_, ColumnParallelLinear)
+        assert isinstance(linear_, ColumnParallelLinear) and isinstance(attention.spec, GroupedAttentionSpec)
+        rows_of = attention.spec.qkv.groups  # a gate behind each query has rows as a query has
+        assert rows_of is not None
         ranks = tuple(
-            tuple(slice(r.start, r.start + r.count) for r in rank_rows(heads, tp, rank)) for rank in range(tp)
+            tuple(slice(r.start, r.start + r.count) for r in rank_rows(rows_of, tp, rank)) for rank in range(tp)
         )
         linear_.kernels = SharedRowsLinearKernels(ranks, self.rounded_weight_gradients, linear_.kernels)
         attention.groups, attention.heads_per_group = tp, heads.heads // tp

@@ -589,6 +589,8 @@ def _stated(t: Tape, s: Sizes, op: Op, *inputs: Value) -> Value:
     each, sizes = s.tokens / s.case.tp * s.case.width, [x.size for x in inputs]
     rows = min(op.scratch_rows * s.case.micro_batch or s.tokens, s.tokens) / s.case.tp
     passing = [elements * rows * max(s.case.wide, 4) for elements in op.scratch]
+    if rows < s.tokens / s.case.tp:  # the gradient of other rows waits
+        passing[1] += sum(sizes) * rows / (s.tokens / s.case.tp)
     t.meter.need(passing[0])
     passed = passed_bytes(s.case, op.part, kept=True) if isinstance(op.part, MixerSpec) and s.case.cp > 1 else 0.0
     beside = t.block(op.beside * each + passed)
