@@ -55,7 +55,9 @@ def main() -> int:
         unbroken = rows(ghost.scratch / "runs" / "run")
         # While a captured step is replayed, nobody tells of its phases.
         phases = ("data",) if args.captured else ("forward", "backward", "reduce", "optimizer")
-        moments = [moment(n % 3 + 1, apart * (n + 1), phases[n % len(phases)], scope="step") for n in range(args.faults)]
+        moments = [
+            moment(n % 3 + 1, apart * (n + 1), phases[n % len(phases)], scope="step") for n in range(args.faults)
+        ]
         hook = write_moments(ghost.scratch / "hook", moments)
         (ghost.scratch / "driver.py").write_text(DRIVER.format(hook=str(hook)))
         memory = ghost.scratch / "memory"
