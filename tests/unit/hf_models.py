@@ -87,6 +87,10 @@ OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2,
         "linear_num_value_heads": 6, "linear_key_head_dim": 12, "linear_value_head_dim": 8,
     },
+    "lfm2": {
+        "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True, "block_multiple_of": 24,
+        "block_ffn_dim_multiplier": 1.3,
+    },
     "gpt_oss": {**_WINDOWS, "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}, "num_local_experts": 6,
                 "num_experts_per_tok": 2, "intermediate_size": 40},
     "deepseek_v2": {**_LATENT, **_FEW, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2,

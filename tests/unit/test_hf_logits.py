@@ -48,6 +48,11 @@ CASES = {
         rope_parameters={"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 1.0},
     ),
     "qwen3_5_text": lambda: hf.small("qwen3_5_text", tie_word_embeddings=True),
+    "lfm2": lambda: hf.small("lfm2"),
+    "lfm2 by index, no biases, untied": lambda: hf.small(
+        "lfm2", layer_types=None, full_attn_idxs=[0, 3], num_hidden_layers=4, conv_bias=False, conv_L_cache=5,
+        block_auto_adjust_ff_dim=False, tie_word_embeddings=False, rope_parameters=dict(hf.YARN),
+    ),
     "olmoe": lambda: hf.small("olmoe"),
     "gpt_oss yarn": lambda: hf.small("gpt_oss", rope_parameters={**hf.YARN, "truncate": False}),
     "mistral": lambda: hf.small("mistral"),
@@ -161,7 +166,7 @@ def test_the_embeddings_scale_is_rounded_before_it_is_applied(tmp_path: Path) ->
     ("olmo2", {"num_key_value_heads": 1}), ("smollm3", {}), ("gptj", {}), ("falcon", {}),
     ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}), ("gemma2", {"query_pre_attn_scalar": 24}),
     ("gemma3_text", {"rope_parameters": hf.GEMMA_ROPE}), ("mixtral", {}), ("qwen2_moe", {}), ("qwen3_moe", {}),
-    ("qwen3_next", {}), ("qwen3_5_text", {}),
+    ("qwen3_next", {}), ("qwen3_5_text", {}), ("lfm2", {}), ("lfm2", {"conv_bias": False, "num_key_value_heads": 4}),
     ("olmoe", {}), ("deepseek_v3", {}), ("gpt_oss", {}), ("granite", hf.FACTORS),
 ])
 def test_logits_and_gradients_in_fp64(family: str, changes: dict[str, Any], tmp_path: Path) -> None:

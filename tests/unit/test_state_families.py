@@ -71,3 +71,35 @@ def test_what_transformers_does_not_load_is_left_out_and_said(tmp_path: Path) ->
 def test_what_qwen3_next_would_need_is_refused_by_name(change: dict[str, object], said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
         model_from_hf({**hf.small("qwen3_next").to_dict(), **change}, "config.json")
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"layer_types": ["conv"] * 2}, "layer_types is .* for 3 layers"),
+    ({"layer_types": ["sliding_attention"] * 3}, "layer_types is"), ({"full_attn_idxs": 1}, "full_attn_idxs is 1"),
+    ({"num_attention_heads": 5}, "hidden_size 64 does not divide"), ({"block_multiple_of": 0}, "block_multiple_of is"),
+    ({"block_ffn_dim_multiplier": None}, "block_ffn_dim_multiplier is null"),
+    ({"block_ff_dim": 48}, "intermediate_size 96 and block_ff_dim 48"),
+    ({"tie_embedding": False}, "tie_word_embeddings True and tie_embedding False"),
+    ({"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+])
+def test_what_lfm2_would_need_is_refused_by_name(change: dict[str, object], said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        model_from_hf({**hf.small("lfm2").to_dict(), **change}, "config.json")
+
+
+def test_lfm2_is_read_as_its_published_files_are_written() -> None:
+    """By older names of fields; of two lists of layers the one that transformers reads."""
+    notes: list[str] = []
+    body = {
+        "model_type": "lfm2", "block_ff_dim": 12288, "hidden_size": 2048, "num_hidden_layers": 4, "theta": 1000000.0,
+        "full_attn_idxs": [2], "tie_embedding": True, "block_use_swiglu": True, "conv_dim": 2048,
+    }
+    model = model_from_hf(body, "config.json", notes)
+    assert model.ffn_size == 8192 and model.tie_embeddings and model.rope_theta == 1e6
+    assert model.mixer_pattern == ("short_conv", "short_conv", "attention")
+    assert len(notes) == 1 and "3 fields left out" in notes[0]
+    kinds = ["conv", "full_attention"] * 2
+    assert model_from_hf({**body, "layer_types": kinds}, "f", notes).mixer_pattern == ("short_conv", "attention")
+    assert any("full_attn_idxs [2] is not what layer_types says" in note for note in notes)
+    plain = model_from_hf({k: v for k, v in body.items() if k != "full_attn_idxs"}, "config.json")
+    assert plain.mixers == (ATTENTION,) and plain.recurrent.kernel == 4
