@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_port.core.config.choices import installed_problems
 from megatron_port.core.config.dump import leaves
-from megatron_port.core.config.model import experts_of
+from megatron_port.core.config.model import ATTENTION, experts_of
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.errors import CheckpointError
 from megatron_port.core.registry import FAMILIES, MIXERS
@@ -181,6 +181,8 @@ def _lacking(model: ModelConfig, family: Family) -> list[str]:
         theirs |= {name: ours[name] for name in _ROPE}
     if not (ours["moe.num_experts"] and theirs["moe.num_experts"]):  # what experts are like says nothing more
         ours = {name: v for name, v in ours.items() if not name.startswith("moe.") or name == "moe.num_experts"}
+    if there.mixers == (ATTENTION,):  # the mixers themselves say enough
+        ours = {name: v for name, v in ours.items() if not name.startswith("recurrent.")}
     return [f"{name} = {_shown(theirs[name])}" for name, value in ours.items() if theirs[name] != value]
 
 
