@@ -255,6 +255,7 @@ PARTS = Registry("part", "", {
     "low-rank row linear": "megatron_port.ext.weights.low_rank:FactoredRowLinear",
     "multi-token prediction modules": "megatron_port.ext.objectives.multi_token:build_predictions",
     "name in another framework": "megatron_port.ext.advice.elsewhere:not_supported",
+    "no feed-forward block": "megatron_port.ext.mixers.no_block_spec:no_block",
     "nearest legal layout": "megatron_port.ext.advice.nearest_layout:legal_neighbour",
     "object blocks": "megatron_port.ext.storage.store:Blocks",
     "object store": "megatron_port.ext.storage.store:Store",
@@ -309,7 +310,8 @@ CONFLICTS = Registry("table of conflicts", "", {setting: target for target, sett
     "megatron_port.ext.kernels.settings:PROVIDERS": ("backend.attention",),
     "megatron_port.ext.mixers.settings:LATENTS": (
         "model.kv_lora_rank", "model.q_lora_rank", "model.qk_rope_head_dim", "model.v_head_dim"),
-    "megatron_port.ext.mixers.settings:MIXER": ("model.mixer", "model.mixer_pattern", "model.recurrent"),
+    "megatron_port.ext.mixers.settings:MIXER": (
+        "model.mixer", "model.mixer_pattern", "model.recurrent", "model.mlp_pattern"),
     "megatron_port.ext.objectives.settings:MULTI_TOKEN": ("model.mtp_layers",),
     "megatron_port.ext.weights.settings:FACTORS": (
         "model.qkv_rank", "model.output_rank", "model.up_rank", "model.down_rank", "model.shared_layers"),

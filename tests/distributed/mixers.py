@@ -64,6 +64,10 @@ def draw(seed: int) -> MixerDraw:
         read = {setting for name in {*pattern} - {ATTENTION} for setting in MIXERS.get(name, RecurrentKind).reads}
         recurrent = RecurrentConfig(**{setting: value for setting, value in sizes.items() if setting in read})
         model = dataclasses.replace(config.model, recurrent=recurrent)
+        alone = random.Random(f"alone-{seed}")
+        if not model.parallel_residual and alone.random() < 0.3:
+            blocks = alone.choice((("none",), ("mlp", "none"), ("none", "mlp")))
+            model = dataclasses.replace(model, mlp_pattern=blocks)
         if len(pattern) == 1:
             model = dataclasses.replace(model, mixer=pattern[0])
         else:

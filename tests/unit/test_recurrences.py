@@ -14,12 +14,18 @@ from test_mixers import layer_of
 from torch.nn.functional import silu
 
 from megatron_port.core.config.checks import problems
+from megatron_port.core.config.loader import load
 from megatron_port.core.config.model import RecurrentConfig
-from megatron_port.core.config.schema import DataConfig, LayoutConfig, ModelConfig, RunConfig
+from megatron_port.core.config.schema import ActivationsConfig, DataConfig, LayoutConfig, ModelConfig, RunConfig
 from megatron_port.core.engine.module import recorded_parameters
 from megatron_port.core.layers.step import StepContext
+from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.ext.mixers.recurrence import Operands, in_chunks, in_steps, passage, zero_state
 from megatron_port.ext.mixers.recurrent import Recurrent
+from megatron_port.ext.telemetry.flops import parameter_count
+from megatron_port.tools.plan.case import case_of, machine_of
+from megatron_port.tools.plan.memory import stage_memory
+from megatron_port.tools.plan.step import plan_step
 
 BATCH, SEQ = 2, 150
 MODEL = ModelConfig(
@@ -244,7 +250,7 @@ def test_tokens_after_a_memory_are_those_of_whole_sequences(model: ModelConfig) 
 # ------------------------------------------------------------------------------------------------ transformers
 
 
-def load(module: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+def give(module: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
     """Give a module of transformers all its weights."""
     state = module.state_dict()
     assert set(weights) == set(state), set(weights) ^ set(state)
@@ -271,7 +277,7 @@ def test_short_conv_is_lfm2s(bias: bool) -> None:
             "in_proj.bias": p["packed.bias"].unflatten(0, (units, 3, -1)).transpose(0, 1).flatten(),
             "conv.bias": p["convolution.bias"], "out_proj.bias": p["output.bias"],
         }
-    load(module, weights)
+    give(module, weights)
     torch.testing.assert_close(applied(mixer, x), module(x.transpose(0, 1)).transpose(0, 1), rtol=1e-11, atol=1e-11)
 
 
@@ -297,7 +303,7 @@ def test_mamba2_is_what_transformers_computes(module: str, groups: int) -> None:
     each = r.heads // units * a
     mixed, gate, step = rows.split((mixer.spec.convolved, each, r.heads // units), dim=1)
     kernels, biases = p["convolution.weight"].unflatten(0, (units, -1)), p["convolution.bias"].view(units, -1)
-    load(them, {
+    give(them, {
         "in_proj.weight": torch.cat((
             gate.flatten(0, 1), conv_order(r, mixed, p.get("shared.weight")), step.flatten(0, 1)
         )),
@@ -343,7 +349,7 @@ def test_kda_is_kimi_linears() -> None:
     p = named(mixer)
     query, key, value, rate = p["packed.weight"].unflatten(0, (3, 13)).split((4, 4, 4, 1), dim=1)
     low, gate = p["shared.weight"].chunk(2)
-    load(them, {
+    give(them, {
         "q_proj.weight": query, "k_proj.weight": key, "v_proj.weight": value, "b_proj.weight": rate,
         "conv1d.weight": torch.cat([part.flatten(0, 1) for part in p["convolution.weight"].view(3, 3, 4, 4).unbind(1)]),
         "forget_gate.f_a_proj.weight": low, "forget_gate.f_b_proj.weight": p["decay_up.weight"],
@@ -455,3 +461,39 @@ def test_settings_that_no_mixer_reads_are_refused() -> None:
         "model.recurrent.key_size 4 is of other mixers, and model.mixer 'short_conv' does not read it; leave it out"
     ]
     assert refused(replace(model, mixer="attention", mixer_pattern=("short_conv", "gated_delta"))) == []
+
+
+# ------------------------------------------------------------------------------------------------ layers without an MLP
+
+
+def test_a_layer_may_be_a_mixer_alone() -> None:
+    model = replace(MODELS["mamba2, groups"], mlp_pattern=("none", "mlp"))
+    layer, x = layer_of(model), rows_in(model)
+    assert layer.norm1 is not None and layer.norm2 is None
+    torch.testing.assert_close(layer(x), x + applied(layer.attention, layer.norm1(x)))
+    alone, whole = model_spec(model).layers
+    assert parameter_count(model) == parameter_count(replace(model, mlp_pattern=())) - sum(
+        p.numel for p in whole.parameters if p.name.startswith(("mlp.", "norm2."))
+    )
+    assert alone.matmul_numel == sum(linear.weight_numel for linear in alone.mixer.linears)
+    assert refused(model) == []
+    assert refused(replace(model, parallel_residual=True)) == [
+        'model.mlp_pattern names "none" with model.parallel_residual, under which the feed-forward block adds to the '
+        "residual stream together with the mixer; set parallel_residual = false"
+    ]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("mixer", ["mamba2", "attention"])
+def test_layers_of_a_mixer_alone_are_planned(recompute: str, mixer: str) -> None:
+    base = MODEL if mixer == "attention" else MODELS["mamba2, groups"]
+    times = []
+    for pattern in ("none", "mlp"), ("mlp",):
+        run = RunConfig(
+            model=replace(base, mlp_pattern=pattern), data=DataConfig(synthetic=True), engine="native",
+            activations=ActivationsConfig(policy=recompute),
+        )
+        case, machine = case_of(run)[0], machine_of(load("clusters/frontier").config)
+        assert stage_memory(case, machine, 0).allocated > 0
+        times.append(plan_step(case, machine).seconds)
+    assert times[0] < times[1]

@@ -203,6 +203,8 @@ class ModelConfig:
     mixer_pattern: tuple[str, ...] = ()
     """Mixers of the layers, repeated over them (Qwen3-Next: three of gated_delta, one of attention); empty: mixer in
     all."""
+    mlp_pattern: tuple[Literal["mlp", "none"], ...] = ()
+    """Which layers have a feed-forward block, repeated over them (Nemotron-H, Mamba-2); empty: all."""
     position_embedding: Literal["learned", "rope"] = "learned"
     """Positions: a learned table, or rotary embeddings of queries and keys (rope)."""
     rope_theta: Positive = 10000.0
@@ -398,6 +400,10 @@ class ModelConfig:
     def gated(self) -> bool:
         """Whether the MLP multiplies its activation by a second projection."""
         return self.activation in ("swiglu", "geglu_tanh", "swiglu_clamped")
+
+    def has_mlp(self, layer: int) -> bool:
+        """Return whether a layer (from 0) has a feed-forward block."""
+        return not self.mlp_pattern or self.mlp_pattern[layer % len(self.mlp_pattern)] == "mlp"
 
     def rotates(self, layer: int) -> bool:
         """Return whether layer ``layer`` (from 0) rotates queries and keys."""

@@ -118,19 +118,21 @@ def _qk_norm(part: str, model: ModelConfig, groups: Groups) -> NormSpec | None:
 
 def _layer(model: ModelConfig, index: int) -> LayerSpec:
     before, after = model.norm_placement != "post", model.norm_placement != "pre"
+    mlp = model.has_mlp(index)
     return LayerSpec(
         norm1=_norm("norm1", model) if before else None, mixer=_mixer(model, index),
         post_norm1=_norm("post_norm1", model) if after else None,
-        norm2=_norm("norm2", model) if before and not model.shared_norm else None,
+        norm2=_norm("norm2", model) if mlp and before and not model.shared_norm else None,
         mlp=_feed_forward(model, index),
-        post_norm2=_norm("post_norm2", model) if after else None, parallel_residual=model.parallel_residual,
+        post_norm2=_norm("post_norm2", model) if mlp and after else None, parallel_residual=model.parallel_residual,
     )
 
 
 def _feed_forward(model: ModelConfig, index: int) -> FeedForward:
-    if not model.moe.has_experts(index):
+    if model.has_mlp(index) and not model.moe.has_experts(index):
         return mlp_spec(model)
-    found: FeedForward = PARTS.function("expert layer spec")(model)
+    part = "expert layer spec" if model.has_mlp(index) else "no feed-forward block"
+    found: FeedForward = PARTS.function(part)(model)
     return found
 
 

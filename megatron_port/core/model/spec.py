@@ -399,6 +399,8 @@ class LayerSpec:
         if not self.parallel_residual:
             out.append(_add("attention", attention, stream, bias, "residual"))
             (stream,) = out[-1].writes
+        if not self.mlp.linears:  # the mixer alone
+            return tuple(out)
         if self.norm2 is not None or not self.parallel_residual:
             before, (entry, stream) = entry, _normed(out, "norm2", self.norm2, stream)
             out[-1] = replace(out[-1], holds=(before,))

@@ -139,11 +139,20 @@ def _shares(config: RunConfig, kind: RecurrentKind) -> list[str]:
     return out
 
 
+def _alone(config: RunConfig) -> list[str]:
+    """Name what layers of a mixer alone do not go with."""
+    model = config.model
+    if "none" not in model.mlp_pattern or not model.parallel_residual:
+        return []
+    return ['model.mlp_pattern names "none" with model.parallel_residual, under which the feed-forward block adds to '
+            "the residual stream together with the mixer; set parallel_residual = false"]
+
+
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, min(number, 1024) + 1) if number % n == 0]
 
 
 MIXER = (
-    Table(more=(_unable, _unused)),
+    Table(more=(_unable, _unused, _alone)),
     Table(on=lambda c: set(c.model.mixers) <= set(MIXERS.builtin), sized=True, more=(_recurrent,)),
 )

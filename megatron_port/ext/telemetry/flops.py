@@ -161,7 +161,7 @@ def site_flops(layer: LayerSpec, site: str, seq: int, tp: int = 1, document: flo
     """Operations of one sample's forward that make a site of a layer again; 0 for element-wise work."""
     projections = sum(p.weight_numel for p in layer.mixer.projections)
     matrices = {
-        "qkv": projections + layer.copied_numel(tp), "hidden": layer.dense.up.weight_numel,
+        "qkv": projections + layer.copied_numel(tp), "hidden": layer.dense.up.weight_numel if layer.mlp.linears else 0,
         "residual": layer.mixer.output.weight_numel,
     }
     return layer.mixer.flops(seq, document) if site == "core" else 2 * seq * matrices.get(site, 0)

@@ -218,8 +218,7 @@ def site_bytes(case: Case, layer: LayerSpec | None = None, *, scores: bool = Tru
         """Bytes of what the second of two factors reads, which tensor-parallel ranks hold alike or by tokens."""
         return rank * w * (tokens / t if case.sequence_parallel else tokens)
 
-    gate = layer.dense.down.inputs if layer.dense.keeps_gate(torchs) else 0
-    return {
+    found = {
         "input": stream * w,
         "norm1": norm(layer.norm1),
         "qkv": tokens / t * _qkv_bytes(case, attention, wide) + between(layer.mixer.entry_rank),
@@ -227,7 +226,12 @@ def site_bytes(case: Case, layer: LayerSpec | None = None, *, scores: bool = Tru
         # Where the norms read the same tensor, there is no second one.
         "residual": stream * (mask + (0 if layer.parallel_residual else w)) + post(layer.post_norm1)
         + between(layer.mixer.output.rank),
-        "norm2": norm(layer.norm2),
+        "norm2": norm(layer.norm2), "hidden": 0.0, "activation": 0.0, "output": 0.0,
+    }
+    if not layer.mlp.linears:
+        return found
+    gate = layer.dense.down.inputs if layer.dense.keeps_gate(torchs) else 0
+    return found | {
         "hidden": tokens / t * layer.dense.up.kept_features(t) * w
         + between(layer.dense.up.rank),
         "activation": tokens / t * (layer.dense.down.kept_features(t) + gate) * w,
@@ -300,7 +304,7 @@ def copied_sites(case: Case, layer: LayerSpec) -> dict[Site, tuple[Site, float]]
             rms = norm is not None and norm.kind == "rmsnorm"
             if rms and not (site == "residual" and layer.parallel_residual):
                 out[site] = reader, stream
-    if not layer.dense.gated and layer.dense.up.bias:
+    if layer.mlp.linears and not layer.dense.gated and layer.dense.up.bias:
         out["hidden"] = "activation", sizes["hidden"]
     return out
 

@@ -222,6 +222,11 @@ def _dense_block(layer: LayerSpec) -> MLPSpec | None:
     return layer.mlp.dense_block
 
 
+def _last_rank(layer: LayerSpec) -> int:
+    """Rank of the factors of a layer's last product; 0: it is one matrix."""
+    return layer.dense.down.rank if layer.mlp.linears else layer.mixer.output.rank
+
+
 def layer_products(case: Case, layer: LayerSpec) -> list[tuple[float, float, float]]:
     """(rows, columns, inner) of a layer's products, those of routed tokens left out."""
     tokens = stream_of(case)[0]
@@ -271,7 +276,7 @@ def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
     if case.recompute == "full":
         # The last collective of a layer is repeated only where something behind it was kept for the backward pass.
         skipped = 0.5 * once if case.sequence_parallel else once
-        skipped = skipped if ends_at_product(case) and moe_of(layer) is None and not layer.dense.down.rank else 0.0
+        skipped = skipped if ends_at_product(case) and moe_of(layer) is None and not _last_rank(layer) else 0.0
         again, tensor_again = forward, regions[0] * once + shares + means - skipped
         exchange_again = case.engine.exchange_again(expert.forward_exchange, expert.backward_exchange)
     elif case.recompute == "selective" and not case.flash:
@@ -369,11 +374,14 @@ def site_costs(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
     # An entry gathers the sequence and an exit scatters it under sequence parallelism; else the exit sums it.
     each = _tensor_collective(case, links, group)
     entry, exit_ = (each / 2, each / 2) if case.sequence_parallel else (0.0, each)
-    heads, ffn = layer.mixer.packed_features(t), layer.dense.down.inputs
+    dense = layer.dense if layer.mlp.linears else None
+    heads, ffn, gates = layer.mixer.packed_features(t), 0, 0
+    if dense is not None:
+        ffn, gates = dense.down.inputs, dense.up.packed
     normed = layer.mixer.normalized_features(t)
     moved = (0.0 if _splits_by_views(case, layer) else heads) + (normed + heads if normed else 0)
     rotated = rates.stream(split * moved * 2 * w, 1)
-    output, up = layer.mixer.output.factors, layer.dense.up.factors
+    output, up = layer.mixer.output.factors, () if dense is None else dense.up.factors
     projections = sum(product(linear) for linear in layer.mixer.projections)
     core = attention_seconds(case, layer, rates)
     keys = forward_again(context_cost(case, layer, rates, links, core, again=False))
@@ -387,7 +395,7 @@ def site_costs(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
             backward=sum(map(product, output)) + rates.stream(stream * (3 * w + mask), 1), backward_tensor=exit_
         ),
         "hidden": Cost(backward=sum(map(product, up)), backward_tensor=entry),
-        "activation": Cost(backward=rates.stream(split * ffn * w * (layer.dense.up.packed + 1), 1)),
+        "activation": Cost(backward=rates.stream(split * ffn * w * (gates + 1), 1)),
     }
 
 
