@@ -66,7 +66,7 @@ def draw(seed: int) -> MixerDraw:
         model = dataclasses.replace(config.model, recurrent=recurrent)
         alone = random.Random(f"alone-{seed}")
         if not model.parallel_residual and alone.random() < 0.3:
-            blocks = alone.choice((("none",), ("mlp", "none"), ("none", "mlp")))
+            blocks: Any = alone.choice((("none",), ("mlp", "none"), ("none", "mlp")))
             model = dataclasses.replace(model, mlp_pattern=blocks)
         if len(pattern) == 1:
             model = dataclasses.replace(model, mixer=pattern[0])

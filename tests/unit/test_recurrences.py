@@ -485,9 +485,10 @@ def test_a_layer_may_be_a_mixer_alone() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("mixer", ["mamba2", "attention"])
-def test_layers_of_a_mixer_alone_are_planned(recompute: str, mixer: str) -> None:
+def test_layers_of_a_mixer_alone_are_planned(recompute: Any, mixer: str) -> None:
     base = MODEL if mixer == "attention" else MODELS["mamba2, groups"]
     times = []
+    pattern: Any
     for pattern in ("none", "mlp"), ("mlp",):
         run = RunConfig(
             model=replace(base, mlp_pattern=pattern), data=DataConfig(synthetic=True), engine="native",

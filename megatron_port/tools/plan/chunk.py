@@ -218,7 +218,7 @@ def site_bytes(case: Case, layer: LayerSpec | None = None, *, scores: bool = Tru
         """Bytes of what the second of two factors reads, which tensor-parallel ranks hold alike or by tokens."""
         return rank * w * (tokens / t if case.sequence_parallel else tokens)
 
-    found = {
+    found: dict[Site, float] = {
         "input": stream * w,
         "norm1": norm(layer.norm1),
         "qkv": tokens / t * _qkv_bytes(case, attention, wide) + between(layer.mixer.entry_rank),
