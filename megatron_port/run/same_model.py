@@ -13,7 +13,7 @@ from megatron_port.ext.weights.settings import TARGETS
 
 FREE = frozenset({
     "name", "family", "hidden_dropout", "attention_dropout", "init_std", "mtp_weight", "moe.jitter",
-    "moe.second_expert",
+    "moe.second_expert", "recurrent.chunk", "recurrent.segment",
     "moe.capacity_factor", "moe.drop_by", "moe.balance_loss", "moe.balance_weight", "moe.z_weight", "moe.bias_rate",
 })
 """Fields of a model that its weights do not depend on."""
