@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_memory import events_of, most
 from test_mixers import layer_of
 from torch.nn.functional import silu
 
@@ -498,3 +499,35 @@ def test_layers_of_a_mixer_alone_are_planned(recompute: Any, mixer: str) -> None
         assert stage_memory(case, machine, 0).allocated > 0
         times.append(plan_step(case, machine).seconds)
     assert times[0] < times[1]
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+@pytest.mark.parametrize(("mixer", "sizes", "allowed"), [
+    ("short_conv", RecurrentConfig(kernel=3), 0.05),
+    ("mamba2", RecurrentConfig(heads=4, key_heads=2, key_size=48, value_size=96, chunk=64), 0.12),
+    ("mamba2", RecurrentConfig(heads=4, key_heads=1, key_size=64, value_size=64, chunk=128), 0.12),
+    ("kda", RecurrentConfig(heads=2, key_size=64, value_size=64, chunk=128), 0.08),
+], ids=["short_conv", "mamba2", "mamba2, one group", "kda"])
+def test_memory_in_passing_is_as_stated(mixer: str, sizes: RecurrentConfig, allowed: float) -> None:
+    """The allocator's peak in one pass of the mixer, of a sequence of two segments."""
+    model = replace(MODEL, seq_length=512, hidden_size=96, mixer=mixer, recurrent=replace(sizes, segment=256))
+    module: Any = layer_of(model, torch.float32).attention
+    rows = module.spec.packed.outputs + module.spec.shared_rows
+    packed = torch.randn(512, BATCH, rows).requires_grad_()
+    found: dict[str, torch.Tensor] = {}
+
+    def forward() -> None:
+        found["out"] = module.mix(packed)
+
+    def backward() -> None:
+        found["out"].backward(torch.ones_like(found["out"]))
+
+    def peak(step: Callable[[], None]) -> float:
+        return most([event.nbytes() for event in events_of(step) if event.name() == "[memory]"]) / 4 / BATCH
+
+    out = 512 * module.spec.output.inputs
+    assert peak(forward) == pytest.approx(256 * module.spec.scratch[0] + out, rel=allowed)
+    # The gradient of all rows, and once more of a segment's.
+    assert peak(backward) == pytest.approx(256 * module.spec.scratch[1] + out + 768 * rows, rel=allowed)

@@ -63,6 +63,12 @@ class KimiDeltaSpec(RecurrentSpec):
             ),
         }
 
+    @property
+    def scratch(self) -> tuple[float, float]:
+        # Pairs of a chunk's positions have decays of each element of a key, which are computed for a block at once.
+        k, v, block = self.heads * self.key_size, self.heads * self.value_size, min(16, self.chunk)
+        return (15 + 3.6 * block**2 / self.chunk) * k + 3.6 * v, 104 * k + 11.3 * v
+
     def flops(self, seq: int, document: float = 0.0) -> float:
         up = 2.0 * self.heads * (self.key_size + self.value_size) * self.value_size
         return super().flops(seq, document) + seq * up

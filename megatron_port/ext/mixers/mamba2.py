@@ -60,6 +60,12 @@ class Mamba2Spec(RecurrentSpec):
         found = {"decay": rates, "skip": skip, "step_bias": bias}
         return found if self.gated_norm == "none" else {**found, "norm": norm}
 
+    @property
+    def scratch(self) -> tuple[float, float]:
+        k, v, c = self.heads * self.key_size, self.heads * self.value_size, self.heads * self.chunk
+        channels = self.units * self.convolved + self.shared_convolved
+        return 4.2 * k + 1.9 * v + 1.8 * c + 2.2 * channels, 5.3 * k + 10.9 * v + 2.1 * c + 1.6 * channels
+
     def _values(self, rows: Rows) -> Tensor:
         """[n, batch, heads, value]"""
         from torch.nn.functional import silu

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 class ShortConvSpec(RecurrentSpec):
     """A unit is some channels: their B, their C, their x."""
 
+    @property
+    def scratch(self) -> tuple[float, float]:
+        channels = self.units * self.convolved
+        return 4 * channels, 3 * channels
+
     def inputs(self, rows: Tensor, wide: Any) -> tuple[Tensor, Tensor]:
         before, after, x = rows.chunk(3, dim=-1)
         return before.to(wide) * x.to(wide), after
