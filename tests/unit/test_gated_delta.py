@@ -14,12 +14,17 @@ from rank_memory import events_of, most
 from test_mixers import BATCH, inputs, layer_of
 
 from megatron_port.core.config.checks import problems
+from megatron_port.core.config.features import FineTuningConfig, QuantisationConfig, SparsityConfig
 from megatron_port.core.config.model import RecurrentConfig
-from megatron_port.core.config.schema import DataConfig, LayoutConfig, ModelConfig, RunConfig
+from megatron_port.core.config.schema import DataConfig, LayoutConfig, ModelConfig, PrecisionConfig, RunConfig
 from megatron_port.core.dist.record import InitSpec, initial_values
+from megatron_port.core.errors import ConfigError
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.layers import TransformerLayer
 from megatron_port.ext.mixers.recurrence import Operands, convolve, in_chunks, in_steps, passage, passed
+from megatron_port.ext.telemetry.flops import hardware_flops, model_flops
+from megatron_port.tools.compress.selection import Sizes, check_sizes
+from megatron_port.tools.inference.model import InferenceModel
 
 MODEL = ModelConfig(
     num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=21, vocab_size=100, mixer="gated_delta",
@@ -275,3 +280,63 @@ def test_sizes_that_ranks_cannot_share_are_said() -> None:
         "model.seq_length 24 gives context-parallel ranks 6 neighbouring positions, and a convolution of "
         "model.recurrent.kernel 8 reads 7 before each; use fewer ranks"
     ]
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"precision": PrecisionConfig(fp8="tensorwise")},
+     "precision.fp8 \"tensorwise\" is not built for model.mixer 'gated_delta'; use fp8 = \"none\""),
+    ({"sparsity": SparsityConfig(method="2:4")},
+     "a [sparsity] section is not built for model.mixer 'gated_delta'; use sparsity.method = \"none\""),
+    ({"quantisation": QuantisationConfig(weights="int8")},
+     "a [quantisation] section is not built for model.mixer 'gated_delta'; use quantisation.weights = \"none\""),
+    ({"model": replace(MODEL, mup_base_size=16)},
+     "model.mup_base_size 16 is not built for model.mixer 'gated_delta'; use 0"),
+    ({"model": replace(MODEL, mixer="attention", mixer_pattern=("gated_delta", "attention"), shared_layers=2)},
+     "model.shared_layers 2 is not built for model.mixer 'gated_delta'; use 1"),
+    ({"fine_tuning": FineTuningConfig(method="lora")},
+     "fine_tuning.method 'lora': projections of model.mixer 'gated_delta' have no adapters and stay frozen; name the "
+     'matrices that are trained, e.g. targets = ["output", "up", "down"]'),
+    ({"fine_tuning": FineTuningConfig(method="lora", targets=("query",))},
+     "fine_tuning.targets 'query': this model has output, up, down"),
+    ({"model": replace(MODEL, seq_length=4 * 1021), "data": DataConfig(synthetic=True, attention_documents="within"),
+      "layout": LayoutConfig(context_parallel_size=2, cp_order="balanced")},
+     'layout.cp_order "balanced" deals out blocks of 1 positions, and a convolution of model.recurrent.kernel 4 reads '
+     '3 before each run; use cp_order = "zigzag"'),
+])
+def test_what_knows_attention_alone_is_said(change: dict[str, Any], said: str) -> None:
+    run = replace(RUN, **change)
+    found = problems(run, world_size=run.layout.context_parallel_size)
+    assert any(text.startswith(said) for text in found), found
+
+
+def test_the_layer_that_predicts_further_tokens_has_its_mixer_checked() -> None:
+    model = replace(
+        MODEL, num_layers=1, mixer="attention", mixer_pattern=("attention", "gated_delta"), mtp_layers=1,
+        recurrent=replace(MODEL.recurrent, heads=7),
+    )
+    assert model.mixers == ("attention", "gated_delta")
+    assert any("model.recurrent.heads 7 does not divide" in text for text in problems(replace(RUN, model=model)))
+
+
+def test_short_texts_are_padded_to_what_a_convolution_reads() -> None:
+    """On context-parallel ranks: a rank with fewer rows would fail, and the others wait for it."""
+    model = InferenceModel.__new__(InferenceModel)
+    model.model, chunks = MODEL, {"chunks": 4}
+    model.stage = type("Stage", (), {"partition": type("Partition", (), chunks)})()  # type: ignore[assignment]
+    assert [model.padded(n) for n in (1, 5, 12, 13)] == [12, 12, 12, 16]
+    chunks["chunks"] = 1
+    model.stage = type("Stage", (), {"partition": type("Partition", (), chunks)})()  # type: ignore[assignment]
+    assert model.padded(1) == 1
+
+
+def test_what_is_always_computed_again_counts_as_the_hardware_s() -> None:
+    core = sum(layer.mixer.flops(MODEL.seq_length) for layer in model_spec(MODEL).layers)
+    assert hardware_flops(MODEL, recompute="none") - model_flops(MODEL) == core > 0
+
+
+def test_pruning_refuses_other_mixers_and_gates() -> None:
+    with pytest.raises(ConfigError, match="model.mixer 'gated_delta': pruning knows attention alone"):
+        check_sizes(MODEL, Sizes(layers=1), [0])
+    gated = replace(MODEL, mixer="attention", recurrent=RecurrentConfig(), attention_gate=True)
+    with pytest.raises(ConfigError, match="model.attention_gate: heads with gates are not pruned"):
+        check_sizes(gated, Sizes(heads=2), [0, 1])

@@ -5,7 +5,9 @@ Their logits, gradients, tensors and fields are in the tests of all families.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import hf_models as hf
 import pytest
@@ -19,6 +21,7 @@ from megatron_port.ext.families import family_named, family_names
 from megatron_port.tools.inference.cache import CacheSlot, KeyValueCache
 from megatron_port.tools.interop.hf_config import model_from_hf
 from megatron_port.tools.interop.hf_files import HFFolder
+from megatron_port.tools.interop.hf_names import hf_mapping
 
 pytest.importorskip("transformers")
 FAMILIES = [name for name in family_names() if family_named(name).names.mixers]
@@ -103,3 +106,13 @@ def test_lfm2_is_read_as_its_published_files_are_written() -> None:
     assert any("full_attn_idxs [2] is not what layer_types says" in note for note in notes)
     plain = model_from_hf({k: v for k, v in body.items() if k != "full_attn_idxs"}, "config.json")
     assert plain.mixers == (ATTENTION,) and plain.recurrent.kernel == 4
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text"])
+def test_sizes_that_are_left_out_are_the_same_in_an_export(family: str) -> None:
+    given = model_from_hf(hf.small(family).to_dict(), "config.json")
+    r = given.recurrent
+    size: dict[str, Any] = {"num_attention_heads": r.heads, "num_query_groups": 0, "head_dim": r.key_size}
+    given = replace(given, recurrent=replace(r, key_heads=r.heads, value_size=r.key_size), **size)
+    short = replace(given, recurrent=replace(given.recurrent, heads=0, key_heads=0, key_size=0, value_size=0))
+    assert hf_mapping(short, family) == hf_mapping(given, family)

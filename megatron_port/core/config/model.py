@@ -329,7 +329,7 @@ class ModelConfig:
     @property
     def mixers(self) -> tuple[str, ...]:
         """Mixers of the layers, each once."""
-        return tuple(dict.fromkeys((self.mixer_pattern or (self.mixer,))[: self.num_layers]))
+        return tuple(dict.fromkeys((self.mixer_pattern or (self.mixer,))[: self.num_layers + self.mtp_layers]))
 
     def mixer_of(self, layer: int) -> str:
         """Return the mixer of layer ``layer`` (from 0)."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from megatron_port.core.config.model import ATTENTION
 from megatron_port.core.config.schema import RunConfig
+from megatron_port.ext.context.balance import block_size
 
 
 def context_unit(config: RunConfig) -> int:
@@ -30,8 +32,22 @@ def context_checks(config: RunConfig) -> list[str]:
             f'model.seq_length {seq} does not divide by {parts} (layout.context_parallel_size, cp_order '
             f'"{layout.cp_order}"); use {" or ".join(map(str, near))}'
         )
+    out += _short_blocks(config)
     out += _unequal_heads(config) if layout.cp_method == "heads" else []
     return out
+
+
+def _short_blocks(config: RunConfig) -> list[str]:
+    """Name blocks that have fewer positions than a convolution reads of the run before its own."""
+    layout, model, within = config.layout, config.model, config.data.attention_documents == "within"
+    size, read = layout.context_parallel_size, model.recurrent.kernel - 1
+    if model.mixers == (ATTENTION,) or layout.cp_order != "balanced" or not within or model.seq_length % (2 * size):
+        return []
+    block = block_size(model.seq_length, size)
+    return [] if block >= read else [
+        f'layout.cp_order "balanced" deals out blocks of {block} positions, and a convolution of model.recurrent.'
+        f'kernel {read + 1} reads {read} before each run; use cp_order = "zigzag"'
+    ]
 
 
 def _unequal_heads(config: RunConfig) -> list[str]:

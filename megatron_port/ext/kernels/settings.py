@@ -130,7 +130,7 @@ def linear_shapes(config: RunConfig) -> dict[str, tuple[float, float]]:
     heads, d, ffn = m.num_attention_heads, m.head_size, m.ffn_size
     gates = 2 if m.gated else 1
     return {
-        "attention.qkv": (m.hidden_size, (heads + 2 * m.kv_heads_held(t)) * d / t),
+        "attention.qkv": (m.hidden_size, (heads * (1 + m.attention_gate) + 2 * m.kv_heads_held(t)) * d / t),
         "attention.output": (heads * d / t, m.hidden_size),
         "mlp.up": (m.hidden_size, gates * ffn / t),
         "mlp.down": (ffn / t, m.hidden_size),

@@ -210,9 +210,10 @@ def passage(operands: Operands, before: torch.Tensor | None, *, chunk: int) -> t
     state, product = before.split((values, before.shape[-1] - values), dim=-1)
     if delta:
         state = before
-    for _, _, after in chunks.states(state):
+    for total, (_, _, after) in zip(chunks.total.unbind(2), chunks.states(state), strict=True):
         state = after
-    return state if delta else torch.cat((state, product * chunks.total.prod(2)), dim=-1)
+        product = product if delta else product * total  # not prod, whose gradient asks the device for zeros
+    return state if delta else torch.cat((state, product), dim=-1)
 
 
 def passed(passages: Sequence[torch.Tensor], values: int) -> list[torch.Tensor]:

@@ -95,6 +95,26 @@ def _refused(config: RunConfig, name: str, kind: MixerKind) -> Iterator[str]:
         )
 
 
+def _unbuilt(config: RunConfig) -> list[str]:
+    """Name features that know the matrices of attention alone."""
+    model, others = config.model, [name for name in config.model.mixers if name != ATTENTION]
+    if not others:
+        return []
+    asked = {
+        f'precision.fp8 "{config.precision.fp8}"': ('fp8 = "none"', config.precision.fp8 != "none"),
+        "a [sparsity] section": ('sparsity.method = "none"', config.sparsity.enabled),
+        "a [quantisation] section": ('quantisation.weights = "none"', config.quantisation.enabled),
+        f"model.mup_base_size {model.mup_base_size}": ("0", model.mup_base_size > 0),
+        f"model.shared_layers {model.shared_layers}": ("1", model.shared_layers > 1 and len(model.mixers) > 1),
+    }
+    out = [f"{what} is not built for model.mixer {others[0]!r}; use {use}" for what, (use, on) in asked.items() if on]
+    tuning = config.fine_tuning
+    if tuning.enabled and not tuning.targets:
+        out.append(f"fine_tuning.method {tuning.method!r}: projections of model.mixer {others[0]!r} have no adapters "
+                   'and stay frozen; name the matrices that are trained, e.g. targets = ["output", "up", "down"]')
+    return out
+
+
 def _unused(config: RunConfig) -> list[str]:
     plain = config.model.mixers == (ATTENTION,) and config.model.recurrent != RecurrentConfig()
     return ["[model.recurrent] is of mixers with a state, and all layers have attention; leave it out, or say "
@@ -153,6 +173,6 @@ def _divisors(number: int) -> list[int]:
 
 
 MIXER = (
-    Table(more=(_unable, _unused, _alone)),
-    Table(on=lambda c: set(c.model.mixers) <= set(MIXERS.builtin), sized=True, more=(_recurrent,)),
+    Table(more=(_unable, _unused, _unbuilt, _alone)),
+    Table(on=lambda c: set(c.model.mixers) <= set(MIXERS.names), sized=True, more=(_recurrent,)),
 )

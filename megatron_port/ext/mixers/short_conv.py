@@ -27,6 +27,11 @@ class ShortConvSpec(RecurrentSpec):
         channels = self.units * self.convolved
         return 4 * channels, 3 * channels
 
+    @property
+    def passed(self) -> tuple[float, float, float]:
+        """Products, which the convolution reads, in fp32 or fp64."""
+        return 0.0, (self.kernel - 1) * self.units * self.convolved, 0.0
+
     def inputs(self, rows: Tensor, wide: Any) -> tuple[Tensor, Tensor]:
         before, after, x = rows.chunk(3, dim=-1)
         return before.to(wide) * x.to(wide), after

@@ -146,7 +146,9 @@ def hardware_flops(
     for layer, count in model_spec(model).all_kinds():
         copied = 2 * seq * layer.copied_numel(tp)
         forward = layer.forward_flops(seq, document) + copied + adapter_flops(layer, tuning, seq)
-        again = {"none": 0, "selective": layer.mixer.flops(seq, document), "full": forward}
+        core = layer.mixer.flops(seq, document)
+        always = core if layer.mixer.recomputes else 0.0
+        again = {"none": always, "selective": core, "full": forward + always}
         total += count * (again[recompute] + passes * copied)
     if chunked_head:
         head = model_spec(model).head

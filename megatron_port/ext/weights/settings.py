@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 from megatron_port.core.config.conflicts import Above, Conflict, Rule, Table, native_only
 from megatron_port.core.config.features import NO_ADAPTERS, NO_QUANTISATION, NO_SPARSITY, SparsityConfig
+from megatron_port.core.config.model import ATTENTION
 from megatron_port.core.config.schema import ModelConfig, RunConfig
 
 TARGETS = (
@@ -27,8 +28,9 @@ GROUP = 4
 def factored_shapes(m: ModelConfig) -> dict[str, tuple[int, int]]:
     """Return (rows, columns) of each linear that may be factored, by the name of its rank."""
     heads = m.num_attention_heads
+    rows = heads * (1 + m.attention_gate) + 2 * m.kv_heads
     shapes = {
-        "qkv": ((heads + 2 * m.kv_heads) * m.head_size, m.hidden_size), "output": (m.hidden_size, heads * m.value_size),
+        "qkv": (rows * m.head_size, m.hidden_size), "output": (m.hidden_size, heads * m.value_size),
         "up": ((1 + m.gated) * m.ffn_size, m.hidden_size), "down": (m.hidden_size, m.ffn_size),
     }
     if m.kv_lora_rank:
@@ -82,6 +84,8 @@ FACTORS = (
 def targets_of(model: ModelConfig) -> tuple[str, ...]:
     """Return the matrices that a layer of ``model`` has."""
     lacking: set[str] = set() if "glu" in model.activation else {"gate"}
+    if ATTENTION not in model.mixers:
+        lacking |= {"query", "key", "value"}
     if all(map(model.moe.has_experts, range(model.num_layers))) and not model.moe.shared_ffn_hidden_size:
         lacking |= {"gate", "up", "down"}
     if not model.kv_lora_rank:

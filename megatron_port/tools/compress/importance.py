@@ -70,8 +70,9 @@ def measure_importance(
     Raises:
         ConfigError: the engine does not run the model's own stages, or they have another mixer than attention.
     """
-    if model.mixer != ATTENTION:
-        raise ConfigError(f"model.mixer {model.mixer!r} has no heads whose importance is defined here, attention's do")
+    for name in model.mixers:
+        if name != ATTENTION:
+            raise ConfigError(f"model.mixer {name!r} has no heads whose importance is defined here, attention's do")
     chunks: Sequence[Any] = getattr(engine, "chunks", ())
     if not chunks or not all(isinstance(chunk, GPTStage) for chunk in chunks):
         raise ConfigError('importance is measured by engine "native" alone; leave out --set engine')

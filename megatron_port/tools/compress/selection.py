@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megatron_port.core.config.model import MoEConfig
+from megatron_port.core.config.model import ATTENTION, MoEConfig
 from megatron_port.core.config.schema import ModelConfig, RunConfig
 from megatron_port.core.errors import CheckpointError, ConfigError
 from megatron_port.core.model.decoder_spec import model_spec
@@ -114,7 +114,9 @@ def _problems(model: ModelConfig, sizes: Sizes) -> list[str]:
         "layers": model.num_layers, "heads": model.num_attention_heads, "groups": model.kv_heads,
         "ffn": model.ffn_size, "experts": model.moe.num_experts, "hidden": model.hidden_size,
     }
-    out = []
+    out = [f"model.mixer {name!r}: pruning knows attention alone" for name in model.mixers if name != ATTENTION]
+    if model.attention_gate and (sizes.heads or sizes.groups):
+        out.append("model.attention_gate: heads with gates are not pruned; leave out --heads and --groups")
     for name, value in sizes.asked.items():
         if name == "experts" and not model.moe.enabled:
             out.append(f"--experts {value}: the model has no layers of experts; leave it out")

@@ -36,10 +36,12 @@ from megatron_port.core.io.logging import Advance, silent
 from megatron_port.core.layers.dropout import DropoutStream
 from megatron_port.core.layers.step import StepSlot
 from megatron_port.core.model.decoder import GPTStage
+from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.shapes import fingerprint
 from megatron_port.core.pipeline.runner import Boundary, StageLink
 from megatron_port.core.train.hooks import Session
 from megatron_port.ext.corpora.packing import PADDING
+from megatron_port.ext.mixers.recurrent_spec import RecurrentSpec
 from megatron_port.ext.objectives.pairs import ReferenceHeader, check_pairs, read_header, write_reference
 from megatron_port.run.build import DTYPES, build_engine, build_model
 from megatron_port.run.weights import Weights
@@ -277,10 +279,11 @@ class InferenceModel:
         return record.offset[0], record.extent[0]
 
     def padded(self, length: int) -> int:
-        """Return the shortest length of sequences that the context-parallel ranks divide evenly, ``length`` or more.
-        What is behind a token changes nothing for it."""
-        chunks = self.stage.partition.chunks
-        return -(-length // chunks) * chunks
+        """Return the shortest length of sequences that the context-parallel ranks divide evenly, ``length`` or more,
+        with as many positions in each chunk as a convolution reads. What is behind a token changes nothing for it."""
+        chunks, mixers = self.stage.partition.chunks, [layer.mixer for layer in model_spec(self.model).layers]
+        read = [mixer.kernel - 1 for mixer in mixers if isinstance(mixer, RecurrentSpec)] if chunks > 1 else []
+        return max(-(-length // chunks), *read, 0) * chunks
 
     def held(self, length: int) -> Positions:
         """Return which positions of whole sequences of this :meth:`padded` length this rank computes."""

@@ -27,6 +27,7 @@ from megatron_port.core.model.shapes import buffer_shapes, parameter_shapes
 from megatron_port.ext.experts.spec import LAST_STEP
 from megatron_port.ext.families import family_named
 from megatron_port.ext.families.family import Names, Rotation
+from megatron_port.run.same_model import recurrent_of
 
 # Rows of our parameters that are rows of a Hugging Face family's tensors.
 
@@ -188,7 +189,7 @@ def _mapped(name: str, shape: tuple[int, ...], model: ModelConfig, family: str) 
     rows = prod(row_shape)
     if name.startswith("layers.") and (of := names.rows.get(name.split(".", 2)[2])) is not None:
         prefix, at, runs_there = names.prefix + names.layer.format(name.split(".", 2)[1]), 0, list[Run]()
-        for tensor, first, count in of(model):
+        for tensor, first, count in of(replace(model, recurrent=recurrent_of(model))):
             runs_there.append(Run(at, f"{prefix}{tensor}", first, count))
             at += count
         return Mapped(name, shape, tuple(runs_there), False, convolution=tensor.endswith(names.convolutions))

@@ -111,7 +111,10 @@ def canonical_of(there: str) -> str | None:
 
 
 def megatron_names(model: ModelConfig) -> dict[str, Foreign]:
-    """Canonical name → :class:`Foreign`, for every parameter of ``model``."""
+    """Canonical name → :class:`Foreign`, for every parameter of ``model``. CheckpointError: Megatron-DeepSpeed has no
+    such parameters."""
+    if model.attention_gate:
+        raise CheckpointError("model.attention_gate: Megatron-DeepSpeed's attention has no gates")
     return {name: _foreign(record, _name(name, model), model) for name, record in model_records(model).items()}
 
 
