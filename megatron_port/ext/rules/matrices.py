@@ -458,8 +458,8 @@ class Muon(MatrixRule):
 
     def takes(self, record: ParameterRecord) -> bool:
         """Return whether a parameter is a layer's matrix, or a stack of them."""
-        taps = record.name.endswith("convolution.weight")  # of a channel each, which are no map of features
-        return record.decay and len(record.shape) > 1 and record.name.startswith(OF_LAYERS) and not taps
+        found = record.decay and len(record.shape) > 1 and record.name.startswith(OF_LAYERS)
+        return found and not record.name.endswith("convolution.weight")  # taps of channels map no features
 
     def kinds(self, record: ParameterRecord) -> tuple[str, ...]:
         """Return the momentum of a matrix, AdamW's moments of what is none."""
