@@ -9,6 +9,7 @@ from typing import Any
 from megatron_port.core.checkpoint.format import Manifest, SavedState
 from megatron_port.core.checkpoint.reader import Checkpoint
 from megatron_port.core.config.dump import as_dict, leaves
+from megatron_port.core.config.model import RecurrentConfig
 from megatron_port.core.config.schema import BatchConfig, ModelConfig, MoEConfig, OptimizerConfig, RunConfig
 from megatron_port.core.data.indexed import OWN_TOKENIZERS, changes
 from megatron_port.core.data.loader import Loaders
@@ -184,8 +185,9 @@ def _with_sizes(table: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a ``model`` table with defaults for the fields that it lacks and its derived sizes filled in."""
     known = {f.name: table[f.name] for f in fields(ModelConfig) if f.name in table}
     try:
-        if isinstance(known.get("moe"), dict):
-            known["moe"] = MoEConfig(**known["moe"])
+        for name, section in (("moe", MoEConfig), ("recurrent", RecurrentConfig)):
+            if isinstance(known.get(name), dict):
+                known[name] = section(**known[name])
         return as_dict(with_sizes(ModelConfig(**known)))
     except TypeError:  # a damaged value; it is named as it is
         return {**as_dict(ModelConfig()), **table}

@@ -48,8 +48,8 @@ def draw(seed: int) -> MixerDraw:
         one = drawing.draw(r.randrange(10_000_000))
         config, t = one.config, one.topology
         # In fp32 what is made of length 1 has few digits of its gradient at these sizes, on one process as well.
-        if config.precision.dtype != "fp64" or config.fine_tuning.enabled or config.optimizer.name == "lion":
-            continue  # lion takes the sign of gradients that are 0 but for rounding, as documents of one token have
+        if config.precision.dtype != "fp64" or config.fine_tuning.enabled or config.optimizer.name in ("lion", "came"):
+            continue  # which divide gradients by their own size: those of documents of one token are 0 but for rounding
         keys = t.tp * r.choice((1, 1, 2))
         sizes: dict[str, Any] = {
             "heads": keys * r.choice((1, 2, 3)), "key_heads": keys, "key_size": r.choice((4, 5, 8)),

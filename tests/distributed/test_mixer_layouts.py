@@ -7,7 +7,7 @@ from fuzz import failures, run_draws
 from mixers import draw
 from pool import RankPool
 
-SEEDS = (12, 13, 14, 27, 43, 74, 83, 112)
+SEEDS = (40, 43, 44, 70, 97, 102, 112)
 """A cheap set that covers what the last test asks; 300 are a record (benchmarks/evidence/mixers.md)."""
 
 

@@ -83,7 +83,7 @@ class Scripted:
     """A model whose logits are a function of all that it sees: any other context gives other tokens."""
 
     def __init__(self, window: int, vocab: int = 11) -> None:
-        self.model = SimpleNamespace(seq_length=window, vocab_size=vocab, mixer="attention")
+        self.model = SimpleNamespace(seq_length=window, vocab_size=vocab, mixers=("attention",))
         self.ctx = SimpleNamespace(
             index=lambda *axes: 0, size=lambda *axes: 1, topology=SimpleNamespace(pp=1), device=torch.device("cpu"))
         self.seen: dict[int, list[list[int]]] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from megatron_port.core.config.model import ATTENTION
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.ext.context.balance import block_size
 
 
 def context_unit(config: RunConfig) -> int:
@@ -43,6 +42,8 @@ def _short_blocks(config: RunConfig) -> list[str]:
     size, read = layout.context_parallel_size, model.recurrent.kernel - 1
     if model.mixers == (ATTENTION,) or layout.cp_order != "balanced" or not within or model.seq_length % (2 * size):
         return []
+    from megatron_port.ext.context.balance import block_size  # with numpy, which a check need not load
+
     block = block_size(model.seq_length, size)
     return [] if block >= read else [
         f'layout.cp_order "balanced" deals out blocks of {block} positions, and a convolution of model.recurrent.'

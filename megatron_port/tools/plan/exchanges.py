@@ -10,7 +10,6 @@ from functools import lru_cache
 from itertools import pairwise
 
 from megatron_port.core.model.spec import LayerSpec, MixerSpec
-from megatron_port.ext.context.balance import block_size
 from megatron_port.ext.experts.spec import MoESpec
 from megatron_port.tools.plan.case import Case
 from megatron_port.tools.plan.rates import Cost, Links, Rates, Span, span
@@ -60,6 +59,8 @@ def passed_bytes(case: Case, mixer: MixerSpec, *, kept: bool = False) -> float:
     narrow, wide, beside = mixer.passed
     runs = 1 if case.cp_order == "contiguous" else 2
     if case.cp_order == "balanced" and case.document:  # at most, where no two blocks are neighbours
+        from megatron_port.ext.context.balance import block_size  # with numpy
+
         runs = case.model.seq_length // case.cp // block_size(case.model.seq_length, case.cp)
     return case.cp * runs * case.micro_batch / case.tp * (narrow * case.width + (wide + beside * kept) * case.wide)
 
