@@ -38,7 +38,7 @@ from megatron_port.core.io.typed_json import (
     read_typed,
     typed,
 )
-from megatron_port.run.folder_files import append_line, write_new
+from megatron_port.run.run_files import append_line, write_new
 
 FOLDER = "launch"
 RECORD, CONFIG, SCRIPT, JOBS, CANCELLED = "record.json", "config.toml", "job.sh", "jobs.jsonl", "cancelled"

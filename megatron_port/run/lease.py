@@ -30,9 +30,9 @@ from megatron_port.core.dist.rank import Fence, LeaseLost
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.core.io.files import open_regular, write_text
 from megatron_port.core.io.typed_json import Natural, Seconds, WrongContent, parse_json, right_fields
-from megatron_port.run.folder_files import write_new
 from megatron_port.run.launchers import AGENT_VARIABLE, LOCAL, current_job, job_state, one_task_at_a_time
 from megatron_port.run.processes import born, process_space
+from megatron_port.run.run_files import write_new
 
 # Who holds a run folder, and whether that attempt still runs.
 #

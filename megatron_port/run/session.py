@@ -39,9 +39,9 @@ from megatron_port.run.device import (
     keep_freed_memory,
 )
 from megatron_port.run.elastic import elastic_layout
-from megatron_port.run.folder_files import check_output
 from megatron_port.run.peer_failure import explain_peer_failure
 from megatron_port.run.rendezvous import Fingerprint
+from megatron_port.run.run_files import check_output
 
 
 def _refuse(config: RunConfig, device: DeviceInfo) -> None:

@@ -15,7 +15,7 @@ from megatron_port.core.checkpoint.shard import write_chunks
 from megatron_port.core.dist.rank import LeaseLost
 from megatron_port.core.errors import CheckpointError, EnvironmentFault
 from megatron_port.core.io.files import atomic_file, write_bytes, write_output, write_text
-from megatron_port.run.folder_files import write_new
+from megatron_port.run.run_files import write_new
 
 NEW = b"new" * 5000  # more than a buffer: the write itself meets the full disk
 
