@@ -39,7 +39,7 @@ MOST_IN_A_ROW = 30
 """Starts in a row of which none came to train."""
 TICK_S = 0.02
 QUIET_S = 2.5
-"""Of ranks that all hang those are replaced whose node was not heard for so long, if there are any. Nodes beat each
+"""Silence of a node for which, of ranks that all hang, its own are replaced. Nodes beat each
 second."""
 SAME_SIGNAL_S = 3.0
 """A scheduler signals every node: what comes from several of them within this time is one signal."""

@@ -332,7 +332,7 @@ def check_output(config: RunConfig, trained: int) -> None:
     change. One checkpoint has a master and two moments of each, beside headers and manifest.
 
     Raises:
-        EnvironmentFault: the folder cannot be made or written, or has no room for one checkpoint.
+        EnvironmentFault: the folder cannot be made or written, or has no space for one checkpoint.
     """
     folder = run_folder(config)
     probe = folder / f".write-check-{os.getpid()}"
@@ -349,12 +349,12 @@ def check_output(config: RunConfig, trained: int) -> None:
                 probe.unlink()
     except OSError as error:
         raise EnvironmentFault(
-            f"{folder}: cannot be written ({error.strerror or error}), so nothing of this run could be saved; make "
-            "room or give this user write permission there, or choose another output_dir"
+            f"{folder}: cannot be written ({error.strerror or error}), so nothing of this run could be saved; free "
+            "space or give this user write permission there, or choose another output_dir"
         ) from error
     needed, free = 3 * (8 if config.precision.dtype == "fp64" else 4) * trained, free_bytes(folder)
     if free is not None and free < needed:
         raise EnvironmentFault(
-            f"{folder}: {free} bytes are free, and one checkpoint of this run takes {needed}; make room, or choose "
+            f"{folder}: {free} bytes are free, and one checkpoint of this run takes {needed}; free some, or choose "
             "another output_dir"
         )

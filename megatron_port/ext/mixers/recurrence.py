@@ -109,7 +109,7 @@ class _Pairs:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """What positions of a chunk have to do with one another, and with the state that comes into it: [batch, heads,
+    """Relations of the positions of a chunk to one another, and to the state that comes into it: [batch, heads,
     chunks, ...]."""
 
     keys: torch.Tensor

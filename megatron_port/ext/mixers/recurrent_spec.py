@@ -1,4 +1,4 @@
-"""What mixers with a state have in common: projections, a short convolution, a recurrence, an output. Plain Python.
+"""Base of the mixers with a state: projections, a short convolution, a recurrence, an output. Plain Python.
 
 A mixer is one file that states a :class:`RecurrentSpec` and registers a :class:`RecurrentKind`. Its two methods with
 tensors say what the recurrence takes and what becomes of its result. Everything else is the module's
@@ -42,12 +42,12 @@ class RecurrentKind(MixerKind):
     reads: frozenset[str] = frozenset()
     """Settings of ``model.recurrent`` that it reads."""
     faults: Callable[[ModelConfig], Iterable[str]] = lambda model: ()
-    """What is wrong with the model's sizes; where nothing is, ``spec`` is called."""
+    """Finds faults of the model's sizes; where there is none, ``spec`` is called."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What a mixer reads at n neighbouring positions, in fp32 or fp64, of the units of this rank."""
+    """Rows that a mixer reads at n neighbouring positions, in fp32 or fp64, of the units of this rank."""
 
     convolved: Tensor
     """[n, batch, units, convolved]"""

@@ -30,7 +30,7 @@ from megatron_port.ext.context.attention import GatherKeys
 
 @runtime_checkable
 class CachingAttention(Protocol):
-    """What generation uses of a layer's attention, and replaces in it (``model.attention.SelfAttention`` has it); a
+    """Parts of a layer's attention that generation uses and replaces (``model.attention.SelfAttention`` has it); a
     mixer without these reads whole sequences for each token."""
 
     name: str
@@ -79,7 +79,7 @@ class KeyValueCache:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        """Positions that there is room for."""
+        """Positions that it can hold."""
         self.positions: torch.Tensor | None = None
         """int64 [batch]: position of the current token; None during prefill."""
         self._seen: torch.Tensor | None = None
@@ -107,9 +107,9 @@ class KeyValueCache:
         seq, batch, groups, size = min(len(k), self.capacity), *k.shape[1:]
         kept = []
         for x in (k, v):
-            room = x.new_zeros(batch, groups, self.capacity, size)  # not empty: 0 times what lies there must be 0
-            room[:, :, :seq] = x[:seq].permute(1, 2, 0, 3)
-            kept.append(room)
+            held = x.new_zeros(batch, groups, self.capacity, size)  # not empty: 0 times what lies there must be 0
+            held[:, :, :seq] = x[:seq].permute(1, 2, 0, 3)
+            kept.append(held)
         self._layers[layer] = (kept[0], kept[1])
 
     def _visible(self, window: int) -> torch.Tensor:
