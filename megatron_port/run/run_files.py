@@ -26,10 +26,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from megatron_port.core.checkpoint.shard import free_bytes
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.errors import EXIT_INTERRUPTED, EnvironmentFault, PortError
-from megatron_port.core.io.files import NEW, fsync_directory, kind_of, write_text
+from megatron_port.core.io.files import NEW, free_bytes, fsync_directory, kind_of, write_text
 from megatron_port.core.io.logging import redact, redacted
 from megatron_port.core.io.typed_json import REQUIRED, Natural, Rows, Seconds, read_optional, read_rows
 from megatron_port.core.train.folders import run_folder

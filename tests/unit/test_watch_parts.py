@@ -514,3 +514,9 @@ def test_a_rank_that_connects_anew_replaces_itself_and_nobody_else(tmp_path: Pat
     again.close()
     served.thread.join(10)
     assert served.err.getvalue() == ""
+
+
+def test_the_hub_starts_without_torch() -> None:
+    """It would hold 200 MB and start seconds later: a rank that is lost by then is not seen to be."""
+    code = "import sys, megatron_port.run.watch.hub; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

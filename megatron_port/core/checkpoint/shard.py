@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,22 +22,12 @@ from megatron_port.core.checkpoint.format import DTYPES, MAX_BLOCK, FileEntry, P
 from megatron_port.core.checkpoint.slices import range_fault
 from megatron_port.core.dist.record import StatePiece
 from megatron_port.core.errors import CheckpointError
-from megatron_port.core.io.files import atomic_file
+from megatron_port.core.io.files import atomic_file, free_bytes
 
 # Files of a checkpoint: whole ones only are written; disk errors say what to do.
 
 _SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _RIGHTS = (errno.EACCES, errno.EPERM, errno.EROFS)
-
-
-def free_bytes(path: Path) -> int | None:
-    """Return the bytes free on the file system of ``path`` or its nearest existing parent; None if unknown."""
-    for place in (path, *path.parents):
-        try:
-            return shutil.disk_usage(place).free
-        except OSError:
-            continue
-    return None
 
 
 def disk_error(error: OSError, path: Path, needed: int | None = None) -> CheckpointError:

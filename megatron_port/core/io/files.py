@@ -10,6 +10,7 @@ import errno
 import os
 import resource
 import secrets
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -173,6 +174,16 @@ def _fsync(path: Path, flags: int) -> None:
 
 SPARE = 512
 """Files beside those that were counted: sockets, pipes, libraries, logs."""
+
+
+def free_bytes(path: Path) -> int | None:
+    """Return the bytes free on the file system of ``path`` or its nearest existing parent; None if unknown."""
+    for place in (path, *path.parents):
+        try:
+            return shutil.disk_usage(place).free
+        except OSError:
+            continue
+    return None
 
 
 def allow_open_files(count: int) -> None:

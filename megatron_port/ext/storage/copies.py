@@ -54,7 +54,6 @@ from megatron_port.core.checkpoint.shard import (
     ShardPlan,
     block_bytes,
     bytes_of,
-    free_bytes,
     plan_shard,
 )
 from megatron_port.core.checkpoint.writer import listing_name
@@ -62,7 +61,7 @@ from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.agree import agreed, broadcast_text
 from megatron_port.core.dist.record import StatePiece
 from megatron_port.core.errors import CheckpointError, DamagedCheckpoint, EnvironmentFault
-from megatron_port.core.io.files import read_regular, write_text
+from megatron_port.core.io.files import free_bytes, read_regular, write_text
 from megatron_port.core.io.logging import Logger
 from megatron_port.core.package import package_versions
 from megatron_port.core.train.folders import FOLDER, run_folder

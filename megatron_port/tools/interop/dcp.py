@@ -29,14 +29,14 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from megatron_port.core.checkpoint.format import SavedState, directory_name
 from megatron_port.core.checkpoint.reader import Checkpoint
-from megatron_port.core.checkpoint.shard import disk_error, free_bytes
+from megatron_port.core.checkpoint.shard import disk_error
 from megatron_port.core.checkpoint.slices import FlatRange, cover_fault, slabs
 from megatron_port.core.checkpoint.writer import save_checkpoint
 from megatron_port.core.config.dump import as_dict
 from megatron_port.core.config.schema import LayoutConfig, ModelConfig, OptimizerConfig, RunConfig
 from megatron_port.core.dist.record import BUFFER, WEIGHT, StatePiece
 from megatron_port.core.errors import CheckpointError, ConfigError
-from megatron_port.core.io.files import fsync_directory, fsync_file
+from megatron_port.core.io.files import free_bytes, fsync_directory, fsync_file
 from megatron_port.core.model.shapes import buffer_shapes, model_records, parameter_shapes
 from megatron_port.core.optim.rules import OptimizerRule, mixed_kinds, rule_of, state_shapes
 from megatron_port.run.saved_model import model_of
