@@ -50,12 +50,12 @@ def model_of(size: Size, weights: Weights, family: str) -> torch.nn.Module:
     filled = set()
     with torch.no_grad():
         for tensor in hf_tensors(size.model, family):
-            source = weights.read(tensor.mapped.name)
-            rows = source.reshape(tensor.mapped.rows, -1)
             target = theirs["lm_head.weight" if tensor.name not in theirs else tensor.name]
-            for run in tensor.runs:
-                part = rows[run.ours : run.ours + run.count]
-                if tensor.mapped.transposed:
+            ours = {mapped.name: mapped for mapped, _ in tensor.pieces}
+            rows = {name: weights.read(name).reshape(mapped.rows, -1) for name, mapped in ours.items()}
+            for mapped, run in tensor.pieces:
+                part = rows[mapped.name][run.ours : run.ours + run.count]
+                if mapped.transposed:
                     target[:, run.theirs : run.theirs + run.count] = part.t()
                 else:
                     target[run.theirs : run.theirs + run.count] = part if target.dim() > 1 else part[:, 0]

@@ -180,7 +180,7 @@ FAMILIES = Registry("model family", "model.family", {
     **{name: f"megatron_port.ext.families.{name}:FAMILY"
        for name in ("llama", "qwen2", "qwen3", "granite", "starcoder2", "mistral", "phi3", "deepseek_v3", "olmo2",
                     "smollm3", "gptj", "falcon", "gemma2", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe",
-                    "deepseek_v2", "gpt_oss", "qwen3_next", "qwen3_5_text", "lfm2")},
+                    "deepseek_v2", "gpt_oss", "qwen3_next", "qwen3_5_text", "lfm2", "bamba")},
 })
 """By ``model_type`` of Hugging Face. ``auto`` is the first of the others that computes a model."""
 MIXERS = Registry("mixer", "model.mixer", {

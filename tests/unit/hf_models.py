@@ -73,6 +73,7 @@ _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12,
     "v_head_dim": 16,
 }
+_MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 12, "mamba_chunk_size": 8}
 _WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 OWN: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 8}, "smollm3": {"no_rope_layers": [0, 1, 1]},
@@ -91,6 +92,7 @@ OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True, "block_multiple_of": 24,
         "block_ffn_dim_multiplier": 1.3,
     },
+    "bamba": {"attn_layer_indices": [1], **_MAMBA},
     "gpt_oss": {**_WINDOWS, "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}, "num_local_experts": 6,
                 "num_experts_per_tok": 2, "intermediate_size": 40},
     "deepseek_v2": {**_LATENT, **_FEW, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2,

@@ -53,7 +53,7 @@ SHAPES = {
     "mixtral": ("mixtral-8x7b", "mixtral-8x22b"), "gemma2": ("gemma-2-2b", "gemma-2-9b"),
     "gemma3_text": ("gemma-3-1b",), "qwen2": ("qwen2.5-0.5b", "qwen2.5-7b"), "qwen2_moe": ("qwen2-57b-a14b",),
     "qwen3": ("qwen3-tiny", "qwen3-0.6b", "qwen3-8b"), "qwen3_moe": ("qwen3-30b-a3b", "qwen3-235b-a22b"),
-    "qwen3_next": ("qwen3-next-80b-a3b",), "lfm2": ("lfm2-1.2b",),
+    "qwen3_next": ("qwen3-next-80b-a3b",), "lfm2": ("lfm2-1.2b",), "bamba": ("bamba-9b",),
     "deepseek_v2": ("deepseek-v2-lite",), "deepseek_v3": ("deepseek-v3",), "olmo2": ("olmo-2-7b", "olmo-2-32b"),
     "olmoe": ("olmoe-1b-7b",), "phi3": ("phi-4",), "starcoder2": ("starcoder2-3b",), "smollm3": ("smollm3-3b",),
     "gpt_oss": ("gpt-oss-20b", "gpt-oss-120b"), "falcon": ("falcon-7b", "falcon-40b"), "granite": ("granite-3-8b",),

@@ -81,8 +81,9 @@ def test_rows_are_mapped_one_to_one(family: str) -> None:
     tensors = list(hf_tensors(model, family))
     assert len({t.name for t in tensors}) == len(tensors)
     for tensor in tensors:
-        assert tensor.runs[0].theirs == 0
-        assert all(a.theirs + a.count == b.theirs for a, b in pairwise(tensor.runs)), tensor.name
+        runs = [run for _, run in tensor.pieces]
+        assert runs[0].theirs == 0
+        assert all(a.theirs + a.count == b.theirs for a, b in pairwise(runs)), tensor.name
     total = sum(prod(m.shape) for m in hf_mapping(model, family).values())
     assert sum(prod(t.shape) for t in tensors) == total
 

@@ -53,6 +53,11 @@ CASES = {
         "lfm2", layer_types=None, full_attn_idxs=[0, 3], num_hidden_layers=4, conv_bias=False, conv_L_cache=5,
         block_auto_adjust_ff_dim=False, tie_word_embeddings=False, rope_parameters=dict(hf.YARN),
     ),
+    "bamba": lambda: hf.small("bamba"),
+    "bamba of groups, no biases, yarn": lambda: hf.small(
+        "bamba", attn_layer_indices=[0, 2], mamba_n_groups=2, mamba_conv_bias=False, mamba_d_conv=3, mlp_bias=True,
+        attention_bias=True, time_step_limit=(0.5, 0.9), rope_parameters={**hf.YARN, "partial_rotary_factor": 0.75},
+    ),
     "olmoe": lambda: hf.small("olmoe"),
     "gpt_oss yarn": lambda: hf.small("gpt_oss", rope_parameters={**hf.YARN, "truncate": False}),
     "mistral": lambda: hf.small("mistral"),
@@ -167,6 +172,7 @@ def test_the_embeddings_scale_is_rounded_before_it_is_applied(tmp_path: Path) ->
     ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}), ("gemma2", {"query_pre_attn_scalar": 24}),
     ("gemma3_text", {"rope_parameters": hf.GEMMA_ROPE}), ("mixtral", {}), ("qwen2_moe", {}), ("qwen3_moe", {}),
     ("qwen3_next", {}), ("qwen3_5_text", {}), ("lfm2", {}), ("lfm2", {"conv_bias": False, "num_key_value_heads": 4}),
+    ("bamba", {}), ("bamba", {"mamba_n_groups": 4, "num_key_value_heads": 4}),
     ("olmoe", {}), ("deepseek_v3", {}), ("gpt_oss", {}), ("granite", hf.FACTORS),
 ])
 def test_logits_and_gradients_in_fp64(family: str, changes: dict[str, Any], tmp_path: Path) -> None:

@@ -108,6 +108,39 @@ def test_lfm2_is_read_as_its_published_files_are_written() -> None:
     assert plain.mixers == (ATTENTION,) and plain.recurrent.kernel == 4
 
 
+@pytest.mark.parametrize(("change", "said"), [
+    ({"attn_layer_indices": [0, 1, 2]}, "attn_layer_indices leaves no layer to Mamba-2"),
+    ({"attn_layer_indices": 1}, "attn_layer_indices is 1"), ({"mamba_proj_bias": True}, "mamba_proj_bias is True"),
+    ({"mamba_d_head": 16}, "mamba_n_heads × mamba_d_head is 4 × 16; expected expand × hidden_size, 2 × 64"),
+    ({"mamba_n_groups": 3}, "4 heads do not divide by 3 groups"), ({"mamba_n_heads": 0}, "mamba_n_heads 0"),
+    ({"mamba_d_head": None}, "mamba_d_head is null"), ({"attention_bias": True}, "attention_bias True, mlp_bias False"),
+    ({"time_step_limit": [0.1]}, "time_step_limit is"), ({"time_step_limit": [0.5, 0.1]}, "time_step_limit is"),
+    ({"time_step_limit": None}, "time_step_limit is None"), ({"hidden_act": "gelu"}, "only silu"),
+])
+def test_what_bamba_would_need_is_refused_by_name(change: dict[str, object], said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        model_from_hf({**hf.small("bamba").to_dict(), **change}, "config.json")
+
+
+def test_bamba_is_read_as_its_published_files_are_written() -> None:
+    """By sizes that others give; of what a head rotates, what transformers takes."""
+    notes: list[str] = []
+    body = {
+        "model_type": "bamba", "num_hidden_layers": 4, "attn_layer_indices": [2], "mamba_d_head": "auto",
+        "mamba_d_state": 128, "time_step_limit": [0.0, float("inf")], "attn_rotary_emb": 64, "vocab_size": 128256,
+    }
+    model = model_from_hf(body, "config.json", notes)
+    assert model.mixer_pattern == ("mamba2", "mamba2", "attention") and model.rotary_percent == 0.5
+    assert (model.recurrent.value_size, model.recurrent.step_max) == (64, 0.0)
+    assert len(notes) == 1 and "attn_rotary_emb (64)" in notes[0]
+    tagged = {"time_step_limit": [0.01, {"__float__": "Infinity"}], "partial_rotary_factor": 1.0}
+    model = model_from_hf({**body, **tagged}, "config.json", notes)
+    assert model.rotary_percent == 0.5 and model.recurrent.step_min == 0.01
+    assert any("partial_rotary_factor 1.0 is not read" in note for note in notes)
+    whole = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 1.0}}
+    assert model_from_hf({**body, **whole}, "config.json").rotary_percent == 1.0
+
+
 @pytest.mark.parametrize("family", ["qwen3_5_text"])
 def test_sizes_that_are_left_out_are_the_same_in_an_export(family: str) -> None:
     given = model_from_hf(hf.small(family).to_dict(), "config.json")

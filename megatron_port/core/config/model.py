@@ -176,7 +176,7 @@ class ModelConfig:
     """Hugging Face family that exports are written as: auto (the first that computes this model), or one of these,
     or a plugin's. Dense: gpt2 | gpt_neox | llama | qwen2 | qwen3 | granite | starcoder2 | mistral | phi3 | olmo2 |
     smollm3 | gptj | falcon | gemma2 | gemma3_text. With experts: deepseek_v3 | mixtral | qwen2_moe | qwen3_moe |
-    olmoe | deepseek_v2 | gpt_oss. With states: qwen3_next | qwen3_5_text | lfm2. Changes no number."""
+    olmoe | deepseek_v2 | gpt_oss. With states: qwen3_next | qwen3_5_text | lfm2 | bamba. Changes no number."""
     num_layers: Size = 2
     """Transformer layers."""
     shared_layers: Count = 1

@@ -44,7 +44,7 @@ from megatron_port.tools.interop.dcp import building
 from megatron_port.tools.interop.hf_check import Agreement, check_export
 from megatron_port.tools.interop.hf_config import family_for, hf_config
 from megatron_port.tools.interop.hf_files import DTYPES, INDEX, SINGLE
-from megatron_port.tools.interop.hf_names import Run, Tensor, hf_tensors
+from megatron_port.tools.interop.hf_names import Mapped, Run, Tensor, hf_tensors
 from megatron_port.tools.interop.run_import import SLAB_BYTES
 
 SHARD_BYTES = 5_000_000_000
@@ -202,50 +202,50 @@ def tensor_slabs(
     checkpoint: Checkpoint, tensor: Tensor, *, slab_bytes: int = SLAB_BYTES
 ) -> Iterator[torch.Tensor]:
     """The rows of a tensor there, in order, in slabs of about ``slab_bytes``, in the dtype of the checkpoint."""
-    mapped = tensor.mapped
-    if tensor.runs[0].expert is not None:
+    columns = tensor.mapped.columns
+    if tensor.pieces[0][1].expert is not None:
         yield from _experts(checkpoint, tensor)
         return
-    if mapped.columns is None:
-        yield torch.cat([_box(checkpoint, tensor, run, 0, run.count, (0, 0)) for run in tensor.runs])
+    if columns is None:
+        yield torch.cat([_box(checkpoint, mapped, run, 0, run.count, (0, 0)) for mapped, run in tensor.pieces])
         return
-    if mapped.transposed:
+    if tensor.mapped.transposed:
         rows, width = tensor.shape
         step = max(1, slab_bytes // (8 * width))
         for start in range(0, rows, step):
             some = (start, min(step, rows - start))
-            yield torch.cat([_box(checkpoint, tensor, run, 0, run.count, some) for run in tensor.runs]).t()
+            yield torch.cat([_box(checkpoint, mapped, run, 0, run.count, some) for mapped, run in tensor.pieces]).t()
         return
-    step = max(1, slab_bytes // (8 * mapped.columns))
-    for run in tensor.runs:
+    step = max(1, slab_bytes // (8 * columns))
+    for mapped, run in tensor.pieces:
         for start in range(0, run.count, step):
-            yield _box(checkpoint, tensor, run, start, min(step, run.count - start), (0, mapped.columns))
+            yield _box(checkpoint, mapped, run, start, min(step, run.count - start), (0, columns))
 
 
 def _experts(checkpoint: Checkpoint, tensor: Tensor) -> Iterator[torch.Tensor]:
-    """A tensor of all experts there, one of them at a time, [1, ...]: the rows of its matrices alternate."""
+    """A tensor of all experts there, one of them at a time, [1, ...]: the rows of its matrices alternate, or follow one
+    another."""
     columns = tensor.mapped.columns
-    for _, runs in groupby(tensor.runs, key=lambda run: run.expert):
-        parts = [_box(checkpoint, tensor, run, 0, run.count, (0, columns or 0)) for run in runs]
-        rows = torch.stack(parts, dim=1).flatten(0, 1)
+    for _, pieces in groupby(tensor.pieces, key=lambda piece: piece[1].expert):
+        found = [(run.step, _box(checkpoint, mapped, run, 0, run.count, (0, columns or 0))) for mapped, run in pieces]
+        parts = [rows for _, rows in found]
+        rows = torch.cat(parts) if found[0][0] == 1 else torch.stack(parts, dim=1).flatten(0, 1)
         yield (rows.t() if tensor.mapped.transposed else rows)[None]
 
 
 def _box(
-    checkpoint: Checkpoint, tensor: Tensor, run: Run, start: int, count: int, columns: tuple[int, int]
+    checkpoint: Checkpoint, mapped: Mapped, run: Run, start: int, count: int, columns: tuple[int, int]
 ) -> torch.Tensor:
     """Return ``count`` rows of ours from ``run.ours + start``, columns (first, count) of them; [count(, columns)]."""
-    name, shape = tensor.mapped.name, tensor.mapped.shape
-    first = run.ours + start
-    tail = () if tensor.mapped.columns is None else (columns,)
+    shape, first = mapped.shape, run.ours + start
+    tail = () if mapped.columns is None else (columns,)
     offset, size = tuple(c[0] for c in tail), tuple(c[1] for c in tail)
     at: list[int] = []
     for length in reversed(shape[1 : len(shape) - len(tail)]):
         first, row = divmod(first, length)  # a run never leaves its half, nor its expert
         at.insert(0, row)
     lead = (1,) * len(at)
-    kind = tensor.mapped.kind
-    return checkpoint.read(name, kind, (first, *at, *offset), (*lead, count, *size)).view(count, *size)
+    return checkpoint.read(mapped.name, mapped.kind, (first, *at, *offset), (*lead, count, *size)).view(count, *size)
 
 
 def _write_json(path: Path, body: dict[str, Any]) -> None:

@@ -126,15 +126,19 @@ class Mapped:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor there and where its rows are in a parameter of ours."""
+    """A tensor there and where its rows are in parameters of ours, of one or of several."""
 
     name: str
     shape: tuple[int, ...]
-    mapped: Mapped
-    runs: tuple[Run, ...]
+    pieces: tuple[tuple[Mapped, Run], ...]
     """By rising ``expert`` and ``theirs``; they tile its rows (its columns where ``mapped.transposed``)."""
     copy_of: str = ""
     """The tensor there that it repeats; files may lack it."""
+
+    @property
+    def mapped(self) -> Mapped:
+        """One of our parameters that it has rows of: all of them have its columns and its kind."""
+        return self.pieces[0][0]
 
 
 def hf_mapping(model: ModelConfig, family: str) -> dict[str, Mapped]:
@@ -152,22 +156,24 @@ def hf_tensors(model: ModelConfig, family: str) -> Iterator[Tensor]:
     Modules of multi-token prediction have copies of the token table and of the head's matrix, which come last.
     """
     mapping = hf_mapping(model, family)
+    by_name: dict[str, list[tuple[Mapped, Run]]] = {}
     for mapped in mapping.values():
-        by_name: dict[str, list[Run]] = {}
         for run in mapped.runs:
-            by_name.setdefault(run.tensor, []).append(run)
-        for name, runs in by_name.items():
-            ordered = tuple(sorted(runs, key=lambda r: (r.expert or 0, r.theirs)))
-            lead = () if ordered[-1].expert is None else (ordered[-1].expert + 1,)
-            rows = sum(r.count for r in runs) // prod(lead)
-            shape = (rows,) if mapped.columns is None else (rows, *(1,) * mapped.convolution, mapped.columns)
-            yield Tensor(name, lead + (shape[::-1] if mapped.transposed else shape), mapped, ordered)
+            by_name.setdefault(run.tensor, []).append((mapped, run))
+    for name, pieces in by_name.items():
+        ordered = tuple(sorted(pieces, key=lambda piece: (piece[1].expert or 0, piece[1].theirs)))
+        mapped, last = ordered[-1]
+        lead = () if last.expert is None else (last.expert + 1,)
+        rows = sum(run.count for _, run in pieces) // prod(lead)
+        shape = (rows,) if mapped.columns is None else (rows, *(1,) * mapped.convolution, mapped.columns)
+        yield Tensor(name, lead + (shape[::-1] if mapped.transposed else shape), ordered)
     names = _names(model, family)
     table = mapping["embedding.word.weight"]
     for index in range(model.mtp_layers):
         before = names.prefix + names.layer.format(model.num_layers + index)
         for name, mapped in zip(names.ahead_copies, (table, mapping.get("head.weight", table))):
-            yield Tensor(f"{before}{name}.weight", mapped.shape, mapped, mapped.runs, copy_of=mapped.runs[0].tensor)
+            same = tuple((mapped, run) for run in mapped.runs)
+            yield Tensor(f"{before}{name}.weight", mapped.shape, same, copy_of=mapped.runs[0].tensor)
 
 
 def _names(model: ModelConfig, family: str) -> Names:
