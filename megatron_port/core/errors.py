@@ -45,8 +45,7 @@ class PortError(Exception):
 
     exit_code = 1
     is_reporter: bool | None = None
-    """Whether this process prints it; None: rank 0 does (``dist.agree``). For errors that rank 0 may not live to
-    report."""
+    """Whether this process prints it; None: rank 0 does (``dist.agree``). For errors that rank 0 may not survive."""
     permanent = False
     """Whether another attempt of the same job would fail alike on any nodes; so it is for exit codes 2, 4, 5 and 6."""
 

@@ -180,7 +180,8 @@ FAMILIES = Registry("model family", "model.family", {
     **{name: f"megatron_port.ext.families.{name}:FAMILY"
        for name in ("llama", "qwen2", "qwen3", "granite", "starcoder2", "mistral", "phi3", "deepseek_v3", "olmo2",
                     "smollm3", "gptj", "falcon", "gemma2", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe",
-                    "deepseek_v2", "gpt_oss", "qwen3_next", "qwen3_5_text", "lfm2", "bamba")},
+                    "deepseek_v2", "gpt_oss", "qwen3_next", "qwen3_5_text", "lfm2", "bamba", "kimi_linear",
+                    "olmo_hybrid")},
 })
 """By ``model_type`` of Hugging Face. ``auto`` is the first of the others that computes a model."""
 MIXERS = Registry("mixer", "model.mixer", {
@@ -305,11 +306,13 @@ CONFLICTS = Registry("table of conflicts", "", {setting: target for target, sett
     "megatron_port.ext.families.settings:OPTIONS": (
         "model.position_embedding", "model.rotary_percent", "model.rope_pattern", "model.rope_scaling",
         "model.attention_scale", "model.window_rope_theta", "model.shared_norm", "model.mup_base_size",
-        "model.qk_norm_over", "model.norm_bias", "model.qkv_bias", "model.mlp_bias", "model.head_bias"),
+        "model.qk_norm_over", "model.norm_bias", "model.qkv_bias", "model.mlp_bias", "model.head_bias",
+        "model.norm_pattern"),
     "megatron_port.ext.families.settings:WINDOWS": ("model.attention_pattern",),
     "megatron_port.ext.kernels.settings:PROVIDERS": ("backend.attention",),
     "megatron_port.ext.mixers.settings:LATENTS": (
-        "model.kv_lora_rank", "model.q_lora_rank", "model.qk_rope_head_dim", "model.v_head_dim"),
+        "model.kv_lora_rank", "model.q_lora_rank", "model.qk_rope_head_dim", "model.v_head_dim",
+        "model.latent_norm_epsilon"),
     "megatron_port.ext.mixers.settings:MIXER": (
         "model.mixer", "model.mixer_pattern", "model.recurrent", "model.mlp_pattern"),
     "megatron_port.ext.objectives.settings:MULTI_TOKEN": ("model.mtp_layers",),

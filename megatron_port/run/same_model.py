@@ -8,7 +8,7 @@ from megatron_port.core.config.dump import leaves
 from megatron_port.core.config.features import FineTuningConfig
 from megatron_port.core.config.model import ATTENTION, MoEConfig, RecurrentConfig, experts_of
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.ext.families.settings import mixers_of, rotations_of, windows_of
+from megatron_port.ext.families.settings import mixers_of, norms_of, rotations_of, windows_of
 from megatron_port.ext.weights.settings import TARGETS
 
 FREE = frozenset({
@@ -25,7 +25,8 @@ def with_sizes(model: ModelConfig) -> ModelConfig:
     try:
         return replace(
             model, num_query_groups=model.kv_heads, head_dim=model.head_size, **experts_of(model),
-            **windows_of(model), **rotations_of(model), **mixers_of(model), recurrent=recurrent_of(model),
+            **windows_of(model), **rotations_of(model), **mixers_of(model), **norms_of(model),
+            recurrent=recurrent_of(model), latent_norm_epsilon=model.latent_norm_epsilon or model.norm_epsilon,
         )
     except ArithmeticError:
         return model

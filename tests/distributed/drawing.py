@@ -50,7 +50,8 @@ class Draw:
                 "qk_norm", "qkv_bias", "embedding_multiplier", "residual_multiplier", "attention_scale",
                 "logits_divisor", "sliding_window", "attention_pattern", "attention_gate", "attention_sinks",
                 "attention_softcap", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim",
-                "norm_placement", "norm_zero_centered", "shared_norm", "qk_norm_over", "mlp_bias",
+                "latent_norm_epsilon", "norm_placement", "norm_pattern", "norm_zero_centered", "shared_norm",
+                "qk_norm_over", "mlp_bias",
                 "norm_bias", "head_bias", "scale_embedding", "logits_softcap", "rope_pattern", "window_rope_theta",
                 "mtp_layers", "mtp_weight")
         return {
@@ -206,6 +207,7 @@ def _latent(r: random.Random, model: dict[str, Any]) -> dict[str, Any]:
         "qk_norm": False, "num_query_groups": 0, "rotary_percent": 1.0, "head_dim": head,
         "kv_lora_rank": r.choice((6, 16)), "q_lora_rank": r.choice((0, 10)), "qk_rope_head_dim": r.choice((2, 4)),
         "v_head_dim": r.choice((0, 3, head)), "qk_norm_over": "head", "norm_bias": False,
+        "latent_norm_epsilon": 1e-3 if head == 6 else 0.0,
     }
 
 
@@ -292,6 +294,10 @@ def draw(seed: int) -> Draw:
     config = _further(random.Random(f"further-{seed}"), config)
     if not config.model.kv_lora_rank and random.Random(f"gate-{seed}").random() < 1 / 6:
         config = change(config, model=change(config.model, attention_gate=True))
+    placed = random.Random(f"norms-{seed}")
+    if dtype in ("fp32", "fp64") and not config.model.shared_norm and placed.random() < 1 / 6:
+        kinds = tuple(placed.choices(("pre", "post", "sandwich"), k=placed.randint(2, 3)))
+        config = change(config, model=change(config.model, norm_placement="pre", norm_pattern=kinds))
     config = _offloaded(random.Random(f"offload-{seed}"), config)
     config = ruled(random.Random(f"rule-{seed}"), config)
     config = optioned(random.Random(f"optimizer-{seed}"), config)

@@ -27,6 +27,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "step_max": (0.0, 1.0), "gated_norm": ("group", "all", "none"), "norm_before_gate": (False, True),
 }
 """Values of further settings of ``model.recurrent``."""
+LATER: dict[str, tuple[Any, ...]] = {"norm_epsilon": (0.0, 1e-3), "negative_eigenvalues": (False, True)}
+"""Those that came later, each from numbers of its own, so that the others stay as they were drawn."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ def draw(seed: int) -> MixerDraw:
             "value_size": r.choice((4, 6, 7)), "kernel": r.choice((1, 2, 4)),
         }
         sizes |= {name: r.choice(values) for name, values in CHOICES.items()}
+        sizes |= {name: random.Random(f"{name}-{seed}").choice(values) for name, values in LATER.items()}
         if r.random() < 0.3:
             sizes["key_heads"] = 1
         # The first in turn, so that few seeds have each.

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.dist.record import WEIGHT
 from megatron_port.ext.families import family_named
-from megatron_port.tools.interop.hf_names import MODULE_HEAD, hf_mapping
+from megatron_port.tools.interop.hf_names import MODULE_HEAD, hf_mapping, hf_tensors
 
 VOCABULARY = 101
 LLAMA3 = {
@@ -93,6 +93,15 @@ OWN: dict[str, dict[str, Any]] = {
         "block_ffn_dim_multiplier": 1.3,
     },
     "bamba": {"attn_layer_indices": [1], **_MAMBA},
+    "kimi_linear": {
+        **_LATENT, **_FEW, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "q_lora_rank": None, "num_local_experts": 6, "n_group": 3, "topk_group": 2, "n_shared_experts": 2,
+        "linear_num_heads": 4, "linear_head_dim": 12,
+    },
+    "olmo_hybrid": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 6,
+    },
     "gpt_oss": {**_WINDOWS, "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}, "num_local_experts": 6,
                 "num_experts_per_tok": 2, "intermediate_size": 40},
     "deepseek_v2": {**_LATENT, **_FEW, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2,
@@ -169,9 +178,21 @@ def loaded(folder: Path) -> Any:
     return model.eval()
 
 
+def as_published(model: ModelConfig, family: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of files by the family's first name of each."""
+    known, names = {t.name for t in hf_tensors(model, family)}, family_named(family).names
+
+    def first(name: str) -> str:
+        name = names.head if name == MODULE_HEAD else name
+        others = (name.replace(other, part) for part, other in names.also.items())
+        return name if name in known else next((other for other in others if other in known), name)
+
+    return {first(name): tensor for name, tensor in tensors.items()}
+
+
 def in_our_names(model: ModelConfig, family: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """transformers' tensors in our names and order of rows, put together run by run."""
-    tensors = {family_named(family).names.head if name == MODULE_HEAD else name: t for name, t in tensors.items()}
+    tensors = as_published(model, family, tensors)
     out = {}
     for name, mapped in hf_mapping(model, family).items():
         if mapped.kind != WEIGHT:
@@ -179,6 +200,7 @@ def in_our_names(model: ModelConfig, family: str, tensors: dict[str, torch.Tenso
         parts = []
         for run in mapped.runs:
             whole = tensors[run.tensor] if run.expert is None else tensors[run.tensor][run.expert]
+            whole = whole.squeeze() if mapped.dimensions else whole
             parts.append((whole.t() if mapped.transposed else whole)[run.rows(run.ours, run.count)])
         out[name] = torch.cat(parts).reshape(mapped.shape).double()
     return out

@@ -196,11 +196,13 @@ def test_the_checkpoint_is_the_same_in_any_slabs_and_says_what_it_is_of(tmp_path
 def test_patterns_follow_the_layers_that_are_left() -> None:
     model = dataclasses.replace(
         LLAMA, num_layers=6, sliding_window=4, attention_pattern=("window", "window", "full"),
-        rope_pattern=("rope", "none"),
+        rope_pattern=("rope", "none"), norm_pattern=("pre", "post", "sandwich"),
     )
     left = pruned_model(model, Sizes(), (0, 2, 5))
     assert [left.window_of(i) for i in range(3)] == [4, 0, 0]
     assert [left.rotates(i) for i in range(3)] == [True, True, False]
+    assert left.norm_pattern == ("pre", "sandwich", "sandwich") and left.norm_placement == "pre"
+    assert pruned_model(model, Sizes(), (1, 4)).norm_placement == "post"
     moe = dataclasses.replace(LLAMA, num_layers=6, moe=MoEConfig(num_experts=4, first_dense=1, every=2))
     assert [moe.moe.has_experts(i) for i in range(6)] == [False, False, True, False, True, False]
     left = pruned_model(moe, Sizes(), (0, 2, 4))

@@ -353,3 +353,13 @@ def test_a_help_that_lists_values_belongs_to_a_literal() -> None:
     open_ended = {"data.tokenizer", "checkpoint.resume"}  # also a file or a path
     listed = {name for name, text in field_texts().items() if re.match(r"\w[\w-]*( \([^)]*\))? \| ", text)}
     assert listed - open_ended <= set(CHOICES) and open_ended <= listed and len(CHOICES) > 30
+
+
+def test_a_pattern_of_norms_says_it_alone() -> None:
+    assert not problems(made(model__norm_pattern=("pre", "post", "sandwich")))
+    assert one(made(model__norm_pattern=("pre", "post"), model__norm_placement="sandwich")) == (
+        'model.norm_pattern says where the norms of all layers are; leave out model.norm_placement "sandwich"')
+    shared = {"model__parallel_residual": True, "model__shared_norm": True, "model__position_embedding": "rope"}
+    assert "there is no norm of the input" in one(made(model__norm_pattern=("pre", "post"), **shared))
+    assert not problems(made(model__norm_pattern=("pre", "sandwich"), **shared))
+    assert one(made(model__latent_norm_epsilon=1e-6)).endswith("norm_epsilon = 1e-06 needs kv_lora_rank, e.g. 512")

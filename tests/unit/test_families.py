@@ -54,6 +54,7 @@ SHAPES = {
     "gemma3_text": ("gemma-3-1b",), "qwen2": ("qwen2.5-0.5b", "qwen2.5-7b"), "qwen2_moe": ("qwen2-57b-a14b",),
     "qwen3": ("qwen3-tiny", "qwen3-0.6b", "qwen3-8b"), "qwen3_moe": ("qwen3-30b-a3b", "qwen3-235b-a22b"),
     "qwen3_next": ("qwen3-next-80b-a3b",), "lfm2": ("lfm2-1.2b",), "bamba": ("bamba-9b",),
+    "kimi_linear": ("kimi-linear-48b-a3b",), "olmo_hybrid": ("olmo-hybrid-7b",),
     "deepseek_v2": ("deepseek-v2-lite",), "deepseek_v3": ("deepseek-v3",), "olmo2": ("olmo-2-7b", "olmo-2-32b"),
     "olmoe": ("olmoe-1b-7b",), "phi3": ("phi-4",), "starcoder2": ("starcoder2-3b",), "smollm3": ("smollm3-3b",),
     "gpt_oss": ("gpt-oss-20b", "gpt-oss-120b"), "falcon": ("falcon-7b", "falcon-40b"), "granite": ("granite-3-8b",),
@@ -88,11 +89,10 @@ def test_the_spec_is_transformers_model(family: str, tmp_path: Path) -> None:
         with torch.device("meta"):
             network = transformers.AutoModelForCausalLM.from_config(config)
         model = model_from_hf(written(family, tmp_path, tie_word_embeddings=tied), "config.json")
-        head = family_named(family).names.head
-        ours = {("lm_head.weight" if t.name == head else t.name): t.shape for t in hf_tensors(model, family)}
+        ours = {t.name: t.shape for t in hf_tensors(model, family)}
         buffers = {name: b for name, b in network.named_buffers() if name in network.state_dict()}
         theirs = hf.in_files(network, {**dict(network.named_parameters()), **buffers})
-        assert ours == {("lm_head.weight" if n == head else n): tuple(p.shape) for n, p in theirs.items()}
+        assert ours == {n: tuple(p.shape) for n, p in hf.as_published(model, family, theirs).items()}
         assert parameter_count(model) == sum(p.numel() for p in network.parameters())
         alone = Case(model=model, engine=ENGINES["native"], vocab_multiple=1)
         assert stage_elements(alone, 0) == parameter_count(model)

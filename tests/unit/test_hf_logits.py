@@ -35,7 +35,7 @@ CASES = {
     "llama yarn": lambda: hf.llama(rope_parameters=dict(hf.YARN)),
     "deepseek_v3": lambda: hf.deepseek(),
     "deepseek_v3 dense, yarn, no query latent": lambda: hf.deepseek(
-        first_k_dense_replace=3, q_lora_rank=None, v_head_dim=20,
+        first_k_dense_replace=3, q_lora_rank=None, v_head_dim=20, rms_norm_eps=0.01,
         rope_parameters={**hf.YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
     ),
     "deepseek_v2": lambda: hf.small("deepseek_v2"),
@@ -57,6 +57,18 @@ CASES = {
     "bamba of groups, no biases, yarn": lambda: hf.small(
         "bamba", attn_layer_indices=[0, 2], mamba_n_groups=2, mamba_conv_bias=False, mamba_d_conv=3, mlp_bias=True,
         attention_bias=True, time_step_limit=(0.5, 0.9), rope_parameters={**hf.YARN, "partial_rotary_factor": 0.75},
+    ),
+    "kimi_linear": lambda: hf.small("kimi_linear"),
+    "kimi_linear by number, query latent, all dense": lambda: hf.small(
+        "kimi_linear", layer_types=None, linear_attn_config={
+            "kda_layers": [2], "full_attn_layers": [1, 3], "num_heads": 3, "head_dim": 8, "short_conv_kernel_size": 3,
+        }, first_k_dense_replace=3, q_lora_rank=24, rms_norm_eps=0.01,
+    ),
+    "olmo_hybrid": lambda: hf.small("olmo_hybrid"),
+    "olmo_hybrid without positions, usual sizes": lambda: hf.small(
+        "olmo_hybrid", rope_parameters={"rope_type": "default", "rope_theta": None}, layer_types=None,
+        num_hidden_layers=4, linear_num_key_heads=None, linear_num_value_heads=None, linear_key_head_dim=None,
+        linear_value_head_dim=None, linear_allow_neg_eigval=False, rms_norm_eps=1e-3,
     ),
     "olmoe": lambda: hf.small("olmoe"),
     "gpt_oss yarn": lambda: hf.small("gpt_oss", rope_parameters={**hf.YARN, "truncate": False}),
@@ -171,6 +183,8 @@ def test_the_embeddings_scale_is_rounded_before_it_is_applied(tmp_path: Path) ->
     ("olmo2", {"num_key_value_heads": 1}), ("smollm3", {}), ("gptj", {}), ("falcon", {}),
     ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}), ("gemma2", {"query_pre_attn_scalar": 24}),
     ("gemma3_text", {"rope_parameters": hf.GEMMA_ROPE}), ("mixtral", {}), ("qwen2_moe", {}), ("qwen3_moe", {}),
+    ("kimi_linear", {}), ("kimi_linear", {"q_lora_rank": 24}), ("olmo_hybrid", {}),
+    ("olmo_hybrid", {"rope_parameters": {"rope_type": "default", "rope_theta": None}, "num_key_value_heads": 4}),
     ("qwen3_next", {}), ("qwen3_5_text", {}), ("lfm2", {}), ("lfm2", {"conv_bias": False, "num_key_value_heads": 4}),
     ("bamba", {}), ("bamba", {"mamba_n_groups": 4, "num_key_value_heads": 4}),
     ("olmoe", {}), ("deepseek_v3", {}), ("gpt_oss", {}), ("granite", hf.FACTORS),
@@ -217,6 +231,7 @@ def test_logits_and_gradients_in_fp64(family: str, changes: dict[str, Any], tmp_
         ("granite", {"attention_scale": 0.0}),
         ("granite", {"logits_divisor": 1.3}),
         ("deepseek_v3 dense, yarn, no query latent", {"attention_scale": 0.0}),
+        ("deepseek_v3 dense, yarn, no query latent", {"latent_norm_epsilon": 0.0}),
         ("gpt_oss yarn", {"activation": "swiglu"}),
         ("deepseek_v3", {"moe.groups": 1}),
         ("deepseek_v3", {"moe.group_score": "max"}),
@@ -224,6 +239,9 @@ def test_logits_and_gradients_in_fp64(family: str, changes: dict[str, Any], tmp_
         ("deepseek_v2", {"moe.top_groups": 3}),
         ("qwen3_moe", {"moe.normalize": False}),
         ("mixtral", {"moe.top_k": 2}),
+        ("kimi_linear by number, query latent, all dense", {"latent_norm_epsilon": 0.0}),
+        ("kimi_linear", {"rope_pattern": ()}),
+        ("olmo_hybrid", {"rope_pattern": ("none",)}),
     ],
 )
 def test_a_wrong_option_is_seen(case: str, change: dict[str, Any], tmp_path: Path) -> None:

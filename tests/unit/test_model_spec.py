@@ -48,6 +48,7 @@ MODELS = {
         LLAMA, sliding_window=5, attention_pattern=("window", "full"), attention_sinks=True, attention_softcap=3.0
     ),
     "olmo2": replace(LLAMA, norm_placement="post", qk_norm=True, qk_norm_over="projection"),
+    "norms by layer": replace(LLAMA, norm_pattern=("pre", "post"), mtp_layers=1),
     "gemma": replace(LLAMA, norm_placement="sandwich", qk_norm=True, norm_zero_centered=True, activation="geglu_tanh"),
     "gpt-j": replace(SMALL, position_embedding="rope", parallel_residual=True, shared_norm=True, add_bias=False,
                      mlp_bias=True, norm_bias=True, head_bias=True, tie_embeddings=False),

@@ -52,6 +52,14 @@ def test_a_pattern_of_windows_has_many_forms() -> None:
     assert model_differences(replace(deep, attention_pattern=("full", "window", "window")), deep)
 
 
+def test_a_pattern_of_norms_has_many_forms() -> None:
+    deep = replace(MODEL, num_layers=4, norm_pattern=("pre", "post"))
+    assert not model_differences(replace(deep, norm_pattern=("pre", "post") * 2), deep)
+    post = replace(MODEL, num_layers=4, norm_placement="post")
+    assert not model_differences(replace(deep, norm_pattern=("post",)), post)
+    assert model_differences(replace(deep, norm_pattern=("post", "pre")), deep)
+
+
 def test_the_length_is_free_for_weights_under_rope_only() -> None:
     longer = replace(MODEL, seq_length=2 * MODEL.seq_length)
     assert model_differences(longer, MODEL) and not model_differences(longer, MODEL, any_length=True)

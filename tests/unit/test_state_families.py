@@ -141,7 +141,7 @@ def test_bamba_is_read_as_its_published_files_are_written() -> None:
     assert model_from_hf({**body, **whole}, "config.json").rotary_percent == 1.0
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "olmo_hybrid"])
 def test_sizes_that_are_left_out_are_the_same_in_an_export(family: str) -> None:
     given = model_from_hf(hf.small(family).to_dict(), "config.json")
     r = given.recurrent

@@ -107,8 +107,7 @@ NO_QUANTISATION = QuantisationConfig()
 
 @dataclass(frozen=True, kw_only=True)
 class SparsityConfig:
-    """Matrices whose smallest elements are zero from the start of the run and stay so (engine native;
-    docs/compression.md)."""
+    """Matrices whose smallest elements are zero from a run's start on (engine native; docs/compression.md)."""
 
     method: Literal["none", "magnitude", "2:4"] = "none"
     """none | magnitude (the share ``ratio`` of each matrix, wherever) | 2:4 (of each four neighbours along the inputs

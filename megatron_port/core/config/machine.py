@@ -83,8 +83,7 @@ class HardwareConfig:
     device: str = ""
     """Name of the device, e.g. "A100-SXM4-80GB"."""
     matmul_tflops: NonNegative = 0.0
-    """Highest rate that large bf16/fp16 products with fp32 accumulation reach (cluster.peak_tflops is the
-    datasheet's)."""
+    """Highest rate that large bf16/fp16 products with fp32 sums reach (cluster.peak_tflops is the datasheet's)."""
     fp32_matmul_tflops: NonNegative = 0.0
     """The same for fp32 products; 0: a quarter of matmul_tflops. fp64 is taken as half of it."""
     fp8_peak_tflops: NonNegative = 0.0

@@ -148,8 +148,7 @@ class RecurrentConfig:
     chunk: Size = 64
     """Positions whose pairs are computed at once: more take more memory. Changes results by rounding alone."""
     segment: Size = 2048
-    """Positions that the backward pass computes again at once: more take more memory. Changes results by rounding
-    alone."""
+    """Positions that the backward pass computes again at once: more take more memory. Changes only rounding."""
     convolution_bias: bool = False
     """Biases of the convolution; in short_conv of its projections too."""
     step_min: NonNegative = 0.0
@@ -160,6 +159,10 @@ class RecurrentConfig:
     """mamba2: norm of the result over the heads that share keys, over all heads, or none (Falcon-H1)."""
     norm_before_gate: bool = False
     """mamba2: the gate is behind the norm, not before it."""
+    norm_epsilon: NonNegative = 0.0
+    """Added to the variance by the norm of the result; 0: model.norm_epsilon."""
+    negative_eigenvalues: bool = False
+    """gated_delta: rates from 0 to 2, not to 1, so that a state may change its sign (Olmo-Hybrid; arXiv 2411.12537)."""
 
 
 CLAMP, SHARPNESS = 7.0, 1.702
@@ -174,9 +177,7 @@ class ModelConfig:
     """A label for logs and checkpoints."""
     family: str = "auto"
     """Hugging Face family that exports are written as: auto (the first that computes this model), or one of these,
-    or a plugin's. Dense: gpt2 | gpt_neox | llama | qwen2 | qwen3 | granite | starcoder2 | mistral | phi3 | olmo2 |
-    smollm3 | gptj | falcon | gemma2 | gemma3_text. With experts: deepseek_v3 | mixtral | qwen2_moe | qwen3_moe |
-    olmoe | deepseek_v2 | gpt_oss. With states: qwen3_next | qwen3_5_text | lfm2 | bamba. Changes no number."""
+    or a plugin's: docs/huggingface.md has the settings that each computes. Changes no number."""
     num_layers: Size = 2
     """Transformer layers."""
     shared_layers: Count = 1
@@ -201,8 +202,7 @@ class ModelConfig:
     short convolution: LFM2) | mamba2 (arXiv 2405.21060) | kda (Kimi Delta Attention, arXiv 2510.26692), or one
     that a plugin registers."""
     mixer_pattern: tuple[str, ...] = ()
-    """Mixers of the layers, repeated over them (Qwen3-Next: three of gated_delta, one of attention); empty: mixer in
-    all."""
+    """Mixers of the layers, repeated over them (Qwen3-Next: three of gated_delta, one of attention); empty: mixer."""
     mlp_pattern: tuple[Literal["mlp", "none"], ...] = ()
     """Which layers have a feed-forward block, repeated over them (Nemotron-H, Mamba-2); empty: all."""
     position_embedding: Literal["learned", "rope"] = "learned"
@@ -239,6 +239,8 @@ class ModelConfig:
     """Normalization before attention, before the MLP and before the head."""
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
     """Where the norms of attention and MLP are: before them (pre), after them (post: OLMo 2), or both (Gemma 2)."""
+    norm_pattern: tuple[Literal["pre", "post", "sandwich"], ...] = ()
+    """norm_placement of each layer, repeated over them (Olmo-Hybrid: post in attention's); empty: the same in all."""
     norm_zero_centered: bool = False
     """Norms multiply by 1 + weight, and weights start at 0 (Gemma)."""
     parallel_residual: bool = False
@@ -252,6 +254,8 @@ class ModelConfig:
     """Latent attention: elements of a head that rope rotates; all heads share those of the keys."""
     v_head_dim: SizeOrZero = 0
     """Latent attention: elements of a value; 0: as many as head_dim."""
+    latent_norm_epsilon: NonNegative = 0.0
+    """Latent attention: added to the variance by the norms of latents; 0: norm_epsilon."""
     shared_norm: bool = False
     """Under parallel_residual, attention and MLP read the same norm (GPT-J, Falcon-7B)."""
     qk_norm: bool = False
@@ -404,6 +408,10 @@ class ModelConfig:
     def has_mlp(self, layer: int) -> bool:
         """Return whether a layer (from 0) has a feed-forward block."""
         return not self.mlp_pattern or self.mlp_pattern[layer % len(self.mlp_pattern)] == "mlp"
+
+    def norms_of(self, layer: int) -> str:
+        """Return where the norms of a layer (from 0) are."""
+        return self.norm_pattern[layer % len(self.norm_pattern)] if self.norm_pattern else self.norm_placement
 
     def rotates(self, layer: int) -> bool:
         """Return whether layer ``layer`` (from 0) rotates queries and keys."""

@@ -168,8 +168,7 @@ class OptimizerConfig:
     """With clip_zscore: updates that mean and variance are first taken from; until then clip_grad alone clips."""
     decay: str = "cosine"
     """Shape of the learning rate's decay after the warmup: cosine | linear | constant | wsd (stay at lr, then fall to
-    min_lr in the last wsd_steps) | inverse_sqrt (lr times the root of warmup_steps / step) | one that a plugin
-    registers"""
+    min_lr in the last wsd_steps) | inverse_sqrt (lr times the root of warmup_steps / step) | a plugin's"""
     wsd_shape: Literal["linear", "sqrt", "cosine"] = "sqrt"
     """With decay = "wsd", how it falls: linear | sqrt (1 - √x, arXiv 2405.18392) | cosine"""
     wsd_steps: CountOrZero = 0

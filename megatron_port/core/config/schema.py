@@ -142,8 +142,7 @@ class PrecisionConfig:
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "bf16"
     """fp32 | bf16 | fp16 | fp64 (fp64: engine native, for proofs). bf16 and fp16 have fp32 masters and sums."""
     fp8: Literal["none", "tensorwise", "rowwise"] = "none"
-    """none | tensorwise | rowwise: the layers' linears in 8 bits, one scale per tensor or row; bf16;
-    docs/performance.md"""
+    """none | tensorwise | rowwise: layers' linears in 8 bits, one scale per tensor or row; bf16; docs/performance.md"""
     grad_reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Dtype of gradients sent between replicas: fp32 | bf16 | fp16 (engine native; sums over micro-batches stay fp32).
     fp32 means full width, which is fp64 in an fp64 run."""
@@ -324,8 +323,7 @@ class BackendConfig:
     """auto (step on an NVIDIA GPU, unless another setting or a plugin forbids it; the log says which) | off | step
     (CUDA or HIP graphs: a step's launches are captured once and replayed; docs/performance.md)"""
     allow_jit: bool = False
-    """Permit building ops at run time (DeepSpeed, cpp_extension, Triton, torch.compile). false: an attempt is an
-    error."""
+    """Permit building ops at run time (DeepSpeed, cpp_extension, Triton, torch.compile). false: it is an error."""
     deterministic: bool = False
     """Ask torch for deterministic algorithms (bit-exact resume on GPUs)."""
 
@@ -339,8 +337,7 @@ class NumericsConfig:
     cause it again are removed from the order)"""
     loss_spike: SpikeFactor = 3.0
     """A loss above this times the running median is an anomaly, and so is one above 1.25 times that of guessing
-    (ln(vocab_size), or the first step's loss where it is larger); 0: only a loss that is not finite. A loss below 1 nat
-    never is."""
+    (ln(vocab_size), or the first step's loss where it is larger); 0: only one not finite. One below 1 nat never is."""
     grad_norm_spike: SpikeFactor = 100.0
     """The same for the gradient norm; 0: only a norm that is not finite. A norm below optimizer.clip_grad never is."""
     window: Annotated[int, at_least(2)] = 64
@@ -398,8 +395,7 @@ class RunConfig:
     """native | deepspeed (optional dependency: pip install "megatron_port[deepspeed]")"""
     plugins: tuple[str, ...] = ()
     """Python modules that are imported when the configuration is loaded and register further choices: optimizer rules,
-    losses, schedules, data sources, kernels (CONTRIBUTING.md). They run as programs, so name only modules that you
-    trust."""
+    losses, schedules, data sources, kernels (CONTRIBUTING.md). They run as programs: name those that you trust."""
     model: ModelConfig = field(default_factory=ModelConfig)
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     moe: RoutesConfig = field(default_factory=RoutesConfig)

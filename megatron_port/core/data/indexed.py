@@ -113,8 +113,7 @@ class CorpusMeta:
     idx_xxh3: str = ""
     """xxh3-128 of the .idx file."""
     mask_xxh3: str = ""
-    """xxh3-128 of the .mask file: a byte for each token, 1 where it counts as a label. Empty: there is none, and all
-    count."""
+    """xxh3-128 of the .mask file: a byte for each token, 1 where it counts as a label. Empty: none; all count."""
     counted: int = 0
     """Tokens that count as labels, by the .mask file."""
     chat: str = ""

@@ -205,8 +205,7 @@ def drawn_samples(run: RunConfig, train_samples: int | None) -> int:
 
 
 class ReplicaShare(NamedTuple):
-    """Share of a replica in each step: micro-batches ``rank``, ``rank`` + ``size`` … of ``micro_batch_size``
-    samples."""
+    """Share of a replica in a step: micro-batches ``rank``, ``rank`` + ``size`` … of ``micro_batch_size`` samples."""
 
     micro_batch_size: int
     rank: int = 0

@@ -171,8 +171,7 @@ class _EnterRegion(torch.autograd.Function):
 
 
 def enter_region(x: torch.Tensor, group: Group, sequence_parallel: bool) -> torch.Tensor:
-    """Enter a tensor-parallel region, where every rank uses all of x: [seq(/tp), ...] → [seq, ...]; gradients are
-    summed."""
+    """Enter a tensor-parallel region, where every rank uses all of x: [seq(/tp), ...] → [seq, ...]; sum gradients."""
     return x if group is None else _EnterRegion.apply(x, group, sequence_parallel)  # type: ignore[no-untyped-call]
 
 

@@ -24,8 +24,7 @@ class StageModule(Protocol):
     """Shapes and dtypes of the counts and sums that they add to, by name, likewise."""
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Map tokens, or the boundary's tensors, to the boundary's tensors (a single one without a tuple), or
-        logits."""
+        """Map tokens, or the boundary's tensors, to the boundary's (a single one without a tuple), or logits."""
 
     def loss_sum(self, logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Return the sum of token losses (last stage)."""

@@ -157,8 +157,7 @@ class WeightCopies(Protocol):
         """Let the products with a weight find these copies."""
 
     def active(self, *, backward: bool = True) -> AbstractContextManager[None]:
-        """Keep copies until the context ends, in which nobody changes a weight. ``backward``: dgrad will be computed
-        too."""
+        """Keep copies until the context ends, in which nobody changes a weight. ``backward``: of dgrad too."""
 
 
 class NarrowProducts(Protocol):

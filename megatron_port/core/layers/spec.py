@@ -202,6 +202,8 @@ class NormSpec:
     """It multiplies by 1 + weight."""
     split: Split | None = None
     """The features are those of all heads, of which tensor-parallel ranks have some each."""
+    epsilon: float = 0.0
+    """Added to the variance; 0: ``model.norm_epsilon``."""
 
     @property
     def parameters(self) -> tuple[ParameterSpec, ...]:

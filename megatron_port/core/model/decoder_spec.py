@@ -117,8 +117,8 @@ def _qk_norm(part: str, model: ModelConfig, groups: Groups) -> NormSpec | None:
 
 
 def _layer(model: ModelConfig, index: int) -> LayerSpec:
-    before, after = model.norm_placement != "post", model.norm_placement != "pre"
-    mlp = model.has_mlp(index)
+    placement, mlp = model.norms_of(index), model.has_mlp(index)
+    before, after = placement != "post", placement != "pre"
     return LayerSpec(
         norm1=_norm("norm1", model) if before else None, mixer=_mixer(model, index),
         post_norm1=_norm("post_norm1", model) if after else None,

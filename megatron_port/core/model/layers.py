@@ -31,7 +31,7 @@ class Norm(nn.Module):
     def __init__(self, layer: str, spec: NormSpec, build: BuildContext) -> None:
         super().__init__()
         self.gradient, self.zero_centered = spec.gradient, spec.zero_centered
-        self.kind, self.eps, self.providers = spec.kind, build.model.norm_epsilon, build.providers
+        self.kind, self.eps, self.providers = spec.kind, spec.epsilon or build.model.norm_epsilon, build.providers
         # torch's norms add first, with the same bits.
         self.fuses_add = self._norm not in (torch_layer_norm, torch_rms_norm)
         weight, *bias = (build.divided(p, layer) for p in spec.parameters)

@@ -71,8 +71,7 @@ class FeedForwardBlock(nn.Module):
         return {}
 
     def after_update(self, totals: Mapping[str, torch.Tensor], skipped: torch.Tensor) -> None:
-        """Change buffers by the sums of a step's tallies over all ranks, unless its update was ``skipped`` (1; else
-        0)."""
+        """Change buffers by sums of a step's tallies over all ranks, unless its update was ``skipped`` (1 or 0)."""
 
 
 class MLP(FeedForwardBlock):

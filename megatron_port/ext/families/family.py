@@ -489,6 +489,7 @@ def common_sizes(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+Dimensions = tuple[int | Literal["rows", "columns"], ...]
 Rotation = Literal["halves", "first", "interleaved"]
 """Order of the elements of a head that rope rotates."""
 
@@ -516,6 +517,12 @@ class Names:
     → (tensor of the layer there, its first row, how many rows) in our order."""
     convolutions: tuple[str, ...] = ()
     """Ends of names of matrices that are there [rows, 1, columns]."""
+    dimensions: Mapping[str, Dimensions] = field(default_factory=dict)
+    """By ends of names: dimensions there of what else has others than [rows, columns] or [rows]; beside these, of 1."""
+    also: Mapping[str, str] = field(default_factory=dict)
+    """Parts of names → what files may have in their place."""
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Parts of names of transformers' parameters → those of the tensors in files that it joins by rows."""
     left_out: tuple[str, ...] = ()
     """Beginnings of names of tensors that transformers does not load."""
     kinds: Mapping[str, str] = field(default_factory=dict)

@@ -57,6 +57,19 @@ def mixers(names: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def norms(placements: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of a model whose layers have their norms there, the pattern in its shortest form."""
+    pattern = shortest_pattern(placements)
+    return {"norm_placement": pattern[0], "norm_pattern": ()} if len(pattern) == 1 else {
+        "norm_placement": "pre", "norm_pattern": pattern
+    }
+
+
+def norms_of(model: ModelConfig) -> dict[str, Any]:
+    """Return where the norms of a model's layers are, a pattern in its shortest form."""
+    return norms([model.norms_of(layer) for layer in range(min(model.num_layers, 1 << 16))])
+
+
 def rotations_of(model: ModelConfig) -> dict[str, Any]:
     """Return the pattern of layers that rotate, in its shortest form."""
     if not model.rope_pattern:
@@ -103,6 +116,8 @@ OPTIONS = (
         Conflict("model.parallel_residual", "only then do both branches read one tensor", refused=(False,),
                  needs="parallel_residual = true"),
         Conflict("model.norm_placement", "there is no norm of the input", 'use "pre"', refused=("post",)),
+        Rule(lambda c: "post" in c.model.norm_pattern,
+             'model.shared_norm with "post" in model.norm_pattern: there is no norm of the input; use "pre"'),
     )),
     Table(sized=True, asked="model.mup_base_size {c.model.mup_base_size}", on=lambda c: c.model.mup_base_size, rows=(
         Conflict("model.head_bias", "the bias would not be divided with the logits", "leave one of the two out"),
@@ -118,6 +133,9 @@ OPTIONS = (
           for name in ("qkv_bias", "mlp_bias", "norm_bias")),
         Rule(lambda c: c.model.head_bias and c.model.logits_divisor != 1.0,
              "model.head_bias with logits_divisor {c.model.logits_divisor}: the bias would not be divided; use 1"),
+        Rule(lambda c: c.model.norm_pattern and c.model.norm_placement != "pre",
+             "model.norm_pattern says where the norms of all layers are; leave out model.norm_placement "
+             '"{c.model.norm_placement}"'),
         Rule(lambda c: c.model.rope_pattern and c.model.position_embedding != "rope",
              'model.rope_pattern needs position_embedding = "rope", not "{c.model.position_embedding}"'),
     ), more=(_kinds,)),

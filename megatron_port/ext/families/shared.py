@@ -114,13 +114,12 @@ def read_latent(f: Fields, **defaults: Any) -> dict[str, Any]:
     heads = values["num_attention_heads"]
     if values["num_query_groups"] != heads:
         raise f.fault(f"num_key_value_heads is {values['num_query_groups']}; latent attention has one a head, {heads}")
-    if values["norm_epsilon"] != LATENT_EPSILON:
-        raise f.fault(f"rms_norm_eps is {values['norm_epsilon']}: the latents' norms have {LATENT_EPSILON}")
     return values | {
         "add_bias": False, "num_query_groups": 0, "head_dim": nope + rotated, "qk_rope_head_dim": rotated,
         "kv_lora_rank": f.get("kv_lora_rank", 512), "v_head_dim": f.get("v_head_dim", 128),
         # null there: queries come from the input
         "q_lora_rank": f.or_none("q_lora_rank", 1536, 0),
+        "latent_norm_epsilon": 0.0 if values["norm_epsilon"] == LATENT_EPSILON else LATENT_EPSILON,
     } | _scales(f, values, nope + rotated, scale, everywhere)
 
 

@@ -1,7 +1,8 @@
 """Gated DeltaNet (Yang et al., arXiv 2412.06464), as Qwen3-Next has it: the mixer ``gated_delta``.
 
 Queries and keys of length 1, values and gate; a = exp(-A softplus(x_a + bias)) and b = sigmoid(x_b) of each head of
-values. Heads of values may share a query and a key. The result of a head is normed and multiplied by silu(gate).
+values, or twice that. Heads of values may share a query and a key. The result of a head is normed and multiplied by
+silu(gate).
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class GatedDeltaSpec(RecurrentSpec):
     """A unit is a head of keys: its query, key, values; its gates, then b and a of each of its values."""
 
     delta: ClassVar[bool] = True
+    most: float = 1.0
+    """Bound of b."""
 
     @property
     def own(self) -> Mapping[str, ParameterSpec]:
@@ -64,7 +67,7 @@ class GatedDeltaSpec(RecurrentSpec):
             queries=by_head(unit(query) * k**-0.5).repeat_interleave(each, 1),
             keys=by_head(unit(key)).repeat_interleave(each, 1),
             values=by_head(values.unflatten(-1, (each, -1)).flatten(2, 3)),
-            decay=by_head(decay), rate=by_head(rate.flatten(-2).sigmoid()),
+            decay=by_head(decay), rate=by_head(self.most * rate.flatten(-2).sigmoid()),
         )
 
     def result(self, mixed: Tensor | None, rows: Rows, own: Mapping[str, Tensor], norm: Norm) -> Tensor:
@@ -83,11 +86,14 @@ def gated_delta(model: ModelConfig, index: int) -> GatedDeltaSpec:
     return GatedDeltaSpec(
         units=r.key_heads, convolved=convolved, plain=plain, kernel=r.kernel, heads=r.heads, key_size=r.key_size,
         value_size=r.value_size, chunk=r.chunk, segment=r.segment, output=output(model, r.heads * r.value_size),
-        packed=projection(model, r.key_heads * (convolved + plain)),
+        packed=projection(model, r.key_heads * (convolved + plain)), most=2.0 if r.negative_eigenvalues else 1.0,
     )
 
 
 KIND = RecurrentKind(
     gated_delta, faults=shared_keys,
-    reads=frozenset({"heads", "key_heads", "key_size", "value_size", "kernel", "chunk", "segment"}),
+    reads=frozenset({
+        "heads", "key_heads", "key_size", "value_size", "kernel", "chunk", "segment", "norm_epsilon",
+        "negative_eigenvalues",
+    }),
 )

@@ -107,4 +107,6 @@ def kda(model: ModelConfig, index: int) -> KimiDeltaSpec:
     )
 
 
-KIND = RecurrentKind(kda, reads=frozenset({"heads", "key_size", "value_size", "kernel", "chunk", "segment"}))
+KIND = RecurrentKind(kda, reads=frozenset({
+    "heads", "key_size", "value_size", "kernel", "chunk", "segment", "norm_epsilon",
+}))

@@ -95,7 +95,9 @@ def _latent(model: ModelConfig) -> LatentSpec:
         )
 
     def norm(name: str, size: int) -> NormSpec:
-        return NormSpec(name=f"attention.{name}", size=size, kind="rmsnorm", bias=False)
+        return NormSpec(
+            name=f"attention.{name}", size=size, kind="rmsnorm", bias=False, epsilon=model.latent_norm_epsilon
+        )
 
     low = model.q_lora_rank
     return LatentSpec(

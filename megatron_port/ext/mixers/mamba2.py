@@ -139,5 +139,5 @@ def _faults(model: ModelConfig) -> Iterator[str]:
 
 KIND = RecurrentKind(mamba2, faults=_faults, reads=frozenset({
     "heads", "key_heads", "key_size", "value_size", "kernel", "convolution_bias", "step_min", "step_max", "gated_norm",
-    "norm_before_gate", "chunk", "segment",
+    "norm_before_gate", "norm_epsilon", "chunk", "segment",
 }))

@@ -89,7 +89,8 @@ class Recurrent(nn.Module):
     def __init__(self, layer: str, spec: RecurrentSpec, build: BuildContext) -> None:
         super().__init__()
         self.name, self.spec, self.step = f"{layer}.attention", spec, build.step
-        self.partition, self.group, self.epsilon = build.partition, build.ctx.over("cp"), build.model.norm_epsilon
+        self.partition, self.group = build.partition, build.ctx.over("cp")
+        self.epsilon = build.model.recurrent.norm_epsilon or build.model.norm_epsilon
         self.ranks, self.tp_group, self.sequence_parallel = (
             build.ctx.size("tp"), build.ctx.over("tp"), build.sequence_parallel
         )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Norm(Protocol):
-    """RMSNorm with the model's epsilon."""
+    """RMSNorm with the epsilon of results."""
 
     def __call__(self, x: Tensor, weight: Tensor, *, over_ranks: bool = False) -> Tensor:
         """Return the norm over the last dimension; ``over_ranks``: over that of all tensor-parallel ranks together."""
@@ -203,7 +203,7 @@ def sizes_of(model: ModelConfig) -> RecurrentConfig:
     heads = r.heads or model.num_attention_heads
     return replace(
         r, heads=heads, key_heads=r.key_heads or heads, key_size=r.key_size or model.head_size,
-        value_size=r.value_size or model.head_size,
+        value_size=r.value_size or model.head_size, norm_epsilon=r.norm_epsilon or model.norm_epsilon,
     )
 
 

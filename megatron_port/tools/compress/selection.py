@@ -17,7 +17,7 @@ from megatron_port.core.config.model import ATTENTION, MoEConfig
 from megatron_port.core.config.schema import ModelConfig, RunConfig
 from megatron_port.core.errors import CheckpointError, ConfigError
 from megatron_port.core.model.decoder_spec import model_spec
-from megatron_port.ext.families.settings import shortest_pattern, windows
+from megatron_port.ext.families.settings import norms, shortest_pattern, windows
 from megatron_port.ext.telemetry.flops import model_flops, parameter_count
 from megatron_port.run.same_model import without_mup
 from megatron_port.tools.compress.convert import (
@@ -198,8 +198,9 @@ def _moe_of(model: ModelConfig, moe: MoEConfig, kept: Sequence[int]) -> MoEConfi
 
 
 def _patterns(model: ModelConfig, kept: Sequence[int]) -> dict[str, Any]:
-    """Return the patterns of attention and of rotation of the layers that are left."""
+    """Return the patterns of attention, of norms and of rotation of the layers that are left."""
     out = windows(["window" if model.window_of(layer) else "full" for layer in kept], model.sliding_window)
+    out |= norms([model.norms_of(layer) for layer in kept])
     if model.rope_pattern:
         kinds = ["rope" if model.rotates(layer) else "none" for layer in kept]
         out["rope_pattern"] = shortest_pattern(kinds) if "none" in kinds else ()

@@ -20,7 +20,7 @@ from megatron_port.core.errors import CheckpointError
 from megatron_port.core.registry import FAMILIES, MIXERS
 from megatron_port.ext.families import AUTO, family_named, family_names
 from megatron_port.ext.families.family import HARMLESS, Family, Fields, known_fields
-from megatron_port.ext.families.settings import mixers_of, rotations_of, windows, windows_of
+from megatron_port.ext.families.settings import mixers_of, norms_of, rotations_of, windows, windows_of
 from megatron_port.run.same_model import FREE, recurrent_of, without_mup
 
 CONFIG = "config.json"
@@ -190,7 +190,8 @@ def _essential(model: ModelConfig) -> dict[str, Any]:
     """Fields that change what a model computes, derived sizes filled in, those without effect at their defaults."""
     model = replace(
         model, num_query_groups=model.kv_heads, head_dim=model.head_size, **experts_of(model), **mixers_of(model),
-        recurrent=recurrent_of(model),
+        **norms_of(model), recurrent=recurrent_of(model),
+        latent_norm_epsilon=model.latent_norm_epsilon or model.norm_epsilon,
     )
     values = {name: value for name, value in leaves(model) if name not in _TRAINING}
     # Under rope a text may be longer than seq_length, and a window that is no shorter then counts.

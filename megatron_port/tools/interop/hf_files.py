@@ -204,6 +204,8 @@ class HFFolder:
         self.path, self._sampled = Path(path), sampled
         self._copies: dict[str, list[str]] = {}
         """Names of tensors → those of what rows show to be their copies; in the files."""
+        self._divided: dict[str, tuple[list[str], int]] = {}
+        """Tensors whose rows are otherwise divided among their neighbours in the files → these, and the first row."""
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path} is not a directory; give a folder with config.json and safetensors")
         self.config = read_hf_config(self.path)
@@ -234,7 +236,7 @@ class HFFolder:
         layers = self.config.get("num_hidden_layers")
         if not asked or not isinstance(layers, int):
             return self.config
-        first = self._key(self._names.prefix + self._names.layer.format(layers))
+        first = self.key(self._names.prefix + self._names.layer.format(layers))
         if any(name.startswith(first) for name in self._places):
             return self.config
         self.notes.append(
@@ -249,12 +251,12 @@ class HFFolder:
         table = f"{self._names.prefix}{self._names.outside['embedding.word']}.weight"
         if not self.model.tie_embeddings or not self.tensor_known(MODULE_HEAD):
             return
-        head = self._key(MODULE_HEAD)
+        head = self.key(MODULE_HEAD)
         if not self.tensor_known(table):
             self._twin = table
-            said = f"the files have no {self._key(table)}; {head} is read for it, since config.json ties the two"
+            said = f"the files have no {self.key(table)}; {head} is read for it, since config.json ties the two"
             self.notes.append(f"{self.path}: {said}")
-        elif not self._is_copy(head, self._key(table)):
+        elif not self._is_copy(head, self.key(table)):
             self.model = replace(self.model, tie_embeddings=False)
             self.notes.append(
                 f"{self.path}: config.json ties the head to the token table, but the files have another {head}; it is "
@@ -316,7 +318,7 @@ class HFFolder:
 
     def tensor_known(self, name: str) -> bool:
         """Whether there is a tensor of this name (with the prefix)."""
-        return self._key(name) in self._places
+        return self.key(name) in self._places
 
     def tensor(self, name: str) -> torch.Tensor | None:
         """A whole tensor by its name there (with the prefix); None: there is none."""
@@ -333,11 +335,16 @@ class HFFolder:
         box: tuple[slice | int, ...] = (run.rows(start, count),)
         if columns is not None:
             some = slice(columns[0], columns[0] + columns[1])
-            box = (some, *box) if mapped.transposed else (*box, *(0,) * mapped.convolution, some)
+            box = (some, *box) if mapped.transposed else (*box, some)
+        if mapped.dimensions:
+            parts = iter(box)
+            box = tuple(0 if size == 1 else next(parts) for size in mapped.dimensions)
         if run.expert is not None:
             box = (run.expert, *box)
-        key = self._key(run.tensor)
+        key = self.key(run.tensor)
         try:
+            if run.tensor in self._divided:
+                return self._among(run.tensor, box)
             found: torch.Tensor = self._shards.slice_of(key)[box]
             for copy in self._copies.get(key, ()):
                 if not _same_values(found, self._shards.slice_of(copy)[box]):
@@ -350,23 +357,53 @@ class HFFolder:
         except (SafetensorError, OSError) as error:
             raise DamagedCheckpoint(f"{self.path / self._place(run.tensor).file}: {run.tensor}: {error}") from None
 
-    def _place(self, name: str) -> StoredTensor:
-        return self._places[self._key(name)]
+    def _among(self, name: str, box: tuple[Any, ...]) -> torch.Tensor:
+        """Return a box of a tensor whose rows are otherwise divided in the files."""
+        keys, at = self._divided[name]
+        first, last, found = at + box[0].start, at + box[0].stop, []
+        for key in keys:
+            count = self._places[key].shape[0]
+            start, stop = max(first, 0), min(last, count)
+            if start < stop:
+                found.append(self._shards.slice_of(key)[(slice(start, stop), *box[1:])])
+            first, last = first - count, last - count
+        return torch.cat(found)
 
-    def _key(self, name: str) -> str:
-        """The name in the files; the head may have either of its two."""
+    def _divide(self, name: str, wanted: dict[str, tuple[int, ...]]) -> bool:
+        """Whether neighbours that transformers joins have the rows of a tensor: it writes parts of equal sizes."""
+        for parts in self._names.joined.values():
+            part = next((part for part in parts if part in name), None)
+            if part is None:
+                continue
+            names = [name.replace(part, other) for other in parts]
+            keys = [self.key(other) for other in names]
+            there = [self._places[key].shape for key in keys if key in self._places]
+            sizes = [wanted[other] for other in names]
+            same = len({shape[1:] for shape in (*there, *sizes)}) == 1 and len(there) == len(sizes)
+            if same and sum(s[0] for s in there) == sum(s[0] for s in sizes):
+                self._divided[name] = keys, sum(wanted[other][0] for other in names[: parts.index(part)])
+                return True
+        return False
+
+    def _place(self, name: str) -> StoredTensor:
+        return self._places[self.key(name)]
+
+    def key(self, name: str) -> str:
+        """Return the name in the files; the head may have either of its two."""
         head = self._names.head
         if name in (head, MODULE_HEAD, self._twin):
             return head if head in self._places else MODULE_HEAD
-        return name[self._cut :] if name.startswith(self._names.prefix) else name
+        key = name[self._cut :] if name.startswith(self._names.prefix) else name
+        others = (key.replace(part, other) for part, other in self._names.also.items())
+        return key if key in self._places else next((other for other in others if other in self._places), key)
 
     def _slice(self, name: str) -> Any:
-        return self._shards.slice_of(self._key(name))
+        return self._shards.slice_of(self.key(name))
 
     def _ahead_hint(self, key: str) -> str:
         """Return what to set where a tensor of a module of multi-token prediction is missing."""
         layers = (self.model.num_layers + i for i in range(self.model.mtp_layers))
-        ahead = (self._key(self._names.prefix + self._names.layer.format(layer)) for layer in layers)
+        ahead = (self.key(self._names.prefix + self._names.layer.format(layer)) for layer in layers)
         return f" ({AHEAD[0]}; 0 imports the model without such modules)" if key.startswith(tuple(ahead)) else ""
 
     def _check(self) -> None:
@@ -374,7 +411,7 @@ class HFFolder:
         tensors = list(hf_tensors(self.model, self.family))
         wanted, copies = {t.name: t.shape for t in tensors}, {t.name: t.copy_of for t in tensors if t.copy_of}
         for name, shape in wanted.items():
-            key = self._key(name)
+            key = self.key(name)
             place = self._places.get(key)
             if place is None:
                 if name in copies:
@@ -382,18 +419,18 @@ class HFFolder:
                 raise CheckpointError(
                     f"{self.path}: {key} {shape} is not in its files; config.json asks for it{self._ahead_hint(key)}"
                 )
-            if place.shape != shape:
+            if place.shape != shape and not self._divide(name, wanted):
                 raise CheckpointError(
                     f"{self.path / place.file}: {key} has shape {place.shape}; config.json makes it {shape}"
                 )
-            if name in copies and not self._is_copy(key, self._key(copies[name])):
+            if name in copies and not self._is_copy(key, self.key(copies[name])):
                 raise CheckpointError(
                     f"{self.path / place.file}: {key} is not {copies[name]}, which the modules of multi-token "
                     "prediction share with the model"
                 )
-        known = {self._key(n) for n in wanted}
+        known = {self.key(n) for n in wanted}
         if self.model.tie_embeddings:
-            known.add(self._key(MODULE_HEAD))  # a copy of the embedding that transformers ignores as well
+            known.add(self.key(MODULE_HEAD))  # a copy of the embedding that transformers ignores as well
         left = sorted(n for n in self._places if n.startswith(self._names.left_out))
         if left:
             self.notes.append(
@@ -444,10 +481,10 @@ def loaded_by(transformers: Any, folder: Path) -> nn.Module:
 
 def scaled_logits(network: nn.Module, source: HFFolder, tokens: torch.Tensor, *, scale: float) -> torch.Tensor:
     """Logits [batch, seq, vocab] of transformers' model, whose weights but norms are multiplied by ``scale`` first."""
-    norms = {run.tensor for name in norm_weights(source.model) for run in source.mapping[name].runs}
+    norms = _norms(source)
     with torch.no_grad():
         for name, parameter in network.named_parameters():
-            if name not in norms:
+            if norms.isdisjoint(_file_names(source, name)):
                 parameter.mul_(scale)
         out: torch.Tensor = network(tokens, use_cache=False).logits
     return out
@@ -464,7 +501,7 @@ def their_logits(transformers: Any, folder: Path, tokens: torch.Tensor, *, scale
         )
     network.eval()
     _real_buffers(network, config, source)
-    norms = {run.tensor for name in norm_weights(source.model) for run in source.mapping[name].runs}
+    norms = _norms(source)
     names: dict[int, str] = {}
     parameters = list(network.named_parameters(remove_duplicate=False))
     for name, parameter in (*((n, p) for n, p in parameters if source.tensor_known(n)), *parameters):
@@ -495,7 +532,7 @@ def _real_buffers(network: nn.Module, config: Any, source: HFFolder) -> None:
                 setattr(parent, name, made)
             else:  # its parameters stay, which may be tied to another module's
                 for key, buffer in made.named_buffers(recurse=False):
-                    saved = source.tensor(f"{path}.{name}.{key}")
+                    saved = source.tensor(_file_names(source, f"{path}.{name}.{key}")[0])
                     child.register_buffer(key, buffer if saved is None else saved.float(), persistent=False)
 
 
@@ -510,7 +547,7 @@ def _stream(
             tensor = _loaded(source, name, empty[key].shape[0])
             if tensor is None:
                 raise CheckpointError(f"{source.path}: transformers' model has a parameter {name}, the export has none")
-            value = tensor.float() * (1.0 if name in norms else scale)
+            value = tensor.float() * (scale if norms.isdisjoint(_file_names(source, name)) else 1.0)
             module.register_parameter(key, nn.Parameter(value, requires_grad=False))
 
     def drop(*_: Any) -> None:
@@ -521,15 +558,35 @@ def _stream(
     runs.register_forward_hook(drop)
 
 
-def _loaded(source: HFFolder, name: str, experts: int) -> torch.Tensor | None:
-    """Return a parameter of transformers': as it is in the files or, of all experts, put together from theirs."""
+def _norms(source: HFFolder) -> set[str]:
+    """Return the names in the files of what the check does not scale."""
+    return {
+        source.key(run.tensor) for name in norm_weights(source.model) for run in source.mapping[name].runs
+    }
+
+
+def _file_names(source: HFFolder, name: str) -> tuple[str, ...]:
+    """Return the names in the files of a parameter of transformers', several where it joins their rows; those of
+    experts left as they are."""
     names = family_named(source.family).names
     for there, loaded in names.loaded.items():
         name = name if source.tensor_known(name) else name.replace(loaded, there)
-    if source.tensor_known(name):
-        return source.tensor(name)
+    for joined, parts in names.joined.items():
+        if joined in name and not source.tensor_known(name):
+            return tuple(source.key(name.replace(joined, part)) for part in parts)
+    return (source.key(name),)
+
+
+def _loaded(source: HFFolder, name: str, experts: int) -> torch.Tensor | None:
+    """Return a parameter of transformers': as it is in the files, joined from several of theirs or, of all experts, put
+    together from each one's."""
+    found = [tensor for one in _file_names(source, name) if (tensor := source.tensor(one)) is not None]
+    if found:
+        return torch.cat(found) if len(found) > 1 else found[0]
+    (name,) = _file_names(source, name)
     block, _, part = name.rpartition(".")
-    each = names.inside.get({"gate_up_proj": "mlp.experts.up", "down_proj": "mlp.experts.down"}.get(part, ""))
+    inside = family_named(source.family).names.inside
+    each = inside.get({"gate_up_proj": "mlp.experts.up", "down_proj": "mlp.experts.down"}.get(part, ""))
     if each is None or not block.endswith(".experts"):
         return None
     parts = (each,) if isinstance(each, str) else each

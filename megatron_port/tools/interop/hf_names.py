@@ -26,7 +26,7 @@ from megatron_port.core.errors import CheckpointError
 from megatron_port.core.model.shapes import buffer_shapes, parameter_shapes
 from megatron_port.ext.experts.spec import LAST_STEP
 from megatron_port.ext.families import family_named
-from megatron_port.ext.families.family import Names, Rotation
+from megatron_port.ext.families.family import Dimensions, Names, Rotation
 from megatron_port.run.same_model import recurrent_of
 
 # Rows of our parameters that are rows of a Hugging Face family's tensors.
@@ -110,8 +110,8 @@ class Mapped:
     transposed: bool
     kind: str = WEIGHT
     """WEIGHT | BUFFER, which is float32 wherever it lies"""
-    convolution: bool = False
-    """There it is [rows, 1, columns]."""
+    dimensions: Dimensions = ()
+    """There, where it has others than [rows, columns] or [rows]."""
 
     @property
     def rows(self) -> int:
@@ -165,7 +165,9 @@ def hf_tensors(model: ModelConfig, family: str) -> Iterator[Tensor]:
         mapped, last = ordered[-1]
         lead = () if last.expert is None else (last.expert + 1,)
         rows = sum(run.count for _, run in pieces) // prod(lead)
-        shape = (rows,) if mapped.columns is None else (rows, *(1,) * mapped.convolution, mapped.columns)
+        sizes: dict[int | str, int] = {"rows": rows}
+        sizes |= {} if mapped.columns is None else {"columns": mapped.columns}
+        shape = tuple(sizes.get(size, 1) for size in mapped.dimensions or sizes)
         yield Tensor(name, lead + (shape[::-1] if mapped.transposed else shape), ordered)
     names = _names(model, family)
     table = mapping["embedding.word.weight"]
@@ -198,7 +200,10 @@ def _mapped(name: str, shape: tuple[int, ...], model: ModelConfig, family: str) 
         for tensor, first, count in of(replace(model, recurrent=recurrent_of(model))):
             runs_there.append(Run(at, f"{prefix}{tensor}", first, count))
             at += count
-        return Mapped(name, shape, tuple(runs_there), False, convolution=tensor.endswith(names.convolutions))
+        convolution: Dimensions = ("rows", 1, "columns")
+        others = {**names.dimensions, **dict.fromkeys(names.convolutions, convolution)}
+        there_are = next((sizes for end, sizes in others.items() if tensor.endswith(end)), ())
+        return Mapped(name, shape, tuple(runs_there), False, dimensions=there_are)
     if name.startswith("head."):
         return Mapped(name, shape, (Run(0, head_tensor(names, name), 0, rows),), False)
     module, _, kind = name.rpartition(".")

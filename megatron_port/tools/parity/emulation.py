@@ -532,7 +532,7 @@ def within_rounding(config: RunConfig, other: Run, single: SingleRuns) -> list[D
     apart = config.layout.context_parallel_size > 1
     if exact and not apart:
         out += compare(first_step(reference), first_step(other), first, model)
-        if model.norm_placement != "pre" and not all(d.ok for d in out):
+        if {"post", "sandwich"} & {model.norm_placement, *model.norm_pattern} and not all(d.ok for d in out):
             apart, out = True, []
     free: list[Deviation] = []
     alike = all(d.ok for d in out)  # else the verdict stands, and what later steps make of it says nothing
