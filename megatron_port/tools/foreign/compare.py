@@ -1,0 +1,315 @@
+"""The verdict on a case: each tensor of each rank against the reference's, and what a wrong one is."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_port.tools.foreign.outputs import Difference, first_difference
+from megatron_port.tools.foreign.placement import ranges
+from megatron_port.tools.foreign.record import STEPS, Part, Record, read
+from megatron_port.tools.foreign.relations import Relation, Wrong, relate
+
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+"""Relative distance of a gradient, by its type; ten times that in the second step, whose weights differ already."""
+LOSS = 0.1
+"""Of that: the loss, which averages errors."""
+FLOOR = 1e-2
+"""Of the tolerance, times the rms of all gradients: what a gradient that is zero in exact arithmetic may have."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, of tensors that share it."""
+
+    what: str
+    """loss, norm, gradient, weight or update."""
+    step: int
+    names: list[str]
+    ranks: list[int]
+    relation: Relation
+
+    @property
+    def text(self) -> str:
+        """Words for it."""
+        named = f" of {_pattern(self.names)}" if self.names else ""
+        when = "" if self.step == 0 else f", step {self.step}"
+        where = f" (ranks {ranges(self.ranks)}{when})" if self.ranks else ""
+        return f"{self.what}{named}{where} {self.relation.words}"
+
+
+@dataclass
+class Verdict:
+    """What a comparison found."""
+
+    findings: list[Finding] = field(default_factory=list)
+    difference: Difference | None = None
+    notes: list[str] = field(default_factory=list)
+    compared: dict[str, int] = field(default_factory=dict)
+    worst: float = 0.0
+    """The largest relative distance of a gradient that passed."""
+
+    @property
+    def equal(self) -> bool:
+        """Is nothing wrong?"""
+        return not self.findings
+
+    def lines(self) -> Iterator[str]:
+        """Yield the verdict, a line each."""
+        counts = ", ".join(f"{count} {what}" for what, count in self.compared.items())
+        if self.equal:
+            yield f"equal: {counts}; the largest distance of a gradient is {self.worst:.1e}"
+        else:
+            yield f"different: {len(self.findings)} findings in {counts}"
+        for finding in self.findings:
+            yield f"  {finding.text}"
+            if finding.relation.cause:
+                yield f"    usually: {finding.relation.cause}"
+        if self.difference is not None:
+            after = f", after {self.difference.before}, which is right" if self.difference.before else ""
+            yield f"  first difference in the forward pass: {self.difference.module}{after}: {self.difference.words}"
+        elif not self.equal:
+            yield "  forward pass: every output that was compared is right"
+        yield from (f"  note: {note}" for note in self.notes)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as JSON's types."""
+        return {"equal": self.equal, "worst": self.worst, "compared": self.compared, "notes": self.notes,
+                "findings": [{**asdict(f), "text": f.text} for f in self.findings],
+                "difference": None if self.difference is None else asdict(self.difference)}
+
+
+def _pattern(names: Sequence[str]) -> str:
+    """Return names, layers together: layers.*.norm.weight (12)."""
+    by: dict[str, int] = {}
+    for name in names:
+        key = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) if len(names) > 1 else name
+        by[key] = by.get(key, 0) + 1
+    words = [name if count == 1 else f"{name} ({count})" for name, count in by.items()]
+    return ", ".join(words[:6]) + (f" and {len(words) - 6} more" if len(words) > 6 else "")
+
+
+class Comparison:
+    """The records of a case. ``axes``: of its ranks; ``numbers``: what factors may be, by name."""
+
+    def __init__(self, folder: Path, size: int, axes: Mapping[str, int], numbers: Mapping[str, float]) -> None:
+        self.reference = read(folder / "reference", 0)
+        self.ranks = [read(folder / "layout", rank) for rank in range(size)]
+        self.axes, self.counts = axes, list[int]()
+        self.samples: Record | None = None
+        if (folder / "samples" / "counts.json").is_file():
+            self.samples = read(folder / "samples", 0)
+            self.counts = json.loads((folder / "samples" / "counts.json").read_text())
+        labels = sum(self.counts)
+        sizes = {f"the size of {axis}": float(n) for axis, n in axes.items()}
+        self.numbers = {**sizes, "the number of ranks": float(size), **numbers}
+        if labels:
+            self.numbers |= {"the step's labels": float(labels), "samples": float(len(self.counts))}
+        gradients = self.reference.gradients[0]
+        dtype = next((part.value.dtype for part in gradients.values()), torch.float32)
+        found = [part.value.dtype for record in self.ranks for part in record.gradients[0].values()]
+        self.tolerance = max((TOLERANCES.get(d, 1e-4) for d in (dtype, *found)), default=1e-4)
+        self.verdict = Verdict()
+
+    def run(self) -> Verdict:
+        """Compare everything."""
+        verdict, wrong = self.verdict, set[str]()
+        for step in range(STEPS):
+            self._losses(step)
+            wrong |= self._tensors(step, "gradient", wrong)
+            self._norms(step, bool(wrong))
+        self._weights(wrong)
+        difference = first_difference(self.reference.outputs, self.ranks, self._of_outputs())
+        if verdict.findings:
+            verdict.difference = difference
+        elif difference is not None:
+            verdict.notes.append(f"{difference.module}: {difference.words}; all gradients are right all the same")
+        return verdict
+
+    def _of_outputs(self) -> float:
+        types = {o.value.dtype for o in self.reference.outputs}
+        return max([self.tolerance, *(TOLERANCES.get(t, 1e-4) for t in types)])
+
+    # Gradients and updates
+
+    def _tensors(self, step: int, what: str, known: set[str]) -> set[str]:
+        """Compare the gradients of a step, or what it did to the weights; return the names of wrong ones."""
+        right = self._right(step, what)
+        elements = sum(t.numel() for t in right.values())
+        rms = math.sqrt(sum(float(t.square().sum()) for t in right.values()) / max(1, elements))
+        found: dict[str, tuple[Relation, list[int], list[str]]] = {}
+        compared = 0
+        for name, tensor in right.items():
+            parts = self._parts(step, what, name)
+            compared += bool(parts)
+            if name in known:
+                continue
+            wrong = self._wrong(step, what, name, tensor, parts, rms)
+            if wrong is not None:
+                relation = relate(wrong)
+                key = f"{relation.kind} {relation.words} {list(wrong.ranks)}"
+                if relation.kind == "unlike":
+                    key = f"unlike {list(wrong.ranks)}"
+                found.setdefault(key, (relation, list(wrong.ranks), []))[2].append(name)
+        if step == 0:
+            self.verdict.compared[f"{what}s"] = compared
+        for relation, ranks, names in found.values():
+            self.verdict.findings.append(Finding(what, step, names, ranks, relation))
+        return {name for _, _, names in found.values() for name in names}
+
+    def _right(self, step: int, what: str) -> dict[str, Tensor]:
+        if what == "gradient":
+            return {name: p.value.double() for name, p in self.reference.gradients[step].items()}
+        before, after = self.reference.weights[step], self.reference.weights[step + 1]
+        return {name: after[name].value.double() - before[name].value.double() for name in after if name in before}
+
+    def _parts(self, step: int, what: str, name: str) -> dict[int, Part]:
+        out = {}
+        for record in self.ranks:
+            if what == "gradient":
+                if name in (table := record.gradients[step]):
+                    out[record.rank] = Part(table[name].value.double(), table[name].index)
+            elif name in record.weights[step] and name in record.weights[step + 1]:
+                before, after = record.weights[step][name], record.weights[step + 1][name]
+                out[record.rank] = Part(after.value.double() - before.value.double(), after.index)
+        return out
+
+    def _wrong(
+        self, step: int, what: str, name: str, right: Tensor, parts: Mapping[int, Part], rms: float
+    ) -> Wrong | None:
+        """Return the tensor if it is wrong on some rank."""
+        floor = self.tolerance * FLOOR * rms * math.sqrt(right.numel())
+        if what == "update":
+            weight = self.reference.weights[step][name].value
+            floor += 4 * torch.finfo(weight.dtype).eps * float(weight.double().norm())
+        missing = [r.rank for r in self.ranks if name in r.absent[step]] if what == "gradient" else []
+        tolerance = self.tolerance * (1 if step == 0 else 10)
+        earlier = self.reference.gradients[step - 1].get(name) if what == "gradient" and step else None
+        wrong = Wrong(
+            name=name, right=right, parts=parts, ranks=[], axes=self.axes, tolerance=tolerance, floor=floor, what=what,
+            earlier=None if earlier is None else earlier.value.double(), samples=self._basis(name) if step == 0 else None,
+            counts=self.counts, numbers=self.numbers,
+        )
+        if float(right.norm()) > floor:
+            wrong.ranks = list(missing)
+        for rank, part in parts.items():
+            expected = wrong.of(part, right)
+            distance = float((part.value - expected).norm())
+            padding = part.value[part.index < 0]
+            size = float(expected.norm())
+            if not distance <= tolerance * size + floor or (len(padding) and bool((padding != 0).any())):
+                wrong.ranks = [*wrong.ranks, rank]
+            elif step == 0 and what == "gradient" and size > floor:
+                self.verdict.worst = max(self.verdict.worst, distance / size)
+        return wrong if wrong.ranks else None
+
+    def _basis(self, name: str) -> Tensor | None:
+        if self.samples is None or any(name not in g for g in self.samples.gradients):
+            return None
+        return torch.stack([g[name].value.double().flatten() for g in self.samples.gradients])
+
+    def _weights(self, wrong: set[str]) -> None:
+        """Compare what updates did, where gradients were right or are not told."""
+        for step in range(STEPS):
+            if step == 0 or not self.verdict.findings:
+                wrong |= self._tensors(step, "update", wrong)
+        held = {name for record in self.ranks for name in record.weights[0]}
+        if lost := sorted(self.reference.weights[0].keys() - held):
+            self.verdict.notes.append(f"no rank has {_pattern(lost)}")
+        untold = sorted(n for n in self.reference.gradients[0] if not self._parts(0, "gradient", n))
+        if untold:
+            self.verdict.notes.append(f"no rank tells the gradient of {_pattern(untold)}; judged by its update alone")
+
+    # Loss and norm
+
+    def _losses(self, step: int) -> None:
+        right = self.reference.losses[step]
+        told = {r.rank: x for r in self.ranks if (x := r.losses[step]) is not None}
+        if right is None or not told:
+            return
+        self.verdict.compared["losses"] = self.verdict.compared.get("losses", 0) + len(told)
+        bound = self.tolerance * LOSS * (1 if step == 0 else 10)
+
+        def near(a: float, b: float) -> bool:
+            return abs(a - b) <= bound * abs(b)
+
+        if all(near(x, right) for x in told.values()):
+            return
+        mean = sum(told.values()) / len(told)
+        if near(mean, right) or self._own_losses(told, bound):
+            note = "each rank tells the loss of its own samples"
+            if note not in self.verdict.notes:
+                self.verdict.notes.append(note)
+            return
+        wrong = Wrong("", torch.tensor(right), {}, [], self.axes, self.tolerance, 0.0, numbers=self.numbers)
+        same = max(told.values()) - min(told.values()) <= bound * abs(right)
+        ratio = mean / right
+        words = f"is {mean:.6g}, the right one {right:.6g}: {wrong.number(ratio)} times it"
+        if not same:
+            words = "differs between ranks: " + ", ".join(f"{r}: {x:.6g}" for r, x in list(told.items())[:4])
+            words += f"; the right one is {right:.6g}"
+        elif self.samples is not None and (mean_of_means := self._mean_of_means(mean, bound)):
+            words = f"is {mean:.6g}, the right one {right:.6g}: a mean of the means of {mean_of_means} parts of the step"
+        self.verdict.findings.append(Finding("loss", step, [], sorted(told), Relation("loss", words)))
+
+    def _own_losses(self, told: Mapping[int, float], bound: float) -> bool:
+        """Is each rank's loss that of a share of neighbouring samples?"""
+        if self.samples is None or len(told) < 2:
+            return False
+        losses, count = self.samples.losses, len(self.counts)
+        shares = [(a, a + size) for size in range(1, count) if count % size == 0 for a in range(0, count, size)]
+        means = [sum((losses[i] or 0.0) * self.counts[i] for i in range(a, b)) / max(1, sum(self.counts[a:b]))
+                 for a, b in shares]
+        return all(any(abs(x - m) <= bound * abs(m) for m in means) for x in told.values())
+
+    def _mean_of_means(self, value: float, bound: float) -> int:
+        assert self.samples is not None
+        losses, count = self.samples.losses, len(self.counts)
+        for groups in range(2, count + 1):
+            if count % groups:
+                continue
+            size = count // groups
+            means = [sum((losses[i] or 0.0) * self.counts[i] for i in range(g * size, g * size + size))
+                     / sum(self.counts[g * size : g * size + size]) for g in range(groups)]
+            if abs(sum(means) / groups - value) <= bound * abs(value):
+                return groups
+        return 0
+
+    def _norms(self, step: int, known: bool) -> None:
+        """Compare gradient norms that ranks tell; where gradients are wrong already, the norm follows."""
+        told = {r.rank: x for r in self.ranks if (x := r.norms[step]) is not None}
+        squares = sum(float(p.value.double().square().sum()) for p in self.reference.gradients[step].values())
+        right = self.reference.norms[step] or math.sqrt(squares)
+        if not told or not right or known:
+            return
+        self.verdict.compared["norms"] = self.verdict.compared.get("norms", 0) + len(told)
+        bad = {rank: x for rank, x in told.items() if abs(x - right) > self.tolerance * (1 + 9 * bool(step)) * right}
+        if not bad:
+            return
+        rank, value = next(iter(bad.items()))
+        words, cause = f"is {value:.6g}, the right one {right:.6g}", ""
+        own = math.sqrt(sum(float(p.value.double().square().sum()) for p in self.ranks[rank].gradients[step].values()))
+        everything = math.sqrt(sum(float(p.value.double().square().sum()) for r in self.ranks
+                                   for p in r.gradients[step].values()))
+        shared = math.sqrt(sum(float(p.value.double().square().sum()) * sum(name in r.gradients[step] for r in self.ranks)
+                               for name, p in self.reference.gradients[step].items()))
+        for known_value, text, why in (
+            (own, "it is that of this rank's tensors alone", "it is not summed over the ranks that have other parts"),
+            (everything, "it is that of all ranks' tensors, copies counted", "copies are counted once a rank"),
+            (shared, "copies are counted once a rank", "parameters that several ranks hold are to be counted once"),
+        ):
+            if known_value and abs(value / known_value - 1) < FLOOR * self.tolerance + 1e-5:
+                words, cause = f"{words}: {text}", why
+                break
+        else:
+            wrong = Wrong("", torch.tensor(right), {}, [], self.axes, self.tolerance, 0.0, numbers=self.numbers)
+            words += f": {wrong.number(value / right)} times it"
+        self.verdict.findings.append(Finding("gradient norm", step, [], sorted(bad), Relation("norm", words, cause)))

@@ -1,0 +1,122 @@
+"""The first module whose output differs, in the order in which the reference's modules end.
+
+Ranks have rows of other positions, samples or experts than one process, so rows (vectors of the last dimension) are
+looked for among those of the reference. A module is right if each of its rows is there and none is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_port.tools.foreign.placement import ranges
+from megatron_port.tools.foreign.record import Output, Record
+
+MOST_ROWS = 4096
+"""Of the reference; a module with more is not compared."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first one."""
+
+    module: str
+    words: str
+    before: str
+    """The last module before it that was compared and is right; empty: none."""
+
+
+def first_difference(reference: Sequence[Output], ranks: Sequence[Record], tolerance: float) -> Difference | None:
+    """Return it; None: all that could be compared is right."""
+    right, before = _rows(reference), ""
+    found = [_rows(record.outputs) for record in ranks]
+    for key, rows in right.items():
+        held = {record.rank: mine[key] for record, mine in zip(ranks, found, strict=True) if key in mine}
+        if not held or not len(rows) or len(rows) > MOST_ROWS:
+            continue
+        words = _difference(rows, held, tolerance)
+        name = key[0] or "the model"
+        if words:
+            return Difference(name, words, before)
+        before = name
+    return None
+
+
+def _rows(outputs: Iterable[Output]) -> dict[tuple[str, int], Tensor]:
+    """Return the rows of all calls by module and part, in the order of the first call."""
+    out: dict[tuple[str, int], list[Tensor]] = {}
+    for output in outputs:
+        if output.value.dim() >= 2:
+            out.setdefault((output.module, output.part), []).append(output.value.double().flatten(0, -2))
+    return {key: torch.cat(rows) for key, rows in out.items() if len({r.shape[-1] for r in rows}) == 1}
+
+
+def _difference(right: Tensor, held: Mapping[int, Tensor], tolerance: float) -> str:
+    """Return words for what differs; empty: nothing."""
+    right = torch.unique(right, dim=0)
+    seen, unlike = torch.zeros(len(right), dtype=torch.bool), {}
+    size = right.norm(dim=1).clamp(min=1e-3 * float(right.norm(dim=1).max()) + 1e-30)
+    for rank, rows in held.items():
+        off, nearest = _nearest(rows, right, size)
+        if bool((off > tolerance).any()):
+            unlike[rank] = (int((off > tolerance).sum()), len(rows), float(off.max()))
+        seen[nearest[off <= tolerance]] = True
+    if unlike:
+        if _partial(right, held, size, tolerance):
+            return ""
+        return _described(right, held, unlike, tolerance)
+    if not bool(seen.all()):
+        return (f"all rows are right, but {int((~seen).sum())} of {len(right)} that one process has are on no rank: "
+                "ranks repeat positions, samples or experts where they should have others")
+    return ""
+
+
+def _nearest(rows: Tensor, right: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each row how far the nearest right one is, and which; of features that ranks divide, the nearest
+    block of them."""
+    width, full = rows.shape[1], right.shape[1]
+    best, which = torch.full((len(rows),), torch.inf, dtype=torch.float64), torch.zeros(len(rows), dtype=torch.int64)
+    if width > full or full % width:
+        return best, which
+    for block in range(full // width):
+        part = right[:, block * width : (block + 1) * width]
+        distance = torch.cdist(rows, part, compute_mode="donot_use_mm_for_euclid_dist")
+        off, nearest = (distance / (size if width == full else part.norm(dim=1).clamp(min=1e-30))).min(1)
+        if float(off.sum()) < float(best.sum()):
+            best, which = off, nearest
+    return best, which
+
+
+def _partial(right: Tensor, held: Mapping[int, Tensor], size: Tensor, tolerance: float) -> bool:
+    """Is the sum over all ranks, or over neighbouring pairs, right? A reduction follows then."""
+    ranks = sorted(held)
+    if len({tuple(held[r].shape) for r in ranks}) > 1:
+        return False
+    count = len(ranks)
+    for groups in (g for g in range(1, count) if count % g == 0):
+        for pick in ([ranks[g::groups] for g in range(groups)],
+                     [ranks[g * count // groups : (g + 1) * count // groups] for g in range(groups)]):
+            sums = [sum((held[r] for r in group), torch.zeros(())) for group in pick]
+            if all(bool((_nearest(s, right, size)[0] <= tolerance).all()) for s in sums):
+                return True
+    return False
+
+
+def _described(
+    right: Tensor, held: Mapping[int, Tensor], unlike: Mapping[int, tuple[int, int, float]], tolerance: float
+) -> str:
+    rank, (count, total, off) = next(iter(unlike.items()))
+    words = f"{count} of {total} rows on rank {rank} are no rows of the reference (off by {off:.2g})"
+    if len(unlike) > 1:
+        words += f"; so on ranks {ranges(sorted(unlike))}"
+    rows = held[rank]
+    if rows.shape[1] == right.shape[1]:
+        unit = torch.nn.functional.normalize
+        cosines, nearest = (unit(rows, dim=1) @ unit(right, dim=1).T).max(1)
+        factors = (rows * right[nearest]).sum(1) / right[nearest].square().sum(1).clamp(min=1e-30)
+        if bool((cosines > 1 - tolerance).all()) and float(factors.max() - factors.min()) < 0.01 * float(factors.max()):
+            words += f"; they are {float(factors.mean()):.4g} times such rows"
+    return words

@@ -1,0 +1,210 @@
+"""One process of a trainer, reference or rank: same weights in, two steps, a record out."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_port.core.errors import ConfigError
+from megatron_port.tools.foreign.adapter import Adapter, Batch, World
+from megatron_port.tools.foreign.placement import (
+    by_content,
+    by_shape,
+    local,
+    of_dtensor,
+    of_megatron,
+    stated,
+    whole,
+)
+from megatron_port.tools.foreign.record import STEPS, Output, Part, Record
+
+WEIGHTS = "weights.safetensors"
+MOST_OUTPUT = 1 << 20
+"""Elements of a module's output; larger ones are not compared."""
+
+
+def batch_of(adapter: Adapter, step: int) -> Batch:
+    """Return the batch of a step. Where labels can be left out, sample i has fewer of them than sample i + 1."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    ids = torch.randint(0, adapter.vocabulary, (adapter.samples, adapter.sequence + 1), generator=generator)
+    tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    if adapter.ignored is not None:
+        for sample in range(adapter.samples):
+            left_out = (adapter.samples - 1 - sample) * adapter.sequence // (2 * adapter.samples)
+            labels[sample, :left_out] = adapter.ignored
+    return Batch(tokens, labels)
+
+
+def disturbed(name: str, weight: Tensor) -> Tensor:
+    """Return a weight with noise by its name, so that no norm is 1 and no bias 0, which would hide what is wrong."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    std = 0.1 if weight.dim() < 2 else 0.5 / math.sqrt(weight.shape[-1])
+    noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+    return (weight.detach().cpu().double() + std * noise).to(weight.dtype)
+
+
+def places(adapter: Adapter, world: World) -> dict[str, tuple[int, int]]:
+    """Return (index, size) of this rank on each axis.
+
+    Raises:
+        ConfigError: the axes do not make as many ranks.
+    """
+    axes = adapter.axes(world)
+    if math.prod(axes.values()) != world.size:
+        named = " x ".join(f"{axis} {size}" for axis, size in axes.items())
+        raise ConfigError(f"axes {named} are not {world.size} ranks; see {type(adapter).__name__}.axes")
+    found, rest = {}, world.rank
+    for axis, size in reversed(axes.items()):
+        found[axis] = (rest % size, size)
+        rest //= size
+    return dict(reversed(found.items()))
+
+
+class Process:
+    """A trainer with known weights. ``folder``: of the case; the reference writes the weights there."""
+
+    def __init__(self, adapter: Adapter, world: World, folder: Path, *, reference: bool) -> None:
+        self.adapter, self.world, self.folder = adapter, world, folder
+        torch.manual_seed(1234)
+        adapter.start(world)
+        self.state = adapter.build(world)
+        parameters = dict(adapter.parameters(self.state))
+        if reference:
+            weights = {name: disturbed(name, local(p)) for name, p in parameters.items()}
+            for name, weight in weights.items():
+                if weight.shape != parameters[name].shape:
+                    raise ConfigError(f"{name} is divided on one process, {list(weight.shape)}")
+            save_file(weights, str(folder / WEIGHTS))
+        self.whole = load_file(str(folder / WEIGHTS))
+        if unknown := sorted(parameters.keys() - self.whole.keys()):
+            known = ", ".join(list(self.whole)[:3])
+            raise ConfigError(
+                f"rank {world.rank} has {len(unknown)} parameters that one process does not have: "
+                f"{', '.join(unknown[:3])}; it has {known}, ...: map names in {type(adapter).__name__}.name"
+            )
+        self.maps = self._load(parameters)
+
+    def _load(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Load the weights; return the map of each parameter."""
+        adapter, state = self.adapter, self.state
+        if adapter.load(state, self.whole):
+            adapter.loaded(state)
+            return {name: by_content(name, local(p), self.whole[name])
+                    for name, p in adapter.parameters(state).items()}
+        given, axes, maps = adapter.placements(state, self.world), places(adapter, self.world), {}
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                full = self.whole[name]
+                found = None
+                if name in given:
+                    found = stated(given[name], full.shape)
+                elif hasattr(parameter, "placements"):
+                    found = of_dtensor(parameter, full.shape)
+                elif "tp" in axes:
+                    found = of_megatron(parameter, full.shape, axes["tp"])
+                part = local(parameter)
+                if found is None:
+                    found = by_shape(name, part, full.shape, axes)
+                if found.shape != part.shape:
+                    raise ConfigError(
+                        f"{name}: rank {self.world.rank} has {list(part.shape)}, but its placement makes "
+                        f"{list(found.shape)} of {list(full.shape)}; see {type(adapter).__name__}.placements"
+                    )
+                part.copy_(full.flatten()[found.clamp(min=0)].masked_fill(found < 0, 0))
+                maps[name] = found
+        adapter.loaded(state)
+        return maps
+
+    def _part(self, name: str, value: Tensor) -> Part:
+        """Return a gradient or weight with its map."""
+        full = self.whole[name].shape
+        if hasattr(value, "placements"):
+            from torch.distributed.tensor import Replicate
+
+            settled = [Replicate() if p.is_partial() else p for p in value.placements]
+            value = value.redistribute(placements=settled)  # type: ignore[operator]
+            return Part(local(value).detach().clone(), of_dtensor(value, full))
+        value = local(value).detach()
+        if value.shape == full:
+            return Part(value.clone(), whole(full))
+        index = self.maps.get(name)
+        if index is None or index.numel() != value.numel():
+            raise ConfigError(
+                f"{name}: rank {self.world.rank} gives {list(value.shape)}, which is neither the whole "
+                f"{list(full)} nor its part {'' if index is None else list(index.shape)}; see "
+                f"{type(self.adapter).__name__}.gradients"
+            )
+        return Part(value.clone().reshape(index.shape), index)
+
+    def parts(self, values: Mapping[str, Tensor | None]) -> dict[str, Part]:
+        """Return those that are there, with their maps."""
+        return {name: self._part(name, value) for name, value in values.items() if value is not None}
+
+    def run(self, *, outputs: bool = True) -> Record:
+        """Take the steps."""
+        adapter, state = self.adapter, self.state
+        record = Record(self.world.rank, shapes={name: list(w.shape) for name, w in self.whole.items()})
+        record.trained = [name for name, p in adapter.parameters(state).items() if p.requires_grad]
+        record.weights.append(self.parts(adapter.weights(state)))
+        for step in range(STEPS):
+            batch = batch_of(adapter, step)
+            with self._listening(record, outputs and step == 0):
+                loss = adapter.step(state, batch, self.world)
+            record.losses.append(None if loss is None else float(loss))
+            gradients = adapter.gradients(state)
+            record.gradients.append(self.parts(gradients))
+            record.absent.append(sorted(name for name, value in gradients.items() if value is None))
+            norm = adapter.norm(state)
+            record.norms.append(None if norm is None else float(norm))
+            adapter.update(state)
+            record.weights.append(self.parts(adapter.weights(state)))
+        return record
+
+    @contextmanager
+    def _listening(self, record: Record, wanted: bool) -> Iterator[None]:
+        """Keep what modules return in the forward pass; a forward pass within a backward one is that of recompute."""
+        handles: list[Any] = []
+        calls: dict[str, int] = {}
+
+        def heard(name: str, result: Any) -> None:
+            if torch._C._current_graph_task_id() != -1:
+                return
+            call, calls[name] = calls.get(name, 0), calls.get(name, 0) + 1
+            for part, tensor in enumerate(result if isinstance(result, (tuple, list)) else (result,)):
+                if isinstance(tensor, Tensor) and tensor.is_floating_point() and 0 < tensor.numel() <= MOST_OUTPUT:
+                    record.outputs.append(Output(name, call, part, local(tensor).detach().clone()))
+
+        if wanted and self.adapter.modules_seen:
+            for prefix, module in self.adapter.modules(self.state):
+                for name, inner in module.named_modules():
+                    known = self.adapter.name(f"{prefix}{name}.").removesuffix(".")
+                    handles.append(inner.register_forward_hook(
+                        lambda module, arguments, result, known=known: heard(known, result)  # type: ignore[misc]
+                    ))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def by_sample(self) -> tuple[Record, list[int]]:
+        """Run each sample of the first step alone; return losses and gradients as if each were a step, and how many
+        labels each has."""
+        record, counts = Record(self.world.rank), []
+        batch = batch_of(self.adapter, 0)
+        for sample in range(len(batch)):
+            one = batch[sample : sample + 1]
+            loss = self.adapter.step(self.state, one, self.world)
+            record.losses.append(float(loss))
+            record.gradients.append(self.parts(self.adapter.gradients(self.state)))
+            counts.append(int((one.labels != self.adapter.ignored).sum()) if self.adapter.ignored is not None
+                          else one.labels.numel())
+        return record, counts

@@ -1,0 +1,246 @@
+"""The ranks of cases, forked from one process that has imported the trainer: ``python -m …foreign.ranks ADAPTER``.
+
+A case is a line of JSON on standard input: folder, options, ranks, seconds. Its reference, the reference sample by
+sample, and its ranks are forked, each with a log in the folder; a line of JSON on standard output says how they ended.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_port.core.errors import ConfigError, EnvironmentFault, PortError
+from megatron_port.tools.foreign.adapter import Adapter, World
+from megatron_port.tools.foreign.process import Process
+
+REFERENCE, SAMPLES, LAYOUT = "reference", "samples", "layout"
+"""Folders of a case."""
+ENDS_S = 3.0
+"""For the others, once a rank has failed."""
+STACKS_S = 1.0
+
+
+def find_adapter(spec: str) -> type[Adapter]:
+    """Return the adapter of a file, ``FILE.py`` or ``FILE.py:CLASS``, or a shipped one by its name.
+
+    Raises:
+        ConfigError: there is none, or several without one being named.
+    """
+    path, _, wanted = spec.partition(":")
+    if path.endswith(".py"):
+        if not Path(path).is_file():
+            raise ConfigError(f"there is no file {path}")
+        sys.path.insert(0, str(Path(path).resolve().parent))
+        made = importlib.util.spec_from_file_location(Path(path).stem, path)
+        assert made is not None and made.loader is not None
+        module = importlib.util.module_from_spec(made)
+        sys.modules[made.name] = module
+        made.loader.exec_module(module)
+    else:
+        shipped = shipped_adapters()
+        if path not in shipped:
+            raise ConfigError(f"no adapter {path!r}; give a file FILE.py, or one of {', '.join(shipped)}")
+        module = importlib.import_module(f"{__package__}.adapters.{shipped[path]}")
+    found = {name: kind for name, kind in vars(module).items()
+             if inspect.isclass(kind) and issubclass(kind, Adapter) and kind.__module__ == module.__name__
+             and (name == wanted if wanted else not name.startswith("_"))}
+    if len(found) != 1:
+        named = ", ".join(found) or "none"
+        raise ConfigError(f"{path}: one subclass of Adapter is needed, there is {named}; name it as {path}:CLASS")
+    return next(iter(found.values()))
+
+
+def shipped_adapters() -> dict[str, str]:
+    """Return names of the adapters in ``foreign.adapters`` and their modules."""
+    folder = Path(__file__).parent / "adapters"
+    return {p.stem.replace("_", "-"): p.stem for p in sorted(folder.glob("*.py")) if not p.stem.startswith("_")}
+
+
+def free_port() -> int:
+    """Return a port that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _reference(adapter: Adapter, options: Mapping[str, Any], case: Path) -> None:
+    process = Process(adapter, World(0, 1, {**options, **adapter.layout}), case, reference=True)
+    process.run().write(case / REFERENCE)
+
+
+def _samples(adapter: Adapter, options: Mapping[str, Any], case: Path) -> None:
+    process = Process(adapter, World(0, 1, {**options, **adapter.layout}), case, reference=False)
+    record, counts = process.by_sample()
+    record.write(case / SAMPLES)
+    (case / SAMPLES / "counts.json").write_text(json.dumps(counts))
+
+
+class Case:
+    """One layout's processes."""
+
+    def __init__(self, kind: type[Adapter], case: Mapping[str, Any]) -> None:
+        self._kind, self._folder = kind, Path(case["folder"])
+        self._options, self._size, self._until = case["options"], case["ranks"], time.monotonic() + case["seconds"]
+        for name in (REFERENCE, SAMPLES, LAYOUT):
+            (self._folder / name).mkdir(parents=True, exist_ok=True)
+
+    def _fork(self, folder: str, rank: int, size: int, port: int, work: Callable[[Adapter], None]) -> int:
+        """Start a process; return its id."""
+        log = self._folder / folder / f"rank-{rank:05d}.log"
+        if pid := os.fork():
+            return pid
+        code = 1
+        try:
+            os.environ.update({
+                "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            })
+            out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            os.dup2(out, 1)
+            os.dup2(out, 2)
+            faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+            import torch
+
+            torch.set_num_threads(1)
+            work(self._kind())
+            code = 0
+        except PortError as error:
+            print(f"error: {error}", file=sys.stderr)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def _wait(self, running: dict[int, str]) -> str:
+        """Wait for processes, of which ``running`` has the logs; return what went wrong, empty: nothing."""
+        until, failed, logs = self._until, "", dict(running)
+        while running and time.monotonic() < until:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                time.sleep(0.005)
+                continue
+            log = running.pop(pid, "")
+            if status and not failed:
+                failed, until = log, min(until, time.monotonic() + ENDS_S)
+        hung = list(running)
+        for pid in hung:
+            if not failed:
+                os.kill(pid, signal.SIGUSR1)
+        if hung and not failed:
+            time.sleep(STACKS_S)
+        for pid in hung:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        if failed:
+            return f"{failed}: {_last_words(Path(failed))}"
+        if hung:
+            named = ", ".join(Path(logs[pid]).stem for pid in hung)
+            return f"{named} did not end in time; their stacks are in {Path(logs[hung[0]]).parent}"
+        return ""
+
+    def run(self) -> dict[str, str]:
+        """Return what went wrong, by folder."""
+        kind, options, case = self._kind, self._options, self._folder
+        log = str(case / REFERENCE / "rank-00000.log")
+        pid = self._fork(REFERENCE, 0, 1, free_port(), lambda adapter: _reference(adapter, options, case))
+        if wrong := self._wait({pid: log}):
+            return {REFERENCE: wrong}
+
+        def rank_of(rank: int) -> Callable[[Adapter], None]:
+            world = World(rank, self._size, options)
+            return lambda adapter: Process(adapter, world, case, reference=False).run().write(case / LAYOUT)
+
+        port = free_port()
+        running = {self._fork(LAYOUT, rank, self._size, port, rank_of(rank)):
+                   str(case / LAYOUT / f"rank-{rank:05d}.log") for rank in range(self._size)}
+        found = {LAYOUT: self._wait(running)}
+        log = str(case / SAMPLES / "rank-00000.log")
+        pid = self._fork(SAMPLES, 0, 1, free_port(), lambda adapter: _samples(adapter, options, case))
+        return {**found, SAMPLES: self._wait({pid: log})}
+
+
+def _last_words(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    said = [line for line in lines if line.startswith("error: ")]
+    return said[-1].removeprefix("error: ") if said else lines[-1].strip() if lines else "it ended without a word"
+
+
+class Ranks:
+    """The handle of the process that forks. A context manager.
+
+    Raises:
+        ConfigError: the adapter cannot be found or read; EnvironmentFault: the process did not start.
+    """
+
+    def __init__(self, spec: str) -> None:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+               "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[3]),
+                                                           os.environ.get("PYTHONPATH")]))}
+        self._process = subprocess.Popen([sys.executable, "-m", __name__, spec], stdin=subprocess.PIPE,
+                                         stdout=subprocess.PIPE, env=env, text=True)
+        greeting = self._answer()
+        if greeting.get("error"):
+            self.close()
+            raise ConfigError(greeting["error"])
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _answer(self) -> dict[str, str]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise EnvironmentFault("the process that starts the ranks has ended; its message is above")
+        found: dict[str, str] = json.loads(line)
+        return found
+
+    def run(self, folder: Path, options: Mapping[str, Any], ranks: int, *, seconds: float) -> dict[str, str]:
+        """Run one case; return what went wrong, by folder."""
+        assert self._process.stdin is not None
+        case = {"folder": str(folder), "options": dict(options), "ranks": ranks, "seconds": seconds}
+        self._process.stdin.write(json.dumps(case) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def main(spec: str) -> None:
+    """Serve cases until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a trainer prints at import is no answer
+    try:
+        kind = find_adapter(spec)
+    except PortError as error:
+        print(json.dumps({"error": str(error)}), file=answers, flush=True)
+        return
+    print(json.dumps({}), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(Case(kind, json.loads(line)).run()), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    from megatron_port.tools.foreign import ranks
+
+    ranks.main(sys.argv[1])  # the module by its name, so that classes are those that adapters import

@@ -1,0 +1,99 @@
+"""What one process of a trainer leaves behind: losses, norms, gradients, weights, outputs of modules, on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+STEPS = 2
+"""The second shows gradients that were not cleared."""
+
+
+class Part(NamedTuple):
+    """What a rank has of a tensor."""
+
+    value: Tensor
+    index: Tensor
+    """[shape of ``value``]: see ``foreign.placement``."""
+
+
+class Output(NamedTuple):
+    """A tensor that a module returned, in the order in which modules end."""
+
+    module: str
+    call: int
+    """From 0, within the step."""
+    part: int
+    """Which of the tensors that it returned."""
+    value: Tensor
+
+
+@dataclass
+class Record:
+    """Of one process."""
+
+    rank: int
+    losses: list[float | None] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+    shapes: dict[str, list[int]] = field(default_factory=dict)
+    """Of the whole parameters."""
+    gradients: list[dict[str, Part]] = field(default_factory=list)
+    """By step and name. A name without a gradient is in ``absent``."""
+    absent: list[list[str]] = field(default_factory=list)
+    weights: list[dict[str, Part]] = field(default_factory=list)
+    """Before the first step, and after each."""
+    outputs: list[Output] = field(default_factory=list)
+    """Of the first step's forward pass."""
+    trained: list[str] = field(default_factory=list)
+    """Parameters that gradients are asked of."""
+
+    def write(self, folder: Path) -> None:
+        """Write two files."""
+        tensors: dict[str, Tensor] = {}
+        known: dict[tuple[Any, ...], str] = {}
+
+        def put(value: Tensor) -> str:
+            value = value.detach().cpu().contiguous()
+            sign = (str(value.dtype), tuple(value.shape), value.numpy().tobytes()) if value.dtype == torch.int64 else ()
+            if sign in known and sign:
+                return known[sign]
+            key = f"t{len(tensors)}"
+            tensors[key] = value.clone()
+            if sign:
+                known[sign] = key
+            return key
+
+        def table(parts: Mapping[str, Part]) -> dict[str, list[str]]:
+            return {name: [put(part.value), put(part.index)] for name, part in parts.items()}
+
+        meta = {
+            "rank": self.rank, "losses": self.losses, "norms": self.norms, "shapes": self.shapes,
+            "absent": self.absent, "trained": self.trained,
+            "gradients": [table(step) for step in self.gradients], "weights": [table(step) for step in self.weights],
+            "outputs": [[o.module, o.call, o.part, put(o.value)] for o in self.outputs],
+        }
+        save_file(tensors, str(folder / f"rank-{self.rank:05d}.safetensors"))
+        (folder / f"rank-{self.rank:05d}.json").write_text(json.dumps(meta))
+
+
+def read(folder: Path, rank: int) -> Record:
+    """Return what a process has written."""
+    meta = json.loads((folder / f"rank-{rank:05d}.json").read_text())
+    tensors = load_file(str(folder / f"rank-{rank:05d}.safetensors"))
+
+    def parts(table: Mapping[str, list[str]]) -> dict[str, Part]:
+        return {name: Part(tensors[value], tensors[index]) for name, (value, index) in table.items()}
+
+    return Record(
+        rank=meta["rank"], losses=meta["losses"], norms=meta["norms"], shapes=meta["shapes"], absent=meta["absent"],
+        trained=meta["trained"], gradients=[parts(step) for step in meta["gradients"]],
+        weights=[parts(step) for step in meta["weights"]],
+        outputs=[Output(module, call, part, tensors[key]) for module, call, part, key in meta["outputs"]],
+    )

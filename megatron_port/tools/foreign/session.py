@@ -1,0 +1,93 @@
+"""Cases of one adapter, run and compared."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_port.core.errors import ConfigError, EnvironmentFault
+from megatron_port.tools.foreign.adapter import Adapter, World
+from megatron_port.tools.foreign.compare import Comparison, Verdict
+from megatron_port.tools.foreign.ranks import LAYOUT, REFERENCE, SAMPLES, Ranks, find_adapter
+
+SECONDS = 120.0
+"""For one case."""
+
+
+class CaseFailed(EnvironmentFault):
+    """The trainer itself ended or hung."""
+
+
+class Session:
+    """An adapter and the process that starts its ranks. A context manager.
+
+    Raises:
+        ConfigError: the adapter cannot be found or read.
+    """
+
+    def __init__(self, spec: str) -> None:
+        self.kind: type[Adapter] = find_adapter(spec)
+        self.ranks = Ranks(spec)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.ranks.close()
+
+    def options(self, given: Mapping[str, Any], size: int) -> dict[str, Any]:
+        """Return all options of a layout.
+
+        Raises:
+            ConfigError: an option that the adapter does not have, or a layout that is not legal.
+        """
+        known = {**self.kind.model, **self.kind.layout}
+        if unknown := sorted(given.keys() - known.keys()):
+            raise ConfigError(f"{self.kind.__name__} has no option {', '.join(unknown)}; it has "
+                              f"{', '.join(sorted(known)) or 'none'}")
+        options = {**known, **given}
+        if why := self.kind().legal(options, size):
+            raise ConfigError(f"{size} ranks cannot have {', '.join(f'{k}={v}' for k, v in options.items())}: {why}")
+        return options
+
+    def compare(
+        self, given: Mapping[str, Any], size: int, *, folder: Path | None = None, seconds: float = SECONDS
+    ) -> Verdict:
+        """Run the reference and ``size`` ranks with these options, and compare.
+
+        Args:
+            folder: keeps logs and records; None: they go.
+
+        Raises:
+            ConfigError: the layout is not legal; CaseFailed: a process ended early or hung.
+        """
+        options = self.options(given, size)
+        with tempfile.TemporaryDirectory(prefix="parity-") as scratch:
+            out = folder or Path(scratch)
+            wrong = self.ranks.run(out, options, size, seconds=seconds)
+            for part in (REFERENCE, LAYOUT):
+                if wrong.get(part):
+                    raise CaseFailed(f"{part}: {wrong[part]}")
+            adapter = self.kind()
+            numbers = {name: float(value) for name, value in options.items()
+                       if isinstance(value, int) and not isinstance(value, bool) and value > 1}
+            verdict = Comparison(out, size, adapter.axes(World(0, size, options)), numbers).run()
+        if wrong.get(SAMPLES):
+            verdict.notes.append(f"no evidence by sample: {wrong[SAMPLES]}")
+        return verdict
+
+
+def compare(spec: str, ranks: int, *, seconds: float = SECONDS, folder: Path | None = None, **options: Any) -> Verdict:
+    """Compare a trainer on ``ranks`` processes with itself on one.
+
+    Args:
+        spec: the adapter: FILE.py, FILE.py:CLASS, or the name of a shipped one.
+        options: of the adapter's layout and model.
+
+    Raises:
+        ConfigError: no such adapter or option, or an illegal layout; CaseFailed: a process ended early or hung.
+    """
+    with Session(spec) as session:
+        return session.compare(options, ranks, folder=folder, seconds=seconds)
