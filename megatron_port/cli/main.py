@@ -34,6 +34,7 @@ COMMANDS = {
     "evaluate": "perplexity on a corpus, and tasks of lm-eval-harness",
     "distill": "compute a teacher's predictions ahead of training",
     "parity": "compare layouts with one process, gradient by gradient",
+    "foreign": "compare another trainer's ranks with itself on one process",
     "doctor": "print the machine, versions and providers, and what is wrong with them",
     "checkpoint": "list, verify, compare, convert and copy checkpoints",
     "compress": "make a smaller model out of a trained one",
@@ -217,6 +218,8 @@ def _dispatch(arguments: list[str]) -> int:
         from megatron_port.cli.completion import complete
 
         return complete(parser, COMMANDS)
+    if arguments[:2] == ["parity", "foreign"]:
+        arguments = arguments[1:]
     name = arguments[0] if arguments else ""
     if not name:
         parser.print_help()

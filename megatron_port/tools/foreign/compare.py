@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -36,11 +37,13 @@ class Finding:
     names: list[str]
     ranks: list[int]
     relation: Relation
+    which: str = ""
+    """Words for the names."""
 
     @property
     def text(self) -> str:
         """Words for it."""
-        named = f" of {_pattern(self.names)}" if self.names else ""
+        named = f" of {self.which}" if self.which else ""
         when = "" if self.step == 0 else f", step {self.step}"
         where = f" (ranks {ranges(self.ranks)}{when})" if self.ranks else ""
         return f"{self.what}{named}{where} {self.relation.words}"
@@ -75,6 +78,8 @@ class Verdict:
                 yield f"    usually: {finding.relation.cause}"
         if self.difference is not None:
             after = f", after {self.difference.before}, which is right" if self.difference.before else ""
+            if self.difference.order:
+                after = f", after {self.difference.before}: {self.difference.order}"
             yield f"  first difference in the forward pass: {self.difference.module}{after}: {self.difference.words}"
         elif not self.equal:
             yield "  forward pass: every output that was compared is right"
@@ -87,14 +92,20 @@ class Verdict:
                 "difference": None if self.difference is None else asdict(self.difference)}
 
 
-def _pattern(names: Sequence[str]) -> str:
-    """Return names, layers together: layers.*.norm.weight (12)."""
-    by: dict[str, int] = {}
+def _pattern(names: Sequence[str], everything: Sequence[str] = ()) -> str:
+    """Return names, those of several layers together: layers.*.norm.weight (12)."""
+    by: dict[str, list[str]] = {}
     for name in names:
-        key = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) if len(names) > 1 else name
-        by[key] = by.get(key, 0) + 1
-    words = [name if count == 1 else f"{name} ({count})" for name, count in by.items()]
-    return ", ".join(words[:6]) + (f" and {len(words) - 6} more" if len(words) > 6 else "")
+        by.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), []).append(name)
+    if len(by) > 6:
+        parts = [name.split(".")[:-1] for name in names]
+        common = itertools.takewhile(lambda at: len(set(at)) == 1, zip(*parts, strict=False))
+        stem = ".".join(at[0] for at in common)
+        inside = [name for name in everything if not stem or name.startswith(f"{stem}.")]
+        if len(names) > 0.75 * len(inside):
+            return f"{len(names)} of {len(inside)} tensors" + (f" in {stem}" if stem else "")
+    words = [same[0] if len(same) == 1 else f"{key} ({len(same)})" for key, same in by.items()]
+    return ", ".join(words[:6]) + (f" and {sum(map(len, list(by.values())[6:]))} more" if len(words) > 6 else "")
 
 
 class Comparison:
@@ -110,7 +121,9 @@ class Comparison:
             self.counts = json.loads((folder / "samples" / "counts.json").read_text())
         labels = sum(self.counts)
         sizes = {f"the size of {axis}": float(n) for axis, n in axes.items()}
-        self.numbers = {**sizes, "the number of ranks": float(size), **numbers}
+        if size not in axes.values():
+            sizes["the number of ranks"] = float(size)
+        self.numbers = {**sizes, **numbers}
         if labels:
             self.numbers |= {"the step's labels": float(labels), "samples": float(len(self.counts))}
         gradients = self.reference.gradients[0]
@@ -123,6 +136,8 @@ class Comparison:
         """Compare everything."""
         verdict, wrong = self.verdict, set[str]()
         for step in range(STEPS):
+            if step and verdict.findings:
+                break  # they follow from those of the first one
             self._losses(step)
             wrong |= self._tensors(step, "gradient", wrong)
             self._norms(step, bool(wrong))
@@ -157,12 +172,15 @@ class Comparison:
                 relation = relate(wrong)
                 key = f"{relation.kind} {relation.words} {list(wrong.ranks)}"
                 if relation.kind == "unlike":
-                    key = f"unlike {list(wrong.ranks)}"
-                found.setdefault(key, (relation, list(wrong.ranks), []))[2].append(name)
+                    key = "unlike"
+                _, ranks, names = found.setdefault(key, (relation, [], []))
+                ranks += [rank for rank in wrong.ranks if rank not in ranks]
+                names.append(name)
         if step == 0:
             self.verdict.compared[f"{what}s"] = compared
         for relation, ranks, names in found.values():
-            self.verdict.findings.append(Finding(what, step, names, ranks, relation))
+            which = _pattern(names, list(right))
+            self.verdict.findings.append(Finding(what, step, names, ranks, relation, which))
         return {name for _, _, names in found.values() for name in names}
 
     def _right(self, step: int, what: str) -> dict[str, Tensor]:
@@ -195,8 +213,8 @@ class Comparison:
         earlier = self.reference.gradients[step - 1].get(name) if what == "gradient" and step else None
         wrong = Wrong(
             name=name, right=right, parts=parts, ranks=[], axes=self.axes, tolerance=tolerance, floor=floor, what=what,
-            earlier=None if earlier is None else earlier.value.double(), samples=self._basis(name) if step == 0 else None,
-            counts=self.counts, numbers=self.numbers,
+            earlier=None if earlier is None else earlier.value.double(),
+            samples=self._basis(name) if step == 0 else None, counts=self.counts, numbers=self.numbers,
         )
         if float(right.norm()) > floor:
             wrong.ranks = list(missing)
@@ -252,12 +270,14 @@ class Comparison:
         wrong = Wrong("", torch.tensor(right), {}, [], self.axes, self.tolerance, 0.0, numbers=self.numbers)
         same = max(told.values()) - min(told.values()) <= bound * abs(right)
         ratio = mean / right
-        words = f"is {mean:.6g}, the right one {right:.6g}: {wrong.number(ratio)} times it"
+        words = f"is {mean:.6g}, the right one {right:.6g}"
+        if wrong.named(ratio):
+            words += f": {wrong.number(ratio)} times it"
         if not same:
             words = "differs between ranks: " + ", ".join(f"{r}: {x:.6g}" for r, x in list(told.items())[:4])
             words += f"; the right one is {right:.6g}"
         elif self.samples is not None and (mean_of_means := self._mean_of_means(mean, bound)):
-            words = f"is {mean:.6g}, the right one {right:.6g}: a mean of the means of {mean_of_means} parts of the step"
+            words += f": a mean of the means of {mean_of_means} parts of the step"
         self.verdict.findings.append(Finding("loss", step, [], sorted(told), Relation("loss", words)))
 
     def _own_losses(self, told: Mapping[int, float], bound: float) -> bool:
@@ -299,7 +319,8 @@ class Comparison:
         own = math.sqrt(sum(float(p.value.double().square().sum()) for p in self.ranks[rank].gradients[step].values()))
         everything = math.sqrt(sum(float(p.value.double().square().sum()) for r in self.ranks
                                    for p in r.gradients[step].values()))
-        shared = math.sqrt(sum(float(p.value.double().square().sum()) * sum(name in r.gradients[step] for r in self.ranks)
+        held = {name: sum(name in r.gradients[step] for r in self.ranks) for name in self.reference.gradients[step]}
+        shared = math.sqrt(sum(float(p.value.double().square().sum()) * held[name]
                                for name, p in self.reference.gradients[step].items()))
         for known_value, text, why in (
             (own, "it is that of this rank's tensors alone", "it is not summed over the ranks that have other parts"),

@@ -18,9 +18,10 @@ from megatron_port.tools.foreign.adapter import Placement, Shard
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor; any other as it is."""
-    part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return getattr(part, "elem", part) if type(part).__name__ == "AsyncCollectiveTensor" else part
+    """Return this rank's part of a DTensor; any other as it is. What is still being exchanged is waited for."""
+    part: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    found: Tensor = part.wait() if type(part).__name__ == "AsyncCollectiveTensor" else part
+    return found
 
 
 def whole(shape: Sequence[int]) -> Tensor:

@@ -62,10 +62,10 @@ def places(adapter: Adapter, world: World) -> dict[str, tuple[int, int]]:
         named = " x ".join(f"{axis} {size}" for axis, size in axes.items())
         raise ConfigError(f"axes {named} are not {world.size} ranks; see {type(adapter).__name__}.axes")
     found, rest = {}, world.rank
-    for axis, size in reversed(axes.items()):
+    for axis, size in reversed(list(axes.items())):
         found[axis] = (rest % size, size)
         rest //= size
-    return dict(reversed(found.items()))
+    return dict(reversed(list(found.items())))
 
 
 class Process:
@@ -130,7 +130,8 @@ class Process:
             from torch.distributed.tensor import Replicate
 
             settled = [Replicate() if p.is_partial() else p for p in value.placements]
-            value = value.redistribute(placements=settled)  # type: ignore[operator]
+            whole_sum: Any = value
+            value = whole_sum.redistribute(placements=settled)
             return Part(local(value).detach().clone(), of_dtensor(value, full))
         value = local(value).detach()
         if value.shape == full:
@@ -180,14 +181,18 @@ class Process:
             call, calls[name] = calls.get(name, 0), calls.get(name, 0) + 1
             for part, tensor in enumerate(result if isinstance(result, (tuple, list)) else (result,)):
                 if isinstance(tensor, Tensor) and tensor.is_floating_point() and 0 < tensor.numel() <= MOST_OUTPUT:
+                    if any(p.is_partial() for p in getattr(tensor, "placements", ())):
+                        continue  # a sum that is not made yet
                     record.outputs.append(Output(name, call, part, local(tensor).detach().clone()))
 
         if wanted and self.adapter.modules_seen:
             for prefix, module in self.adapter.modules(self.state):
                 for name, inner in module.named_modules():
                     known = self.adapter.name(f"{prefix}{name}.").removesuffix(".")
+                    if not known:
+                        continue  # of a stage, the whole is another one
                     handles.append(inner.register_forward_hook(
-                        lambda module, arguments, result, known=known: heard(known, result)  # type: ignore[misc]
+                        lambda module, arguments, result, known=known: heard(known, result)
                     ))
         try:
             yield

@@ -1,7 +1,8 @@
-"""The ranks of cases, forked from one process that has imported the trainer: ``python -m …foreign.ranks ADAPTER``.
+"""The ranks of cases, forked from one process that has imported the trainer: ``python -m …foreign.ranks``.
 
-A case is a line of JSON on standard input: folder, options, ranks, seconds. Its reference, the reference sample by
-sample, and its ranks are forked, each with a log in the folder; a line of JSON on standard output says how they ended.
+A case is a line of JSON on standard input: adapter, folder, options, ranks, seconds. Its reference, the reference
+sample by sample, and its ranks are forked, each with a log in the folder; a line of JSON on standard output says how
+they ended.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from megatron_port.tools.foreign.process import Process
 
 REFERENCE, SAMPLES, LAYOUT = "reference", "samples", "layout"
 """Folders of a case."""
+PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor")
+"""What every process would import by itself, for seconds: optimizers import torch's compiler."""
 ENDS_S = 3.0
 """For the others, once a rank has failed."""
 STACKS_S = 1.0
@@ -154,7 +157,7 @@ class Case:
 
     def run(self) -> dict[str, str]:
         """Return what went wrong, by folder."""
-        kind, options, case = self._kind, self._options, self._folder
+        options, case = self._options, self._folder
         log = str(case / REFERENCE / "rank-00000.log")
         pid = self._fork(REFERENCE, 0, 1, free_port(), lambda adapter: _reference(adapter, options, case))
         if wrong := self._wait({pid: log}):
@@ -183,19 +186,15 @@ class Ranks:
     """The handle of the process that forks. A context manager.
 
     Raises:
-        ConfigError: the adapter cannot be found or read; EnvironmentFault: the process did not start.
+        EnvironmentFault: the process did not start.
     """
 
-    def __init__(self, spec: str) -> None:
+    def __init__(self) -> None:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
                "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[3]),
                                                            os.environ.get("PYTHONPATH")]))}
-        self._process = subprocess.Popen([sys.executable, "-m", __name__, spec], stdin=subprocess.PIPE,
+        self._process = subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE,
                                          stdout=subprocess.PIPE, env=env, text=True)
-        greeting = self._answer()
-        if greeting.get("error"):
-            self.close()
-            raise ConfigError(greeting["error"])
 
     def __enter__(self) -> Ranks:
         return self
@@ -211,13 +210,22 @@ class Ranks:
         found: dict[str, str] = json.loads(line)
         return found
 
-    def run(self, folder: Path, options: Mapping[str, Any], ranks: int, *, seconds: float) -> dict[str, str]:
-        """Run one case; return what went wrong, by folder."""
+    def run(
+        self, spec: str, folder: Path, options: Mapping[str, Any], ranks: int, *, seconds: float
+    ) -> dict[str, str]:
+        """Run one case; return what went wrong, by folder.
+
+        Raises:
+            ConfigError: the adapter cannot be imported there.
+        """
         assert self._process.stdin is not None
-        case = {"folder": str(folder), "options": dict(options), "ranks": ranks, "seconds": seconds}
+        case = {"adapter": spec, "folder": str(folder), "options": dict(options), "ranks": ranks, "seconds": seconds}
         self._process.stdin.write(json.dumps(case) + "\n")
         self._process.stdin.flush()
-        return self._answer()
+        answer = self._answer()
+        if "error" in answer:
+            raise ConfigError(answer["error"])
+        return answer
 
     def close(self) -> None:
         """End the process."""
@@ -226,21 +234,25 @@ class Ranks:
         self._process.wait()
 
 
-def main(spec: str) -> None:
+def main() -> None:
     """Serve cases until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a trainer prints at import is no answer
-    try:
-        kind = find_adapter(spec)
-    except PortError as error:
-        print(json.dumps({"error": str(error)}), file=answers, flush=True)
-        return
-    print(json.dumps({}), file=answers, flush=True)
+    for name in PRELOADED:
+        importlib.import_module(name)
+    kinds: dict[str, type[Adapter]] = {}
     for line in sys.stdin:
-        print(json.dumps(Case(kind, json.loads(line)).run()), file=answers, flush=True)
+        case, answer = json.loads(line), dict[str, str]()
+        try:
+            if case["adapter"] not in kinds:
+                kinds[case["adapter"]] = find_adapter(case["adapter"])
+            answer = Case(kinds[case["adapter"]], case).run()
+        except PortError as error:
+            answer = {"error": str(error)}
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":
     from megatron_port.tools.foreign import ranks
 
-    ranks.main(sys.argv[1])  # the module by its name, so that classes are those that adapters import
+    ranks.main()  # the module by its name, so that its classes are those that adapters import

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,7 +16,8 @@ STEPS = 2
 """The second shows gradients that were not cleared."""
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True)
+class Part:
     """What a rank has of a tensor."""
 
     value: Tensor
@@ -24,7 +25,8 @@ class Part(NamedTuple):
     """[shape of ``value``]: see ``foreign.placement``."""
 
 
-class Output(NamedTuple):
+@dataclass(frozen=True)
+class Output:
     """A tensor that a module returned, in the order in which modules end."""
 
     module: str

@@ -100,7 +100,7 @@ class Wrong:
 
     def number(self, factor: float) -> str:
         """Return words for a factor: "2 (the size of dp)"."""
-        written = f"1/{1 / factor:.4g}" if 0 < abs(factor) < 1 else f"{factor:.4g}"
+        written = f"1/{1 / factor:.4g}" if 0 < abs(factor) < 1 - FACTOR else f"{factor:.4g}"
         known = self.named(factor)
         return f"{written} ({known})" if known else written
 
@@ -113,7 +113,7 @@ class Wrong:
                 if x > 1 and y > 1 and abs(size / (x * y) - 1) < FACTOR:
                     found.append(f"{a} x {b}")
                     break
-        return one_over + " or ".join(found[:3]) if found else ""
+        return one_over + " or ".join(found[:2]) if found else ""
 
 
 def absent(wrong: Wrong) -> Relation | None:
@@ -211,10 +211,10 @@ def other_part(wrong: Wrong) -> Relation | None:
         part = wrong.parts[rank]
         for other in wrong.parts:
             theirs = wrong.parts[other]
-            if theirs.index.shape == part.index.shape and not torch.equal(theirs.index, part.index):
-                if wrong.near(part.value, wrong.expected(other)):
-                    swaps.append((rank, other))
-                    break
+            unlike = theirs.index.shape == part.index.shape and not torch.equal(theirs.index, part.index)
+            if unlike and wrong.near(part.value, wrong.expected(other)):
+                swaps.append((rank, other))
+                break
         else:
             return None
     words = ", ".join(f"rank {a} has that of rank {b}" for a, b in swaps[:4])
@@ -226,15 +226,18 @@ def of_step_before(wrong: Wrong) -> Relation | None:
     """It is that of the step before, or has it added."""
     if wrong.earlier is None:
         return None
-    for words, kind, cause, right in (
-        ("is that of the step before", "stale", "it is read before it is computed, or a buffer was not filled again",
-         wrong.earlier),
-        ("is the sum of this step's and that of the step before", "not cleared", "gradients are not cleared between "
-         "steps", wrong.earlier + wrong.right),
-    ):
-        if all(wrong.near(wrong.parts[r].value, wrong.of(wrong.parts[r], right)) for r in wrong.ranks):
-            return Relation(kind, words, cause)
-    return None
+    found = torch.cat([wrong.parts[r].value.flatten() for r in wrong.ranks])
+    this = torch.cat([wrong.expected(r).flatten() for r in wrong.ranks])
+    before = torch.cat([wrong.of(wrong.parts[r], wrong.earlier).flatten() for r in wrong.ranks])
+    now, then = torch.linalg.lstsq(torch.stack([this, before], 1), found[:, None]).solution[:, 0].tolist()
+    if abs(then) < FACTOR or not wrong.near(found, now * this + then * before):
+        return None
+    if abs(now) < FACTOR:
+        return Relation("stale", "is that of the step before",
+                        "it is read before it is computed, or a buffer was not filled again")
+    many = "" if abs(then - 1) < 10 * FACTOR else f"{then:.3g} times "
+    return Relation("not cleared", f"has {many}that of the step before added",
+                    "gradients are not cleared between steps")
 
 
 def by_sample(wrong: Wrong) -> Relation | None:
@@ -250,7 +253,8 @@ def by_sample(wrong: Wrong) -> Relation | None:
         columns = torch.stack([wrong.of(part, g).flatten() for g in basis], 1)
         weights = torch.linalg.lstsq(columns, part.value.flatten()[:, None]).solution[:, 0]
         usual = torch.linalg.lstsq(columns, wrong.expected(rank).flatten()[:, None]).solution[:, 0]
-        if not wrong.near(columns @ weights, part.value) or not wrong.near(columns @ usual, wrong.expected(rank)):
+        known = (weights, part.value.flatten()), (usual, wrong.expected(rank).flatten())
+        if not all(wrong.near(columns @ by, value) for by, value in known):
             return None
         found[rank] = weights / usual
     return _weights(wrong, found)
@@ -264,8 +268,10 @@ def _weights(wrong: Wrong, found: Mapping[int, Tensor]) -> Relation | None:
     count = len(first)
     if any(left_out.values()):
         if same:
-            return Relation("samples", f"leaves out samples {ranges(left_out[wrong.ranks[0]])} of 0-{count - 1}",
-                            "a micro-batch or a replica does not count")
+            twice = [i for i, x in enumerate(first.tolist()) if x > 1.5 * float(first.median())]
+            more = f", and counts {ranges(twice)} more than once" if twice else ""
+            return Relation("samples", f"leaves out samples {ranges(left_out[wrong.ranks[0]])} of 0-{count - 1}{more}",
+                            "shares of the batch overlap" if twice else "a micro-batch or a replica does not count")
         words = "; ".join(
             f"rank {rank} counts samples {ranges([i for i in range(count) if i not in out])}"
             for rank, out in list(left_out.items())[:4]
@@ -291,7 +297,7 @@ def _weights(wrong: Wrong, found: Mapping[int, Tensor]) -> Relation | None:
 
 def _own_division(wrong: Wrong, found: Mapping[int, Tensor]) -> str:
     total = sum(wrong.counts)
-    for rank, weights in found.items():
+    for weights in found.values():
         mine = [i for i, x in enumerate(weights.tolist()) if abs(x) >= 0.02]
         own = total / max(1, sum(wrong.counts[i] for i in mine))
         if any(abs(float(weights[i]) / own - 1) > 0.02 for i in mine):
@@ -306,9 +312,9 @@ def _groups(wrong: Wrong, weights: Tensor) -> int:
         size, rest = divmod(count, groups)
         if rest:
             continue
-        for order in (lambda i, s=size: i // s, lambda i, g=groups: i % g):
-            sums = [sum(wrong.counts[i] for i in range(count) if order(i) == k) for k in range(groups)]
-            wanted = torch.tensor([total / (groups * sums[order(i)]) for i in range(count)], dtype=weights.dtype)
+        for place in ([i // size for i in range(count)], [i % groups for i in range(count)]):
+            sums = [sum(n for n, at in zip(wrong.counts, place, strict=True) if at == k) for k in range(groups)]
+            wanted = torch.tensor([total / (groups * sums[at]) for at in place], dtype=weights.dtype)
             shape = weights / weights.mean() * wanted.mean()
             if float((shape - wanted).abs().max()) < 0.01 and float((wanted - 1).abs().max()) > 0.02:
                 return groups
@@ -318,20 +324,27 @@ def _groups(wrong: Wrong, weights: Tensor) -> int:
 def permuted(wrong: Wrong) -> Relation | None:
     """It has the right rows or elements in another order, or is transposed."""
     words = ""
+    cause = "packed blocks (queries, keys and values; gate and up) or experts are divided or read in another order"
     for rank in wrong.ranks:
         value, right = wrong.parts[rank].value, wrong.expected(rank)
         if value.dim() == 2 and value.shape[0] == value.shape[1] and wrong.near(value.T, right):
-            words = "is transposed"
+            words, cause = "is transposed", "a weight is kept transposed, or a product takes it so"
             continue
         for dim in range(value.dim()):
-            order = _order(wrong, value.movedim(dim, 0).flatten(1), right.movedim(dim, 0).flatten(1))
+            order = _order(wrong, _rows_along(value, dim), _rows_along(right, dim))
             if order is not None:
                 words = _moved(order, dim)
+                if words.startswith("is shifted"):
+                    cause = "positions, labels or rows are read from the wrong place"
                 break
         else:
             return None
-    return Relation("permuted", words, "packed blocks (queries, keys and values; gate and up) or experts are divided "
-                    "or read in another order") if words else None
+    return Relation("permuted", words, cause) if words else None
+
+
+def _rows_along(value: Tensor, dim: int) -> Tensor:
+    """[size of ``dim``, the rest]"""
+    return value.movedim(dim, 0).reshape(value.shape[dim], -1)
 
 
 def _order(wrong: Wrong, found: Tensor, right: Tensor) -> list[int] | None:
@@ -361,8 +374,8 @@ def by_slice(wrong: Wrong) -> Relation | None:
     for dim in range(min(dim_of.values())):
         said: list[str] = []
         for rank in wrong.ranks:
-            value = wrong.parts[rank].value.movedim(dim, 0).flatten(1)
-            right = wrong.expected(rank).movedim(dim, 0).flatten(1)
+            value = _rows_along(wrong.parts[rank].value, dim)
+            right = _rows_along(wrong.expected(rank), dim)
             if len(value) < 2 or value.shape[1] < 2:
                 break
             factors = [wrong.scale(v, r) if bool(r.any()) else 1.0 for v, r in zip(value, right, strict=True)]
@@ -375,7 +388,8 @@ def by_slice(wrong: Wrong) -> Relation | None:
             said.append(f"{ranges(list(other))} of {len(factors)} along dimension {dim} is "
                         + (f"{wrong.number(values[0])} times the right one" if values[0] else "zero"))
         else:
-            return Relation("slices", f"is right but where {said[0]}" + (" (on this rank)" if len(said) > 1 else ""),
+            on = f" (on rank {wrong.ranks[0]})" if len(set(said)) > 1 else ""
+            return Relation("slices", f"is right but where {said[0]}{on}",
                             "some heads, experts or rows are scaled or reduced differently from the others")
     return None
 
@@ -412,9 +426,9 @@ def rounded(wrong: Wrong) -> Relation | None:
     pairs = [(wrong.parts[r].value, wrong.expected(r)) for r in wrong.ranks]
     for name, dtype in ROUNDINGS.items():
         unit = torch.finfo(dtype).eps
-        if all(bool((value == value.to(dtype).double()).all()) for value, _ in pairs):
-            if all(float((value - right).norm()) <= 2 * unit * float(right.norm()) for value, right in pairs):
-                return Relation("rounded", f"is rounded to {name}", f"it is kept or sent in {name}")
+        on_grid = all(bool((value == value.to(dtype).double()).all()) for value, _ in pairs)
+        if on_grid and all(float((value - right).norm()) <= 2 * unit * float(right.norm()) for value, right in pairs):
+            return Relation("rounded", f"is rounded to {name}", f"it is kept or sent in {name}")
     for name, dtype in reversed(ROUNDINGS.items()):
         unit = torch.finfo(dtype).eps
         if all(float((value - right).norm()) <= 4 * unit * float(right.norm()) for value, right in pairs):

@@ -21,21 +21,15 @@ class CaseFailed(EnvironmentFault):
 
 
 class Session:
-    """An adapter and the process that starts its ranks. A context manager.
+    """Cases of one adapter. ``ranks``: the process that starts them.
 
     Raises:
         ConfigError: the adapter cannot be found or read.
     """
 
-    def __init__(self, spec: str) -> None:
+    def __init__(self, spec: str, ranks: Ranks) -> None:
+        self.spec, self.ranks = spec, ranks
         self.kind: type[Adapter] = find_adapter(spec)
-        self.ranks = Ranks(spec)
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.ranks.close()
 
     def options(self, given: Mapping[str, Any], size: int) -> dict[str, Any]:
         """Return all options of a layout.
@@ -66,7 +60,7 @@ class Session:
         options = self.options(given, size)
         with tempfile.TemporaryDirectory(prefix="parity-") as scratch:
             out = folder or Path(scratch)
-            wrong = self.ranks.run(out, options, size, seconds=seconds)
+            wrong = self.ranks.run(self.spec, out, options, size, seconds=seconds)
             for part in (REFERENCE, LAYOUT):
                 if wrong.get(part):
                     raise CaseFailed(f"{part}: {wrong[part]}")
@@ -89,5 +83,5 @@ def compare(spec: str, ranks: int, *, seconds: float = SECONDS, folder: Path | N
     Raises:
         ConfigError: no such adapter or option, or an illegal layout; CaseFailed: a process ended early or hung.
     """
-    with Session(spec) as session:
-        return session.compare(options, ranks, folder=folder, seconds=seconds)
+    with Ranks() as running:
+        return Session(spec, running).compare(options, ranks, folder=folder, seconds=seconds)

@@ -35,11 +35,11 @@ class Gpt(nn.Module):
     """Tokens [batch, sequence] → logits [batch, sequence, vocabulary]. Parts that are None pass their input on, so that
     a pipeline's stages can be cut out."""
 
-    def __init__(self, vocabulary: int = 64, sequence: int = 16) -> None:
+    def __init__(self, vocabulary: int = 64, sequence: int = 16, *, layers: int = LAYERS) -> None:
         super().__init__()
         self.tokens: Any = nn.Embedding(vocabulary, WIDTH)
         self.positions: Any = nn.Embedding(sequence, WIDTH)
-        self.layers = nn.ModuleDict({str(i): Block(WIDTH, HEADS) for i in range(LAYERS)})
+        self.layers = nn.ModuleDict({str(i): Block(WIDTH, HEADS) for i in range(layers)})
         self.norm: Any = nn.LayerNorm(WIDTH)
         self.head: Any = nn.Linear(WIDTH, vocabulary, bias=False)
 

@@ -1,0 +1,59 @@
+"""``torch.distributed.fsdp.fully_shard`` (FSDP2) with a small GPT, also as hybrid sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from megatron_port.tools.foreign.adapter import Adapter, Batch, World
+from megatron_port.tools.foreign.adapters._gpt import Gpt, loss_sum
+
+
+class Fsdp2(Adapter):
+    """Parameters sharded over ``shard`` ranks and copied over the others. FSDP averages gradients, as DDP does."""
+
+    layout: ClassVar[Mapping[str, Any]] = {"replicas": 1, "micro_batches": 1, "reshard": True}
+    model: ClassVar[Mapping[str, Any]] = {"fp64": True}
+    space: ClassVar[Mapping[str, Any]] = {
+        "replicas": (1, 2), "micro_batches": (1, 2), "reshard": (True, False), "fp64": (True, False),
+    }
+    ignored = -100
+
+    def legal(self, options: Mapping[str, Any], size: int) -> str:
+        return "" if size % options["replicas"] == 0 else f"{size} ranks are no {options['replicas']} equal groups"
+
+    def axes(self, world: World) -> Mapping[str, int]:
+        return {"replicas": world["replicas"], "shard": world.size // world["replicas"]}
+
+    def build(self, world: World) -> tuple[Any, torch.optim.Optimizer]:
+        model: Any = Gpt(self.vocabulary, self.sequence).to(torch.float64 if world["fp64"] else torch.float32)
+        if world.size > 1:
+            axes = self.axes(world)
+            dims = {axis: size for axis, size in axes.items() if axis == "shard" or size > 1}
+            mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
+            for layer in model.layers.values():
+                fully_shard(layer, mesh=mesh, reshard_after_forward=world["reshard"])
+            fully_shard(model, mesh=mesh, reshard_after_forward=world["reshard"])
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
+
+    def step(self, state: Any, batch: Batch, world: World) -> float:
+        model, optimizer = state
+        optimizer.zero_grad()
+        labels = (batch.labels != self.ignored).sum()
+        mine, total = batch.share(world.rank, world.size), torch.zeros((), dtype=torch.float64)
+        for index in range(world["micro_batches"]):
+            micro = mine.share(index, world["micro_batches"])
+            if world.size > 1:
+                model.set_requires_gradient_sync(index == world["micro_batches"] - 1)
+            loss = loss_sum(model(micro.tokens), micro.labels) * (world.size / labels)
+            loss.backward()
+            total += loss.detach()
+        torch.distributed.all_reduce(total)
+        return float(total) / world.size
+
+    def update(self, state: Any) -> None:
+        state[1].step()

@@ -1,0 +1,122 @@
+"""Other trainers against themselves on one process: healthy ones are equal, and known mistakes are found and named."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_port.cli.main import main
+from megatron_port.tools.foreign import fuzz
+from megatron_port.tools.foreign.ranks import Ranks
+from megatron_port.tools.foreign.session import CaseFailed, Session
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = ROOT / "tests" / "foreign_adapters"
+
+
+def module(name: str) -> Any:
+    """A file of adapters."""
+    spec = importlib.util.spec_from_file_location(name, FILES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    sys.modules[name] = found
+    spec.loader.exec_module(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks() as running:
+        yield running
+
+
+LOOP = module("loop_mistakes").MISTAKES
+TORCH = module("torch_mistakes")
+
+
+@pytest.mark.parametrize("mistake", LOOP)
+def test_a_mistake_of_a_loop_is_found_and_named(ranks: Ranks, mistake: str) -> None:
+    session = Session(f"{FILES / 'loop_mistakes.py'}:Script", ranks)
+    verdict = session.compare({"mistake": mistake, "micro_batches": 2}, 2)
+    said = "\n".join(verdict.lines())
+    assert not verdict.equal
+    kinds = [finding.relation.kind for finding in verdict.findings]
+    assert LOOP[mistake].kind in [*kinds, ""], said
+    assert LOOP[mistake].word in said, said
+
+
+@pytest.mark.parametrize(("kind", "options", "mistake", "words"), [
+    *(("DdpMistakes", {}, *m) for m in TORCH.DDP.items()), *(("FsdpMistakes", {}, *m) for m in TORCH.FSDP.items()),
+    *(("PipeliningMistakes", {"micro_batches": 4}, *m) for m in TORCH.PIPELINING.items()),
+])
+def test_a_mistake_with_a_wrapper_is_found_and_named(
+    ranks: Ranks, kind: str, options: dict[str, Any], mistake: str, words: str
+) -> None:
+    session = Session(f"{FILES / 'torch_mistakes.py'}:{kind}", ranks)
+    verdict = session.compare({**options, "mistake": mistake}, 2)
+    said = "\n".join(verdict.lines())
+    assert not verdict.equal and words in said, said
+
+
+@pytest.mark.parametrize(("adapter", "size", "options"), [
+    ("ddp", 4, {"micro_batches": 2, "fp64": False}),
+    ("fsdp2", 4, {"replicas": 2, "micro_batches": 2}),
+    ("tensor-parallel", 4, {"tp": 2, "sp": True}),
+    ("pipelining", 2, {"micro_batches": 4, "schedule": "InterleavedZeroBubble"}),
+    ("transformers-ddp", 2, {"family": "mixtral", "tied": True}),
+    (f"{FILES / 'loop_mistakes.py'}:Script", 4, {"micro_batches": 2}),
+])
+def test_a_healthy_trainer_is_equal(ranks: Ranks, adapter: str, size: int, options: dict[str, Any]) -> None:
+    verdict = Session(adapter, ranks).compare(options, size)
+    assert verdict.equal, "\n".join(verdict.lines())
+    assert verdict.compared["gradients"] >= 20 and verdict.compared["losses"] >= 2
+
+
+def test_a_draw_that_fails_is_made_smaller_and_reproduced(ranks: Ranks, tmp_path: Path) -> None:
+    spec = f"{FILES / 'loop_mistakes.py'}:Script"
+    session = Session(spec, ranks)
+    case = fuzz.run(session, fuzz.Drawn(7, 4, {"mistake": "SummedTwice", "micro_batches": 2}), seconds=60)
+    case = fuzz.minimised(session, case, (2, 4), seconds=60)
+    assert (case.ranks, case.options) == (2, {"mistake": "SummedTwice", "micro_batches": 1})
+    script = fuzz.write_reproduction(tmp_path, spec, case)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 6 and re.search(r"is 2 \(the size of dp", done.stdout), done.stdout + done.stderr
+
+
+def test_a_rank_that_ends_or_hangs_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(
+        "import time\nfrom megatron_port.tools.foreign.adapters.ddp import Ddp\n"
+        "class Broken(Ddp):\n    layout = {**Ddp.layout, 'hangs': False}\n"
+        "    def step(self, state, batch, world):\n        if world.rank == 1:\n"
+        "            time.sleep(60) if world['hangs'] else [][1]\n        return super().step(state, batch, world)\n"
+    )
+    session = Session(str(file), ranks)
+    with pytest.raises(CaseFailed, match=r"layout: .*rank-00001\.log: IndexError: list index out of range"):
+        session.compare({}, 2)
+    with pytest.raises(CaseFailed, match=r"rank-00000, rank-00001 did not end in time; their stacks are in"):
+        session.compare({"hangs": True}, 2, folder=tmp_path / "kept", seconds=8)
+    assert "in step" in (tmp_path / "kept" / "layout" / "rank-00001.log").read_text()
+
+
+def test_the_command_says_what_it_found(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = str(FILES / "loop_mistakes.py") + ":Script"
+    code = main(["parity", "foreign", file, "--ranks", "2", "--set", "mistake=Rounded", "--json"])
+    found = json.loads(capfd.readouterr().out)
+    assert code == 6 and found["findings"][0]["relation"]["kind"] == "rounded"
+    assert main(["parity", "foreign", file, "--set", "mistak=x"]) == 2
+    assert "Script has no option mistak; it has micro_batches, mistake" in capfd.readouterr().err
+    assert main(["parity", "foreign", file, "--fuzz", "2", "--seed", "0", "--set", "mistake=", "--out",
+                 str(tmp_path)]) == 0
+    assert "2 of 2 draws equal" in capfd.readouterr().out
+    assert len((tmp_path / "draws.jsonl").read_text().splitlines()) == 2
