@@ -74,6 +74,7 @@ def test_a_mistake_with_a_wrapper_is_found_and_named(
     ("pipelining", 2, {"micro_batches": 4, "schedule": "InterleavedZeroBubble"}),
     ("transformers-ddp", 2, {"family": "mixtral", "tied": True}),
     (f"{FILES / 'loop_mistakes.py'}:Script", 4, {"micro_batches": 2}),
+    (str(ROOT / "examples" / "other_trainer" / "adapter.py"), 2, {"micro_batches": 2}),
 ])
 def test_a_healthy_trainer_is_equal(ranks: Ranks, adapter: str, size: int, options: dict[str, Any]) -> None:
     verdict = Session(adapter, ranks).compare(options, size)
@@ -111,12 +112,12 @@ def test_a_rank_that_ends_or_hangs_is_named(ranks: Ranks, tmp_path: Path) -> Non
 
 def test_the_command_says_what_it_found(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = str(FILES / "loop_mistakes.py") + ":Script"
-    code = main(["parity", "foreign", file, "--ranks", "2", "--set", "mistake=Rounded", "--json"])
-    found = json.loads(capfd.readouterr().out)
-    assert code == 6 and found["findings"][0]["relation"]["kind"] == "rounded"
     assert main(["parity", "foreign", file, "--set", "mistak=x"]) == 2
     assert "Script has no option mistak; it has micro_batches, mistake" in capfd.readouterr().err
-    assert main(["parity", "foreign", file, "--fuzz", "2", "--seed", "0", "--set", "mistake=", "--out",
-                 str(tmp_path)]) == 0
-    assert "2 of 2 draws equal" in capfd.readouterr().out
+    drawn = ["parity", "foreign", file, "--fuzz", "2", "--set", "mistake=Rounded", "--out", str(tmp_path)]
+    assert main(drawn) == 6
+    said = capfd.readouterr().out
+    assert "0 of 2 draws equal" in said and "is rounded to bf16" in said
     assert len((tmp_path / "draws.jsonl").read_text().splitlines()) == 2
+    assert main([*drawn, "--json"]) == 6  # from the file
+    assert [row["equal"] for row in json.loads(capfd.readouterr().out)] == [False, False]

@@ -107,7 +107,8 @@ def by_content(name: str, part: Tensor, full: Tensor) -> Tensor:
     index: Tensor = torch.zeros((), dtype=torch.int64)
     stride, padded = 1, torch.zeros((), dtype=torch.bool)
     for dim in reversed(range(full.dim())):
-        along = torch.where(found < 0, -1, found // stride % full.shape[dim]).movedim(dim, 0).flatten(1)
+        along = torch.where(found < 0, -1, found // stride % full.shape[dim]).movedim(dim, 0)
+        along = along.reshape(len(along), -1)
         if full.dim() == 1 or not along.shape[1]:
             rows = along[:, 0]
         else:
@@ -137,8 +138,8 @@ def described(index: Tensor, shape: Sequence[int]) -> str:
         return f"{int((index >= 0).sum())} elements of a flat buffer"
     words, stride = [], 1
     for dim in reversed(range(len(shape))):
-        along = (index // stride % shape[dim]).movedim(dim, 0).flatten(1)
-        held = (index >= 0).movedim(dim, 0).flatten(1)
+        along = (index // stride % shape[dim]).movedim(dim, 0).reshape(index.shape[dim], -1)
+        held = (index >= 0).movedim(dim, 0).reshape(index.shape[dim], -1)
         rows = sorted({int(row[mask][0]) for row, mask in zip(along, held, strict=True) if mask.any()})
         if len(rows) < shape[dim]:
             words.append(f"{ranges(rows)} of {shape[dim]} along dimension {dim}")

@@ -125,7 +125,7 @@ def absent(wrong: Wrong) -> Relation | None:
 
 def not_finite(wrong: Wrong) -> Relation | None:
     """It has elements that are no numbers."""
-    count = sum(int((~wrong.parts[r].value.isfinite()).sum()) for r in wrong.ranks)
+    count = max(int((~wrong.parts[r].value.isfinite()).sum()) for r in wrong.ranks)
     return Relation("not finite", f"has {count} elements that are not finite") if count else None
 
 
@@ -396,13 +396,13 @@ def by_slice(wrong: Wrong) -> Relation | None:
 
 def masked(wrong: Wrong) -> Relation | None:
     """Elements are right or zero."""
-    zeros = total = 0
+    zeros = total = 0  # of the rank with most of them
     for rank in wrong.ranks:
         value, right = wrong.parts[rank].value, wrong.expected(rank)
         lost = (value == 0) & (right != 0)
         if not bool(lost.any()) or not wrong.near(value, right.masked_fill(lost, 0)):
             return None
-        zeros, total = zeros + int(lost.sum()), total + value.numel()
+        zeros, total = max((zeros, total), (int(lost.sum()), value.numel()))
     return Relation("masked", f"is right but for {zeros} of {total} elements that are zero",
                     "a mask, or a part that a rank does not add")
 
