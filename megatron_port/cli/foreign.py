@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_port.cli.arguments import add_json, print_json
-from megatron_port.core.config.ranges import local_path
+from megatron_port.core.config.ranges import expanded, local_path
 from megatron_port.core.errors import EXIT_NUMERICS, EXIT_OK, ConfigError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         "modules, and say what a wrong tensor is of the right one. Exit 6 when something differs.",
         epilog="How to write an adapter, and what was found of other trainers: docs/parity-for-others.md.",
     )
-    parser.add_argument("adapter", metavar="ADAPTER", nargs="?",
+    parser.add_argument("adapter", metavar="ADAPTER", nargs="?", type=expanded,
                         help="FILE.py or FILE.py:CLASS with an Adapter, or the name of a shipped one; none: list them")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], metavar="N",
                         help="processes of the layout (default 2); several: --fuzz draws one of them")

@@ -212,10 +212,10 @@ def test_the_first_module_that_differs_is_named() -> None:
 
 def test_records_are_read_as_they_were_written(tmp_path: Any) -> None:
     part = Part(drawn(1, 2, 3), whole((2, 3)))
-    record = Record(3, losses=[1.5, None], norms=[None, 2.0], shapes={"w": [2, 3]}, gradients=[{"w": part}, {}],
-                    absent=[[], ["w"]], weights=[{"w": part}], outputs=[outputs("m", drawn(2, 2, 2))], trained=["w"])
+    record = Record(3, losses=[1.5, None], norms=[None, 2.0], gradients=[{"w": part}, {}],
+                    absent=[[], ["w"]], weights=[{"w": part}], outputs=[outputs("m", drawn(2, 2, 2))])
     record.write(tmp_path)
     found = read(tmp_path, 3)
-    assert (found.losses, found.norms, found.absent, found.trained) == ([1.5, None], [None, 2.0], [[], ["w"]], ["w"])
+    assert (found.losses, found.norms, found.absent) == ([1.5, None], [None, 2.0], [[], ["w"]])
     assert torch.equal(found.gradients[0]["w"].value, part.value) and found.gradients[1] == {}
     assert torch.equal(found.outputs[0].value, record.outputs[0].value)

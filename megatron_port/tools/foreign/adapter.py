@@ -48,7 +48,7 @@ class World:
     rank: int
     size: int
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of ``Adapter.layout`` and ``Adapter.model``, with what was set."""
+    """Options of ``Adapter.layout`` and ``Adapter.model``, with what was set."""
 
     def __getitem__(self, name: str) -> Any:
         return self.options[name]

@@ -324,8 +324,8 @@ class Comparison:
                                for name, p in self.reference.gradients[step].items()))
         for known_value, text, why in (
             (own, "it is that of this rank's tensors alone", "it is not summed over the ranks that have other parts"),
-            (everything, "it is that of all ranks' tensors, copies counted", "copies are counted once a rank"),
-            (shared, "copies are counted once a rank", "parameters that several ranks hold are to be counted once"),
+            (everything, "it is that of all ranks' tensors, copies counted", "every rank's copy is counted"),
+            (shared, "every rank's copy is counted", "count a parameter that several ranks hold on one of them"),
         ):
             if known_value and abs(value / known_value - 1) < FLOOR * self.tolerance + 1e-5:
                 words, cause = f"{words}: {text}", why

@@ -27,7 +27,7 @@ class Drawn:
     options: dict[str, Any]
     verdict: Verdict | None = None
     failure: str = ""
-    """Of the trainer itself: it ended or hung."""
+    """How the trainer itself ended or hung."""
 
     @property
     def ok(self) -> bool:

@@ -152,8 +152,7 @@ class Process:
     def run(self, *, outputs: bool = True) -> Record:
         """Take the steps."""
         adapter, state = self.adapter, self.state
-        record = Record(self.world.rank, shapes={name: list(w.shape) for name, w in self.whole.items()})
-        record.trained = [name for name, p in adapter.parameters(state).items() if p.requires_grad]
+        record = Record(self.world.rank)
         record.weights.append(self.parts(adapter.weights(state)))
         for step in range(STEPS):
             batch = batch_of(adapter, step)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_port.core.errors import ConfigError, EnvironmentFault, PortError
+from megatron_port.core.io.variables import variables
 from megatron_port.tools.foreign.adapter import Adapter, World
 from megatron_port.tools.foreign.process import Process
 
@@ -32,7 +33,7 @@ REFERENCE, SAMPLES, LAYOUT = "reference", "samples", "layout"
 PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor")
 """What every process would import by itself, for seconds: optimizers import torch's compiler."""
 ENDS_S = 3.0
-"""For the others, once a rank has failed."""
+"""For the others to end, after a rank has failed."""
 STACKS_S = 1.0
 
 
@@ -106,10 +107,10 @@ class Case:
             return pid
         code = 1
         try:
-            os.environ.update({
-                "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            })
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+            for name, value in {**place, "MASTER_PORT": port}.items():
+                os.environ[name] = str(value)
+            os.environ["MASTER_ADDR"] = "127.0.0.1"
             out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             os.dup2(out, 1)
             os.dup2(out, 2)
@@ -190,9 +191,9 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-               "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[3]),
-                                                           os.environ.get("PYTHONPATH")]))}
+        given, here = variables(prefixes=("",)), str(Path(__file__).resolve().parents[3])
+        env = {**given, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+               "PYTHONPATH": os.pathsep.join(filter(None, [here, given.get("PYTHONPATH")]))}
         self._process = subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE,
                                          stdout=subprocess.PIPE, env=env, text=True)
 

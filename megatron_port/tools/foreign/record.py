@@ -39,22 +39,18 @@ class Output:
 
 @dataclass
 class Record:
-    """Of one process."""
+    """Results of one process."""
 
     rank: int
     losses: list[float | None] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
-    shapes: dict[str, list[int]] = field(default_factory=dict)
-    """Of the whole parameters."""
     gradients: list[dict[str, Part]] = field(default_factory=list)
     """By step and name. A name without a gradient is in ``absent``."""
     absent: list[list[str]] = field(default_factory=list)
     weights: list[dict[str, Part]] = field(default_factory=list)
     """Before the first step, and after each."""
     outputs: list[Output] = field(default_factory=list)
-    """Of the first step's forward pass."""
-    trained: list[str] = field(default_factory=list)
-    """Parameters that gradients are asked of."""
+    """Outputs of the first step's forward pass."""
 
     def write(self, folder: Path) -> None:
         """Write two files."""
@@ -76,8 +72,7 @@ class Record:
             return {name: [put(part.value), put(part.index)] for name, part in parts.items()}
 
         meta = {
-            "rank": self.rank, "losses": self.losses, "norms": self.norms, "shapes": self.shapes,
-            "absent": self.absent, "trained": self.trained,
+            "rank": self.rank, "losses": self.losses, "norms": self.norms, "absent": self.absent,
             "gradients": [table(step) for step in self.gradients], "weights": [table(step) for step in self.weights],
             "outputs": [[o.module, o.call, o.part, put(o.value)] for o in self.outputs],
         }
@@ -94,8 +89,8 @@ def read(folder: Path, rank: int) -> Record:
         return {name: Part(tensors[value], tensors[index]) for name, (value, index) in table.items()}
 
     return Record(
-        rank=meta["rank"], losses=meta["losses"], norms=meta["norms"], shapes=meta["shapes"], absent=meta["absent"],
-        trained=meta["trained"], gradients=[parts(step) for step in meta["gradients"]],
+        rank=meta["rank"], losses=meta["losses"], norms=meta["norms"], absent=meta["absent"],
+        gradients=[parts(step) for step in meta["gradients"]],
         weights=[parts(step) for step in meta["weights"]],
         outputs=[Output(module, call, part, tensors[key]) for module, call, part, key in meta["outputs"]],
     )

@@ -44,7 +44,7 @@ class Gpt(nn.Module):
         self.head: Any = nn.Linear(WIDTH, vocabulary, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """See the class."""
+        """Return logits, or what the next stage takes."""
         if self.tokens is not None:
             x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
         for layer in self.layers.values():
