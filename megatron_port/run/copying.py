@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_port.core.checkpoint.format import Lineage, SavedState, plain, read_manifest, step_of
 from megatron_port.core.dist.agree import agree, agreed, broadcast_text
 from megatron_port.core.dist.process import SAVE
-from megatron_port.core.errors import EnvironmentFault
+from megatron_port.core.errors import CheckpointError, EnvironmentFault
 from megatron_port.core.train.hooks import Ending, LoopHook, LoopState, TakenStep, every
 from megatron_port.ext.storage.copies import (
     SLOTS,
@@ -25,11 +25,12 @@ from megatron_port.run.provenance import record_event
 from megatron_port.run.state import MOVING, saved_records, state_of
 
 if TYPE_CHECKING:
+    from megatron_port.ext.storage.disk_copies import DiskCopies
     from megatron_port.ext.storage.partner_copies import Partner
 
 
 class StateCopying(LoopHook):
-    """Copy the state into the node's memory every ``checkpoint.memory_interval`` steps.
+    """Copy the state into the node's memory every ``checkpoint.memory_interval`` steps, and some copies to its disk.
 
     The last hook but the closing one: what else is due at a step is done before its copy, so it is done again where a
     fault comes in between.
@@ -40,6 +41,7 @@ class StateCopying(LoopHook):
         self._saves, self._kept = saves, kept
         self._copies: StateCopies | None = None
         self._partner: Partner | None = None
+        self._disk: DiskCopies | None = None
         self._first: SavedState | None = None
         self._described: dict[str, Any] = {}
 
@@ -51,9 +53,9 @@ class StateCopying(LoopHook):
         ctx, folder, fence = state.ctx, copies_folder(state.config), state.session.fence
         if state.config.checkpoint.memory_interval:
             run = broadcast_text(fence.run if state.session.is_rank_zero else None) or ""
-            self._partner = self._sender(folder)
+            self._partner, self._disk = self._sender(folder), self._writer()
             self._copies = StateCopies(folder, rank=ctx.rank, world=ctx.topology.world_size, run=run, epoch=fence.epoch,
-                                       spare=self._resumed_from(folder), partner=self._partner)
+                                       spare=self._resumed_from(folder), partner=self._partner, disk=self._disk)
         if self._kept is not None:
             if self._kept.recovery is not None:
                 self._save_what_was_lost()
@@ -82,6 +84,18 @@ class StateCopying(LoopHook):
         agreed(lambda: own_folder(folder, fresh=True) if info.local_rank == 0 else None)
         return Partner(folder, store, rank=info.rank, world=info.world_size, step=info.local_world_size,
                        master=info.master_addr)
+
+    def _writer(self) -> DiskCopies | None:
+        """Return what writes this rank's copies to the node's disk; None: nothing does. Collective."""
+        if not self.state.config.checkpoint.disk_interval:
+            return None
+        from megatron_port.ext.storage.disk_copies import DiskCopies  # few runs write them
+
+        folder, info = copies_folder(self.state.config, "disk"), self.state.session.info
+        if self._partner is not None:  # as in memory, see _sender
+            agreed(lambda: own_folder(folder, fresh=True, tier="disk") if info.local_rank == 0 else None)
+        return agreed(lambda: DiskCopies(folder, rank=info.rank, interval=self.state.config.checkpoint.disk_interval,
+                                         spare=self._resumed_from(folder)))
 
     def _resumed_from(self, folder: Path) -> int | None:
         """Return which of the two copies the run has been resumed from; None: neither."""
@@ -124,7 +138,18 @@ class StateCopying(LoopHook):
         with state.session.progress.enter(SAVE, "copy in memory"):
             if self._partner is not None:
                 agree(self._partner.finish(), group=state.session.cpu_group)
+            if self._disk is not None and self._disk.due(state.progress.step):
+                self._finish_disk(self._disk)
             copies.take(state.engine.state_pieces(), state.progress.step, self._about())
+
+    def _finish_disk(self, disk: DiskCopies) -> None:
+        """Wait until the last copy is on every node's disk. What a disk refuses costs a line, not the run."""
+        try:
+            agree(disk.finish(), group=self.state.session.cpu_group)
+        except CheckpointError as error:
+            self.state.session.logger.log(f"{error}\ntraining continues; the copy before it stays on the disks")
+        else:
+            disk.keep()
 
     def _about(self) -> dict[str, Any]:
         """Return what rank 0's list says of the run. What does not change is worked out for the first copy alone."""
@@ -146,6 +171,9 @@ class StateCopying(LoopHook):
         if self._partner is not None:
             agree(self._partner.finish(), group=self.state.session.cpu_group)
             self._partner.forget()
+        if self._disk is not None:
+            self._finish_disk(self._disk)
+            self._disk.forget()
         if self._copies is not None:
             self._copies.forget()
 
@@ -156,6 +184,8 @@ class StateCopying(LoopHook):
         """
         if self._partner is not None:
             self._partner.close()
+        if self._disk is not None:
+            self._disk.close()
         if ending is not None:
             return
         damaged, copies = self.state.damage is not None, self._copies
@@ -164,6 +194,8 @@ class StateCopying(LoopHook):
         last = copies.last_step if copies is not None else None
         if damaged and copies is not None and last is not None and last >= self.state.progress.step - 1:
             copies.forget(newest_alone=True)
+            if self._disk is not None:
+                self._disk.forget(last)
 
     def finish(self, ending: Ending) -> None:
         """Free the memory where no agent does when all ranks have ended."""

@@ -38,6 +38,7 @@ from megatron_port.ext.storage.copies import (
     remove_old_copies,
     run_number,
 )
+from megatron_port.ext.storage.disk_copies import DiskCopies
 from megatron_port.ext.storage.partner_copies import Partner, committed_copies
 
 SIZE = 2  # ranks a node
@@ -68,7 +69,9 @@ class Node:
         self.log: list[str] = []
         self.memory = Path(home) / f"memory-{node}"
         self.memory.mkdir(exist_ok=True)
+        (disk := Path(home) / f"disk-{node}").mkdir(exist_ok=True)
         config = load(None, [f"output_dir={home}/runs", f'checkpoint.memory_folder="{self.memory}"',
+                             f'checkpoint.disk_folder="{disk}"', "checkpoint.disk_interval=2",
                              "checkpoint.memory_interval=1", "checkpoint.keep=0"]).config
         info = SimpleNamespace(rank=self.rank, world_size=self.world, hostname=f"n{node}", num_nodes=nodes,
                                local_rank=self.rank % SIZE, local_world_size=SIZE, master_addr="127.0.0.1")
@@ -114,6 +117,53 @@ def copied(home: str, steps: int = 3) -> Node:
     partner.close()
     dist.barrier()
     return node
+
+
+def power_cut(home: str, damage: bool) -> tuple[list[str], list[str], list[bool]]:
+    """Both nodes lose their memory; their disks have steps 1, 2 and 4, the newest two of them."""
+    node = Node(home)
+    own_folder(copies_folder(node.session.config, "disk"), tier="disk")
+    dist.barrier()
+    disk = DiskCopies(copies_folder(node.session.config, "disk"), rank=node.rank, interval=2)
+    partner = node.copies(store_of(home))[1]
+    copies = StateCopies(node.folder, rank=node.rank, world=node.world, run="r", epoch=5, partner=partner, disk=disk)
+    for step in range(1, 6):
+        if disk.due(step):
+            assert disk.finish() is None
+            dist.barrier()
+            disk.keep()
+        take(copies, partner, node, step)
+    assert partner.finish() is None and disk.finish() is None
+    partner.close()
+    dist.barrier()
+    shutil.rmtree(node.folder, ignore_errors=True)
+    held = sorted(str(path.relative_to(home)) for path in Path(home).glob("disk-*/*/*/*/rank-*.json"))
+    assert len(held) == 2 * 4 and not [name for name in held if name.startswith("disk-0") and "00002" in name], held
+    if damage and node.rank == 3:
+        path = copies_folder(node.session.config, "disk") / SLOTS[0] / shard_name(3)
+        data = bytearray(path.read_bytes())
+        data[70_000] ^= 8
+        path.write_bytes(data)
+    dist.barrier()
+    found = node.found()
+    if node.rank == 0:
+        whole(found[0][0], 4, found[0][1].state.step)
+    save_checkpoint(node.checkpoints, state(9), pieces(node.rank, 4, 9), peers=peers_of(dist.group.WORLD),
+                    committer=committer(6))
+    freed = remove_old_copies(node.session.config) if node.rank == 3 else True
+    dist.barrier()
+    return [path.name for path, _ in found], node.log, [freed, not list((Path(home) / "disk-1").glob("*/*"))]
+
+
+@pytest.mark.parametrize("damage", [False, True])
+def test_nodes_that_have_lost_their_memory_resume_from_their_disks(
+    ranks: RankPool, tmp_path: Path, damage: bool
+) -> None:
+    """Each has its own ranks' files alone. What a later checkpoint makes needless is freed there as well."""
+    results = ranks.run(4, power_cut, str(tmp_path), damage)
+    assert results[0][0] == ["step-00000002" if damage else "step-00000004"], results
+    assert "from the nodes' disks" in " ".join(results[0][1]), results
+    assert all(freed == [True, True] for _, _, freed in results)
 
 
 def whole(path: Path, world: int, step: int) -> None:
@@ -194,7 +244,7 @@ def of_another_run(home: str) -> tuple[int, list[str]]:
 def test_copies_of_another_run_are_named_and_passed_over(ranks: RankPool, tmp_path: Path) -> None:
     results = ranks.run(4, of_another_run, str(tmp_path))
     assert [count for count, _ in results] == [0] * 4
-    assert "the copy of step 3 in memory is of another run, and is passed over" in results[0][1]
+    assert "the copy of step 3 in the nodes' memory is of another run, and is passed over" in results[0][1]
 
 
 def smaller(home: str) -> int:

@@ -28,12 +28,22 @@ def strike(n, want):
         path.write_bytes(path.read_bytes()[:-7])
     if want["kind"] == "hub": return [os.kill(pid, signal.SIGKILL) for pid in hubs()]
     if want["kind"] == "bug": raise KeyError("a bug of this rank alone")
+    if want["kind"] == "memory":
+        (pathlib.Path(want["folder"]) / "cgroup.procs").write_text(str(os.getpid()))
+        held = []
+        while True: held.append(b"x" * (4 << 20))
+    if want["kind"] == "power": [os.kill(pid, signal.SIGKILL) for pid in session() if pid != os.getpid()]
     os.kill(os.getpid(), signal.SIGSTOP if want["kind"] == "stop" else signal.SIGKILL)
-def hubs():
-    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
-        try: ours, line = os.getsid(int(path.parent.name)) == os.getsid(0), path.read_bytes()
+def session():
+    for path in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(path.name)) == os.getsid(0): yield int(path.name)
         except OSError: continue
-        if ours and b"megatron_port.run.watch.hub" in line.split(bytes(1)): yield int(path.parent.name)
+def hubs():
+    for pid in session():
+        try: line = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError: continue
+        if b"megatron_port.run.watch.hub" in line.split(bytes(1)): yield pid
 def newest(want):
     lists = pathlib.Path(want["folder"]).rglob(f"rank-{want['rank']:05d}.json")
     return max(lists, key=lambda p: p.stat().st_mtime_ns).parent.name
@@ -71,7 +81,8 @@ def moment(
 
     ``after``: the fault, by its number, that must have struck before.
     ``kind``: kill | stop | bug | flip-copy (and kill) | tear-list (and kill); these two need the copies' folder |
-    flip-state: a bit of a moment, before the copy of the step | hub: the watch's process is killed.
+    flip-state: a bit of a moment, before the copy of the step | hub: the watch's process is killed | memory: it takes
+    more than the control group ``folder`` has, and the kernel kills it | power: all processes of the run are killed.
     """
     return {"rank": rank, "step": step, "phase": phase, "kind": kind, "scope": scope, "operation": operation,
             "folder": folder, "after": after}

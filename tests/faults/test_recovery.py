@@ -19,6 +19,7 @@ from megatron_port.core.checkpoint.format import read_manifest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from commands import Commands
+from control_group import killed, little_memory
 from fault_moments import moment, struck, write_moments
 from small_runs import Layout, Run
 
@@ -64,8 +65,8 @@ def unbroken(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Ru
 def broken(commands: Commands, home: Path, moments: list[dict[str, object]], *more: str, steps: int = STEPS) -> tuple[
         Run, int, str]:
     run = Run(home, "broken", LAYOUT, *settings(home / "memory"), *more, steps=steps)
-    hook = write_moments(home / "hook", [{**m, "folder": str(home / "memory")} for m in moments])
-    (home / "memory").mkdir()
+    hook = write_moments(home / "hook", [{**m, "folder": m["folder"] or str(home / "memory")} for m in moments])
+    (home / "memory").mkdir(exist_ok=True)
     command = commands.start(*run.command(), load="faults_at_moments", env={"PYTHONPATH": f"{hook}:{ROOT}"})
     try:
         code = command.wait(280)
@@ -106,6 +107,46 @@ def test_a_rank_lost_in_any_phase_is_replaced_and_nothing_is_lost(
     assert len(recoveries) >= 10 and all(event["repeated"] <= 1 for event in recoveries), recoveries
     assert "made no progress" in output and "failed alone: KeyError" in output
     assert not [event for event in events if event["event"] == "failed" and "PeerLost" in event.get("message", "")]
+
+
+def test_a_rank_killed_for_lack_of_memory_is_replaced(commands: Commands, unbroken: Run, tmp_path: Path) -> None:
+    """By the kernel, in each of these phases."""
+    phases = ((1, 1, "forward", ""), (0, 2, "backward", ""), (2, 4, "reduce", "gradients"), (3, 5, "evaluate", ""),
+              (3, 6, "save", "checkpoint"), (2, 8, "optimizer", ""), (0, 9, "save", "copy"))
+    with little_memory(64 << 20) as group:
+        moments = [moment(rank, step, phase, operation=operation, kind="memory", folder=str(group))
+                   for rank, step, phase, operation in phases]
+        moments.append(moment(1, 0, "start", scope="start", operation="communicator", kind="memory", folder=str(group),
+                              after=3))
+        run, code, output = broken(commands, tmp_path, moments)
+        assert code == 0, output[-6000:]
+        assert struck(tmp_path / "hook") == killed(group) == len(moments), output[-3000:]
+    same(run, unbroken)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_where_memory_is_lost_too_the_next_start_resumes_from_the_disk(
+    commands: Commands, unbroken: Run, tmp_path: Path, damaged: bool
+) -> None:
+    """All processes are killed at once, and the memory is empty afterwards: power was off."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    sets = (f'checkpoint.disk_folder="{disk}"', "checkpoint.disk_interval=3", "checkpoint.save_interval=50")
+    _, code, output = broken(commands, tmp_path, [moment(2, 11, "forward", scope="step", kind="power")], *sets)
+    assert code == -9 and struck(tmp_path / "hook") == 1, output[-4000:]
+    shutil.rmtree(tmp_path / "memory")
+    if damaged:
+        newest = max(disk.rglob("rank-00002.json"), key=lambda path: path.stat().st_mtime_ns)
+        with open(newest.with_suffix(".safetensors"), "r+b") as stream:
+            stream.seek(-5, 2)
+            stream.write(b"x")
+    run, code, output = broken(commands, tmp_path, [], *sets)
+    assert code == 0, output[-4000:]
+    assert re.search(rf"resumed from {disk}/\S*/copy-[01] at step {6 if damaged else 9},", output), output[-4000:]
+    assert bool(re.search(rf"{disk}/\S*/rank-00002.safetensors: block \d+ .* is not what was copied: the disk is "
+                          "faulty", output)) == damaged, output[-4000:]
+    assert facts(run) == facts(unbroken) and weights(run) == weights(unbroken)
+    assert not list(disk.rglob("rank-*")) and not list((tmp_path / "memory").rglob("rank-*")), "the copies are freed"
 
 
 def test_the_watch_is_lost_too(commands: Commands, unbroken: Run, tmp_path: Path) -> None:

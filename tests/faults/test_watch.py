@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +23,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from commands import Commands
+from control_group import little_memory
 from fault_hook import write_hook
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -318,28 +318,8 @@ def test_a_slow_rank_is_named_and_the_run_goes_on(endings: dict[str, Future[Endi
 
 @pytest.fixture
 def small_memory() -> Iterator[Path]:
-    """A control group of 64 MB, version 1 or 2; skipped where this user cannot make one."""
-    roots = [(Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")]
-    for root, limit in roots:
-        group = root / f"megatron-port-{os.getpid()}"
-        try:
-            group.mkdir()
-        except OSError:
-            continue
-        try:
-            (group / limit).write_text(str(64 << 20))
-            yield group
-            return
-        except OSError:
-            continue
-        finally:
-            until = time.monotonic() + 5
-            while time.monotonic() < until:
-                with suppress(OSError):
-                    group.rmdir()
-                    break
-                time.sleep(0.05)
-    pytest.skip("no control group with a memory limit can be made here")
+    with little_memory(64 << 20) as group:
+        yield group
 
 
 def test_a_rank_killed_for_memory_is_named_with_the_reason(

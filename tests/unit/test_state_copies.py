@@ -223,7 +223,7 @@ def test_files_of_two_runs_are_no_copy(run: Any, made: StateCopies) -> None:
     log: list[str] = []
     assert [manifest.state.step for _, manifest in committed_copies(session(run), "r")] == [2]
     assert committed_copies(session(run, log), "s") == []
-    assert log == ["the copy of step 2 in memory is of another run, and is passed over"]
+    assert log == ["the copy of step 2 in the nodes' memory is of another run, and is passed over"]
     StateCopies(folder, rank=0, world=1, run="s", epoch=6)
     assert committed_copies(session(run), "r") == []
 
@@ -357,3 +357,16 @@ def test_copies_on_disks_take_the_disks_space() -> None:
         given = replace(machine.hardware, host_memory_gb=memory_gb, nvme_gb=disk_gb)
         found = host_problem(case, replace(machine, hardware=given))
         assert problem in found and bool(problem) == bool(found)
+
+
+@pytest.mark.parametrize(("more", "sends", "holds"), [
+    (("layout.zero_stage=0",), 1.0, 1.0), (("layout.zero_stage=1", "layout.shard_size=8"), 1.0, 1.0),
+    (("layout.zero_stage=1", "layout.shard_size=16"), 0.5, 1.0), (("layout.zero_stage=1",), 0.25, 0.5),
+])
+def test_the_first_replica_copies_what_all_hold(more: tuple[str, ...], sends: float, holds: float) -> None:
+    """Four nodes. Shares of the state: sent by the node with most of it, held by the one with most own and kept."""
+    found, total = copied(*several_nodes(4, *more)), parameter_count(several_nodes(4)[0].model)
+    assert found.sent == pytest.approx(sends * 12 * total, rel=0.01)
+    assert found.node == pytest.approx(2 * holds * 12 * total, rel=0.01)
+    by_stage = ("layout.pipeline_parallel_size=4", "layout.data_parallel_size=8")  # a node has a stage
+    assert copied(*several_nodes(4, *by_stage, "layout.zero_stage=0")).sent == copied(*several_nodes(4, *by_stage)).sent

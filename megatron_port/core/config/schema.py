@@ -251,28 +251,28 @@ class CheckpointConfig:
     max_failures: CountOrZero = 3
     """Saves in a row that may fail (disk full, no permission) before training stops with exit 5. 0: never stop."""
     resume: PathText = "auto"
-    """auto (newest complete checkpoint of the run folder, if any) | never | a path or an s3:// URL (of a checkpoint,
-    or of a folder of them). Where a newer one is damaged, the one before it is used and a line is printed, except for
-    the path of one checkpoint or a URL."""
+    """auto (newest complete checkpoint of the run folder, if any) | never | a path or s3:// URL (of a checkpoint, or a
+    folder of them). A damaged one is passed over for the one before it, with a line; a URL or a single one is not."""
     optimizer_state: Literal["same", "fresh"] = "same"
-    """What to do with a checkpoint that holds the state of another optimizer rule than optimizer.name: same (refuse it)
-    | fresh (take the weights; the new rule's state and its count of updates start afresh, once). A checkpoint of the
-    same rule is always continued."""
+    """What to do with a checkpoint of another optimizer rule than optimizer.name: same (refuse it) | fresh (take the
+    weights; the new rule's state and count of updates start afresh, once). One of the same rule is always continued."""
     lease_seconds: Positive = 60.0
-    """Only one attempt at a time may use a run folder. If it ended without notice on a host that cannot be checked,
-    the next attempt takes over once its heartbeat has not changed for this many seconds; if its process or SLURM job
-    is known to be gone, at once."""
+    """One attempt at a time uses a run folder. The next takes over once its heartbeat has not changed for so many
+    seconds, where its host cannot be checked; where its process or SLURM job is known to be gone, at once."""
     memory_interval: CountOrZero = 0
     """Steps between copies of the state on the nodes, two of them, from which a run resumes first; 0: none."""
     memory_folder: AbsolutePath = "/dev/shm"
     """Folder of each node that holds them: memory, or a disk of its own."""
+    disk_interval: CountOrZero = 0
+    """Steps between copies that are also written to each node's disk, for starts that find none in memory; 0: none."""
+    disk_folder: AbsolutePath = "/var/tmp"
+    """Folder on a disk of each node that holds these."""
     mirror: PathSetting = ""
     """URL below which every committed checkpoint is copied in the background (s3://bucket/folder); `checkpoint.resume`
     accepts it. A failed copy costs a line, not the run."""
     initial_weights: PathSetting = ""
     """Weights that a run starts from if it has nothing to resume (fine-tuning): a Hugging Face folder (safetensors), a
-    run folder, or a checkpoint. Only weights; moments and counters start fresh. Where the model is dense and the run
-    has experts, each expert starts as a copy of its layer's MLP."""
+    run folder or a checkpoint. Moments and counters start fresh. Experts start as copies of a dense layer's MLP."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,8 @@ before its commit (``core.checkpoint.writer``). The memory is the node's, so it 
 There are two copies, written in turn, and ranks agree on each step before the next copy begins. So wherever a fault
 strikes, all ranks have the newer copy or all have the one before it: at most one interval is lost. At the next start
 the ranks prove their files (:func:`whole_copies`), and rank 0 writes the manifest. Then a copy is a checkpoint as
-any other, of any layout, and the first place to resume from.
+any other, of any layout, and the first place to resume from. Where a node's memory holds none that is whole, those on
+its disk are next (``storage.disk_copies``), which look the same.
 """
 
 from __future__ import annotations
@@ -68,22 +69,26 @@ from megatron_port.core.train.folders import FOLDER, run_folder
 from megatron_port.core.train.hooks import Session
 
 SLOTS = ("copy-0", "copy-1")
+TIERS = {"memory": "in the nodes' memory", "disk": "on the nodes' disks"}
+"""Where nodes keep copies, best first, by the first word of ``checkpoint``'s settings for them."""
 _LARGEST_LIST = 1 << 28
 _PACKAGES = ("megatron_port", "torch", "numpy", "xxhash")
 
 
-def copies_folder(config: RunConfig) -> Path:
+def copies_folder(config: RunConfig, tier: str = "memory") -> Path:
     """Return the folder of a run's copies on each node. Its name follows from the run's folder alone."""
     digest = hashlib.sha256(str(run_folder(config).absolute()).encode()).hexdigest()[:16]
-    return Path(config.checkpoint.memory_folder) / f"megatron_port-{os.getuid()}" / digest
+    place = config.checkpoint.disk_folder if tier == "disk" else config.checkpoint.memory_folder
+    return Path(place) / f"megatron_port-{os.getuid()}" / digest
 
 
 def remove_copies(config: RunConfig) -> None:
-    """Free the memory of a run's copies on this node."""
-    shutil.rmtree(copies_folder(config), ignore_errors=True)
+    """Free what a run's copies take on this node."""
+    for tier in TIERS:
+        shutil.rmtree(copies_folder(config, tier), ignore_errors=True)
 
 
-def own_folder(path: Path, *, fresh: bool = False) -> None:
+def own_folder(path: Path, *, fresh: bool = False, tier: str = "memory") -> None:
     """Make a folder for copies that nobody else can enter. ``path``'s parent is of this user alone, too.
 
     ``fresh``: what is there is removed first.
@@ -99,16 +104,15 @@ def own_folder(path: Path, *, fresh: bool = False) -> None:
         except OSError as error:
             raise EnvironmentFault(
                 f"{place}: the copies of the training state cannot be kept there: {error.strerror or error}; set "
-                "checkpoint.memory_folder to a folder of each node that this user may write, or launch.when_lost = "
-                '"stop"'
+                f"checkpoint.{tier}_folder to a folder of each node that this user may write, or "
+                f"checkpoint.{tier}_interval = 0"
             ) from error
         if _foreign(place):
-            raise EnvironmentFault(f"{_foreign(place)}; remove it, or set checkpoint.memory_folder")
+            raise EnvironmentFault(f"{_foreign(place)}; remove it, or set checkpoint.{tier}_folder")
 
 
 class CopiesNotSaved(EnvironmentFault):
-    """No checkpoint can be made of copies of which every file is there. They stay in the nodes' memory for the next
-    start."""
+    """No checkpoint can be made of copies of which every file is there. They stay on the nodes for the next start."""
 
 
 @dataclass(frozen=True, order=True)
@@ -126,13 +130,13 @@ class CopyKey:
     """Ranks of the layout that wrote it."""
 
 
-def no_memory(path: Path, error: OSError, size: int = 0) -> CheckpointError:
+def no_memory(path: Path, error: OSError, size: int = 0, *, tier: str = "memory") -> CheckpointError:
     """Return the error for a copy that cannot be made, with what is free."""
     free = free_bytes(path.parent)
     return CheckpointError(
-        f"{path}: {f'no {size} bytes for ' if size else 'no '}a copy of this rank's state ({error.strerror or error}; "
-        f"{free} bytes are free there); a run keeps two of them. Set checkpoint.memory_folder to a larger folder, or "
-        "checkpoint.memory_interval = 0"
+        f"{path}: no {f'{size} bytes for a ' if size else ''}copy of this rank's state ({error.strerror or error}; "
+        f"{free} bytes are free there); a run keeps two of them. Set checkpoint.{tier}_folder to a larger folder, or "
+        f"checkpoint.{tier}_interval = 0"
     )
 
 
@@ -247,6 +251,16 @@ class CopySender(Protocol):
         """Send a rank's file and list of a copy."""
 
 
+class CopyReader(Protocol):
+    """Reader of copies while training continues."""
+
+    def leave(self, file: Path) -> None:
+        """Wait until a file is not read any more: it is to be written over."""
+
+    def begin(self, step: int, file: Path, listing: Path) -> None:
+        """Read a rank's file and list of a copy, if that of ``step`` is asked for."""
+
+
 class StateCopies:
     """The two copies of one rank's state. Not collective: ranks copy at the same steps.
 
@@ -257,11 +271,12 @@ class StateCopies:
         spare: the copy that the run was resumed from: it is kept until there is another. None: none of them; what the
             folder holds is then of no use any more.
         partner: sends each copy to another node (``storage.partner_copies``); None: all ranks are of one node.
+        disk: writes some of them to this node's disk (``storage.disk_copies``).
     """
 
     def __init__(
         self, folder: Path, *, rank: int, world: int, run: str, epoch: int, spare: int | None = None,
-        partner: CopySender | None = None,
+        partner: CopySender | None = None, disk: CopyReader | None = None,
     ) -> None:
         own_folder(folder)
         count, self._files = torch.get_num_threads(), []  # this rank's share of the cores
@@ -269,7 +284,7 @@ class StateCopies:
         for name in SLOTS:
             (folder / name).mkdir(mode=0o700, exist_ok=True)
             self._files.append(CopyFile(folder / name, rank, threads))
-        self._run, self._epoch, self._world, self._partner = run_number(run), epoch, world, partner
+        self._run, self._epoch, self._world, self._partner, self._disk = run_number(run), epoch, world, partner, disk
         self._number = 0 if spare is None else 1 - spare
         for slot, file in enumerate(self._files):
             if slot != spare:
@@ -285,10 +300,14 @@ class StateCopies:
         slot = self._number % len(SLOTS)
         self._number += 1
         file = self._files[slot]
+        if self._disk is not None:
+            self._disk.leave(file.path)
         file.take(pieces, CopyKey(self._run, self._epoch, self._number, step, self._world), about)
         self.last_step = step
         if self._partner is not None:
             self._partner.begin(slot, file.path, file.listing)
+        if self._disk is not None:
+            self._disk.begin(step, file.path, file.listing)
 
     def forget(self, *, newest_alone: bool = False) -> None:
         """Drop both copies: the run goes back behind them. ``newest_alone``: drop the last one only."""
@@ -386,7 +405,7 @@ def _proved(folder: Path, rank: int) -> tuple[CopyKey | None, str]:
 
 
 def remove_old_copies(config: RunConfig) -> bool:
-    """Free the memory of a run's copies on this node if no start would resume from them; return whether none is left.
+    """Free what a run's copies take on this node if no start would resume from them; return whether none is left.
 
     For a node that the run may have left behind. A start resumes from a copy only where no checkpoint of its run is
     newer, by epoch and step (``partner_copies.commit_from_nodes``). Ranks that train on without this node have first
@@ -394,7 +413,11 @@ def remove_old_copies(config: RunConfig) -> bool:
     so far, there is no such checkpoint and the copies stay. Damage in that checkpoint changes nothing: the copies that
     it was made of have been removed on every other node by then.
     """
-    folder = copies_folder(config)
+    freed = [_removed_if_old(copies_folder(config, tier), config) for tier in TIERS]
+    return all(freed)
+
+
+def _removed_if_old(folder: Path, config: RunConfig) -> bool:
     if not folder.is_dir() or _foreign(folder):
         return True
     newest = _newest(folder)
@@ -426,8 +449,7 @@ def _newest(folder: Path) -> CopyKey | None:
 
 def forget_damaged(config: RunConfig, below: int) -> None:
     """Drop what this node holds of copies of step ``below`` and of later ones; negative: of none."""
-    folder = copies_folder(config)
-    for path in folder.glob("copy-[01]/rank-*.json") if below >= 0 else ():
+    for path in (p for tier in TIERS if below >= 0 for p in copies_folder(config, tier).glob("copy-[01]/rank-*.json")):
         listed = _LISTING.fullmatch(path.name)
         with suppress(DamagedCheckpoint, OSError):
             found = _found(path.parent, int(listed.group(1))) if listed else None
@@ -468,7 +490,7 @@ def _gathered(session: Session, rows: list[tuple[int, ...]]) -> list[list[tuple[
     return [[tuple(row) for row in found.tolist() if row[0] >= 0] for found in every]
 
 
-def whole_copies(session: Session, run: str, below: int = -1) -> list[Whole]:
+def whole_copies(session: Session, run: str, below: int = -1, tier: str = "memory") -> list[Whole]:
     """Return the run's copies of which every file is there and proved, newest first. Collective.
 
     A file that is not what was copied is named in the log, and its copy passed over.
@@ -477,8 +499,9 @@ def whole_copies(session: Session, run: str, below: int = -1) -> list[Whole]:
         run: id of the folder's run, on rank 0; empty: none has begun there.
         below: copies of this step and of later ones are not used, as something other than an update may be in them.
             Negative: all are.
+        tier: of ``TIERS``, where they are looked for.
     """
-    folder, info = copies_folder(session.config), session.info
+    folder, info = copies_folder(session.config, tier), session.info
     said = Logger(info.rank, info.world_size, info.hostname).log_any
     rows: list[tuple[int, ...]] = []
     faults: list[str] = []
@@ -487,24 +510,24 @@ def whole_copies(session: Session, run: str, below: int = -1) -> list[Whole]:
         if not faults:
             rows, faults = _held(folder, slice(info.local_rank, None, info.local_world_size))
     for fault in faults:
-        said(f"{fault}: the memory is faulty, or something else wrote there; this copy is passed over")
+        said(f"{fault}: the {tier} is faulty, or something else wrote there; this copy is passed over")
     holders: dict[tuple[CopyKey, int], dict[int, int]] = {}
     for process, found in enumerate(_gathered(session, rows)):
         for slot, rank, *key in found:
             holders.setdefault((CopyKey(*key), slot), {}).setdefault(rank, process)
     whole: list[Whole] = [(key, slot, writers) for (key, slot), writers in holders.items()
                           if len(writers) == key.world and (below < 0 or key.step < below)]
-    return _of_run(session, run, sorted(whole, key=lambda found: found[0], reverse=True))
+    return _of_run(session, run, sorted(whole, key=lambda found: found[0], reverse=True), tier)
 
 
-def committed_here(session: Session, whole: Sequence[Whole]) -> list[tuple[Path, Manifest]]:
-    """Return copies whose files are all in this node's memory, on rank 0: each has a manifest then. Collective.
+def committed_here(session: Session, whole: Sequence[Whole], tier: str) -> list[tuple[Path, Manifest]]:
+    """Return copies whose files are all on this node, on rank 0: each has a manifest then. Collective.
 
-    Raises CopiesNotSaved: the memory has no space for a manifest.
+    Raises CopiesNotSaved: there is no space for a manifest.
     """
-    folder = copies_folder(session.config)
+    folder = copies_folder(session.config, tier)
     try:
-        made = agreed(lambda: [_committed(folder / SLOTS[slot], key) for key, slot, _ in whole]
+        made = agreed(lambda: [_committed(folder / SLOTS[slot], key, tier) for key, slot, _ in whole]
                       if session.is_rank_zero else [])
     except CheckpointError as error:
         raise CopiesNotSaved(f"{error}. The copies of steps {', '.join(str(key.step) for key, _, _ in whole)} stay "
@@ -512,12 +535,12 @@ def committed_here(session: Session, whole: Sequence[Whole]) -> list[tuple[Path,
     return [found for found in made if found is not None]
 
 
-def _of_run(session: Session, run: str, whole: Sequence[Whole]) -> list[Whole]:
+def _of_run(session: Session, run: str, whole: Sequence[Whole], tier: str) -> list[Whole]:
     """Return the copies that are of the run; others are named. Collective."""
     told = broadcast_text(run if session.is_rank_zero else None)
     own = [found for found in whole if told and found[0].run == run_number(told)]
     for key, _, _ in (found for found in whole if found not in own):
-        session.logger.log(f"the copy of step {key.step} in memory is of another run, and is passed over")
+        session.logger.log(f"the copy of step {key.step} {TIERS[tier]} is of another run, and is passed over")
     return own
 
 
@@ -531,7 +554,7 @@ def _foreign(path: Path) -> str:
     return "" if own else f"{path} is not a folder of this user alone"
 
 
-def _committed(folder: Path, key: CopyKey) -> tuple[Path, Manifest] | None:
+def _committed(folder: Path, key: CopyKey, tier: str) -> tuple[Path, Manifest] | None:
     """Write the manifest of a copy that is proved, on rank 0, and return it as read back."""
     files: dict[str, FileEntry] = {}
     pieces: list[PieceEntry] = []
@@ -554,5 +577,5 @@ def _committed(folder: Path, key: CopyKey) -> tuple[Path, Manifest] | None:
     try:
         write_text(folder / MANIFEST, encode_manifest(manifest), durable=False)
     except OSError as error:
-        raise no_memory(folder / MANIFEST, error) from error
+        raise no_memory(folder / MANIFEST, error, tier=tier) from error
     return folder, read_manifest(folder)

@@ -59,6 +59,7 @@ from megatron_port.core.train.folders import FOLDER, run_folder
 from megatron_port.core.train.hooks import Session
 from megatron_port.ext.storage.copies import (
     SLOTS,
+    TIERS,
     CopiesNotSaved,
     CopyKey,
     Whole,
@@ -246,13 +247,16 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
 def committed_copies(session: Session, run: str, below: int = -1) -> list[tuple[Path, Manifest]]:
     """Return the run's copies to resume from, newest first, on rank 0; of several nodes one at most. Collective.
 
+    Those on disks are looked at, and read through, only where none in memory is whole: they are not newer.
     ``run``, ``below``: as in ``storage.copies.whole_copies``.
     """
-    whole = whole_copies(session, run, below)
+    tier, whole = "memory", whole_copies(session, run, below)
+    if not whole and session.config.checkpoint.disk_interval:
+        tier, whole = "disk", whole_copies(session, run, below, "disk")
     if session.info.num_nodes == 1:
-        return committed_here(session, whole)
+        return committed_here(session, whole, tier)
     try:
-        return commit_from_nodes(session, run, copies_folder(session.config), whole)
+        return commit_from_nodes(session, run, tier, whole)
     except CopiesNotSaved:
         if session.info.local_rank == 0:
             forget_damaged(session.config, below)  # the next start does not know of them
@@ -260,7 +264,7 @@ def committed_copies(session: Session, run: str, below: int = -1) -> list[tuple[
 
 
 def commit_from_nodes(
-    session: Session, run: str, folder: Path, found: Sequence[Whole]
+    session: Session, run: str, tier: str, found: Sequence[Whole]
 ) -> list[tuple[Path, Manifest]]:
     """Commit the newest copy that no checkpoint of the run is newer than. Collective; returns it on rank 0.
 
@@ -268,13 +272,14 @@ def commit_from_nodes(
 
     Args:
         run: its id, on rank 0.
+        tier: where they are (``storage.copies.TIERS``).
         found: the copies that are whole, newest first. One that cannot be committed, tried twice, is named in the log,
             and the next one is taken.
 
     Raises:
         CopiesNotSaved: none of them could be committed. A start without them would take the run back.
     """
-    directory = run_folder(session.config) / FOLDER
+    directory, folder, where = run_folder(session.config) / FOLDER, copies_folder(session.config, tier), TIERS[tier]
     saved = [-1, -1]
     if session.is_rank_zero:
         session.fence.run = run  # whose the commit is
@@ -289,17 +294,18 @@ def commit_from_nodes(
                 path = _commit(session, directory, folder / SLOTS[slot], key, writers)
             except CheckpointError as error:
                 why = str(error)
-                session.logger.log(f"the copy of step {key.step} in the nodes' memory was not saved: {why}")
+                session.logger.log(f"the copy of step {key.step} {where} was not saved: {why}")
                 if not last:
                     time.sleep(_AGAIN_S)
             else:
+                session.logger.log(f"saved {path} from {where.partition(' ')[2]}")
                 return _read_back(session, path)
     if not newer:
         return []
     step, before = newer[0][0].step, f"step {saved[1]}, its last checkpoint" if saved[1] > 0 else "its beginning"
     raise CopiesNotSaved(
-        f"the copy of step {step} in the nodes' memory was not saved, and the run would go back to {before}: {why}. "
-        "The copies stay in the nodes' memory: repair that, start the run again on the same nodes, and it resumes at "
+        f"the copy of step {step} {where} was not saved, and the run would go back to {before}: {why}. "
+        f"The copies stay {where}: repair that, start the run again on the same nodes, and it resumes at "
         f"step {step}; on others, or with checkpoint.memory_interval = 0, the steps since then are lost"
     )
 
@@ -346,7 +352,6 @@ def _commit(session: Session, directory: Path, folder: Path, key: CopyKey, write
         raise
     if lead:
         tidy(directory, final, keep + passing if keep else 0, session.logger.log, committer)
-        session.logger.log(f"saved {final} from the nodes' memory")
     return final
 
 

@@ -1,4 +1,4 @@
-"""Settings that contradict the recovery of lost ranks (``launch.when_lost``)."""
+"""Settings that contradict the recovery of lost ranks (``launch.when_lost``) and copies on disks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ RECOVERY = (Table(asked='launch.when_lost "replace"', on=lambda c: c.launch.when
     Rule(lambda c: not c.checkpoint.memory_interval and not c.checkpoint.save_interval,
          "{asked} without copies and checkpoints: every loss would begin the run again; set "
          "checkpoint.memory_interval = 1"),
+)), Table(asked="checkpoint.disk_interval", on=lambda c: c.checkpoint.disk_interval > 0, rows=(
+    Rule(lambda c: not c.checkpoint.memory_interval or c.checkpoint.disk_interval % c.checkpoint.memory_interval,
+         "{asked} is no multiple of checkpoint.memory_interval, and copies on disks are made of those in memory; set "
+         "memory_interval = 1"),
+    Rule(lambda c: c.checkpoint.disk_folder.startswith((c.checkpoint.memory_folder, "/dev/shm", "/run/")),
+         "{asked} with checkpoint.disk_folder {c.checkpoint.disk_folder}, where copies in memory are: what takes those "
+         "would take these; name a folder on a disk of each node, or set disk_interval = 0"),
 )), Table(asked="watch.replace_percent", on=lambda c: c.watch.replace_percent > 0, rows=(
     Rule(lambda c: c.launch.when_lost != "replace",
          '{asked} with launch.when_lost "stop": nothing would replace a slow rank; set when_lost = "replace"'),

@@ -271,6 +271,8 @@ class Case:
     """Steps between copies of the state in the nodes' memory; 0: there are none."""
     copies_on_disk: bool = False
     """They are on the nodes' own disks, where these are known (``hardware.nvme_gb``)."""
+    disk_interval: int = 0
+    """Steps between copies that are also written to the nodes' disks; 0: none are."""
     schedule: str = "1f1b"
     group: int = 0
     """Micro-batches that interleaving takes through a chunk in one go; 0: as many as stages (other programs alone)."""
@@ -587,6 +589,7 @@ def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions
         offload_weights=config.offload.weights == "cpu", offload_buffers=config.offload.buffers,
         copy_interval=config.checkpoint.memory_interval,
         copies_on_disk=not config.checkpoint.memory_folder.startswith(MEMORY_FOLDERS),
+        disk_interval=config.checkpoint.disk_interval,
         rule=rule_cost(config.optimizer, config.model), schedule=layout.pipeline_schedule,
         recompute=config.activations.recompute, dropped=layer_choices(config.activations, config.model.num_layers),
         head_chunk=max(config.activations.head_chunk, 0), micro_batch=batch.micro_batch_size,

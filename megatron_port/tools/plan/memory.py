@@ -7,6 +7,7 @@ Weights, gradients and optimizer come from the engine's own arithmetic
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
 
 from megatron_port.core.pipeline.schedules import make_schedule, most_held
@@ -148,17 +149,23 @@ class Copied:
     """Bytes of one copy that a node sends to the next one."""
     sending: float = 0.0
     """Seconds until they are there, beside the steps."""
+    disk: float = 0.0
+    """Bytes of a node's own copies on its disk, beside those in memory (``checkpoint.disk_interval``)."""
+    writing: float = 0.0
+    """Seconds until one of these is written, beside the steps."""
 
-    def late(self, interval: int, step_s: float) -> float:
-        """Return the seconds by which a copy's way outlasts the steps to the next copy, per step."""
-        return max(self.sending - interval * step_s, 0.0) / interval if interval else 0.0
+    def late(self, interval: int, step_s: float, disk_interval: int = 0) -> float:
+        """Return the seconds by which a copy's way outlasts the steps to the next copy, per step; the longer of the
+        two ways, to the next node and to the disk."""
+        ways = ((self.sending, interval), (self.writing, disk_interval))
+        return max((max(seconds - steps * step_s, 0.0) / steps for seconds, steps in ways if steps), default=0.0)
 
 
 def copied(case: Case, machine: Machine) -> Copied:
     """Return the bytes and seconds of a case's copies; zeros where it makes none.
 
-    What several ranks hold alike is copied by one of them, so a node's bytes are the mean over the nodes. They go
-    through all of a node's adapters, and on disks at the rate of their writes.
+    What several ranks hold alike is copied by the first of them. A node's bytes are those of the node with the most, of
+    stages of the mean size; they go through all of its adapters, and on disks at the rate of their writes.
     """
     if not case.copy_interval:
         return Copied(0.0, 0.0)
@@ -172,14 +179,32 @@ def copied(case: Case, machine: Machine) -> Copied:
     rates = [COPY_RATE * max(machine.cluster.cores_per_task, 1)]
     rates += [hardware.host_bandwidth_gb * 1e9 / 2 / ranks] if hardware.host_bandwidth_gb else []  # read and written
     link = size / (hardware.host_link_gb * 1e9) if hardware.host_link_gb else 0.0
-    one = each * owned * ranks / case.world
-    holds = 2 if case.world > ranks else 1  # its own, its neighbour's
+    mean, apart = each * owned * ranks / case.world, case.world > ranks
+    own, both = (mean * share for share in _busiest(case.world, ranks, case.pp, case.tp * case.shards))
     adapters = Links.of(machine).adapters * ranks / domain(machine)
-    ways = [one / adapters if holds == 2 and adapters else 0.0]
-    ways += [holds * one / (hardware.nvme_write_gb * 1e9)] if _on_disk(case, machine) and hardware.nvme_write_gb else []
+    ways = [own / adapters if apart and adapters else 0.0]
+    ways += [both / (hardware.nvme_write_gb * 1e9)] if _on_disk(case, machine) and hardware.nvme_write_gb else []
+    written = own if case.disk_interval else 0.0
     return Copied(
-        COPIES * holds * one, (size / min(rates) + link) / case.copy_interval, one if holds == 2 else 0.0, max(ways)
+        COPIES * both, (size / min(rates) + link) / case.copy_interval, own if apart else 0.0, max(ways),
+        COPIES * written, written / (hardware.nvme_write_gb * 1e9) if hardware.nvme_write_gb else 0.0,
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _busiest(world: int, ranks: int, pp: int, owners: int) -> tuple[float, float]:
+    """Return the most that a node copies, and with what it keeps of the node before it, as multiples of the mean.
+
+    ``owners``: ranks of a stage that copy, its first ones: all, but without ZeRO those of the first replica.
+    """
+    nodes, stage = -(-world // ranks), world // pp
+    counts = [0] * nodes
+    for first in range(0, world, stage):
+        for node in range(first // ranks, min(nodes, (first + owners - 1) // ranks + 1)):
+            counts[node] += min(first + owners, (node + 1) * ranks) - max(first, node * ranks)
+    mean = pp * owners * ranks / world
+    before = counts[-1:] + counts[:-1] if nodes > 1 else [0]
+    return max(counts) / mean, max(a + b for a, b in zip(counts, before, strict=True)) / mean
 
 
 def _on_disk(case: Case, machine: Machine) -> bool:
@@ -206,18 +231,19 @@ def host_problem(case: Case, machine: Machine) -> str:
     or is unknown."""
     hardware, found = machine.hardware, offloaded(case, machine)
     ranks = min(machine.cluster.gpus_per_node, case.world)
-    swapped, copies = most_swapped(case), copied(case, machine).node / 1e9
+    swapped, held = most_swapped(case), copied(case, machine)
     if problem := _copies_problem(case, machine):
         return problem
     on_disk = _on_disk(case, machine)
-    if on_disk and copies > hardware.nvme_gb:
+    in_memory, disks = (0.0 if on_disk else held.node) / 1e9, (held.node * on_disk + held.disk) / 1e9
+    if hardware.nvme_gb and disks > hardware.nvme_gb:
         return (
-            f"copies of the state take {copies:.1f} GB of a node's local disks, which have {hardware.nvme_gb:g} GB; "
-            "use more nodes, or checkpoint.memory_interval = 0"
+            f"copies of the state take {disks:.1f} GB of a node's local disks, which have {hardware.nvme_gb:g} GB; "
+            f"use more nodes, or checkpoint.{'disk' if held.disk else 'memory'}_interval = 0"
         )
     for what, size, whole, kept in (
-        ("host memory", found.host + swapped, hardware.host_memory_gb, 0.0 if on_disk else copies),
-        ("local disks", found.disk, hardware.nvme_gb, copies if on_disk else 0.0),
+        ("host memory", found.host + swapped, hardware.host_memory_gb, in_memory),
+        ("local disks", found.disk, hardware.nvme_gb, disks),
     ):
         limit = max(whole - kept, 0.0)
         if limit and size * ranks > limit * 1e9:

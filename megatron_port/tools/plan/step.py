@@ -341,7 +341,8 @@ def plan_step(case: Case, machine: Machine, *, quick: bool = False) -> StepPlan:
     )
     if not case.engine.graphed:  # the step's loss is a number on the host, which only then begins the next
         split = replace(split, host=split.host + rates.host_step)
-    split = replace(split, optimizer=split.optimizer + copies.late(case.copy_interval, split.total))
+    late = copies.late(case.copy_interval, split.total, case.disk_interval)
+    split = replace(split, optimizer=split.optimizer + late)
     return summary(case, machine, split, line)
 
 

@@ -35,7 +35,15 @@ from megatron_port.tools.plan.exchanges import (
     work_imbalance,
 )
 from megatron_port.tools.plan.fastest import Gain, Way, fastest, gains, ways_to_fit
-from megatron_port.tools.plan.memory import StageMemory, copied, held_bytes, host_problem, offloaded, plan_memory
+from megatron_port.tools.plan.memory import (
+    Copied,
+    StageMemory,
+    copied,
+    held_bytes,
+    host_problem,
+    offloaded,
+    plan_memory,
+)
 from megatron_port.tools.plan.rates import Links, scattered
 from megatron_port.tools.plan.search import Candidate, better, flags_of, is_legal, options_of, search
 from megatron_port.tools.plan.step import StepPlan, matrix_bytes, plan_step
@@ -354,13 +362,26 @@ def _copies(plan: Plan) -> list[str]:
     paced = copies.sending >= interval * plan.step.seconds * (1 - 1e-9)  # the step has been lengthened to it
     if copies.sent:
         lines.append(
-            f"          half of it is the neighbour's: per copy a node sends {copies.sent / 1e9:.2f} GB, which takes "
+            f"          with the neighbour's: per copy a node sends {copies.sent / 1e9:.2f} GB, which takes "
             f"{copies.sending:.3g} s, " + (
                 "longer than the steps between copies, which wait for it: raise checkpoint.memory_interval" if paced
                 else "behind the steps"
             )
         )
-    return lines
+    return [*lines, _on_disks(plan, copies)] if copies.disk else lines
+
+
+def _on_disks(plan: Plan, copies: Copied) -> str:
+    """The line about copies that are also written to the nodes' disks."""
+    pace = plan.case.disk_interval
+    way = "at a rate that is not known (hardware.nvme_write_gb)"
+    if copies.writing:
+        paced = copies.writing >= pace * plan.step.seconds * (1 - 1e-9)
+        way = f"written in {copies.writing:.3g} s, " + (
+            "longer than these steps, which wait for it: raise checkpoint.disk_interval" if paced
+            else "behind the steps")
+    return (f"          also on each node's disk: {copies.disk / 1e9:.2f} GB, two of its own copies; one every "
+            f"{'step' if pace == 1 else f'{pace} steps'}, {way}")
 
 
 def _time(plan: Plan) -> list[str]:

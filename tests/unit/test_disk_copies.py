@@ -1,0 +1,289 @@
+"""Copies on a node's disk: they come back where those in memory are gone, and nothing that was cut short does."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import random
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_port.core.checkpoint.format import Lineage, SavedState, shard_name
+from megatron_port.core.checkpoint.reader import open_checkpoint
+from megatron_port.core.checkpoint.writer import listing_name
+from megatron_port.core.config.checks import resolve
+from megatron_port.core.config.loader import load
+from megatron_port.core.config.schema import LayoutConfig
+from megatron_port.core.dist.record import StatePiece
+from megatron_port.core.errors import ConfigError, EnvironmentFault
+from megatron_port.ext.storage.copies import SLOTS, TIERS, StateCopies, copies_folder, described, remove_copies
+from megatron_port.ext.storage.disk_copies import DiskCopies
+from megatron_port.ext.storage.partner_copies import committed_copies
+from megatron_port.ext.telemetry.flops import parameter_count
+from megatron_port.tools.plan.case import Case, Machine, case_of, machine_of
+from megatron_port.tools.plan.memory import copied, host_problem
+from megatron_port.tools.plan.step import plan_step
+
+INTERVAL = 3
+
+
+def config(home: Path, *more: str) -> Any:
+    for tier in TIERS:
+        (home / tier).mkdir(exist_ok=True)
+    return load(None, [f"output_dir={home / 'runs'}", f'checkpoint.memory_folder="{home / "memory"}"',
+                       f'checkpoint.disk_folder="{home / "disk"}"', "checkpoint.memory_interval=1",
+                       f"checkpoint.disk_interval={INTERVAL}", *more]).config
+
+
+def session(run: Any) -> Any:
+    info = SimpleNamespace(rank=0, world_size=1, hostname="h", num_nodes=1, local_rank=0, local_world_size=1)
+    return SimpleNamespace(config=run, info=info, logger=SimpleNamespace(log=print), is_rank_zero=True, cpu_group=None)
+
+
+def pieces(step: int, size: int = 40_000) -> list[StatePiece]:
+    draw = torch.Generator().manual_seed(step)
+    return [StatePiece("w", kind, (size,), (0,), (size,), 0, torch.randn(size, generator=draw))
+            for kind in ("weight", "exp_avg")]
+
+
+class Rank:
+    """A rank alone, whose loop is that of ``run.copying``."""
+
+    def __init__(self, run: Any, *, epoch: int = 5, spare: int | None = None) -> None:
+        self.disk = DiskCopies(copies_folder(run, "disk"), rank=0, interval=INTERVAL, spare=spare)
+        self.copies = StateCopies(copies_folder(run), rank=0, world=1, run="r", epoch=epoch, disk=self.disk)
+        self.errors: list[str] = []
+
+    def take(self, *steps: int) -> None:
+        for step in steps:
+            if self.disk.due(step):
+                error = self.disk.finish()
+                self.errors += [str(error)] if error else []
+                if not error:
+                    self.disk.keep()
+            state = SavedState(step=step, samples=step, tokens=step, layout=LayoutConfig(), config={}, extra={},
+                               scalars={"optimizer_steps": step}, kinds={"w": ("weight", "exp_avg")})
+            self.copies.take(pieces(step), step, described(state, Lineage(run="r", commit=3)))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    return config(tmp_path)
+
+
+def found(run: Any, below: int = -1) -> list[tuple[str, int]]:
+    """Tier and step of what a start would resume from, each read through and compared."""
+    out = []
+    for path, manifest in committed_copies(session(run), "r", below):
+        checkpoint = open_checkpoint(path)
+        checkpoint.verify()
+        for piece in pieces(manifest.state.step):
+            assert torch.equal(checkpoint.read(piece.name, piece.kind, (0,), piece.shape), piece.tensor)
+        checkpoint.close()
+        out.append((next(tier for tier in TIERS if path.parent == copies_folder(run, tier)), manifest.state.step))
+    return out
+
+
+def test_what_memory_has_lost_comes_back_from_the_disk(run: Any) -> None:
+    """The first of a start, then every third; the two newest are kept."""
+    rank = Rank(run)
+    rank.take(1, 2)
+    assert rank.disk.finish() is None and [rank.disk.due(n) for n in range(1, 7)] == [False, False, True] * 2
+    rank.take(3, 4, 5, 6, 7)
+    assert rank.disk.finish() is None and found(run) == [("memory", 7), ("memory", 6)]
+    shutil.rmtree(copies_folder(run))
+    assert found(run) == [("disk", 6), ("disk", 3)]
+    assert found(run, below=6) == [("disk", 3)] and found(run, below=3) == []
+    off = replace(run, checkpoint=replace(run.checkpoint, disk_interval=0))
+    assert committed_copies(session(off), "r") == []
+    remove_copies(run)
+    assert not any(copies_folder(run, tier).exists() for tier in TIERS)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**9))
+def test_whatever_is_damaged_is_named_and_the_next_is_used(seed: int) -> None:
+    """Any of the four, in the file or in its list, by a bit or a missing end."""
+    draw = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        run = config(Path(folder))
+        rank = Rank(run)
+        rank.take(1, 2, 3, 4)
+        rank.disk.finish()
+        all_four = [("memory", 4, 1), ("memory", 3, 0), ("disk", 3, 1), ("disk", 1, 0)]
+        bad = draw.sample(all_four, draw.randint(1, 4))
+        for tier, _, slot in bad:
+            victim = copies_folder(run, tier) / SLOTS[slot] / draw.choice([shard_name(0), listing_name(0)])
+            data = bytearray(victim.read_bytes())
+            if draw.random() < 0.5:
+                data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+            else:
+                del data[draw.randrange(len(data)):]
+            victim.write_bytes(data)
+        left = [(tier, step) for tier, step, slot in all_four if (tier, step, slot) not in bad]
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            assert found(run) == [one for one in left if one[0] == (left[0][0])] if left else found(run) == []
+        looked = [one for one in bad if one[0] == "memory" or not [x for x in left if x[0] == "memory"]]
+        named = said.getvalue().count("is passed over")
+        assert named == len(looked), said.getvalue()
+
+
+@contextlib.contextmanager
+def held(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[Callable[[], None]]:
+    """A system call that waits until it is released."""
+    real, go = getattr(os, name), threading.Event()
+
+    def late(*args: Any) -> Any:
+        assert go.wait(60)
+        return real(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, name, late)
+        yield go.set
+        go.set()
+
+
+def test_memory_is_not_written_over_while_it_is_read(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next copy takes the other place; the one after it waits, and what is written is what was copied."""
+    rank = Rank(run)
+    with held(monkeypatch, "sendfile") as release:
+        rank.take(1, 2)
+        third = threading.Thread(target=lambda: rank.copies.take(pieces(8), 8, {}))
+        third.start()
+        third.join(0.3)
+        assert third.is_alive()
+        release()
+        third.join(60)
+    assert rank.disk.finish() is None
+    assert on_disk(run) == [1]
+
+
+def on_disk(run: Any) -> list[int]:
+    """Steps of the copies that a start finds whose node has lost its memory."""
+    aside = copies_folder(run).rename(copies_folder(run).with_name("aside"))
+    steps = [step for tier, step in found(run) if tier == "disk"]
+    aside.rename(copies_folder(run))
+    return steps
+
+
+def test_only_reading_is_waited_for_and_a_copy_counts_once_it_is_on_the_disk(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(run)
+    listing = copies_folder(run, "disk") / SLOTS[0] / listing_name(0)
+    with held(monkeypatch, "fsync") as release:
+        rank.take(1, 2)
+        rank.copies.take(pieces(8), 8, {})  # over the first, which has been read
+        assert not listing.exists()
+        release()
+        assert rank.disk.finish() is None and listing.exists()
+
+
+def test_a_copy_given_up_has_no_list_and_the_next_start_has_the_one_before(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(run)
+    rank.take(1, 2, 3)
+    assert rank.disk.finish() is None
+    rank.disk.keep()
+    with held(monkeypatch, "fsync") as release:
+        rank.copies.take(pieces(6), 6, {})
+        rank.disk.close()
+        release()
+        assert rank.disk.finish() is None
+    assert on_disk(run) == [3]
+    again = Rank(run, epoch=6, spare=1)
+    assert on_disk(run) == [3]
+    again.take(4)
+    assert again.disk.finish() is None
+    assert on_disk(run) == [4, 3]
+    Rank(run, epoch=7)  # it began elsewhere
+    assert on_disk(run) == []
+
+
+def test_a_disk_that_refuses_costs_that_copy_alone(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(run)
+    rank.take(1, 2, 3)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "sendfile", full)
+        rank.take(6)
+        while rank.disk._thread and rank.disk._thread.is_alive():
+            time.sleep(0.01)
+    assert on_disk(run) == [3]
+    rank.take(9)
+    assert rank.disk.finish() is None
+    error, = rank.errors
+    assert "copy of this rank's state (No space left" in error and "Set checkpoint.disk_folder" in error, error
+    assert on_disk(run) == [9, 3], "the place of the one that failed was taken, not the other's"
+
+
+def test_going_back_drops_what_is_later(run: Any) -> None:
+    rank = Rank(run)
+    rank.take(1, 2, 3)
+    assert rank.disk.finish() is None
+    rank.disk.forget(3)
+    assert on_disk(run) == [1]
+    rank.disk.forget()
+    assert on_disk(run) == [] and rank.disk.due(4), "the next copy is the first"
+
+
+def test_a_folder_that_is_not_there_is_named(run: Any) -> None:
+    with pytest.raises(EnvironmentFault, match=r"checkpoint.disk_folder to .*, or checkpoint.disk_interval = 0"):
+        DiskCopies(Path("/nowhere/a/b"), rank=0, interval=1)
+
+
+@pytest.mark.parametrize(("more", "message"), [
+    (("checkpoint.disk_interval=3", "checkpoint.memory_interval=2"), "no multiple of checkpoint.memory_interval"),
+    (("checkpoint.disk_interval=3", "checkpoint.memory_interval=0"), "no multiple of checkpoint.memory_interval"),
+    (("checkpoint.disk_interval=3", "checkpoint.disk_folder=/dev/shm/me"), "disk_folder /dev/shm/me, where copies in"),
+    (("checkpoint.disk_interval=3", "checkpoint.memory_folder=/var/tmp"), "disk_folder /var/tmp, where copies in mem"),
+])
+def test_settings_that_contradict_one_another(more: tuple[str, ...], message: str) -> None:
+    from megatron_port.core.config.checks import check
+
+    run = load(None, ["data.synthetic=true", "checkpoint.memory_interval=1", *more]).config
+    with pytest.raises(ConfigError, match=f"checkpoint.disk_interval.*{message}"):
+        check(run)
+
+
+def planned(nodes: int, *more: str) -> tuple[Case, Machine]:
+    run = load(["models/gpt2-124m", "clusters/dgx-h100"], [
+        "checkpoint.memory_interval=1", f"layout.data_parallel_size={8 * nodes}", "checkpoint.disk_interval=10",
+        f"batch.global_batch_size={8 * nodes}", f"cluster.nodes={nodes}", "batch.micro_batch_size=1", *more]).config
+    return case_of(resolve(run, 8 * nodes))[0], machine_of(run)
+
+
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_the_plan_has_two_of_a_nodes_own_copies_and_the_time_of_one(nodes: int) -> None:
+    """12 bytes of each parameter, over all nodes; in memory a neighbour's come on top, on the disk they do not."""
+    case, machine = planned(nodes, "hardware.nvme_gb=100", "hardware.nvme_write_gb=0.5")
+    found, total = copied(case, machine), parameter_count(case.model)
+    assert found.disk * nodes == pytest.approx(2 * 12 * total, rel=0.01)
+    assert found.writing == pytest.approx(found.disk / 2 / 0.5e9)
+    without = copied(replace(case, disk_interval=0), machine)
+    assert (without.disk, without.writing) == (0.0, 0.0) and without.node == found.node
+    slow = replace(machine.hardware, nvme_write_gb=found.disk / 2 / 1e9 / 1000)  # a copy takes 1000 s
+    waiting = plan_step(case, replace(machine, hardware=slow)).seconds
+    assert waiting == pytest.approx(1000 / 10, rel=1e-9), "ten steps wait for it"
+    full = replace(machine, hardware=replace(machine.hardware, nvme_gb=0.9 * found.disk / 1e9))
+    assert "of a node's local disks, which have" in host_problem(case, full) and "disk_interval" in host_problem(
+        case, full)
+    assert not host_problem(replace(case, disk_interval=0), full)
