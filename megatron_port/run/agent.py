@@ -369,13 +369,14 @@ class Agent:
     def _spares(self) -> list[Node]:
         return [node for node in self.nodes if node not in self._places and node not in self._doubted]
 
-    def on_ended(self, node: Node, local: int, code: int) -> None:
+    def on_ended(self, node: Node, local: int, code: int, hint: str = "") -> None:
         """Take note of a rank's end: done, lost, or a fault that would come again."""
         rank = self._rank(node, local)
         if rank is None:
             return
         self._ranks.remove(rank)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how += f" ({hint})" if hint else ""
         if self._stopping or code == -signal.SIGINT:
             self._give_up(128 - code if code < 0 else code, f"rank {rank.rank} {how}" if code < 0 else "")
         elif code < 0 or code in (1, EXIT_HANG) or rank.replaced:

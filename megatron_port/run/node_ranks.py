@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from megatron_port.core.dist.rank import ProcessInfo
 from megatron_port.run.agent_link import LEAVE, LOST, START, AgentLink, KeptRank, Restart
 from megatron_port.run.local_ranks import Meeting, fork_child, free_port, process_info
-from megatron_port.run.processes import stopped
+from megatron_port.run.processes import out_of_memory_kills, stopped
 
 STOPPED_S = 0.5
 """During a recovery, a process that a signal has stopped is reported after this time."""
@@ -40,8 +40,8 @@ class NodeListener(Protocol):
     def on_told(self, node: Any, local: int, told: dict[str, Any]) -> None:
         """A rank has sent a message."""
 
-    def on_ended(self, node: Any, local: int, code: int) -> None:
-        """A rank's process has ended; ``code``: as ``os.waitstatus_to_exitcode`` has it."""
+    def on_ended(self, node: Any, local: int, code: int, hint: str = "") -> None:
+        """A rank's process has ended; ``code``: as ``os.waitstatus_to_exitcode`` has it; ``hint``: why, perhaps."""
 
     def on_stopped(self, node: Any, local: int) -> None:
         """A rank that should leave its step is stopped by a signal."""
@@ -95,6 +95,7 @@ class NodeRanks:
         self._children: dict[int, _Child] = {}
         """By process id: those that live."""
         self.hostname, self.address = socket.gethostname(), address
+        self._memory_kills = out_of_memory_kills()
 
     @property
     def quiet_s(self) -> float:
@@ -204,4 +205,12 @@ class NodeRanks:
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(child.sock)
             child.sock.close()
-            self._listener.on_ended(self, child.local, os.waitstatus_to_exitcode(status))
+            code = os.waitstatus_to_exitcode(status)
+            self._listener.on_ended(self, child.local, code, self._hint() if code == -signal.SIGKILL else "")
+
+    def _hint(self) -> str:
+        """Return a reason for a rank's death by SIGKILL; empty: none is known."""
+        before, self._memory_kills = self._memory_kills, out_of_memory_kills()
+        if self._memory_kills <= before:
+            return ""
+        return f"the kernel of {self.hostname} has killed a process for lack of memory meanwhile"

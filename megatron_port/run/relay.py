@@ -171,7 +171,7 @@ class RemoteNode:
             if told.get("event") == "told":
                 self._agent.on_told(self, told["local"], told["told"])
             elif told.get("event") == "ended":
-                self._agent.on_ended(self, told["local"], told["code"])
+                self._agent.on_ended(self, told["local"], told["code"], told["hint"])
             elif told.get("event") == "stopped":
                 self._agent.on_stopped(self, told["local"])
             elif told.get("event") == "signal":
@@ -430,9 +430,9 @@ class Relay:
         """Pass it on."""
         self._lines.send(event="told", local=local, told=told, port=node.port)
 
-    def on_ended(self, node: Any, local: int, code: int) -> None:
+    def on_ended(self, node: Any, local: int, code: int, hint: str = "") -> None:
         """Pass it on."""
-        self._lines.send(event="ended", local=local, code=code, port=node.port)
+        self._lines.send(event="ended", local=local, code=code, hint=hint, port=node.port)
 
     def on_stopped(self, node: Any, local: int) -> None:
         """Pass it on."""

@@ -120,6 +120,7 @@ def test_a_rank_killed_for_lack_of_memory_is_replaced(commands: Commands, unbrok
                               after=3))
         run, code, output = broken(commands, tmp_path, moments)
         assert code == 0, output[-6000:]
+        assert output.count("by SIGKILL (the kernel of ") >= len(moments) - 1, output[-3000:]
         assert struck(tmp_path / "hook") == killed(group) == len(moments), output[-3000:]
     same(run, unbroken)
 

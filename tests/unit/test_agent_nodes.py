@@ -19,7 +19,7 @@ import pytest
 
 from megatron_port import __version__
 from megatron_port.core.dist.rank import ProcessInfo
-from megatron_port.run import local_ranks, relay
+from megatron_port.run import local_ranks, node_ranks, relay
 from megatron_port.run.agent import Agent, Kept, _Rank
 from megatron_port.run.agent_link import END, HUNG, LEAVE, LOST, RUNNING, AgentLink, Restart
 from megatron_port.run.launchers import AGENT_VARIABLE, LOCAL_RANK_VARIABLE
@@ -328,13 +328,13 @@ def test_events_come_whole_and_in_order(served: Served) -> None:
     sock = served.node()
     text = b"".join(json.dumps(event).encode() + b"\n" for event in (
         {"event": "told", "local": 1, "told": {"kind": "x" * 100_000}, "port": 8}, {"beat": True},
-        {"event": "ended", "local": 1, "code": -9, "port": 9}, {"event": "stopped", "local": 0},
+        {"event": "ended", "local": 1, "code": -9, "hint": "why", "port": 9}, {"event": "stopped", "local": 0},
         {"event": "signal", "number": 10}))
     thread = threading.Thread(target=sock.sendall, args=(text,))
     thread.start()
     served.turn(lambda: len(served.heard) == 4)
     thread.join()
-    assert served.heard == [(1, {"kind": "x" * 100_000}), (1, -9), (0,), ()] and served.nodes[0].port == 9
+    assert served.heard == [(1, {"kind": "x" * 100_000}), (1, -9, "why"), (0,), ()] and served.nodes[0].port == 9
     sock.shutdown(socket.SHUT_WR)
     served.turn(lambda: len(served.heard) == 5)
     assert served.heard[-1] == "its connection has ended" and not served.door._nodes
@@ -437,11 +437,19 @@ class Listener:
     def on_told(self, node: Any, local: int, told: dict[str, Any]) -> None:
         self.heard.append((local, told["kind"]))
 
-    def on_ended(self, node: Any, local: int, code: int) -> None:
-        self.heard.append((local, code))
+    def on_ended(self, node: Any, local: int, code: int, hint: str = "") -> None:
+        self.heard.append((local, f"{code} {hint}" if hint else code))
 
     def on_stopped(self, node: Any, local: int) -> None:
         self.heard.append((local, "stopped"))
+
+
+def test_a_kill_by_the_kernel_for_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    kills = iter((3, 3, 4, 4))
+    monkeypatch.setattr(node_ranks, "out_of_memory_kills", lambda: next(kills))
+    node = NodeRanks(selectors.DefaultSelector(), lambda info, kept: 0, Listener(), lambda: None)
+    told = [node._hint() for _ in range(3)]
+    assert told == ["", f"the kernel of {node.hostname} has killed a process for lack of memory meanwhile", ""]
 
 
 def test_the_hosts_of_many_nodes_reach_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,11 @@ class Rank:
                                scalars={"optimizer_steps": step}, kinds={"w": ("weight", "exp_avg")})
             self.copies.take(pieces(step), step, described(state, Lineage(run="r", commit=3)))
 
+    def written(self) -> None:
+        """Wait until the disk has the last copy, or has refused it."""
+        while self.disk._thread is not None and self.disk._thread.is_alive():
+            time.sleep(0.01)
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Any:
@@ -193,6 +198,21 @@ def test_only_reading_is_waited_for_and_a_copy_counts_once_it_is_on_the_disk(
         assert rank.disk.finish() is None and listing.exists()
 
 
+def test_the_file_is_on_the_disk_before_its_list_is(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, synced = os.fsync, []
+
+    def noted(handle: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        real(handle)
+
+    rank = Rank(run)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", noted)
+        rank.take(1)
+        assert rank.disk.finish() is None
+    assert synced[0] == shard_name(0) and listing_name(0) in synced[1] and synced[2:] == [SLOTS[0]]
+
+
 def test_a_copy_given_up_has_no_list_and_the_next_start_has_the_one_before(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,10 +243,10 @@ def test_a_disk_that_refuses_costs_that_copy_alone(run: Any, monkeypatch: pytest
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
+        rank.written()
         patched.setattr(os, "sendfile", full)
         rank.take(6)
-        while rank.disk._thread and rank.disk._thread.is_alive():
-            time.sleep(0.01)
+        rank.written()
     assert on_disk(run) == [3]
     rank.take(9)
     assert rank.disk.finish() is None

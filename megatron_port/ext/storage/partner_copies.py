@@ -74,6 +74,7 @@ from megatron_port.ext.storage.copies import (
 _HEADER = struct.Struct("!BQQ")
 """Place among the two copies, bytes of the file, bytes of the list."""
 _CONNECT_S, _TOKEN_S = 60.0, 5.0
+_CLOSE_S = 2.0
 _AGAIN_S = 3.0
 """After this time a copy that could not be saved is tried once more."""
 _STORED = b"+"
@@ -182,11 +183,14 @@ class Partner:
             (self._folder / name / listing_name(self.keeps)).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """End the connections; what is under way on them ends too."""
+        """End the connections; what is under way on them ends too, before a later start writes there."""
         for sock in (self._out, self._in):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
-            sock.close()
+        for thread in self._threads:
+            thread.join(_CLOSE_S)
+        self._out.close()
+        self._in.close()
 
 
 def _listener(master: str) -> socket.socket:
