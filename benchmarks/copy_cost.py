@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-SKIPPED = 20
-"""Steps of the beginning: their pages are new."""
+SKIPPED, PART = 20, 40
+"""Steps of the beginning, whose pages are new; steps of a part of the run, whose ratios give the error."""
 
 
 def watched(folder: Path) -> None:
@@ -42,12 +42,12 @@ def watched(folder: Path) -> None:
         (folder / f"{self.state.session.info.rank}.json").write_text(json.dumps(rows))
 
     StateCopying.after_step, StateCopying.act, StateCopying.close = after_step, timed_act, closed  # type: ignore[method-assign]
-    StateCopying.due = lambda self, step: step % 2 == 0  # type: ignore[method-assign]
+    StateCopying.due = lambda self, step: step > 0 and step % 2 == 0  # type: ignore[method-assign]
 
 
 def compare(folder: Path) -> dict[str, Any]:
     """Return the medians over steps, and the ratios over ranks."""
-    ranks = []
+    ranks, parts = [], []
     for path in sorted(folder.glob("[0-9]*.json"), key=lambda path: int(path.stem)):
         rows = json.loads(path.read_text())
         pairs = [(a[0] % 2 == 0, b[1] - a[1], b[2] - a[2], a[3])
@@ -55,11 +55,15 @@ def compare(folder: Path) -> dict[str, Any]:
         wall = {on: statistics.median(w for copied, w, _, _ in pairs if copied is on) for on in (True, False)}
         step = statistics.median(cpu for copied, _, cpu, _ in pairs if not copied)
         copy = statistics.median(c for copied, _, _, c in pairs if copied)
+        parts = [statistics.median(w for copied, w, _, _ in part if copied)
+                 / statistics.median(w for copied, w, _, _ in part if not copied) - 1
+                 for part in (pairs[k : k + PART] for k in range(0, len(pairs) - PART + 1, PART))]
         ranks.append({"wall_with": wall[True], "wall_without": wall[False], "step_cpu": step, "copy_cpu": copy})
     total = {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
     return {
         "ranks": len(ranks), "step_ms": 1e3 * total["wall_without"] / len(ranks),
         "wall_ratio": total["wall_with"] / total["wall_without"] - 1,
+        "wall_ratio_error": statistics.stdev(parts) / len(parts) ** 0.5 if len(parts) > 1 else None,  # of one rank
         "copy_cpu_ms": [round(1e3 * rank["copy_cpu"], 2) for rank in ranks],
         "step_cpu_ms": [round(1e3 * rank["step_cpu"], 1) for rank in ranks],
         "cpu_ratio": total["copy_cpu"] / total["step_cpu"],

@@ -244,10 +244,10 @@ class CheckpointConfig:
     keep: CountOrZero = 2
     """Checkpoints kept; older ones are removed after a commit. 0: all."""
     asynchronous: bool = True
-    """Save in the background, from a copy in host memory (this rank's share of the state); the step only pays for the
-    copy. The save after the last step, or on a signal, is synchronous."""
+    """Save in the background, from a copy of this rank's state in host memory; the step pays for the copy only. The
+    last save, or one on a signal, is synchronous."""
     verify_saves: bool = True
-    """Read every file back and compare it with what was written before the checkpoint is committed."""
+    """Read every file back and compare it before the checkpoint is committed."""
     max_failures: CountOrZero = 3
     """Saves in a row that may fail (disk full, no permission) before training stops with exit 5. 0: never stop."""
     resume: PathText = "auto"
@@ -264,9 +264,9 @@ class CheckpointConfig:
     memory_folder: AbsolutePath = "/dev/shm"
     """Folder of each node that holds them: memory, or a disk of its own."""
     disk_interval: CountOrZero = 0
-    """Steps between copies that are also written to each node's disk, for starts that find none in memory; 0: none."""
+    """Steps between copies that each node's disk gets too, for a start that finds none in memory; 0: none."""
     disk_folder: AbsolutePath = "/var/tmp"
-    """Folder on a disk of each node that holds these."""
+    """Folder of each node that holds these, on a disk."""
     mirror: PathSetting = ""
     """URL below which every committed checkpoint is copied in the background (s3://bucket/folder); `checkpoint.resume`
     accepts it. A failed copy costs a line, not the run."""
