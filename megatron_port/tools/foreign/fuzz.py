@@ -63,7 +63,7 @@ def draw(session: Session, sizes: Sequence[int], seed: int) -> Drawn:
 def run(session: Session, case: Drawn, *, seconds: float, folder: Path | None = None) -> Drawn:
     """Run a case; return it with its end."""
     try:
-        case.verdict = session.compare(case.options, case.ranks, folder=folder, seconds=seconds)
+        case.verdict = session.compare(case.options, case.ranks, seed=case.seed, folder=folder, seconds=seconds)
     except CaseFailed as error:
         case.failure = str(error)
     return case
@@ -102,7 +102,7 @@ def reproduction(spec: str, case: Drawn) -> str:
     where = str(Path(spec).resolve()) if spec.partition(":")[0].endswith(".py") else spec
     return (
         f'"""{said}\n"""\n\nimport sys\n\nfrom megatron_port.parity import compare\n\n'
-        f"verdict = compare({where!r}, {case.ranks}{options})\n"
+        f"verdict = compare({where!r}, {case.ranks}, seed={case.seed}{options})\n"
         'print("\\n".join(verdict.lines()))\nsys.exit(0 if verdict.equal else 6)\n'
     )
 

@@ -31,9 +31,9 @@ MOST_OUTPUT = 1 << 20
 """Elements of a module's output; larger ones are not compared."""
 
 
-def batch_of(adapter: Adapter, step: int) -> Batch:
+def batch_of(adapter: Adapter, step: int, seed: int = 0) -> Batch:
     """Return the batch of a step. Where labels can be left out, sample i has fewer of them than sample i + 1."""
-    generator = torch.Generator().manual_seed(1000 + step)
+    generator = torch.Generator().manual_seed(1000 + step + 7919 * seed)
     ids = torch.randint(0, adapter.vocabulary, (adapter.samples, adapter.sequence + 1), generator=generator)
     tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     if adapter.ignored is not None:
@@ -43,9 +43,9 @@ def batch_of(adapter: Adapter, step: int) -> Batch:
     return Batch(tokens, labels)
 
 
-def disturbed(name: str, weight: Tensor) -> Tensor:
+def disturbed(name: str, weight: Tensor, seed: int) -> Tensor:
     """Return a weight with noise by its name, so that no norm is 1 and no bias 0, which would hide what is wrong."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
     std = 0.1 if weight.dim() < 2 else 0.5 / math.sqrt(weight.shape[-1])
     noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
     return (weight.detach().cpu().double() + std * noise).to(weight.dtype)
@@ -69,16 +69,17 @@ def places(adapter: Adapter, world: World) -> dict[str, tuple[int, int]]:
 
 
 class Process:
-    """A trainer with known weights. ``folder``: of the case; the reference writes the weights there."""
+    """A trainer with known weights. ``folder``: of the case; the reference writes the weights there. ``seed``: of noise
+    in the weights, and of the batches."""
 
-    def __init__(self, adapter: Adapter, world: World, folder: Path, *, reference: bool) -> None:
-        self.adapter, self.world, self.folder = adapter, world, folder
+    def __init__(self, adapter: Adapter, world: World, folder: Path, *, seed: int, reference: bool = False) -> None:
+        self.adapter, self.world, self._seed = adapter, world, seed
         torch.manual_seed(1234)
         adapter.start(world)
         self.state = adapter.build(world)
         parameters = dict(adapter.parameters(self.state))
         if reference:
-            weights = {name: disturbed(name, local(p)) for name, p in parameters.items()}
+            weights = {name: disturbed(name, local(p), seed) for name, p in parameters.items()}
             for name, weight in weights.items():
                 if weight.shape != parameters[name].shape:
                     raise ConfigError(f"{name} is divided on one process, {list(weight.shape)}")
@@ -155,7 +156,7 @@ class Process:
         record = Record(self.world.rank)
         record.weights.append(self.parts(adapter.weights(state)))
         for step in range(STEPS):
-            batch = batch_of(adapter, step)
+            batch = batch_of(adapter, step, self._seed)
             with self._listening(record, outputs and step == 0):
                 loss = adapter.step(state, batch, self.world)
             record.losses.append(None if loss is None else float(loss))
@@ -203,7 +204,7 @@ class Process:
         """Run each sample of the first step alone; return losses and gradients as if each were a step, and how many
         labels each has."""
         record, counts = Record(self.world.rank), []
-        batch = batch_of(self.adapter, 0)
+        batch = batch_of(self.adapter, 0, self._seed)
         for sample in range(len(batch)):
             one = batch[sample : sample + 1]
             loss = self.adapter.step(self.state, one, self.world)

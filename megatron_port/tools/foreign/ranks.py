@@ -1,8 +1,8 @@
 """The ranks of cases, forked from one process that has imported the trainer: ``python -m …foreign.ranks``.
 
-A case is a line of JSON on standard input: adapter, folder, options, ranks, seconds. Its reference, the reference
-sample by sample, and its ranks are forked, each with a log in the folder; a line of JSON on standard output says how
-they ended.
+A case is a line of JSON on standard input: adapter, folder, options, ranks, seed, seconds. Its reference, the
+reference sample by sample, and its ranks are forked, each with a log in the folder; a line of JSON on standard output
+says how they ended.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def _reference(adapter: Adapter, options: Mapping[str, Any], case: Path) -> None:
-    process = Process(adapter, World(0, 1, {**options, **adapter.layout}), case, reference=True)
+def _reference(adapter: Adapter, options: Mapping[str, Any], case: Path, seed: int) -> None:
+    process = Process(adapter, World(0, 1, {**options, **adapter.layout}), case, seed=seed, reference=True)
     process.run().write(case / REFERENCE)
 
 
-def _samples(adapter: Adapter, options: Mapping[str, Any], case: Path) -> None:
-    process = Process(adapter, World(0, 1, {**options, **adapter.layout}), case, reference=False)
+def _samples(adapter: Adapter, options: Mapping[str, Any], case: Path, seed: int) -> None:
+    process = Process(adapter, World(0, 1, {**options, **adapter.layout}), case, seed=seed)
     record, counts = process.by_sample()
     record.write(case / SAMPLES)
     (case / SAMPLES / "counts.json").write_text(json.dumps(counts))
@@ -96,6 +96,7 @@ class Case:
 
     def __init__(self, kind: type[Adapter], case: Mapping[str, Any]) -> None:
         self._kind, self._folder = kind, Path(case["folder"])
+        self._seed = case["seed"]
         self._options, self._size, self._until = case["options"], case["ranks"], time.monotonic() + case["seconds"]
         for name in (REFERENCE, SAMPLES, LAYOUT):
             (self._folder / name).mkdir(parents=True, exist_ok=True)
@@ -158,22 +159,22 @@ class Case:
 
     def run(self) -> dict[str, str]:
         """Return what went wrong, by folder."""
-        options, case = self._options, self._folder
+        options, case, seed = self._options, self._folder, self._seed
         log = str(case / REFERENCE / "rank-00000.log")
-        pid = self._fork(REFERENCE, 0, 1, free_port(), lambda adapter: _reference(adapter, options, case))
+        pid = self._fork(REFERENCE, 0, 1, free_port(), lambda adapter: _reference(adapter, options, case, seed))
         if wrong := self._wait({pid: log}):
             return {REFERENCE: wrong}
 
         def rank_of(rank: int) -> Callable[[Adapter], None]:
             world = World(rank, self._size, options)
-            return lambda adapter: Process(adapter, world, case, reference=False).run().write(case / LAYOUT)
+            return lambda adapter: Process(adapter, world, case, seed=seed).run().write(case / LAYOUT)
 
         port = free_port()
         running = {self._fork(LAYOUT, rank, self._size, port, rank_of(rank)):
                    str(case / LAYOUT / f"rank-{rank:05d}.log") for rank in range(self._size)}
         found = {LAYOUT: self._wait(running)}
         log = str(case / SAMPLES / "rank-00000.log")
-        pid = self._fork(SAMPLES, 0, 1, free_port(), lambda adapter: _samples(adapter, options, case))
+        pid = self._fork(SAMPLES, 0, 1, free_port(), lambda adapter: _samples(adapter, options, case, seed))
         return {**found, SAMPLES: self._wait({pid: log})}
 
 
@@ -212,7 +213,7 @@ class Ranks:
         return found
 
     def run(
-        self, spec: str, folder: Path, options: Mapping[str, Any], ranks: int, *, seconds: float
+        self, spec: str, folder: Path, options: Mapping[str, Any], ranks: int, *, seed: int, seconds: float
     ) -> dict[str, str]:
         """Run one case; return what went wrong, by folder.
 
@@ -220,7 +221,8 @@ class Ranks:
             ConfigError: the adapter cannot be imported there.
         """
         assert self._process.stdin is not None
-        case = {"adapter": spec, "folder": str(folder), "options": dict(options), "ranks": ranks, "seconds": seconds}
+        case = {"adapter": spec, "folder": str(folder), "options": dict(options), "ranks": ranks, "seed": seed,
+                "seconds": seconds}
         self._process.stdin.write(json.dumps(case) + "\n")
         self._process.stdin.flush()
         answer = self._answer()

@@ -47,11 +47,13 @@ class Session:
         return options
 
     def compare(
-        self, given: Mapping[str, Any], size: int, *, folder: Path | None = None, seconds: float = SECONDS
+        self, given: Mapping[str, Any], size: int, *, seed: int = 0, folder: Path | None = None,
+        seconds: float = SECONDS,
     ) -> Verdict:
         """Run the reference and ``size`` ranks with these options, and compare.
 
         Args:
+            seed: of weights and batches.
             folder: keeps logs and records; None: they go.
 
         Raises:
@@ -60,7 +62,7 @@ class Session:
         options = self.options(given, size)
         with tempfile.TemporaryDirectory(prefix="parity-") as scratch:
             out = folder or Path(scratch)
-            wrong = self.ranks.run(self.spec, out, options, size, seconds=seconds)
+            wrong = self.ranks.run(self.spec, out, options, size, seed=seed, seconds=seconds)
             for part in (REFERENCE, LAYOUT):
                 if wrong.get(part):
                     raise CaseFailed(f"{part}: {wrong[part]}")
@@ -73,7 +75,9 @@ class Session:
         return verdict
 
 
-def compare(spec: str, ranks: int, *, seconds: float = SECONDS, folder: Path | None = None, **options: Any) -> Verdict:
+def compare(
+    spec: str, ranks: int, *, seed: int = 0, seconds: float = SECONDS, folder: Path | None = None, **options: Any
+) -> Verdict:
     """Compare a trainer on ``ranks`` processes with itself on one.
 
     Args:
@@ -84,4 +88,4 @@ def compare(spec: str, ranks: int, *, seconds: float = SECONDS, folder: Path | N
         ConfigError: no such adapter or option, or an illegal layout; CaseFailed: a process ended early or hung.
     """
     with Ranks() as running:
-        return Session(spec, running).compare(options, ranks, folder=folder, seconds=seconds)
+        return Session(spec, running).compare(options, ranks, seed=seed, folder=folder, seconds=seconds)
