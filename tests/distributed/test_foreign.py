@@ -82,6 +82,18 @@ def test_a_healthy_trainer_is_equal(ranks: Ranks, adapter: str, size: int, optio
     assert verdict.compared["gradients"] >= 20 and verdict.compared["losses"] >= 2
 
 
+def test_weights_that_a_trainer_loads_by_itself_are_found_by_their_values(ranks: Ranks, tmp_path: Path) -> None:
+    file = tmp_path / "loads.py"
+    file.write_text(
+        "from megatron_port.tools.foreign.adapters.pipelining import Pipelining\n"
+        "class Loads(Pipelining):\n    def load(self, state, weights):\n        for stage in state.stages:\n"
+        "            found = stage.load_state_dict(weights, strict=False)\n            assert not found.missing_keys\n"
+        "        return True\n"
+    )
+    verdict = Session(str(file), ranks).compare({"micro_batches": 4}, 2)
+    assert verdict.equal and verdict.compared["gradients"] == 69, "\n".join(verdict.lines())
+
+
 def test_a_draw_that_fails_is_made_smaller_and_reproduced(ranks: Ranks, tmp_path: Path) -> None:
     spec = f"{FILES / 'loop_mistakes.py'}:Script"
     session = Session(spec, ranks)

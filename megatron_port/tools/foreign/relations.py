@@ -166,41 +166,35 @@ def _of_factor(wrong: Wrong, c: float) -> str:
 def not_reduced(wrong: Wrong) -> Relation | None:
     """Its sum over the ranks of an axis is right: each rank has its own part."""
     for over in wrong.subsets():
-        found, right = [], []
-        for group in wrong.groups(over):
-            held = [wrong.parts[r] for r in group if r in wrong.parts]
-            if not held:
-                continue
-            if len(held) < len(group) or any(not torch.equal(p.index, held[0].index) for p in held):
-                break
-            found.append(sum((p.value for p in held), torch.zeros(())).flatten())
-            right.append(wrong.of(held[0], wrong.right).flatten())
-        else:
-            if not found:
-                return None
-            values, wanted = torch.cat(found), torch.cat(right)
-            c = wrong.scale(values, wanted)
-            if c and wrong.near(values, c * wanted):
-                return _unreduced(wrong, over, c, wrong.off(values, c * wanted))
+        held = [[wrong.parts[r] for r in group if r in wrong.parts] for group in wrong.groups(over)]
+        held, several = [parts for parts in held if parts], max(map(len, held), default=0)
+        if several < 2 or any(not torch.equal(p.index, parts[0].index) for parts in held for p in parts):
+            continue
+        sums = [sum((p.value for p in parts), torch.zeros(())).flatten() for parts in held]
+        values = torch.cat(sums)
+        wanted = torch.cat([wrong.of(parts[0], wrong.right).flatten() for parts in held])
+        c = wrong.scale(values, wanted)
+        if c and wrong.near(values, c * wanted):
+            return _unreduced(wrong, over, c, several)
     return None
 
 
-def _unreduced(wrong: Wrong, over: Sequence[str], c: float, off: float) -> Relation:
-    named, size = " x ".join(over), math.prod(wrong.axes[axis] for axis in over)
+def _unreduced(wrong: Wrong, over: Sequence[str], c: float, size: int) -> Relation:
+    named = " x ".join(over)
     if abs(c - 1) < FACTOR:
         return Relation(
             "not reduced", f"is not summed over {named}: the sum over its ranks is the right one",
             f"a parameter that ranks of {named} share, used on different positions or samples, needs an all-reduce "
-            f"over {named}", off,
+            f"over {named}",
         )
     if abs(c / size - 1) < FACTOR:
         return Relation(
             "not reduced", f"is not averaged over {named}: the mean over its ranks is the right one",
-            f"the all-reduce over {named} is missing, or the group is another", off,
+            f"the all-reduce over {named} is missing, or the group is another",
         )
     return Relation(
         "not reduced", f"is not summed over {named}: the sum over its ranks is {wrong.number(c)} times the right one",
-        f"the all-reduce over {named} is missing; " + (_of_factor(wrong, c) or "and a factor is wrong"), off,
+        f"the all-reduce over {named} is missing; " + (_of_factor(wrong, c) or "and a factor is wrong"),
     )
 
 
