@@ -181,7 +181,7 @@ FAMILIES = Registry("model family", "model.family", {
        for name in ("llama", "qwen2", "qwen3", "granite", "starcoder2", "mistral", "phi3", "deepseek_v3", "olmo2",
                     "smollm3", "gptj", "falcon", "gemma2", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe",
                     "deepseek_v2", "gpt_oss", "qwen3_next", "qwen3_5_text", "lfm2", "bamba", "kimi_linear",
-                    "olmo_hybrid")},
+                    "olmo_hybrid", "granitemoehybrid", "mamba2", "nemotron_h")},
 })
 """By ``model_type`` of Hugging Face. ``auto`` is the first of the others that computes a model."""
 MIXERS = Registry("mixer", "model.mixer", {
@@ -221,6 +221,8 @@ STEP_PARTS = Registry("part of a step", "", {
 """Factories of the parts of engine native's step that few runs have, imported when a run asks for them."""
 PARTS = Registry("part", "", {
     "8-bit matmuls": "megatron_port.ext.kernels.choose_fp8:choose_products",
+    "activation, relu2": "megatron_port.ext.kernels.activations:squared_relu",
+    "activation, swiglu_clamped": "megatron_port.ext.kernels.activations:clamped_swiglu",
     "activation plan": "megatron_port.tools.plan.activation_plan:with_activation_plan",
     "activation planner": "megatron_port.tools.plan.planner_hook:ActivationPlanner",
     "activation recompute": "megatron_port.ext.memory.recompute:recompute",

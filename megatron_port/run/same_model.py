@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from megatron_port.core.config.dump import leaves
 from megatron_port.core.config.features import FineTuningConfig
-from megatron_port.core.config.model import ATTENTION, MoEConfig, RecurrentConfig, experts_of
+from megatron_port.core.config.model import ATTENTION, MixerKind, MoEConfig, RecurrentConfig, experts_of
 from megatron_port.core.config.schema import ModelConfig
-from megatron_port.ext.families.settings import mixers_of, norms_of, rotations_of, windows_of
+from megatron_port.core.registry import MIXERS
+from megatron_port.ext.families.settings import mixers_of, mlps_of, norms_of, rotations_of, windows_of
 from megatron_port.ext.weights.settings import TARGETS
 
 FREE = frozenset({
@@ -23,13 +25,37 @@ def with_sizes(model: ModelConfig) -> ModelConfig:
     """Return the model with its derived sizes filled in and its patterns in the shortest form; as it is where sizes
     cannot be derived (no heads)."""
     try:
-        return replace(
-            model, num_query_groups=model.kv_heads, head_dim=model.head_size, **experts_of(model),
-            **windows_of(model), **rotations_of(model), **mixers_of(model), **norms_of(model),
-            recurrent=recurrent_of(model), latent_norm_epsilon=model.latent_norm_epsilon or model.norm_epsilon,
-        )
+        return replace(model, **sizes_of_all(model))
     except ArithmeticError:
         return model
+
+
+def sizes_of_all(model: ModelConfig) -> dict[str, Any]:
+    """Return the derived sizes of a model, its patterns in the shortest form, and what none of its layers reads at its
+    default."""
+    return {
+        "num_query_groups": model.kv_heads, "head_dim": model.head_size, **experts_of(model), **windows_of(model),
+        **rotations_of(model), **mixers_of(model), **mlps_of(model), **norms_of(model),
+        "recurrent": recurrent_of(model), "latent_norm_epsilon": model.latent_norm_epsilon or model.norm_epsilon,
+        **unread(model),
+    }
+
+
+def unread(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings of attention and of feed-forward blocks at their defaults where no layer has such a part."""
+    names, plain = set[str](), ModelConfig()
+    if ATTENTION not in model.mixers and set(model.mixers) <= set(MIXERS.names):
+        from megatron_port.ext.mixers.recurrent_spec import RecurrentKind
+        from megatron_port.ext.mixers.settings import ATTENTION_SETTINGS
+
+        kinds = [MIXERS.get(name, MixerKind) for name in model.mixers]
+        if all(isinstance(kind, RecurrentKind) for kind in kinds):
+            names |= {"num_attention_heads", "head_dim", *ATTENTION_SETTINGS}
+            names -= {setting for kind in kinds for setting in kind.settings}
+    if not any(model.has_mlp(layer) for layer in range(min(model.num_layers + model.mtp_layers, 1 << 16))):
+        names |= {"ffn_hidden_size", "activation", "mlp_bias"}
+        names |= {"add_bias"} if model.normalization == "rmsnorm" and "qkv_bias" in names else set()
+    return {name: getattr(plain, name) for name in names}
 
 
 def recurrent_of(model: ModelConfig) -> RecurrentConfig:

@@ -102,6 +102,17 @@ OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2,
         "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 6,
     },
+    "granitemoehybrid": {
+        **_MAMBA, **FACTORS, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40, "shared_intermediate_size": 56,
+    },
+    "nemotron_h": {
+        **_FEW, "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"],
+        "mamba_num_heads": 4, "mamba_head_dim": 20, "n_groups": 2, "ssm_state_size": 12, "chunk_size": 8,
+        "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "moe_shared_expert_intermediate_size": 56,
+        "sliding_window": None, "routed_scaling_factor": 1.7,
+    },
+    "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 2, "state_size": 12, "chunk_size": 8},
     "gpt_oss": {**_WINDOWS, "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}, "num_local_experts": 6,
                 "num_experts_per_tok": 2, "intermediate_size": 40},
     "deepseek_v2": {**_LATENT, **_FEW, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2,

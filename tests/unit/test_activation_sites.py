@@ -34,6 +34,7 @@ LLAMA: dict[str, Any] = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt": {}, "gpt, dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.1}, "llama": LLAMA,
+    "gpt, relu2": {"activation": "relu2"}, "llama, relu2": {**LLAMA, "activation": "relu2"},
     "qwen3": {**LLAMA, "qk_norm": True}, "neox": {"parallel_residual": True, "position_embedding": "rope"},
     "llama, dropout": {**LLAMA, "hidden_dropout": 0.1},
     "latents": {

@@ -55,6 +55,8 @@ SHAPES = {
     "qwen3": ("qwen3-tiny", "qwen3-0.6b", "qwen3-8b"), "qwen3_moe": ("qwen3-30b-a3b", "qwen3-235b-a22b"),
     "qwen3_next": ("qwen3-next-80b-a3b",), "lfm2": ("lfm2-1.2b",), "bamba": ("bamba-9b",),
     "kimi_linear": ("kimi-linear-48b-a3b",), "olmo_hybrid": ("olmo-hybrid-7b",),
+    "granitemoehybrid": ("granite-4.0-h-tiny",), "mamba2": ("mamba-codestral-7b",),
+    "nemotron_h": ("nemotron-h-8b", "nemotron-3-nano-30b-a3b"),
     "deepseek_v2": ("deepseek-v2-lite",), "deepseek_v3": ("deepseek-v3",), "olmo2": ("olmo-2-7b", "olmo-2-32b"),
     "olmoe": ("olmoe-1b-7b",), "phi3": ("phi-4",), "starcoder2": ("starcoder2-3b",), "smollm3": ("smollm3-3b",),
     "gpt_oss": ("gpt-oss-20b", "gpt-oss-120b"), "falcon": ("falcon-7b", "falcon-40b"), "granite": ("granite-3-8b",),
@@ -198,8 +200,8 @@ def test_an_unknown_field_is_refused_by_name(family: str, tmp_path: Path) -> Non
     body, notes = written(family, tmp_path), list[str]()
     model = model_from_hf(body, "config.json", notes)
     assert not notes, notes
-    with pytest.raises(CheckpointError, match=r"config.json: unknown field is_causal \(False\): it may change"):
-        model_from_hf({**body, "is_causal": False, "a_switch": 1}, "config.json")
+    with pytest.raises(CheckpointError, match=r"config.json: unknown field attention_chunk_size \(8\): it may"):
+        model_from_hf({**body, "attention_chunk_size": 8, "a_switch": 1}, "config.json")
     more = {"bits": 4, "a_switch": False, "num_mtp_layers": None, "decoder": None}
     assert model_from_hf({**body, **more}, "config.json", notes) == model
     (said,) = notes

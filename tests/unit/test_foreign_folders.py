@@ -43,13 +43,20 @@ def with_another_head(folder: Path, family: str) -> tuple[str, str]:
     return head, table
 
 
+UNTIED = ("nemotron_h",)
+"""Families whose tables transformers never ties."""
+
+
 @pytest.mark.parametrize("family", family_names())
 def test_a_head_of_its_own_is_kept(family: str, tmp_path: Path) -> None:
     """Whatever config.json ties; transformers 5 keeps it."""
     head, table = with_another_head(tmp_path / "it", family)
     folder = HFFolder(tmp_path / "it")
-    assert not folder.model.tie_embeddings and f"the files have another {head}" in " ".join(folder.notes)
+    said = "ties no tables of this family" if family in UNTIED else f"the files have another {head}"
+    assert not folder.model.tie_embeddings and said in " ".join(folder.notes)
     assert apart(folder, 32) <= 1e-6
+    if family in UNTIED:
+        return
     tensors = load_file(folder.path / "model.safetensors")
     save_file({**tensors, head: tensors[table].clone()}, folder.path / "model.safetensors", metadata={"format": "pt"})
     same = HFFolder(folder.path)

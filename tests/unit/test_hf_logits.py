@@ -70,6 +70,22 @@ CASES = {
         num_hidden_layers=4, linear_num_key_heads=None, linear_num_value_heads=None, linear_key_head_dim=None,
         linear_value_head_dim=None, linear_allow_neg_eigval=False, rms_norm_eps=1e-3,
     ),
+    "granitemoehybrid": lambda: hf.small("granitemoehybrid"),
+    "granitemoehybrid dense, rope, groups": lambda: hf.small(
+        "granitemoehybrid", num_local_experts=0, position_embedding_type="rope", mamba_n_groups=2,
+        layer_types=["full_attention", "linear_attention", "full_attention"], tie_word_embeddings=True,
+        rope_parameters=dict(hf.YARN),
+    ),
+    "nemotron_h": lambda: hf.small("nemotron_h"),
+    "nemotron_h dense, one group, biases": lambda: hf.small(
+        "nemotron_h", n_groups=1, mlp_bias=True, use_conv_bias=False, time_step_min=0.6,
+        layers_block_type=["full_attention", "mlp", "linear_attention", "linear_attention", "mlp"],
+    ),
+    "mamba2": lambda: hf.small("mamba2"),
+    "mamba2 one group, no biases, tied": lambda: hf.small(
+        "mamba2", n_groups=1, use_conv_bias=False, conv_kernel=3, tie_word_embeddings=True, expand=3, head_dim=48,
+        time_step_limit=(0.5, 0.9),
+    ),
     "olmoe": lambda: hf.small("olmoe"),
     "gpt_oss yarn": lambda: hf.small("gpt_oss", rope_parameters={**hf.YARN, "truncate": False}),
     "mistral": lambda: hf.small("mistral"),
@@ -187,6 +203,11 @@ def test_the_embeddings_scale_is_rounded_before_it_is_applied(tmp_path: Path) ->
     ("olmo_hybrid", {"rope_parameters": {"rope_type": "default", "rope_theta": None}, "num_key_value_heads": 4}),
     ("qwen3_next", {}), ("qwen3_5_text", {}), ("lfm2", {}), ("lfm2", {"conv_bias": False, "num_key_value_heads": 4}),
     ("bamba", {}), ("bamba", {"mamba_n_groups": 4, "num_key_value_heads": 4}),
+    ("granitemoehybrid", {}), ("granitemoehybrid", {"num_local_experts": 0, "mamba_n_groups": 4}), ("nemotron_h", {}),
+    ("nemotron_h", {
+        "n_groups": 1, "mlp_bias": True, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
+    }),
+    ("mamba2", {}), ("mamba2", {"n_groups": 1}),
     ("olmoe", {}), ("deepseek_v3", {}), ("gpt_oss", {}), ("granite", hf.FACTORS),
 ])
 def test_logits_and_gradients_in_fp64(family: str, changes: dict[str, Any], tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "activation": "swiglu", "normalization": "rmsnorm", "position_embedding": "rope", "add_bias": False,
         "tie_embeddings": False, "num_query_groups": 2, "qk_norm": True,
     },
-    "gpt, normed heads": {"qk_norm": True},
+    "gpt, normed heads": {"qk_norm": True}, "gpt, relu2": {"activation": "relu2"},
     "latents": {
         "activation": "swiglu", "normalization": "rmsnorm", "position_embedding": "rope", "add_bias": False,
         "tie_embeddings": False, "head_dim": 96, "kv_lora_rank": 64, "q_lora_rank": 96, "qk_rope_head_dim": 32,

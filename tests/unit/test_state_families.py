@@ -5,6 +5,7 @@ Their logits, gradients, tensors and fields are in the tests of all families.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from safetensors.torch import load_file, save_file
 from megatron_port.core.config.model import ATTENTION
 from megatron_port.core.errors import CheckpointError
 from megatron_port.ext.families import family_named, family_names
+from megatron_port.run.same_model import model_differences
 from megatron_port.tools.inference.cache import CacheSlot, KeyValueCache
-from megatron_port.tools.interop.hf_config import model_from_hf
+from megatron_port.tools.interop.hf_config import another_family, family_for, model_from_hf
 from megatron_port.tools.interop.hf_files import HFFolder
 from megatron_port.tools.interop.hf_names import hf_mapping
 
@@ -109,10 +111,10 @@ def test_lfm2_is_read_as_its_published_files_are_written() -> None:
 
 
 @pytest.mark.parametrize(("change", "said"), [
-    ({"attn_layer_indices": [0, 1, 2]}, "attn_layer_indices leaves no layer to Mamba-2"),
+    ({"attn_layer_indices": [0, 1, 2]}, "attn_layer_indices leaves none of 3 layers to Mamba-2"),
     ({"attn_layer_indices": 1}, "attn_layer_indices is 1"), ({"mamba_proj_bias": True}, "mamba_proj_bias is True"),
     ({"mamba_d_head": 16}, "mamba_n_heads × mamba_d_head is 4 × 16; expected expand × hidden_size, 2 × 64"),
-    ({"mamba_n_groups": 3}, "4 heads do not divide by 3 groups"), ({"mamba_n_heads": 0}, "mamba_n_heads 0"),
+    ({"mamba_n_groups": 3}, "4 heads do not divide by 3 groups"), ({"mamba_n_heads": 0}, "mamba_n_heads is 0"),
     ({"mamba_d_head": None}, "mamba_d_head is null"), ({"attention_bias": True}, "attention_bias True, mlp_bias False"),
     ({"time_step_limit": [0.1]}, "time_step_limit is"), ({"time_step_limit": [0.5, 0.1]}, "time_step_limit is"),
     ({"time_step_limit": None}, "time_step_limit is None"), ({"hidden_act": "gelu"}, "only silu"),
@@ -139,6 +141,76 @@ def test_bamba_is_read_as_its_published_files_are_written() -> None:
     assert any("partial_rotary_factor 1.0 is not read" in note for note in notes)
     whole = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 1.0}}
     assert model_from_hf({**body, **whole}, "config.json").rotary_percent == 1.0
+
+
+@pytest.mark.parametrize(("family", "change", "said"), [
+    ("granitemoehybrid", {"layer_types": ["mamba"] * 2}, "layer_types is .* for 3 layers"),
+    ("granitemoehybrid", {"layer_types": ["conv"] * 3}, "layer_types is"),
+    ("granitemoehybrid", {"shared_intermediate_size": 0}, "shared_intermediate_size is 0"),
+    ("granitemoehybrid", {"position_embedding_type": "learned"}, "position_embedding_type is 'learned'"),
+    ("granitemoehybrid", {"attention_bias": True}, "attention_bias is True"),
+    ("granitemoehybrid", {"mamba_d_head": 16}, "mamba_n_heads × mamba_d_head is 4 × 16"),
+    ("nemotron_h", {"layers_block_type": ["mlp", "mamba"]}, r"block 0 \(mlp\) follows no mixer"),
+    ("nemotron_h", {"layers_block_type": ["mamba", "moe", "moe"]}, r"block 2 \(moe\) follows no mixer"),
+    ("nemotron_h", {"layers_block_type": ["mamba", "moe", "attention", "mlp"]}, "has both mlp and moe"),
+    ("nemotron_h", {"layers_block_type": ["conv"]}, "layers_block_type is"),
+    ("nemotron_h", {"mlp_bias": True}, "mlp_bias is true"),
+    ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "M?"}, "hybrid_override_pattern is 'M[?]'"),
+    ("nemotron_h", {"moe_latent_size": 16}, "moe_latent_size is 16"), ("nemotron_h", {"use_bias": True}, "use_bias is"),
+    ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act is"), ("nemotron_h", {"sliding_window": 4}, "windows"),
+    ("nemotron_h", {"n_groups": 3}, "4 heads do not divide by 3 groups"),
+    ("nemotron_h", {"mamba_n_groups": 1}, "n_groups 2 and mamba_n_groups 1 are one field"),
+    ("mamba2", {"use_bias": True}, "use_bias is True"), ("mamba2", {"hidden_act": "gelu"}, "only silu"),
+    ("mamba2", {"expand": 3}, "num_heads × head_dim is 4 × 32; expected expand × hidden_size, 3 × 64"),
+])
+def test_what_hybrids_of_mamba2_would_need_is_refused_by_name(family: str, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        model_from_hf({**hf.small(family).to_dict(), **change}, "config.json")
+
+
+def test_granite_4_is_read_as_its_published_files_are_written() -> None:
+    """Kinds of layers by older names; without Mamba-2 it is Granite."""
+    notes: list[str] = []
+    body = {
+        "model_type": "granitemoehybrid", "num_hidden_layers": 2, "layer_types": ["mamba", "attention"],
+        "hidden_size": 1536, "num_attention_heads": 12, "mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128,
+        "normalization_function": "rmsnorm", "position_embedding_type": "nope", "rope_theta": 1e4, "init_method": "mup",
+        "num_local_experts": 64, "attention_multiplier": 0.0078125, "rope_scaling": None, "logits_scaling": 6,
+    }
+    model = model_from_hf(body, "config.json", notes)
+    assert model.mixer_pattern == ("mamba2", "attention") and model.rope_pattern == ("none",)
+    assert model.moe.num_experts == 64 and model.logits_divisor == 6.0
+    assert len(notes) == 1 and "2 fields left out" in notes[0]
+    plain = {"layer_types": ["attention"] * 2, "num_local_experts": 0, "position_embedding_type": "rope"}
+    assert family_for(model_from_hf({**body, **plain}, "config.json")) == "granite"
+    without = model_from_hf({**body, "layer_types": ["attention"] * 2}, "config.json")
+    assert family_for(without) == "granitemoehybrid" and without.mixers == (ATTENTION,)
+
+
+def test_nemotron_h_is_read_as_its_published_files_are_written() -> None:
+    """By a pattern of letters; two lists that differ are noted, and tables that are said to be tied."""
+    notes: list[str] = []
+    body = {"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*-", "num_hidden_layers": 5, "mamba_d_conv": 4,
+            "rms_norm_eps": 1e-5, "time_step_limit": [0.0, float("inf")], "sliding_window": None}
+    model = model_from_hf(body, "config.json", notes)
+    assert model.mixer_pattern == ("mamba2", "mamba2", "attention") and model.mlp_pattern == ("mlp", "none")
+    assert model.recurrent.step_min == 0.001 and not model.moe.enabled and model.activation == "relu2"
+    assert len(notes) == 1 and "rms_norm_eps" in notes[0]
+    both = {"layers_block_type": ["mamba", "moe"], "tie_word_embeddings": True}
+    model = model_from_hf({**body, **both}, "config.json", notes)
+    assert model.num_layers == 1 and model.moe.balance_bias and not model.tie_embeddings
+    for said in ("'M-M[*]-' is not what layers_block_type says", "num_hidden_layers 5 is not read: there are 2 blocks",
+                 "tie_word_embeddings is not read"):
+        assert any(re.search(said, note) for note in notes), said
+
+
+def test_mamba2_is_exported_whatever_only_other_layers_read() -> None:
+    """Heads of attention, widths of blocks and biases of projections that no layer has change nothing."""
+    given = model_from_hf(hf.small("mamba2").to_dict(), "config.json")
+    other = replace(given, num_attention_heads=2, head_dim=8, ffn_hidden_size=48, activation="swiglu", add_bias=False)
+    assert family_for(other) == "mamba2" and not model_differences(given, other)
+    assert "mamba2 needs mlp_pattern = ('none',)" in another_family(replace(other, family="mamba2", mlp_pattern=()))
+    assert "position_embedding = rope" in another_family(replace(other, family="mamba2", position_embedding="learned"))
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "olmo_hybrid"])

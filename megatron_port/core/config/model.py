@@ -265,9 +265,10 @@ class ModelConfig:
     weight for each element (OLMo 2)."""
     norm_epsilon: Positive = 1e-5
     """Added to the variance."""
-    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu_tanh", "swiglu_clamped"] = "gelu"
-    """gelu (erf) | gelu_tanh | swiglu (SiLU gate) | geglu_tanh (gelu_tanh gate: Gemma) | swiglu_clamped (g · sigmoid(
-    1.702 g) · (u + 1) with g at most 7 and u within ±7: GPT-OSS); the last two are torch's ops with any provider"""
+    activation: Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu_tanh", "swiglu_clamped"] = "gelu"
+    """gelu (erf) | gelu_tanh | relu2 (max(x, 0)²: Nemotron-H) | swiglu (SiLU gate) | geglu_tanh (gelu_tanh gate: Gemma)
+    | swiglu_clamped (g · sigmoid(1.702 g) · (u + 1) with g at most 7 and u within ±7: GPT-OSS); torch's ops with any
+    provider: relu2 and the last two"""
     add_bias: bool = True
     """Biases in all linears of the layers and (with layernorm) norms."""
     qkv_bias: bool = False

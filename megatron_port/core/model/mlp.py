@@ -9,34 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_port.core.config.model import CLAMP, SHARPNESS
-from megatron_port.core.layers.fused import FirstOrderFunction, first_order
 from megatron_port.core.layers.providers import Providers
 from megatron_port.core.layers.step import TallySpec
 from megatron_port.core.model.build import BuildContext
 from megatron_port.core.model.spec import MLPSpec
-
-
-class _ClampedSwiGLU(FirstOrderFunction):
-    """g · sigmoid(1.702 g) · (u + 1) of halves g ≤ 7 and -7 ≤ u ≤ 7; its input alone is kept for the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        gate, up = x.chunk(2, dim=-1)
-        gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
-        return (up + 1) * (gate * torch.sigmoid(SHARPNESS * gate))
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        gate, up = x.chunk(2, dim=-1)
-        free, inside = gate <= CLAMP, up.abs() <= CLAMP
-        gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
-        share = torch.sigmoid(SHARPNESS * gate)
-        slope = share * (1 + SHARPNESS * gate * (1 - share))
-        return torch.cat((grad * (up + 1) * slope * free, grad * gate * share * inside), dim=-1)
+from megatron_port.core.registry import PARTS
 
 
 def activate(
@@ -48,8 +25,8 @@ def activate(
     """
     if activation == "swiglu":
         return providers.swiglu(hidden)
-    if activation == "swiglu_clamped":
-        found: torch.Tensor = _ClampedSwiGLU.apply(hidden)
+    if activation in ("swiglu_clamped", "relu2"):
+        found: torch.Tensor = PARTS.function(f"activation, {activation}")(hidden, bias)
         return found
     if activation == "geglu_tanh":
         gate, up = hidden.chunk(2, dim=-1)

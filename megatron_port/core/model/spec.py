@@ -318,7 +318,7 @@ class MLPSpec(FeedForward):
     up: LinearSpec
     down: LinearSpec
     activation: str
-    """gelu | gelu_tanh | swiglu | geglu_tanh | swiglu_clamped"""
+    """gelu | gelu_tanh | relu2 | swiglu | geglu_tanh | swiglu_clamped"""
 
     @property
     def gated(self) -> bool:

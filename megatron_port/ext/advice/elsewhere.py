@@ -8,9 +8,10 @@ _NONE = ""
 
 VALUES: Mapping[str, Mapping[str, str]] = {
     "model.activation": {
-        **dict.fromkeys(("relu", "relu2", "squared_relu", "reglu", "silu", "swish", "quick_gelu", "elu", "selu", "mish",
-                         "tanh", "sigmoid"), _NONE),
+        **dict.fromkeys(("relu", "reglu", "silu", "swish", "quick_gelu", "elu", "selu", "mish", "tanh", "sigmoid"),
+                        _NONE),
         "gelu_new": "its formula is gelu_tanh here", "gelu_pytorch_tanh": "its formula is gelu_tanh here",
+        "squared_relu": "it is relu2 here", "relu_squared": "it is relu2 here",
         "geglu": "the tanh form of GELU is gated here, as geglu_tanh",
     },
     "model.position_embedding": {

@@ -11,6 +11,7 @@ from megatron_port.core.config.schema import ModelConfig
 from megatron_port.ext.families.family import TABLES, Family, Fields
 from megatron_port.ext.families.llama import NAMES as LLAMA
 from megatron_port.ext.families.mamba2 import (
+    CHUNKS,
     CONVOLUTIONS,
     HARMLESS,
     MIXER,
@@ -36,7 +37,9 @@ def read(f: Fields) -> dict[str, Any]:
     layers = values["num_layers"]
     indices = f.or_none("attn_layer_indices", list[int](), list[int]())
     kinds = [ATTENTION if layer in indices else MIXER for layer in range(layers)]
-    return values | {"add_bias": one_bias(f)} | read_recurrent(f, values["hidden_size"], kinds, "attn_layer_indices")
+    if MIXER not in kinds:
+        raise f.fault(f"attn_layer_indices leaves none of {layers} layers to Mamba-2; such a model is another family's")
+    return values | {"add_bias": one_bias(f)} | read_recurrent(f, values["hidden_size"], kinds)
 
 
 def with_rotated(f: Fields) -> Fields:
@@ -51,14 +54,13 @@ def with_rotated(f: Fields) -> Fields:
     return f.changed(partial_rotary_factor=None if there else ROTATED)
 
 
-def read_recurrent(f: Fields, hidden: int, kinds: Sequence[str], where: str) -> dict[str, Any]:
-    """Return the mixers and the sizes of Mamba-2 in Bamba and in Granite 4; ``where``: the field that says which
-    layers have it."""
+def read_recurrent(f: Fields, hidden: int, kinds: Sequence[str]) -> dict[str, Any]:
+    """Return the mixers and the sizes of Mamba-2 in Bamba and in Granite 4."""
     f.refuse("mamba_proj_bias", False, "biases of the projections of Mamba-2")
     heads, expand = f.get("mamba_n_heads", 128), f.get("mamba_expand", 2)
-    if MIXER not in kinds or heads < 1:
-        raise f.fault(f"{where} leaves no layer to Mamba-2, of mamba_n_heads {heads}; such a model is another family's")
-    f.asked.add("mamba_d_head")
+    if heads < 1:
+        raise f.fault(f"mamba_n_heads is {heads}; expected at least 1")
+    f.asked.update(("mamba_d_head", *CHUNKS))
     width = f.values.get("mamba_d_head", "auto")
     low, high = read_limit(f)
     recurrent = RecurrentConfig(
@@ -66,6 +68,8 @@ def read_recurrent(f: Fields, hidden: int, kinds: Sequence[str], where: str) -> 
         value_size=expand * hidden // heads if width == "auto" else f.get("mamba_d_head", 0),
         kernel=f.get("mamba_d_conv", 4), convolution_bias=f.get("mamba_conv_bias", True), step_min=low, step_max=high,
     )
+    if MIXER not in kinds:
+        return mixers(kinds) | {"recurrent": RecurrentConfig()}
     check_width(f, recurrent, hidden, expand, "mamba_n_heads × mamba_d_head")
     return mixers(kinds) | {"recurrent": recurrent}
 
@@ -85,6 +89,8 @@ def write(model: ModelConfig) -> dict[str, Any]:
 def write_recurrent(model: ModelConfig) -> dict[str, Any]:
     """Fields of Mamba-2 in Bamba and in Granite 4."""
     r = model.recurrent
+    if MIXER not in model.mixers:
+        return {"mamba_n_heads": 1, "mamba_d_head": "auto"}  # transformers wants sizes that divide
     return limit_there(r) | {
         "mamba_n_heads": r.heads, "mamba_d_head": r.value_size, "mamba_n_groups": r.key_heads,
         "mamba_d_state": r.key_size, "mamba_d_conv": r.kernel, "mamba_expand": expansion(model),

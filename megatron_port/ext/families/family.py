@@ -490,6 +490,7 @@ def common_sizes(model: ModelConfig) -> dict[str, Any]:
 
 
 Dimensions = tuple[int | Literal["rows", "columns"], ...]
+Rows = tuple[str, int, int] | tuple[str, int, int, int]
 Rotation = Literal["halves", "first", "interleaved"]
 """Order of the elements of a head that rope rotates."""
 
@@ -506,15 +507,18 @@ class Names:
     """The whole name of the head's matrix."""
     layer: str
     """Before the names of a layer, ``{}`` for its number."""
+    number: Callable[[ModelConfig, int, str], int] | None = None
+    """(model, our layer, what is in it) → number of the layer there that has it; None: the same."""
     inside: Mapping[str, str | tuple[str, ...]]
     """Modules of a layer. Several names: the parts of a fused matrix, in our order (query, key, value; gate, up).
     Experts have ``{}`` for their number; a name without it is of one tensor [experts, in, out] that has no ``.weight``
     behind it, nor ``.bias`` but ``_bias``, and in which gate and up alternate."""
     mixers: Mapping[str, Mapping[str, str | tuple[str, ...]]] = field(default_factory=dict)
     """By ``model.mixer``: modules of the layers that have it, in place of those above."""
-    rows: Mapping[str, Callable[[ModelConfig], Iterable[tuple[str, int, int]]]] = field(default_factory=dict)
+    rows: Mapping[str, Callable[[ModelConfig], Iterable[Rows]]] = field(default_factory=dict)
     """Parameters of a layer whose rows are there in another order, or that have other names than their modules: model
-    → (tensor of the layer there, its first row, how many rows) in our order."""
+    → (tensor of the layer there, its first row, how many rows) in our order, and the expert whose rows they are where
+    the tensor has all experts along its first dimension."""
     convolutions: tuple[str, ...] = ()
     """Ends of names of matrices that are there [rows, 1, columns]."""
     dimensions: Mapping[str, Dimensions] = field(default_factory=dict)
@@ -528,7 +532,7 @@ class Names:
     kinds: Mapping[str, str] = field(default_factory=dict)
     """Last parts of names that are neither ``weight`` nor ``bias``."""
     loaded: Mapping[str, str] = field(default_factory=dict)
-    """Parts of names that transformers changes when it reads files."""
+    """Parts of names in files → what transformers makes of them."""
     ahead: Mapping[str, str] = field(default_factory=dict)
     """Modules of multi-token prediction, which are there as further layers, beside those of a layer; empty: the family
     has none."""

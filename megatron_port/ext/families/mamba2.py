@@ -12,10 +12,12 @@ from megatron_port.ext.families.family import Family, Fields, Names
 
 MIXER = "mamba2"
 HARMLESS = frozenset({
-    "chunk_size", "mamba_chunk_size", "time_step_rank", "time_step_floor", "time_step_min", "time_step_max",
-    "rescale_prenorm_residual", "residual_in_fp32", "num_logits_to_keep", "use_mamba_kernels", "mamba_ssm_cache_dtype",
+    "time_step_rank", "time_step_floor", "time_step_min", "time_step_max", "rescale_prenorm_residual",
+    "residual_in_fp32", "num_logits_to_keep", "use_mamba_kernels", "mamba_ssm_cache_dtype",
 })
-"""Fields of initial values, of rounding, and of what is computed at a time."""
+"""Fields of initial values, of rounding in half precision, and of what a call returns."""
+CHUNKS = ("chunk_size", "mamba_chunk_size")
+"""Fields that change results by rounding alone, and have no part in a model."""
 
 
 def read(f: Fields) -> dict[str, Any]:
@@ -23,6 +25,7 @@ def read(f: Fields) -> dict[str, Any]:
     f.silu()
     f.refuse("use_bias", False, "biases of projections")
     low, high = read_limit(f)
+    f.asked.update(CHUNKS)
     hidden = f.get("hidden_size", 4096)
     recurrent = RecurrentConfig(
         heads=f.get("num_heads", 128), key_heads=f.get("n_groups", 8), key_size=f.get("state_size", 128),

@@ -70,6 +70,23 @@ def norms_of(model: ModelConfig) -> dict[str, Any]:
     return norms([model.norms_of(layer) for layer in range(min(model.num_layers, 1 << 16))])
 
 
+def mlps_of(model: ModelConfig) -> dict[str, Any]:
+    """Return the pattern of layers that have a feed-forward block, in its shortest form."""
+    return mlps([model.has_mlp(layer) for layer in range(min(model.num_layers, 1 << 16))])
+
+
+def mlps(there: Sequence[bool]) -> dict[str, Any]:
+    """Return the field of a model of whose layers some have a feed-forward block."""
+    pattern = shortest_pattern(["mlp" if one else "none" for one in there])
+    return {"mlp_pattern": () if pattern == ("mlp",) else pattern}
+
+
+def rotates_attention(model: ModelConfig) -> list[bool]:
+    """Return whether queries and keys are rotated, of each layer of attention."""
+    layers = range(min(model.num_layers, 1 << 16))
+    return [model.rotates(layer) for layer in layers if model.mixer_of(layer) == ATTENTION]
+
+
 def rotations_of(model: ModelConfig) -> dict[str, Any]:
     """Return the pattern of layers that rotate, in its shortest form."""
     if not model.rope_pattern:

@@ -14,14 +14,14 @@ from typing import Any
 
 from megatron_port.core.config.choices import installed_problems
 from megatron_port.core.config.dump import leaves
-from megatron_port.core.config.model import ATTENTION, experts_of
+from megatron_port.core.config.model import ATTENTION
 from megatron_port.core.config.schema import ModelConfig
 from megatron_port.core.errors import CheckpointError
 from megatron_port.core.registry import FAMILIES, MIXERS
 from megatron_port.ext.families import AUTO, family_named, family_names
 from megatron_port.ext.families.family import HARMLESS, Family, Fields, known_fields
-from megatron_port.ext.families.settings import mixers_of, norms_of, rotations_of, windows, windows_of
-from megatron_port.run.same_model import FREE, recurrent_of, without_mup
+from megatron_port.ext.families.settings import rotates_attention, windows, windows_of
+from megatron_port.run.same_model import FREE, sizes_of_all, unread, without_mup
 
 CONFIG = "config.json"
 _MAX_BYTES = 1 << 24
@@ -183,22 +183,19 @@ def _lacking(model: ModelConfig, family: Family) -> list[str]:
         ours = {name: v for name, v in ours.items() if not name.startswith("moe.") or name == "moe.num_experts"}
     if there.mixers == (ATTENTION,):  # the mixers themselves say enough
         ours = {name: v for name, v in ours.items() if not name.startswith("recurrent.")}
+    ours = {name: v for name, v in ours.items() if name not in unread(there)}
     return [f"{name} = {_shown(theirs[name])}" for name, value in ours.items() if theirs[name] != value]
 
 
 def _essential(model: ModelConfig) -> dict[str, Any]:
     """Fields that change what a model computes, derived sizes filled in, those without effect at their defaults."""
-    model = replace(
-        model, num_query_groups=model.kv_heads, head_dim=model.head_size, **experts_of(model), **mixers_of(model),
-        **norms_of(model), recurrent=recurrent_of(model),
-        latent_norm_epsilon=model.latent_norm_epsilon or model.norm_epsilon,
-    )
-    values = {name: value for name, value in leaves(model) if name not in _TRAINING}
+    values = {name: value for name, value in leaves(replace(model, **sizes_of_all(model))) if name not in _TRAINING}
     # Under rope a text may be longer than seq_length, and a window that is no shorter then counts.
     counts = model.sliding_window < model.seq_length or model.position_embedding == "rope"
     values |= windows_of(model) if counts else windows((), 0)
-    values |= rotations_of(model)
     unused = set() if model.position_embedding == "rope" else set(_ROPE)
+    if not any(rotates_attention(model)):
+        unused |= _ROPE - {"rope_pattern", "window_rope_theta"}
     if model.rope_scaling != "llama3":
         unused |= {"rope_low_freq_factor", "rope_high_freq_factor"}
     if model.rope_scaling != "yarn":

@@ -586,7 +586,7 @@ def _loaded(source: HFFolder, name: str, experts: int) -> torch.Tensor | None:
     (name,) = _file_names(source, name)
     block, _, part = name.rpartition(".")
     inside = family_named(source.family).names.inside
-    each = inside.get({"gate_up_proj": "mlp.experts.up", "down_proj": "mlp.experts.down"}.get(part, ""))
+    each = inside.get({"down_proj": "mlp.experts.down"}.get(part, "mlp.experts.up"))
     if each is None or not block.endswith(".experts"):
         return None
     parts = (each,) if isinstance(each, str) else each

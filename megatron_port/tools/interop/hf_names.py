@@ -196,9 +196,9 @@ def _mapped(name: str, shape: tuple[int, ...], model: ModelConfig, family: str) 
     names, row_shape = _names_at(name, model, family), _row_shape(name, shape)
     rows = prod(row_shape)
     if name.startswith("layers.") and (of := names.rows.get(name.split(".", 2)[2])) is not None:
-        prefix, at, runs_there = names.prefix + names.layer.format(name.split(".", 2)[1]), 0, list[Run]()
-        for tensor, first, count in of(replace(model, recurrent=recurrent_of(model))):
-            runs_there.append(Run(at, f"{prefix}{tensor}", first, count))
+        prefix, at, runs_there = layer_there(model, names, name), 0, list[Run]()
+        for tensor, first, count, *expert in of(replace(model, recurrent=recurrent_of(model))):
+            runs_there.append(Run(at, f"{prefix}{tensor}", first, count, expert=expert[0] if expert else None))
             at += count
         convolution: Dimensions = ("rows", 1, "columns")
         others = {**names.dimensions, **dict.fromkeys(names.convolutions, convolution)}
@@ -207,7 +207,7 @@ def _mapped(name: str, shape: tuple[int, ...], model: ModelConfig, family: str) 
     if name.startswith("head."):
         return Mapped(name, shape, (Run(0, head_tensor(names, name), 0, rows),), False)
     module, _, kind = name.rpartition(".")
-    there, prefix = _module_there(module, names, model.num_layers)
+    there, prefix = _module_there(module, names, model)
     if there is None:
         raise CheckpointError(f"{name}: a {family} model has no such parameter; its names are those of another family")
     kind = names.kinds.get(kind, kind)
@@ -240,15 +240,23 @@ def head_tensor(names: Names, ours: str) -> str:
     return f"{names.head.rpartition('.')[0]}.{ours.rpartition('.')[2]}"
 
 
-def _module_there(module: str, names: Names, layers: int) -> tuple[str | tuple[str, ...] | None, str]:
+def layer_there(model: ModelConfig, names: Names, name: str) -> str:
+    """Return what stands there before the names of the layer that has a module or a parameter of a layer of ours."""
+    _, index, inside = name.split(".", 2)
+    number = int(index) if names.number is None else names.number(model, int(index), inside)
+    return names.prefix + names.layer.format(number)
+
+
+def _module_there(module: str, names: Names, model: ModelConfig) -> tuple[str | tuple[str, ...] | None, str]:
     """The name of a module of ours there (None: there is none), and what stands before it."""
-    if not module.startswith(("layers.", "mtp.")):
+    if module.startswith("layers."):
+        return names.inside.get(module.split(".", 2)[2]), layer_there(model, names, module)
+    if not module.startswith("mtp."):
         return names.outside.get(module), names.prefix
-    kind, index, inside = module.split(".", 2)
-    if kind == "mtp":
-        prefix, (part, _, rest) = names.prefix + names.layer.format(layers + int(index)), inside.partition(".")
-        return (names.inside if names.ahead and part == "layer" else names.ahead).get(rest or part), prefix
-    return names.inside.get(inside), names.prefix + names.layer.format(index)
+    _, index, inside = module.split(".", 2)
+    prefix = names.prefix + names.layer.format(model.num_layers + int(index))
+    part, _, rest = inside.partition(".")
+    return (names.inside if names.ahead and part == "layer" else names.ahead).get(rest or part), prefix
 
 
 def _qkv(model: ModelConfig, names: Names, tensors: tuple[str, ...]) -> Iterator[Run]:

@@ -33,7 +33,7 @@ from megatron_port.ext.weights.adapters import adapters_by_weight, lengths_of, r
 from megatron_port.run.saved_model import model_of, tuning_of
 from megatron_port.tools.interop.dcp import building
 from megatron_port.tools.interop.hf_config import family_for
-from megatron_port.tools.interop.hf_names import Mapped, Run, hf_mapping
+from megatron_port.tools.interop.hf_names import Mapped, Run, hf_mapping, layer_there
 
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
@@ -82,7 +82,7 @@ def peft_modules(model: ModelConfig, tuning: FineTuningConfig, family: str) -> I
     """Yield PEFT's modules for the adapters of a model, in our order."""
     mapping, names = hf_mapping(model, family), family_named(family).names
     for weight, (layer, spec) in adapters_by_weight(model, tuning).items():
-        before = names.prefix + names.layer.format(layer.removeprefix("layers."))
+        before = layer_there(model, names, weight)
         for tensor, runs in _by_tensor(mapping[weight]).items():
             name = tensor.removesuffix(".weight")
             found = PeftModule(

@@ -304,7 +304,7 @@ def copied_sites(case: Case, layer: LayerSpec) -> dict[Site, tuple[Site, float]]
             rms = norm is not None and norm.kind == "rmsnorm"
             if rms and not (site == "residual" and layer.parallel_residual):
                 out[site] = reader, stream
-    if layer.mlp.linears and not layer.dense.gated and layer.dense.up.bias:
+    if layer.mlp.linears and not layer.dense.gated and layer.dense.up.bias and layer.dense.activation != "relu2":
         out["hidden"] = "activation", sizes["hidden"]
     return out
 

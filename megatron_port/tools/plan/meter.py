@@ -516,7 +516,7 @@ def combine(t: Tape, s: Sizes, op: Op, y: Value, weights: Value, place: Value) -
 def activate(t: Tape, s: Sizes, op: Op, x: Value) -> Value:
     """``Experts.activate``; biases of experts are added by their products."""
     mlp: MLPSpec = op.part.experts
-    return gated(t, s, x, mlp) if mlp.gated else gelu(t, s, x, bias=False)
+    return gated(t, s, x, mlp) if mlp.gated else gelu(t, s, x, mlp.activation, bias=False)
 
 
 def grouped(t: Tape, s: Sizes, op: Op, x: Value, exchange: Value) -> Value:
@@ -649,7 +649,7 @@ def _bias(t: Tape, s: Sizes, op: Op, out: Value) -> Value:
 
 
 def _activation(t: Tape, s: Sizes, op: Op, x: Value) -> Value:
-    return gated(t, s, x, op.part) if op.part.gated else gelu(t, s, x, bias=op.part.up.bias)
+    return gated(t, s, x, op.part) if op.part.gated else gelu(t, s, x, op.part.activation, bias=op.part.up.bias)
 
 
 def _experts(t: Tape, s: Sizes, op: Op, x: Value) -> Value:

@@ -431,9 +431,10 @@ def drop(t: Tape, s: Sizes, x: Value) -> Value:
     return out
 
 
-def gelu(t: Tape, s: Sizes, x: Value, *, bias: bool) -> Value:
+def gelu(t: Tape, s: Sizes, x: Value, activation: str, *, bias: bool) -> Value:
+    """An activation without a gate; relu2 keeps no sum with its bias, whatever the provider."""
     size = x.size
-    if s.torch and bias:
+    if s.torch and bias and activation != "relu2":
         x = t.note(t.block(size), [x], lambda grad, saved: [grad])
     return t.note(t.block(size), [x], lambda grad, saved: [t.block(size)], [x.block])
 
