@@ -295,7 +295,10 @@ class Hosts:
             time.sleep(0.05)
 
     def processes(self, name: str) -> list[tuple[int, str]]:
-        """(pid on this machine, command line) of what runs on the node: tasks, scripts, not the daemons, no zombies."""
+        """(pid on this machine, command line) of what runs on the node: tasks, scripts, not the daemons, no zombies.
+
+        The first started comes first: numbers of processes begin again at the end of their range.
+        """
         return [(pid, line) for pid, line in self.members(name) if program(line) not in ("slurmd", "slurmstepd:")]
 
     def members(self, name: str) -> list[tuple[int, str]]:
@@ -308,8 +311,8 @@ class Hosts:
             with contextlib.suppress(OSError):
                 if process != init and os.readlink(f"/proc/{process}/ns/pid") == space:
                     line = command_line(process)
-                    found += [(process, line)] if line else []
-        return found
+                    found += [(int(process_stat(process)[19]), process, line)] if line else []
+        return [(process, line) for _, process, line in sorted(found)]
 
     def crash_node(self, name: str) -> None:
         """The node is dead at once and says no goodbye: link down, then SIGKILL to all, namespaces gone."""

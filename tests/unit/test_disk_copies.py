@@ -28,11 +28,12 @@ from megatron_port.core.config.checks import resolve
 from megatron_port.core.config.loader import load
 from megatron_port.core.config.schema import LayoutConfig
 from megatron_port.core.dist.record import StatePiece
-from megatron_port.core.errors import ConfigError, EnvironmentFault
+from megatron_port.core.errors import CheckpointError, ConfigError, EnvironmentFault
 from megatron_port.ext.storage.copies import SLOTS, TIERS, StateCopies, copies_folder, described, remove_copies
 from megatron_port.ext.storage.disk_copies import DiskCopies
 from megatron_port.ext.storage.partner_copies import committed_copies
 from megatron_port.ext.telemetry.flops import parameter_count
+from megatron_port.run.copying import StateCopying
 from megatron_port.tools.plan.case import Case, Machine, case_of, machine_of
 from megatron_port.tools.plan.memory import copied, host_problem
 from megatron_port.tools.plan.step import plan_step
@@ -253,6 +254,18 @@ def test_a_disk_that_refuses_costs_that_copy_alone(run: Any, monkeypatch: pytest
     error, = rank.errors
     assert "copy of this rank's state (No space left" in error and "Set checkpoint.disk_folder" in error, error
     assert on_disk(run) == [9, 3], "the place of the one that failed was taken, not the other's"
+
+
+def test_a_copy_that_one_rank_lacks_takes_no_place_and_is_named() -> None:
+    said: list[str] = []
+    kept: list[int] = []
+    hook = StateCopying.__new__(StateCopying)
+    hook.state = SimpleNamespace(  # type: ignore[assignment]
+        session=SimpleNamespace(cpu_group=None, logger=SimpleNamespace(log=said.append)))
+    for error in (CheckpointError("the disk is full"), None):
+        disk: Any = SimpleNamespace(finish=lambda error=error: error, keep=lambda: kept.append(len(said)))
+        hook._finish_disk(disk)
+    assert kept == [1] and said == ["the disk is full\ntraining continues; the copy before it stays on the disks"]
 
 
 def test_going_back_drops_what_is_later(run: Any) -> None:
