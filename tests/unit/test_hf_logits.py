@@ -203,7 +203,8 @@ def test_the_embeddings_scale_is_rounded_before_it_is_applied(tmp_path: Path) ->
     ("olmo_hybrid", {"rope_parameters": {"rope_type": "default", "rope_theta": None}, "num_key_value_heads": 4}),
     ("qwen3_next", {}), ("qwen3_5_text", {}), ("lfm2", {}), ("lfm2", {"conv_bias": False, "num_key_value_heads": 4}),
     ("bamba", {}), ("bamba", {"mamba_n_groups": 4, "num_key_value_heads": 4}),
-    ("granitemoehybrid", {}), ("granitemoehybrid", {"num_local_experts": 0, "mamba_n_groups": 4}), ("nemotron_h", {}),
+    ("granitemoehybrid", {}), ("granitemoehybrid", {"num_local_experts": 0, "mamba_n_groups": 4}),
+    pytest.param("nemotron_h", {}, id="nemotron_h"),
     ("nemotron_h", {
         "n_groups": 1, "mlp_bias": True, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
     }),
