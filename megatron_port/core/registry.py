@@ -230,6 +230,7 @@ PARTS = Registry("part", "", {
     "adapter": "megatron_port.ext.weights.adapters:make_adapter",
     "adapters of a layer": "megatron_port.ext.weights.adapter_spec:layer_adapters",
     "balanced context-parallel divisions": "megatron_port.ext.context.balance:divisions_by_documents",
+    "chunk starts": "megatron_port.ext.mixers.chunks:chunk_starts",
     "chunked head": "megatron_port.ext.memory.chunked_head:ChunkedHead",
     "context-parallel attention": "megatron_port.ext.context.attention:context_attention",
     "context-parallel checks": "megatron_port.ext.context.checks:context_checks",
@@ -295,14 +296,12 @@ PARTS = Registry("part", "", {
     "weight folder reader": "megatron_port.run.weights:open_weights",
     "weight sharing between layers": "megatron_port.ext.weights.shared_layers:share_weights",
 })
-"""Functions of other packages that the core, or a package of ext, calls where a setting or a file asks for them, and
-else never imports."""
+"""Functions of other packages that the core, or a package of ext, imports and calls where a setting or a file asks."""
 
 FORMER_NAMES = Registry("former names of parameters", "", {
     "model.mtp_layers": "megatron_port.ext.objectives.former_names:mtp_experts",
 })
-"""By the setting of a feature whose parameters older checkpoints name otherwise: (manifest's configuration) → former
-prefix → present one."""
+"""By the setting of a feature whose parameters had other names: (manifest's configuration) → former prefix → new."""
 ALWAYS = "always"
 CONFLICTS = Registry("table of conflicts", "", {setting: target for target, settings in {
     "megatron_port.ext.families.settings:OPTIONS": (
@@ -310,7 +309,7 @@ CONFLICTS = Registry("table of conflicts", "", {setting: target for target, sett
         "model.attention_scale", "model.window_rope_theta", "model.shared_norm", "model.mup_base_size",
         "model.qk_norm_over", "model.norm_bias", "model.qkv_bias", "model.mlp_bias", "model.head_bias",
         "model.norm_pattern"),
-    "megatron_port.ext.families.settings:WINDOWS": ("model.attention_pattern",),
+    "megatron_port.ext.families.settings:WINDOWS": ("model.attention_pattern", "model.attention_chunk"),
     "megatron_port.ext.kernels.settings:PROVIDERS": ("backend.attention",),
     "megatron_port.ext.mixers.settings:LATENTS": (
         "model.kv_lora_rank", "model.q_lora_rank", "model.qk_rope_head_dim", "model.v_head_dim",

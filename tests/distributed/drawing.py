@@ -48,7 +48,8 @@ class Draw:
                 "position_embedding", "normalization", "activation", "add_bias", "tie_embeddings", "hidden_dropout",
                 "attention_dropout", "ffn_hidden_size", "parallel_residual", "rope_scaling", "rotary_percent",
                 "qk_norm", "qkv_bias", "embedding_multiplier", "residual_multiplier", "attention_scale",
-                "logits_divisor", "sliding_window", "attention_pattern", "attention_gate", "attention_sinks",
+                "logits_divisor", "sliding_window", "attention_chunk", "attention_pattern", "attention_gate",
+                "attention_sinks",
                 "attention_softcap", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "v_head_dim",
                 "latent_norm_epsilon", "norm_placement", "norm_pattern", "norm_zero_centered", "shared_norm",
                 "qk_norm_over", "mlp_bias",
@@ -211,6 +212,20 @@ def _latent(r: random.Random, model: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _chunked(r: random.Random, config: RunConfig) -> RunConfig:
+    """The run with attention within chunks in some layers, one in six."""
+    model = config.model
+    if config.precision.dtype not in ("fp32", "fp64") or r.random() >= 1 / 6:
+        return config
+    kinds = ("chunk", "full", *(("window",) if model.sliding_window else ()))
+    pattern = ("chunk", *r.choices(kinds, k=min(r.randint(0, 1), model.num_layers - 1)))
+    window = model.sliding_window if "window" in pattern else 0
+    return dataclasses.replace(config, model=dataclasses.replace(
+        model, attention_chunk=r.choice((1, 3, 4, 8, model.seq_length)), attention_pattern=pattern,
+        sliding_window=window, window_rope_theta=model.window_rope_theta if window else 0.0,
+    ))
+
+
 def _layout(r: random.Random, t: Topology, engine: str) -> dict[str, Any]:
     layout: dict[str, Any] = {
         "tensor_parallel_size": t.tp, "pipeline_parallel_size": t.pp, "data_parallel_size": t.dp,
@@ -298,6 +313,7 @@ def draw(seed: int) -> Draw:
     if dtype in ("fp32", "fp64") and not config.model.shared_norm and placed.random() < 1 / 6:
         kinds = tuple(placed.choices(("pre", "post", "sandwich"), k=placed.randint(2, 3)))
         config = change(config, model=change(config.model, norm_placement="pre", norm_pattern=kinds))
+    config = _chunked(random.Random(f"chunk-{seed}"), config)
     config = _offloaded(random.Random(f"offload-{seed}"), config)
     config = ruled(random.Random(f"rule-{seed}"), config)
     config = optioned(random.Random(f"optimizer-{seed}"), config)

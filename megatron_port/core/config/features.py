@@ -160,8 +160,7 @@ class ActivationsConfig:
     tensor-parallel ranks; needs a cluster with [hardware]) | profile (like plan, from measurements of the first
     steps, which recompute everything)"""
     budget: NonNegative = 0.0
-    """plan, profile: GiB of one device for activations and the working memory of a layer; 0: what the rest leaves of
-    cluster.memory_gb."""
+    """plan, profile: GiB of one device for activations and the memory of a layer; 0: what cluster.memory_gb leaves."""
     measure: Count = 3
     """profile: steps that an attempt measures."""
     layers: tuple[str, ...] = ()

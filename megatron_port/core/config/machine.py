@@ -184,8 +184,7 @@ class CalibrationConfig:
     network_scale: Positive = 1.0
     """Multiplies the achieved bandwidth of all links."""
     overlap_share: Annotated[float, between(0, 1)] = 1.0
-    """Share of a collective that products beside it hide, of what could be hidden: less than 1 where both use the same
-    cores."""
+    """Share of a collective that products beside it hide, of what could be: below 1 where both use the same cores."""
     table: PathSetting = ""
     """CSV file with rates by op, provider and shape (``plan.case``), a path or one of configs/, e.g.
     "tables/h100.csv"; empty: the formulas alone."""

@@ -45,8 +45,7 @@ class MoEConfig:
     every: Count = 1
     """Every n-th of the layers after those has experts (Switch, GShard: 2)."""
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """Score of an expert from its logit: over all experts (softmax), or each separately (sigmoid, DeepSeek-V3). Always
-    float32 or wider."""
+    """Score of an expert from its logit: over all (softmax), or of each (sigmoid, DeepSeek-V3); fp32 or wider."""
     normalize: bool = True
     """Divide the scores of a token's experts by their sum (Mixtral, Qwen3, DeepSeek-V3; not Switch, OLMoE)."""
     scale: Positive = 1.0
@@ -181,8 +180,7 @@ class ModelConfig:
     num_layers: Size = 2
     """Transformer layers."""
     shared_layers: Count = 1
-    """Consecutive layers that use one set of weights, on one stage or several (ALBERT, arXiv 1909.11942: all of them);
-    1: each has its own."""
+    """Consecutive layers that use one set of weights, on one stage or several (ALBERT: all of them); 1: none do."""
     hidden_size: Size = 128
     """Width of the residual stream, h."""
     num_attention_heads: Size = 4
@@ -212,8 +210,7 @@ class ModelConfig:
     rotary_percent: Share = 1.0
     """Share of each head that rope rotates (GPT-NeoX: 0.25); the rest has no position."""
     window_rope_theta: NonNegative = 0.0
-    """Base of the rotary frequencies of layers with a window, which are not scaled (Gemma 3); 0: the same as in other
-    layers."""
+    """Base of the rotary frequencies of layers with a window, which are not scaled (Gemma 3); 0: as in others."""
     rope_pattern: tuple[Literal["rope", "none"], ...] = ()
     """Which layers rotate, each "rope" or "none" (SmolLM3: three and one), repeated over the layers; empty: all."""
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
@@ -305,8 +302,10 @@ class ModelConfig:
     """Bound c of the logits, c · tanh(logit / c) (Gemma 2); 0: none."""
     sliding_window: CountOrZero = 0
     """Most keys that a query of a windowed layer sees, itself included; 0: no layer has a window."""
-    attention_pattern: tuple[Literal["full", "window"], ...] = ()
-    """Attention of the layers, repeated over them: full | window (over sliding_window); empty: full in all layers."""
+    attention_chunk: CountOrZero = 0
+    """Positions of a chunk, outside which queries of chunked layers see no key (Llama 4: 8192); 0: no layer has any."""
+    attention_pattern: tuple[Literal["full", "window", "chunk"], ...] = ()
+    """Attention of the layers, repeated over them: full | window (over sliding_window) | chunk; empty: full in all."""
     attention_sinks: bool = False
     """A learned score per query head that takes part in the softmax without a value (GPT-OSS)."""
     attention_gate: bool = False
@@ -314,8 +313,7 @@ class ModelConfig:
     attention_softcap: NonNegative = 0.0
     """cap · tanh(score / cap) in place of each attention score (Gemma 2); 0: none."""
     mtp_layers: CountOrZero = 0
-    """Modules that each predict one token further ahead, only in training (multi-token prediction, DeepSeek-V3, arXiv
-    2412.19437); 0: none."""
+    """Modules that each predict one token further ahead, only in training (DeepSeek-V3, arXiv 2412.19437); 0: none."""
     mtp_weight: NonNegative = 0.3
     """Multi-token prediction: weight of the mean of the modules' losses, added to the model's own."""
     qkv_rank: SizeOrZero = 0
@@ -355,6 +353,11 @@ class ModelConfig:
         """Return the window of a layer's attention; 0: its queries see all keys before them."""
         kinds = self.attention_pattern or ("window",)
         return self.sliding_window if kinds[layer % len(kinds)] == "window" else 0
+
+    def chunk_of(self, layer: int) -> int:
+        """Return the chunk of a layer's attention; 0: there is none."""
+        kinds = self.attention_pattern or ("full",)
+        return self.attention_chunk if kinds[layer % len(kinds)] == "chunk" else 0
 
     @property
     def width_factor(self) -> float:

@@ -185,13 +185,11 @@ class DataConfig:
     remote_cache_gb: NonNegative = 0.0
     """Largest size of each corpus' blocks there, in GB; the least recently used are removed. 0: no limit."""
     pinned: bool = True
-    """Stop a resumed run (exit 4) if its corpora or their tokenizer are not those of its checkpoint; false: print a
-    line and continue."""
+    """Stop a resumed run (exit 4) if its corpora or tokenizer are not those of its checkpoint; false: print a line."""
     mask_eod_loss: bool = False
     """Leave out of the loss the predictions made at an end-of-document token (Megatron-LM's convention)."""
     attention_documents: Literal["across", "within"] = "across"
-    """across (attention sees all of the sample before a token, whatever the documents) | within (only the token's own
-    document)"""
+    """across (attention sees all of the sample before a token) | within (only the token's own document)"""
     packing: Literal["none", "first_fit"] = "none"
     """none (a sample is the next seq_length tokens) | first_fit (whole documents in each sample, padded at its end,
     for fine-tuning; with attention_documents = "within")"""
@@ -285,8 +283,7 @@ class BackendConfig:
     """Let several ranks compute on one GPU. Their collectives then use gloo and host memory: slow, but it lets you try
     layouts. false: ranks that find themselves on one GPU stop."""
     own_kernels: Literal["auto", "on", "off"] = "auto"
-    """What ``auto`` means for the ops below: auto (own kernels where they are built and supported) | on (own kernels,
-    or stop) | off"""
+    """What ``auto`` means for the ops below: auto (own kernels where built and supported) | on (they, or stop) | off"""
     attention: Literal["auto", "own", "math", "sdpa", "flash_attn", "varlen", "fa3", "fa4", "ck", "aiter"] = "auto"
     """auto (GPUs: by configs/kernels; own under dropout) | own (GPUs: fp16, bf16, heads of up to 128) | math | sdpa |
     flash_attn | varlen (torch's, for documents and windows) | fa3 | fa4 (for torch's flash) | ck | aiter (AMD)"""

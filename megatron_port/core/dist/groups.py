@@ -52,8 +52,7 @@ from megatron_port.core.io.logging import ranks_text
 RINGS = ("pp", REVERSE, "cp")
 """Groups whose ranks may send to one another, each to its two neighbours in a ring."""
 RELATIONS = (EMBEDDING, REVERSE)
-"""Purposes that are not a set of axes, or that have the ranks of another purpose. Those of shared layers (``SHARED``)
-are relations too."""
+"""Purposes that are no set of axes, or have the ranks of another. Those of shared layers (``SHARED``) are such too."""
 
 
 def _is_relation(name: str) -> bool:

@@ -98,19 +98,22 @@ class SelfAttention(nn.Module):
 
     def _attend_with_dropout(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         rows, partition = q.shape[0], self.partition.divided(self.step.division)
-        mask = self._mask(partition.seq_length(rows))
+        mask = self._mask(partition.seq_length(rows), q)
         if self.context is None:
             return self.providers.attention(q, k, v, dropout=self._probability_dropout(rows), mask=mask)
         return self.context.attend(q, k, v, partition, dropout_of=self._dropout_of, mask=mask)
 
-    def _mask(self, rows: int) -> AttentionMask | None:
-        """Return what attention of all ``rows`` positions does beyond the causal softmax in this pass, or None."""
+    def _mask(self, rows: int, x: torch.Tensor) -> AttentionMask | None:
+        """Return what attention of all ``rows`` positions does beyond the causal softmax in this pass, or None. ``x``:
+        [positions, batch, ...]."""
         spec, context = self.spec, self.step.current
-        window = spec.window if spec.window < rows else 0
+        window, chunk = (size if size < rows else 0 for size in (spec.window, spec.chunk))
         first = None if context is None else context.document_starts
-        if not window and not spec.softcap and self.sinks is None and first is None:
+        if not window and not chunk and not spec.softcap and self.sinks is None and first is None:
             return None
         packed, earliest = (None, None) if context is None else (context.packed_documents, context.earliest_key)
+        if chunk:
+            first, packed, earliest = PARTS.function("chunk starts")(first, rows, x, chunk), None, None
         return AttentionMask(
             window=window, softcap=spec.softcap, sinks=self.sinks, first=first, documents=packed, earliest=earliest
         )
@@ -179,7 +182,7 @@ class SelfAttention(nn.Module):
         # Inside what is recomputed: dropout and documents are those of the samples which the stream then has.
         def core(y: torch.Tensor) -> torch.Tensor:
             rows = y.shape[0]
-            return packed(y, dropout=self._probability_dropout(rows), mask=self._mask(rows))
+            return packed(y, dropout=self._probability_dropout(rows), mask=self._mask(rows, y))
 
         return self.values(self._recomputed(core, *arguments))
 

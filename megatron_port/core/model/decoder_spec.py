@@ -160,7 +160,8 @@ def attention_spec(model: ModelConfig, index: int) -> AttentionSpec:
     )
     shared: dict[str, Any] = {
         "groups": groups, "output": output, "rotation": _rotation(model, index), "window": model.window_of(index),
-        "softcap": model.attention_softcap, "sinks": _sinks(groups) if model.attention_sinks else None,
+        "chunk": model.chunk_of(index), "softcap": model.attention_softcap,
+        "sinks": _sinks(groups) if model.attention_sinks else None,
     }
     if model.kv_lora_rank:
         found: AttentionSpec = PARTS.function("latent attention")(model, shared)

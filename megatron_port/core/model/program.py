@@ -27,8 +27,7 @@ class Tape(Protocol):
     def run_fused(
         self, function: Callable[..., Any], inputs: tuple[torch.Tensor, ...], made_by: Callable[..., Any]
     ) -> tuple[torch.Tensor, ...]:
-        """Return ``function(*inputs)``, whose results belong to several sites: ``made_by(*results)`` says how each is
-        made by itself."""
+        """Return ``function(*inputs)``, whose results belong to several sites; ``made_by(*results)``: how each is."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +130,7 @@ class Program:
     def run(
         self, layer: nn.Module, x: torch.Tensor, watch: Watch | None = None, *, tape: Tape | None = None
     ) -> torch.Tensor:
-        """Return the layer's output for the input x [seq(/tp), batch, hidden]; show each value to ``watch``. ``tape``:
-        runs each operation."""
+        """Return the layer's output for x [seq(/tp), batch, hidden]; show each to ``watch``; ``tape`` runs all."""
         values: Values = {INPUT: x}
         for call, find, reads, writes, single, dead in self._calls:  # with no further call of Python's for each
             given: list[torch.Tensor] = []

@@ -135,6 +135,8 @@ class AttentionSpec(MixerSpec):
 
     groups: Groups
     rotation: Rotation
+    chunk: int = 0
+    """Positions of a chunk, of which a query sees its own alone; 0: the sequence is one."""
     softcap: float = 0.0
     """Soft-cap of the scores; 0: none."""
     sinks: ParameterSpec | None = None
@@ -165,7 +167,7 @@ class AttentionSpec(MixerSpec):
 
     def is_masked(self, seq: int) -> bool:
         """Whether attention over ``seq`` tokens is more than causal."""
-        return 0 < self.window < seq or self.softcap > 0 or self.sinks is not None
+        return 0 < self.window < seq or 0 < self.chunk < seq or self.softcap > 0 or self.sinks is not None
 
     def packed_features(self, tp: int) -> int:
         """Elements per token of queries, keys and values on ``tp`` ranks together, copies and padding included."""
@@ -186,7 +188,7 @@ class AttentionSpec(MixerSpec):
         ``document``: tokens of the document that a token is in, in the mean over tokens; 0: the sample is one. Exact
         without a window, and with one where all documents have this length.
         """
-        length = min(document or seq, seq)
+        length = min(document or seq, self.chunk or seq, seq)
         window = min(self.window or length, length)
         seen = window * (2 * length - window)
         return seen if length == seq else seen * seq / length

@@ -40,8 +40,16 @@ def windows_of(model: ModelConfig) -> dict[str, Any]:
     """Return the pattern of a model's windows, in its shortest form."""
     if not model.attention_pattern:
         return {}
+    if "chunk" in model.attention_pattern:
+        return {"attention_pattern": shortest_pattern(_kinds_of(model))}
     kinds = ["window" if model.window_of(layer) else "full" for layer in range(min(model.num_layers, 1 << 16))]
     return windows(kinds, model.sliding_window)
+
+
+def _kinds_of(model: ModelConfig) -> list[str]:
+    """Return the kind of attention of each layer."""
+    pattern = model.attention_pattern
+    return [pattern[layer % len(pattern)] for layer in range(min(model.num_layers, 1 << 16))]
 
 
 def mixers_of(model: ModelConfig) -> dict[str, Any]:
@@ -162,8 +170,8 @@ OPTIONS = (
 def _windows(config: RunConfig) -> list[str]:
     """Name kinds of layers that do not exist, or windows without a size."""
     m, pattern = config.model, config.model.attention_pattern
-    if unknown := sorted(set(pattern) - {"full", "window"}):
-        return [f"model.attention_pattern has {unknown[0]!r}; each entry must be full or window"]
+    if unknown := sorted(set(pattern) - {"full", "window", "chunk"}):
+        return [f"model.attention_pattern has {unknown[0]!r}; each entry must be full, window or chunk"]
     out = []
     if len(pattern) > m.num_layers:
         out.append(
@@ -172,6 +180,11 @@ def _windows(config: RunConfig) -> list[str]:
         )
     if "window" in pattern and not m.sliding_window:
         out.append("model.attention_pattern has windows, but sliding_window is 0; e.g. sliding_window = 4096")
+    if ("chunk" in pattern) != bool(m.attention_chunk):
+        out.append(
+            f"model.attention_chunk is {m.attention_chunk}, and attention_pattern {list(pattern)} says which layers "
+            'have chunks; give both, e.g. attention_pattern = ["chunk", "full"] and attention_chunk = 8192, or neither'
+        )
     if pattern and "window" not in pattern and m.sliding_window:
         out.append(
             f"model.sliding_window {m.sliding_window} is of no layer: attention_pattern {list(pattern)} has no "

@@ -411,7 +411,7 @@ def _masked(
     function, problem = _varlen(device, needs)
     if asked == "varlen" and function is None:
         raise refuse("attention", asked, problem, "sdpa")
-    hides = needs.mask.window or needs.mask.documents
+    hides = needs.mask.window or needs.mask.documents or needs.mask.chunk
     if function is not None and (hides or asked == "varlen"):
         how = "asked for" if asked == "varlen" else f"auto: {why}; {flash_problem}"
         return (varlen_attention(function), ProviderRow("attention", "varlen", f"{how}; torch {torch.__version__}")), ""
@@ -492,5 +492,5 @@ def _sdpa(
 
 def _all_scores(needs: AttentionNeeds) -> str:
     """Cost of a mask in torch's attention, in words."""
-    hides = needs.mask.window or needs.mask.documents
+    hides = needs.mask.window or needs.mask.documents or needs.mask.chunk
     return "computes all scores, whatever the mask leaves" if hides else ""

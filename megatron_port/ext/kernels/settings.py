@@ -21,7 +21,7 @@ ALIGN = 16
 """Elements that rows and columns of an 8-bit matrix must be multiples of (cuBLASLt and hipBLASLt)."""
 
 SERVED = {
-    "sdpa": frozenset({"window", "documents", "runs"}),
+    "sdpa": frozenset({"window", "documents", "chunk", "runs"}),
     "flash_attn": frozenset({"window", "softcap", "documents", "runs"}),
     "varlen": frozenset({"window", "documents", "runs"}),
     "fa3": frozenset[str](), "fa4": frozenset[str](),  # they stand in torch's place, which gives them no window
@@ -34,6 +34,7 @@ _WORDS = {
     "window": "a window (model.sliding_window)", "softcap": "soft-capped scores (model.attention_softcap)",
     "sinks": "attention sinks (model.attention_sinks)",
     "documents": "attention within documents (data.attention_documents)",
+    "chunk": "attention within chunks (model.attention_chunk)",
     "runs": "queries at other positions than the keys (layout.context_parallel_size)",
     "partials": "partial results (layout.cp_method = \"ring\")",
 }
@@ -47,6 +48,7 @@ class MaskNeeds:
     softcap: bool = False
     sinks: bool = False
     documents: bool = False
+    chunk: bool = False
     runs: bool = False
     """Queries are some positions of the sequence, and keys all or others."""
     partials: bool = False
@@ -62,13 +64,14 @@ class MaskNeeds:
             window="window" in kinds and 0 < model.sliding_window < model.seq_length,
             softcap=model.attention_softcap > 0, sinks=model.attention_sinks,
             documents=config.data.attention_documents == "within",
+            chunk="chunk" in kinds and 0 < model.attention_chunk < model.seq_length,
             runs=divided and layout.cp_method != "heads", partials=divided and layout.cp_method == "ring",
         )
 
     @property
     def any(self) -> bool:
         """Whether attention is more than causal."""
-        return self.window or self.softcap or self.sinks or self.documents or self.runs or self.partials
+        return self.window or self.softcap or self.sinks or self.documents or self.chunk or self.runs or self.partials
 
     def problem(self, provider: str) -> str:
         """Return a sentence with the needed features that the provider lacks; empty: none."""

@@ -12,7 +12,7 @@ from megatron_port.ext.mixers.recurrent_spec import RecurrentKind, sizes_of
 
 _OWN = ("q_lora_rank", "qk_rope_head_dim", "v_head_dim", "latent_norm_epsilon")
 ATTENTION_SETTINGS = (
-    "attention_dropout", "attention_gate", "attention_pattern", "attention_scale", "attention_sinks",
+    "attention_chunk", "attention_dropout", "attention_gate", "attention_pattern", "attention_scale", "attention_sinks",
     "attention_softcap", "kv_lora_rank", "latent_norm_epsilon", "num_query_groups", "output_rank", "q_lora_rank",
     "qk_norm", "qk_rope_head_dim", "qkv_bias", "qkv_rank", "rope_pattern", "sliding_window", "v_head_dim",
 )

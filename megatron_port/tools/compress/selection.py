@@ -200,6 +200,12 @@ def _moe_of(model: ModelConfig, moe: MoEConfig, kept: Sequence[int]) -> MoEConfi
 def _patterns(model: ModelConfig, kept: Sequence[int]) -> dict[str, Any]:
     """Return the patterns of attention, of norms and of rotation of the layers that are left."""
     out = windows(["window" if model.window_of(layer) else "full" for layer in kept], model.sliding_window)
+    if model.attention_chunk:
+        kinds = [next((kind for kind, size in (("chunk", model.chunk_of(i)), ("window", model.window_of(i))) if size),
+                      "full") for i in kept]
+        out["attention_pattern"] = shortest_pattern(kinds)
+        out |= {"attention_chunk": model.attention_chunk if "chunk" in kinds else 0,
+                "sliding_window": model.sliding_window if "window" in kinds else 0}
     out |= norms([model.norms_of(layer) for layer in kept])
     if model.rope_pattern:
         kinds = ["rope" if model.rotates(layer) else "none" for layer in kept]

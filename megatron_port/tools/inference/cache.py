@@ -112,13 +112,16 @@ class KeyValueCache:
             kept.append(held)
         self._layers[layer] = (kept[0], kept[1])
 
-    def _visible(self, window: int) -> torch.Tensor:
-        """bool [batch, 1, 1, length]: positions that each sequence's token sees; ``window`` 0: all up to its own."""
+    def _visible(self, window: int, chunk: int) -> torch.Tensor:
+        """bool [batch, 1, 1, length]: positions that each sequence's token sees; without ``window`` and ``chunk`` all
+        up to its own."""
         assert self.positions is not None and self._seen is not None
         last = self.positions[:, None]
         visible = self._seen <= last
         if window:
             visible &= self._seen > last - window
+        if chunk:
+            visible &= self._seen >= last - last % chunk
         return visible[:, None, None, :]
 
     def attend(
@@ -134,7 +137,7 @@ class KeyValueCache:
         groups, row, spec = k.shape[2], torch.arange(q.shape[1], device=q.device), attention.spec
         keys[row, :, self.positions] = k[0]
         values[row, :, self.positions] = v[0]
-        q, visible = q.reshape(batch, groups, heads // groups, size), self._visible(spec.window)
+        q, visible = q.reshape(batch, groups, heads // groups, size), self._visible(spec.window, spec.chunk)
         keys, values = keys[:, :, : self.length], values[:, :, : self.length]
         if not spec.softcap and attention.sinks is None:
             out = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible)

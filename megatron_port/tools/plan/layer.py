@@ -168,8 +168,10 @@ def _imbalance(case: Case, layer: LayerSpec) -> float:
     """Attention work of the busiest of the ranks that share a sequence, by the mean."""
     if case.cp == 1 or case.cp_method == "heads":  # each has as many heads of all positions
         return 1.0
-    m, window = case.model, layer.mixer.window
-    return work_imbalance(case.cp_order, case.cp, m.seq_length, window, case.document, case.micro_batch)
+    m, mixer = case.model, layer.mixer
+    chunk = mixer.attention.chunk if mixer.attention else 0  # as documents of that length
+    document = min(case.document or m.seq_length, chunk) if chunk else case.document
+    return work_imbalance(case.cp_order, case.cp, m.seq_length, mixer.window, document, case.micro_batch)
 
 
 def _elementwise(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, float]:
