@@ -18,6 +18,7 @@ from megatron_port.core.errors import ConfigError
 from megatron_port.tools.foreign.adapter import Shard
 from megatron_port.tools.foreign.outputs import first_difference
 from megatron_port.tools.foreign.placement import by_content, by_shape, described, ranges, sharded, stated, whole
+from megatron_port.tools.foreign.process import disturbed
 from megatron_port.tools.foreign.record import Output, Part, Record, read
 from megatron_port.tools.foreign.relations import Wrong, relate
 
@@ -189,6 +190,14 @@ def test_a_placement_that_cannot_be_known_is_refused() -> None:
     packed = stated(Shard(0, 1, 2, interleaved=3), (12, 1)).flatten().tolist()
     assert packed == [2, 3, 6, 7, 10, 11]
     assert ranges([8, 0, 1, 2, 9, 11]) == "0-2, 8-9, 11"
+
+
+def test_no_weight_hides_what_is_wrong() -> None:
+    """A norm that is left out is seen where its weight is not 1, a bias where it is not 0; and a seed changes all."""
+    for name, start in (("norm.weight", torch.ones(32)), ("bias", torch.zeros(32)), ("matrix", torch.zeros(32, 32))):
+        found = [disturbed(name, start, seed) for seed in (0, 0, 1)]
+        assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+        assert float((found[0] - start).abs().mean()) > 0.03 and len(found[0].unique()) == found[0].numel()
 
 
 def outputs(module: str, value: Tensor) -> Output:
