@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_port.tools.foreign.norms import of_norm, written
 from megatron_port.tools.foreign.outputs import Difference, first_difference
 from megatron_port.tools.foreign.placement import ranges
 from megatron_port.tools.foreign.record import STEPS, Part, Record, read
@@ -23,6 +24,8 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, to
 """Relative distance of a gradient, by its type; ten times that in the second step, whose weights differ already."""
 LOSS = 0.1
 """Of that: the loss, which averages errors."""
+VAGUE = {"imprecise": 1, "unlike": 2}
+"""Relations that say little; findings with them come last."""
 FLOOR = 1e-2
 """Of the tolerance, times the rms of all gradients: what a gradient that is zero in exact arithmetic may have."""
 
@@ -55,6 +58,8 @@ class Verdict:
 
     findings: list[Finding] = field(default_factory=list)
     difference: Difference | None = None
+    backward: str = ""
+    """The wrong gradient that is computed first: its parameter is the last one in the reference's order."""
     notes: list[str] = field(default_factory=list)
     compared: dict[str, int] = field(default_factory=dict)
     worst: float = 0.0
@@ -83,11 +88,14 @@ class Verdict:
             yield f"  first difference in the forward pass: {self.difference.module}{after}: {self.difference.words}"
         elif not self.equal:
             yield "  forward pass: every output that was compared is right"
+        if self.backward:
+            yield f"  first difference in the backward pass: gradient of {self.backward}"
         yield from (f"  note: {note}" for note in self.notes)
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON's types."""
         return {"equal": self.equal, "worst": self.worst, "compared": self.compared, "notes": self.notes,
+                "backward": self.backward,
                 "findings": [{**asdict(f), "text": f.text} for f in self.findings],
                 "difference": None if self.difference is None else asdict(self.difference)}
 
@@ -136,12 +144,17 @@ class Comparison:
         """Compare everything."""
         verdict, wrong = self.verdict, set[str]()
         for step in range(STEPS):
-            if step and verdict.findings:
-                break  # they follow from those of the first one
             self._losses(step)
             wrong |= self._tensors(step, "gradient", wrong)
             self._norms(step, bool(wrong))
-        self._weights(wrong)
+            if {"gradient", "gradient norm"} & {finding.what for finding in verdict.findings}:
+                verdict.notes.append("updates are not compared, as gradients or their norm are wrong")
+                break
+            wrong |= self._tensors(step, "update", wrong)
+            if verdict.findings:
+                break  # what follows is wrong too
+        self._untold()
+        verdict.findings.sort(key=lambda finding: VAGUE.get(finding.relation.kind, 0))
         difference = first_difference(self.reference.outputs, self.ranks, self._of_outputs())
         if verdict.findings:
             verdict.difference = difference
@@ -181,7 +194,10 @@ class Comparison:
         for relation, ranks, names in found.values():
             which = _pattern(names, list(right))
             self.verdict.findings.append(Finding(what, step, names, ranks, relation, which))
-        return {name for _, _, names in found.values() for name in names}
+        bad = {name for _, _, names in found.values() for name in names}
+        if what == "gradient" and bad:
+            self.verdict.backward = [name for name in right if name in bad][-1]
+        return bad
 
     def _right(self, step: int, what: str) -> dict[str, Tensor]:
         if what == "gradient":
@@ -214,7 +230,8 @@ class Comparison:
         wrong = Wrong(
             name=name, right=right, parts=parts, ranks=[], axes=self.axes, tolerance=tolerance, floor=floor, what=what,
             earlier=None if earlier is None else earlier.value.double(),
-            samples=self._basis(name) if step == 0 else None, counts=self.counts, numbers=self.numbers,
+            samples=self._basis(name) if step == 0 and what == "gradient" else None, counts=self.counts,
+            numbers=self.numbers,
         )
         if float(right.norm()) > floor:
             wrong.ranks = list(missing)
@@ -234,11 +251,8 @@ class Comparison:
             return None
         return torch.stack([g[name].value.double().flatten() for g in self.samples.gradients])
 
-    def _weights(self, wrong: set[str]) -> None:
-        """Compare what updates did, where gradients were right or are not told."""
-        for step in range(STEPS):
-            if step == 0 or not self.verdict.findings:
-                wrong |= self._tensors(step, "update", wrong)
+    def _untold(self) -> None:
+        """Note what no rank told."""
         held = {name for record in self.ranks for name in record.weights[0]}
         if lost := sorted(self.reference.weights[0].keys() - held):
             self.verdict.notes.append(f"no rank has {_pattern(lost)}")
@@ -315,22 +329,10 @@ class Comparison:
         if not bad:
             return
         rank, value = next(iter(bad.items()))
-        words, cause = f"is {value:.6g}, the right one {right:.6g}", ""
-        own = math.sqrt(sum(float(p.value.double().square().sum()) for p in self.ranks[rank].gradients[step].values()))
-        everything = math.sqrt(sum(float(p.value.double().square().sum()) for r in self.ranks
-                                   for p in r.gradients[step].values()))
-        held = {name: sum(name in r.gradients[step] for r in self.ranks) for name in self.reference.gradients[step]}
-        shared = math.sqrt(sum(float(p.value.double().square().sum()) * held[name]
-                               for name, p in self.reference.gradients[step].items()))
-        for known_value, text, why in (
-            (own, "it is that of this rank's tensors alone", "it is not summed over the ranks that have other parts"),
-            (everything, "it is that of all ranks' tensors, copies counted", "every rank's copy is counted"),
-            (shared, "every rank's copy is counted", "count a parameter that several ranks hold on one of them"),
-        ):
-            if known_value and abs(value / known_value - 1) < FLOOR * self.tolerance + 1e-5:
-                words, cause = f"{words}: {text}", why
-                break
-        else:
+        tables = [record.gradients[step] for record in self.ranks]
+        _, found, cause = of_norm(value, right, tables, rank, FLOOR * self.tolerance)
+        if not found:
             wrong = Wrong("", torch.tensor(right), {}, [], self.axes, self.tolerance, 0.0, numbers=self.numbers)
-            words += f": {wrong.number(value / right)} times it"
+            found = f"{wrong.number(value / right)} times it"
+        words = f"{written(value, right)}: {found}"
         self.verdict.findings.append(Finding("gradient norm", step, [], sorted(bad), Relation("norm", words, cause)))

@@ -6,7 +6,7 @@ looked for among those of the reference. A module is right if each of its rows i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -118,8 +118,7 @@ def _nearest(rows: Tensor, right: Tensor, size: Tensor) -> tuple[Tensor, Tensor]
     best, which = torch.full((len(rows),), torch.inf, dtype=torch.float64), torch.zeros(len(rows), dtype=torch.int64)
     if width > full or full % width:
         return best, which
-    for block in range(full // width):
-        part = right[:, block * width : (block + 1) * width]
+    for part in _blocks(right, width):
         distance = torch.cdist(rows, part, compute_mode="donot_use_mm_for_euclid_dist")
         off, nearest = (distance / (size if width == full else part.norm(dim=1).clamp(min=1e-30))).min(1)
         if float(off.sum()) < float(best.sum()):
@@ -127,15 +126,25 @@ def _nearest(rows: Tensor, right: Tensor, size: Tensor) -> tuple[Tensor, Tensor]
     return best, which
 
 
+def _blocks(right: Tensor, width: int) -> Iterator[Tensor]:
+    """Yield what a rank may have of rows: equal blocks, of packed features (a gate and what it gates; queries, keys and
+    values) the same block of each."""
+    count = right.shape[1] // width
+    for packed in (1, 2, 3) if count > 1 else (1,):
+        if right.shape[1] % (packed * count) == 0:
+            pieces = right.unflatten(1, (packed, count, -1))
+            yield from (pieces[:, :, block].flatten(1) for block in range(count))
+
+
 def _partial(right: Tensor, held: Mapping[int, Tensor], size: Tensor, tolerance: float) -> bool:
     """Is the sum over all ranks, or over neighbouring pairs, right? A reduction follows then."""
     ranks = sorted(held)
-    if len({tuple(held[r].shape) for r in ranks}) > 1:
-        return False
     count = len(ranks)
     for groups in (g for g in range(1, count) if count % g == 0):
         for pick in ([ranks[g::groups] for g in range(groups)],
                      [ranks[g * count // groups : (g + 1) * count // groups] for g in range(groups)]):
+            if any(len({tuple(held[r].shape) for r in group}) > 1 for group in pick):
+                continue
             sums = [sum((held[r] for r in group), torch.zeros(())) for group in pick]
             if all(bool((_nearest(s, right, size)[0] <= tolerance).all()) for s in sums):
                 return True

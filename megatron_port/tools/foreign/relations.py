@@ -108,6 +108,7 @@ class Wrong:
         """Return what a factor is; empty: nothing known."""
         size, one_over = (factor, "") if abs(factor) >= 1 else (1 / factor if factor else 0.0, "1 / ")
         found = [name for name, value in self.numbers.items() if value != 1 and abs(size / value - 1) < FACTOR]
+        found = [name for name in found if name.startswith("the size of")] or found  # axes explain more
         if not found:
             for (a, x), (b, y) in itertools.combinations(self.numbers.items(), 2):
                 if x > 1 and y > 1 and abs(size / (x * y) - 1) < FACTOR:
@@ -427,7 +428,7 @@ def rounded(wrong: Wrong) -> Relation | None:
         unit = torch.finfo(dtype).eps
         if all(float((value - right).norm()) <= 4 * unit * float(right.norm()) for value, right in pairs):
             return Relation("imprecise", f"differs by as much as rounding to {name} makes",
-                            f"something behind it is computed in {name}")
+                            f"something behind it is computed in {name}, or a small part of it is wrong")
     return None
 
 
