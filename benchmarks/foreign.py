@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_port.core.errors import PortError
+from megatron_port.tools.foreign.ranks import Ranks
 from megatron_port.tools.foreign.session import Session
 
 Case = tuple[int, dict[str, Any]]
@@ -73,7 +74,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     unequal = 0
-    with Session(given.framework) as session, given.out.open("a") as out:
+    with Ranks() as running, given.out.open("a") as out:
+        session = Session(given.framework, running)
         _, fixed = parsed(f"0 {' '.join(given.fix)}")
         for case in [*map(parsed, given.case), *drawn(session, given.draws, given.seed, fixed)]:
             line = recorded(session, case)
