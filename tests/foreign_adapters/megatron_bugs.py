@@ -5,10 +5,10 @@ Numbers are findings of NVIDIA/Megatron-LM#7452. Findings 8 and 9 need no planti
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-import megatron.core.distributed.finalize_model_grads as finalize
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import gpt_model
@@ -19,6 +19,8 @@ from torch import Tensor
 from megatron_port.tools.foreign import shims
 from megatron_port.tools.foreign.adapter import Batch, World
 from megatron_port.tools.foreign.adapters.megatron_core import MegatronCore, State
+
+finalize: Any = importlib.import_module("megatron.core.distributed.finalize_model_grads")
 
 
 class MegatronBugs(MegatronCore):
@@ -172,20 +174,20 @@ AFTER: dict[str, Callable[[State, World], None]] = {
     "bias on each rank": bias_on_each_rank,
 }
 CASES: tuple[tuple[int, dict[str, Any], str], ...] = (
-    (2, {"bug": "3 mtp counts", "mtp": 1, "main_loss": False}, "divided by their own"),
+    (2, {"bug": "3 mtp counts", "mtp": 1, "main_loss": False}, "a number of labels of each micro-batch"),
     (2, {"bug": "5 padding mask", "tp": 2, "sp": True, "experts": 4, "padded": True, "balance": "aux_loss",
          "main_loss": False}, "mlp.router"),
     (2, {"tp": 2, "sinks": True}, "softmax_offset the first rank's part alone is counted"),
-    (2, {"cp": 2, "per_token": False}, "divided by their own labels"),
+    (2, {"cp": 2, "per_token": False}, "mean of"),
     (2, {"bug": "10 router counts", "tp": 2, "sp": True, "experts": 4, "padded": True, "balance": "aux_loss",
          "main_loss": False}, "the size of tp"),
     (2, {"bug": "11 norm of heads", "tp": 2, "qk_norm": True}, "is not summed over tp"),
     (2, {"bug": "cp group of one", "cp": 2}, "core_attention"),
     (2, {"bug": "positions", "cp": 2, "rope": False}, "embedding"),
     (2, {"bug": "tied apart", "pp": 2, "tied": True}, "is not summed over pp"),
-    (4, {"bug": "norm of stage", "tp": 2, "pp": 2}, "this rank's tensors alone"),
+    (4, {"bug": "norm of stage", "tp": 2, "pp": 2}, "it is not summed over pp"),
     (2, {"bug": "norms not marked", "tp": 2, "sp": True}, "is not summed over tp"),
-    (4, {"bug": "scaled experts", "ep": 2, "experts": 4, "per_token": False}, "(the size of ep)"),
+    (4, {"bug": "scaled experts", "ep": 2, "experts": 4, "per_token": False}, "the size of ep)"),
     (2, {"bug": "divided twice"}, "1 / the size of dp"),
     (2, {"bug": "bias on each rank", "tp": 2, "bias": True}, "linear_fc2"),
     (2, {"bug": "not cleared", "tp": 2}, "not cleared"),

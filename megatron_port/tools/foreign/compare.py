@@ -330,7 +330,7 @@ class Comparison:
             return
         rank, value = next(iter(bad.items()))
         tables = [record.gradients[step] for record in self.ranks]
-        _, found, cause = of_norm(value, right, tables, rank, FLOOR * self.tolerance)
+        _, found, cause = of_norm(value, right, tables, rank, self.axes, FLOOR * self.tolerance)
         if not found:
             wrong = Wrong("", torch.tensor(right), {}, [], self.axes, self.tolerance, 0.0, numbers=self.numbers)
             found = f"{wrong.number(value / right)} times it"

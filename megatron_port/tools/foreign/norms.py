@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,12 +15,14 @@ Candidate = tuple[float, str, str]
 WITHOUT = "copies of a parameter are to be counted once, parts of it all; what a parameter says of itself is wrong"
 
 
-def of_norm(value: float, right: float, ranks: Sequence[Mapping[str, Part]], rank: int, tolerance: float) -> Candidate:
+def of_norm(
+    value: float, right: float, ranks: Sequence[Mapping[str, Part]], rank: int, axes: Mapping[str, int], tolerance: float
+) -> Candidate:
     """Return what a norm counts otherwise than it should; no words: nothing found. ``ranks``: their gradients, right
-    ones, of which ``rank`` told ``value``."""
+    ones, of which ``rank`` told ``value``; ``axes``: theirs."""
     off = value**2 - right**2
     best, least = (off, "", ""), tolerance * max(right**2, value**2) + 0.01 * abs(off)
-    for candidate in _candidates(ranks, rank):
+    for candidate in (*_apart(ranks, rank, axes), *_candidates(ranks, rank)):
         distance = abs(candidate[0] - off)
         if candidate[0] and distance < least:
             best, least = candidate, distance
@@ -28,6 +31,24 @@ def of_norm(value: float, right: float, ranks: Sequence[Mapping[str, Part]], ran
 
 def _squares(part: Part) -> float:
     return float(part.value.double().square().sum())
+
+
+def _once(tables: Sequence[Mapping[str, Part]]) -> float:
+    """Return the squares of all parts that ranks have, each counted once."""
+    known: dict[tuple[str, bytes], float] = {}
+    for table in tables:
+        for name, part in table.items():
+            known.setdefault((name, part.index.numpy().tobytes()), _squares(part))
+    return sum(known.values())
+
+
+def _apart(ranks: Sequence[Mapping[str, Part]], rank: int, axes: Mapping[str, int]) -> Iterator[Candidate]:
+    """Yield norms that leave out an axis: those of ranks that are at the same place of it."""
+    places, total = list(itertools.product(*map(range, axes.values()))), _once(ranks)
+    for at, (axis, size) in enumerate(axes.items()):
+        same = [table for place, table in zip(places, ranks, strict=True) if place[at] == places[rank][at]]
+        if size > 1:
+            yield _once(same) - total, f"it is not summed over {axis}", f"ranks of {axis} have other tensors or parts"
 
 
 def _candidates(ranks: Sequence[Mapping[str, Part]], rank: int) -> Iterator[Candidate]:

@@ -85,8 +85,9 @@ def _rows(outputs: Iterable[Output]) -> dict[tuple[str, int], Tensor]:
     """Return the rows of all calls by module and part, in the order of the first call."""
     out: dict[tuple[str, int], list[Tensor]] = {}
     for output in outputs:
-        if output.value.dim() >= 2:
-            out.setdefault((output.module, output.part), []).append(output.value.double().flatten(0, -2))
+        if output.value.dim():
+            rows = output.value.double().reshape(-1, output.value.shape[-1])
+            out.setdefault((output.module, output.part), []).append(rows)
     return {key: torch.cat(rows) for key, rows in out.items() if len({r.shape[-1] for r in rows}) == 1}
 
 

@@ -285,7 +285,13 @@ def _weights(wrong: Wrong, found: Mapping[int, Tensor]) -> Relation | None:
         )
     if float(first.max() - first.min()) < 0.02 * float(first.abs().max()):
         return None  # a factor, within what least squares can say
-    heavy = [i for i, x in enumerate(first.tolist()) if abs(x / float(first.median()) - 1) > 0.05]
+    for size in (n for n in range(count // 2, 1, -1) if count % n == 0):
+        apart = first.unflatten(0, (-1, size))
+        if float((apart - apart[:, :1]).abs().max()) < FACTOR * float(first.abs().max()):
+            words = ", ".join(f"{i * size}-{i * size + size - 1} {float(x):.4g} times" for i, x in enumerate(apart[:, 0]))
+            return Relation("samples", f"weighs groups of {size} samples differently: {words}", "a number of labels of "
+                            "each micro-batch or replica stands where that of the whole step should")
+    heavy = sorted(range(count), key=lambda i: -abs(float(first[i] / first.median()) - 1))
     words = ", ".join(f"sample {i} {float(first[i]):.3g} times" for i in heavy[:4])
     return Relation("samples", f"weighs samples differently: {words}", "a sample is counted twice, or weighted")
 
