@@ -79,7 +79,7 @@ def router_counts(world: World) -> None:
     counts = router.get_tokens_per_expert_and_token_count
 
     def counted(**given: Any) -> Any:
-        per_expert, own, total = counts(**given)
+        per_expert, _, total = counts(**given)
         return per_expert, total * given["reduce_group"].size(), total
 
     router.get_tokens_per_expert_and_token_count = counted

@@ -16,7 +16,8 @@ WITHOUT = "copies of a parameter are to be counted once, parts of it all; what a
 
 
 def of_norm(
-    value: float, right: float, ranks: Sequence[Mapping[str, Part]], rank: int, axes: Mapping[str, int], tolerance: float
+    value: float, right: float, ranks: Sequence[Mapping[str, Part]], rank: int, axes: Mapping[str, int],
+    tolerance: float,
 ) -> Candidate:
     """Return what a norm counts otherwise than it should; no words: nothing found. ``ranks``: their gradients, right
     ones, of which ``rank`` told ``value``; ``axes``: theirs."""
@@ -68,7 +69,7 @@ def _candidates(ranks: Sequence[Mapping[str, Part]], rank: int) -> Iterator[Cand
     own = sum(_squares(p) for p in ranks[rank].values())
     total = sum(once.values())
     yield own - total, "it is that of this rank's tensors alone", "it is not summed over ranks that have other parts"
-    yield sum(all_.values()) - total, "it is that of all ranks' tensors, copies counted", "copies are counted once a rank"
+    yield sum(all_.values()) - total, "it is that of all ranks' tensors, copies counted", "every rank's copy is counted"
     for pattern in by:
         yield -once[pattern], f"{pattern} is not counted", WITHOUT
         if other[pattern]:

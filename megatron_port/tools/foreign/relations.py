@@ -288,7 +288,8 @@ def _weights(wrong: Wrong, found: Mapping[int, Tensor]) -> Relation | None:
     for size in (n for n in range(count // 2, 1, -1) if count % n == 0):
         apart = first.unflatten(0, (-1, size))
         if float((apart - apart[:, :1]).abs().max()) < FACTOR * float(first.abs().max()):
-            words = ", ".join(f"{i * size}-{i * size + size - 1} {float(x):.4g} times" for i, x in enumerate(apart[:, 0]))
+            each = enumerate(apart[:, 0].tolist())
+            words = ", ".join(f"{i * size}-{i * size + size - 1} {x:.4g} times" for i, x in each)
             return Relation("samples", f"weighs groups of {size} samples differently: {words}", "a number of labels of "
                             "each micro-batch or replica stands where that of the whole step should")
     heavy = sorted(range(count), key=lambda i: -abs(float(first[i] / first.median()) - 1))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+SUM = torch.distributed.ReduceOp.SUM
 _entered: list[TorchFunctionMode] = []
 
 
@@ -121,7 +122,7 @@ def no_streams() -> None:
 def no_device_random() -> None:
     """Replace the state of CUDA's random numbers by an empty one. Nothing may be dropped then: dropout is 0."""
     torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda *_, **__: torch.zeros(1, dtype=torch.uint8)
-    torch.cuda.manual_seed = lambda *_: None  # type: ignore[assignment]
+    torch.cuda.manual_seed = lambda *_: None
 
 
 @contextmanager
@@ -203,14 +204,15 @@ def gloo_unequal() -> None:
             own.copy_(found[: len(own)])
         return None
 
-    def reduce_scatter(out: Tensor, parts: Any, *rest: Any, group: Any = None, **more: Any) -> Any:
+    def reduce_scatter(out: Tensor, parts: Any, op: Any = SUM, group: Any = None, async_op: bool = False) -> Any:
         if len({len(p) for p in parts}) == 1:
-            return scatter(out, parts, *rest, group=group, **more)
+            return scatter(out, parts, op, group, async_op)
         total = torch.cat(list(parts))
         torch.distributed.all_reduce(total, group=group)
         return out.copy_(total.split([len(p) for p in parts])[group.rank()])
 
-    torch.distributed.all_gather, torch.distributed.reduce_scatter = all_gather, reduce_scatter
+    changed: Any = torch.distributed
+    changed.all_gather, changed.reduce_scatter = all_gather, reduce_scatter
 
 
 class _Gathered(torch.autograd.Function):
@@ -237,7 +239,7 @@ def zigzag(length: int, rank: int, count: int) -> Tensor:
 
 
 class GatheredAttention(torch.nn.Module):
-    """Causal attention where Megatron-core has Transformer Engine's alone, under context parallelism and in multi-latent
+    """Causal attention where Megatron-core has Transformer Engine's alone, under context parallelism and in latent
     attention: keys and values of all ranks are gathered. What is around it, positions, loss, reductions, is theirs."""
 
     def __init__(self, config: Any, *_: Any, pg_collection: Any, softmax_scale: float | None = None, **__: Any) -> None:
@@ -249,8 +251,8 @@ class GatheredAttention(torch.nn.Module):
         count = self.group.size()
         own = zigzag(count * len(query), self.group.rank(), count)
         other = torch.cat([zigzag(count * len(query), rank, count) for rank in range(count)])
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, _Gathered.apply(key, self.group),
-                                                   _Gathered.apply(value, self.group)))
+        gathered: Any = _Gathered.apply
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, gathered(key, self.group), gathered(value, self.group)))
         out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=own[:, None] >= other[None], scale=self.scale, enable_gqa=True
         )

@@ -30,8 +30,8 @@ class DeepSpeedZero(Adapter):
     """Replicas, whose optimizer's state (1), gradients (2) and weights (3) are divided."""
 
     layout: ClassVar[Mapping[str, Any]] = {
-        "stage": 0, "micro_batches": 1, "overlap": False, "reduce_scatter": True, "contiguous": True, "bucket": 500000000,
-        "round_robin": False, "predivide": 1, "persistent": 100000,
+        "stage": 0, "micro_batches": 1, "overlap": False, "reduce_scatter": True, "contiguous": True,
+        "bucket": 500000000, "round_robin": False, "predivide": 1, "persistent": 100000,
     }
     """``bucket``: elements that are reduced together; ``persistent``: weights of fewer stay whole under stage 3."""
     model: ClassVar[Mapping[str, Any]] = {"dtype": "fp32", "clip": 0.0}
@@ -118,7 +118,7 @@ class DeepSpeedZero(Adapter):
         return float(total) / world.size
 
     def gradients(self, state: Any) -> Mapping[str, Tensor | None]:
-        """Return them by DeepSpeed's function; none with round_robin, where it looks at another parameter's (0.19.8)."""
+        """Return them by DeepSpeed's function; none with round_robin, where 0.19.8 looks at another parameter's."""
         if self.round_robin:
             return {}
         found = {name: safe_get_full_grad(parameter) for name, parameter in state.module.named_parameters()}

@@ -51,9 +51,10 @@ class MegatronCore(Adapter):
 
     layout: ClassVar[Mapping[str, Any]] = {
         "tp": 1, "sp": False, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "etp": 0, "distributed_optimizer": False,
-        "overlap": False, "recompute": False, "dispatcher": "alltoall",
+        "overlap": False, "recompute": False, "dispatcher": "alltoall", "batch_p2p": False,
     }
-    """``etp``: 0 is tp."""
+    """``etp``: 0 is tp. ``batch_p2p``: with vpp, messages of stages are batched and not overlapped, which Megatron-LM's
+    arguments refuse for pp 2, and its core does not."""
     model: ClassVar[Mapping[str, Any]] = {
         "fp64": True, "layers": 2, "micro_batch": 2, "swiglu": True, "rmsnorm": True, "bias": False, "rope": True,
         "tied": False, "qk_norm": False, "groups": 4, "mla": False, "sinks": False, "mtp": 0, "experts": 0,
@@ -206,7 +207,7 @@ class MegatronCore(Adapter):
         torch.distributed.all_reduce(sums, group=parallel_state.get_context_parallel_group())
         mean = (sums[:, 0] / sums[:, 1]).mean()
         torch.distributed.all_reduce(mean, group=parallel_state.get_data_parallel_group())
-        return float(mean) / size
+        return float(mean) / float(size)
 
     def update(self, state: State) -> None:
         state.optimizer.step()
@@ -254,7 +255,7 @@ class MegatronCore(Adapter):
         for stage, chunk in enumerate(state.chunks):
             whole = _gathered(chunk) if chunk.ddp_config.use_distributed_optimizer else {}
             for name, parameter in chunk.named_parameters():
-                found[self.name(f"{stage}.{name}")] = whole.get(parameter, parameter.main_grad)  # type: ignore[attr-defined]
+                found[self.name(f"{stage}.{name}")] = whole.get(parameter, parameter.main_grad)
         return found
 
     def norm(self, state: State) -> float:
@@ -278,6 +279,8 @@ def _config(world: World) -> Any:
         "expert_model_parallel_size": world["ep"], "expert_tensor_parallel_size": world["etp"] or None,
         "calculate_per_token_loss": world["per_token"], "bias_dropout_fusion": False, "masked_softmax_fusion": False,
         "bias_activation_fusion": False, "gradient_accumulation_fusion": False, "apply_rope_fusion": False,
+        "overlap_p2p_comm": world["vpp"] > 1 and not world["batch_p2p"],
+        "batch_p2p_comm": world["vpp"] == 1 or world["batch_p2p"],
         "persist_layer_norm": False, "softmax_type": "learnable" if world["sinks"] else "vanilla",
     }
     if world["recompute"]:
