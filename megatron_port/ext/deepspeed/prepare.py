@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 from megatron_port.core.errors import EnvironmentFault
 
 
@@ -27,3 +30,19 @@ def prepare_deepspeed() -> None:
             f"install it again (`make setup`) or set engine = \"native\""
         ) from error
     deepspeed.ops.__compatible_ops__ = {op: bool(built) for op, built in installed_ops.items()}
+
+
+def import_deepspeed() -> Any:
+    """Return deepspeed, prepared, and leave the environment as it was.
+
+    Raises:
+        EnvironmentFault: see :func:`prepare_deepspeed`.
+    """
+    before = dict(os.environ)
+    try:
+        prepare_deepspeed()
+        import deepspeed
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return deepspeed

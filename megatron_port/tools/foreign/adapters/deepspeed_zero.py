@@ -6,23 +6,17 @@ both. It finds the norm in its update, so the update is done when the norm is as
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any, ClassVar
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
-from megatron_port.ext.deepspeed.prepare import prepare_deepspeed
+from megatron_port.ext.deepspeed.prepare import import_deepspeed
 from megatron_port.tools.foreign.adapter import Adapter, Batch, World
 from megatron_port.tools.foreign.adapters._gpt import Gpt, loss_sum
 
-with patch.dict(os.environ):  # it is told its accelerator there
-    prepare_deepspeed()
-    import deepspeed
-    from deepspeed.utils import safe_get_full_grad, safe_set_full_fp32_param
-
+deepspeed = import_deepspeed()
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -93,7 +87,7 @@ class DeepSpeedZero(Adapter):
             for name, parameter in held.items():
                 parameter.copy_(weights[name])
         for name, parameter in held.items():
-            safe_set_full_fp32_param(parameter, weights[name].float())
+            deepspeed.utils.safe_set_full_fp32_param(parameter, weights[name].float())
         return True
 
     def loaded(self, state: Any) -> None:
@@ -121,7 +115,7 @@ class DeepSpeedZero(Adapter):
         """Return them by DeepSpeed's function; none with round_robin, where 0.19.8 looks at another parameter's."""
         if self.round_robin:
             return {}
-        found = {name: safe_get_full_grad(parameter) for name, parameter in state.module.named_parameters()}
+        found = {name: deepspeed.utils.safe_get_full_grad(p) for name, p in state.module.named_parameters()}
         return {name: None if g is None else g.to(state.module.norm.weight.dtype) for name, g in found.items()}
 
     def norm(self, state: Any) -> float | None:
