@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 SUM = torch.distributed.ReduceOp.SUM
-_entered: list[TorchFunctionMode] = []
 
 
 class _OnCpu(TorchFunctionMode):
@@ -86,24 +85,24 @@ def cuda_on_cpu() -> None:
     """Replace the device "cuda" by "cpu": as an argument, in ``.cuda()``, as the current device, in names of tensor
     types (fp64 is called ``torch.cuda.FloatTensor``, as optimizers refuse it otherwise); pinned memory by plain."""
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
-    _enter(_OnCpu())
+    _OnCpu().__enter__()
 
 
 def fp64_stays() -> None:
     """Replace fp32 by fp64 where a trainer in fp64 asks for it by name (softmax, losses, norms), so that no more than
     fp64's rounding is left between two layouts."""
-    _enter(_Fp64Stays())
+    _Fp64Stays().__enter__()
 
 
 def hold_in_recompute(kind: Any) -> None:
     """Wrap ``backward`` of an autograd function that runs a forward pass again: torch leaves modes out of the backward
     pass, so what the shims above redirect would not be redirected there."""
-    again = kind.backward
+    again, modes = kind.backward, [type(mode) for mode in _get_current_function_mode_stack()]
 
     def backward(ctx: Any, *gradients: Any) -> Any:
         with ExitStack() as stack:
-            for mode in _entered:
-                stack.enter_context(type(mode)())
+            for mode in modes:
+                stack.enter_context(mode())
             return again(ctx, *gradients)
 
     kind.backward = staticmethod(backward)
@@ -138,11 +137,6 @@ def no_compiler() -> Iterator[None]:
         yield
     finally:
         torch.compile = compile_
-
-
-def _enter(mode: TorchFunctionMode) -> None:
-    mode.__enter__()
-    _entered.append(mode)
 
 
 class TorchNorm:
