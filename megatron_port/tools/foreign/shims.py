@@ -85,13 +85,13 @@ def cuda_on_cpu() -> None:
     """Replace the device "cuda" by "cpu": as an argument, in ``.cuda()``, as the current device, in names of tensor
     types (fp64 is called ``torch.cuda.FloatTensor``, as optimizers refuse it otherwise); pinned memory by plain."""
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
-    _OnCpu().__enter__()
+    _OnCpu().__enter__()  # type: ignore[no-untyped-call]
 
 
 def fp64_stays() -> None:
     """Replace fp32 by fp64 where a trainer in fp64 asks for it by name (softmax, losses, norms), so that no more than
     fp64's rounding is left between two layouts."""
-    _Fp64Stays().__enter__()
+    _Fp64Stays().__enter__()  # type: ignore[no-untyped-call]
 
 
 def hold_in_recompute(kind: Any) -> None:
