@@ -21,12 +21,12 @@ def of_norm(
 ) -> Candidate:
     """Return what a norm counts otherwise than it should; no words: nothing found. ``ranks``: their gradients, right
     ones, of which ``rank`` told ``value``; ``axes``: theirs."""
-    off = value**2 - right**2
-    best, least = (off, "", ""), tolerance * max(right**2, value**2) + 0.01 * abs(off)
-    for candidate in (*_apart(ranks, rank, axes), *_candidates(ranks, rank)):
+    off, limit = value**2 - right**2, tolerance * max(right**2, value**2)
+    best, least = (off, "", ""), limit + 0.01 * abs(off)
+    for candidate in _candidates(ranks, rank, axes):
         distance = abs(candidate[0] - off)
         if candidate[0] and distance < least:
-            best, least = candidate, distance
+            best, least = candidate, 0.1 * distance if distance > limit else 0.0
     return best
 
 
@@ -52,7 +52,7 @@ def _apart(ranks: Sequence[Mapping[str, Part]], rank: int, axes: Mapping[str, in
             yield _once(same) - total, f"it is not summed over {axis}", f"ranks of {axis} have other tensors or parts"
 
 
-def _candidates(ranks: Sequence[Mapping[str, Part]], rank: int) -> Iterator[Candidate]:
+def _candidates(ranks: Sequence[Mapping[str, Part]], rank: int, axes: Mapping[str, int]) -> Iterator[Candidate]:
     """Yield what is often counted otherwise, whole sets of tensors first."""
     by: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for table in ranks for name in table):
@@ -70,6 +70,7 @@ def _candidates(ranks: Sequence[Mapping[str, Part]], rank: int) -> Iterator[Cand
     total = sum(once.values())
     yield own - total, "it is that of this rank's tensors alone", "it is not summed over ranks that have other parts"
     yield sum(all_.values()) - total, "it is that of all ranks' tensors, copies counted", "every rank's copy is counted"
+    yield from _apart(ranks, rank, axes)
     for pattern in by:
         yield -once[pattern], f"{pattern} is not counted", WITHOUT
         if other[pattern]:
