@@ -36,8 +36,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--fuzz", type=int, metavar="N", help="draw N layouts from the adapter's space")
     parser.add_argument("--seed", type=int, default=0, help="of the first draw (default 0); the others follow")
     parser.add_argument("--seconds", type=float, default=120.0, help="for one case; then it is hung (default 120)")
-    parser.add_argument("--out", type=local_path, help="keep logs and records here; with --fuzz draws.jsonl, whose "
-                        "draws are not run again, and a script for each failure")
+    parser.add_argument("--out", type=local_path, help="keep logs and records here; with --fuzz, draws.jsonl, whose "
+                        "draws are not run again, and a script for each failure (default: here)")
     add_json(parser)
 
 
@@ -49,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
     if args.adapter is None:
         print("\n".join(shipped_adapters()))
         return EXIT_OK
+    if args.fuzz is not None and args.fuzz < 1:
+        raise ConfigError(f"--fuzz {args.fuzz}: at least 1")
     if any(n < 1 for n in args.ranks) or (len(args.ranks) > 1 and not args.fuzz):
         raise ConfigError(f"--ranks {' '.join(map(str, args.ranks))}: one number from 1; several only with --fuzz")
     with Ranks() as ranks:
@@ -87,19 +89,19 @@ def _fuzz(args: argparse.Namespace, session: Session) -> int:
     out: Path = args.out or Path.cwd()
     out.mkdir(parents=True, exist_ok=True)
     file, fixed, rows = out / "draws.jsonl", options_of(args.overrides), []
-    done = fuzz.recorded(file)
+    of = fuzz.what_is_drawn(session, args.ranks, fixed)
+    done = fuzz.recorded(file, of)
     for seed in range(args.seed, args.seed + args.fuzz):
         if seed in done:
             rows.append(done[seed])
             continue
-        case = fuzz.draw(session, args.ranks, seed)
-        case.options |= fixed
+        case = fuzz.draw(session, args.ranks, seed, fixed)
         case = fuzz.run(session, case, seconds=args.seconds)
         if not case.ok:
             case = fuzz.minimised(session, case, args.ranks, seconds=args.seconds)
             script = fuzz.write_reproduction(out, args.adapter, case)
             print("\n".join([f"draw {seed}: {script}", *case.lines]), file=sys.stderr if args.json else sys.stdout)
-        rows.append(fuzz.record(case))
+        rows.append(fuzz.record(case, of))
         with open(file, "a") as f:
             f.write(json.dumps(rows[-1]) + "\n")
     failed = [row for row in rows if not row["equal"]]

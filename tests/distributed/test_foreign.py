@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from megatron_port.cli.main import main
+from megatron_port.core.errors import ConfigError
 from megatron_port.tools.foreign import fuzz
 from megatron_port.tools.foreign.ranks import Ranks
 from megatron_port.tools.foreign.session import CaseFailed, Session
@@ -41,6 +42,7 @@ def ranks() -> Iterator[Ranks]:
 
 LOOP = module("loop_mistakes").MISTAKES
 TORCH = module("torch_mistakes")
+ODD = module("odd_trainers")
 
 
 @pytest.mark.parametrize("mistake", LOOP)
@@ -80,6 +82,42 @@ def test_a_healthy_trainer_is_equal(ranks: Ranks, adapter: str, size: int, optio
     verdict = Session(adapter, ranks).compare(options, size)
     assert verdict.equal, "\n".join(verdict.lines())
     assert verdict.compared["gradients"] >= 20 and verdict.compared["losses"] >= 2
+
+
+@pytest.mark.parametrize("odd", ODD.RIGHT)
+def test_unusual_trainers_raise_no_alarm(ranks: Ranks, odd: str) -> None:
+    verdict = Session(f"{FILES / 'odd_trainers.py'}:Odd", ranks).compare({"odd": odd}, 2)
+    said = "\n".join(verdict.lines())
+    assert verdict.equal, said
+    assert "neither one process nor a rank has a gradient of spare.bias, spare.weight" in said
+
+
+@pytest.mark.parametrize(("mistake", "words"), ODD.WRONG.items())
+def test_what_only_ranks_have_or_is_no_number_is_wrong(ranks: Ranks, mistake: str, words: str) -> None:
+    verdict = Session(f"{FILES / 'odd_trainers.py'}:Odd", ranks).compare({"mistake": mistake}, 2)
+    assert not verdict.equal and words in "\n".join(verdict.lines()), "\n".join(verdict.lines())
+
+
+def test_an_adapter_that_tells_nothing_passes_nothing(ranks: Ranks) -> None:
+    verdict = Session(f"{FILES / 'odd_trainers.py'}:Silent", ranks).compare({}, 2)
+    said = "\n".join(verdict.lines())
+    assert not verdict.equal and "the adapter has nothing to compare: neither gradients nor updates are told" in said
+
+
+def test_an_adapter_that_cannot_be_read_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    file = tmp_path / "adapter.py"
+    for text, words in (
+        ("import no_such_package\n", r"adapter\.py cannot be imported: line 1: ModuleNotFoundError: No module named"),
+        ("x = 1\n", "one subclass of Adapter is needed, there is none"),
+        ("from megatron_port.parity import Adapter\nclass A(Adapter):\n    layout = {'seed': 1}\n",
+         r"A has an option seed, which is an argument of compare\(\)"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            Session(str(file), ranks)
+    file.write_text("from megatron_port.parity import Adapter\nclass A(Adapter):\n    layout = {'kind': int}\n")
+    with pytest.raises(ConfigError, match="A's option kind is <class 'int'>; options are numbers, strings"):
+        Session(str(file), ranks).compare({}, 2)
 
 
 def test_weights_that_a_trainer_loads_by_itself_are_found_by_their_values(ranks: Ranks, tmp_path: Path) -> None:
@@ -133,3 +171,6 @@ def test_the_command_says_what_it_found(tmp_path: Path, capfd: pytest.CaptureFix
     assert len((tmp_path / "draws.jsonl").read_text().splitlines()) == 2
     assert main([*drawn, "--json"]) == 6  # from the file
     assert [row["equal"] for row in json.loads(capfd.readouterr().out)] == [False, False]
+    right = [word.replace("mistake=Rounded", "mistake=") for word in drawn]
+    assert main(right) == 0  # other draws, which the file does not have
+    assert "2 of 2 draws equal" in capfd.readouterr().out

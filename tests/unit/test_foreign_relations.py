@@ -176,6 +176,17 @@ def test_placements_are_found_in_what_was_loaded(seed: int) -> None:
     assert described(index, shape)
 
 
+def test_placements_are_found_where_values_occur_twice() -> None:
+    full = drawn(1, 2048).bfloat16()
+    assert len(full.unique()) < 2048
+    assert torch.equal(by_content("w", full[1024:], full), whole((2048,))[1024:])
+    matrix = drawn(2, 64, 48).half()
+    assert torch.equal(by_content("w", matrix[:, 24:].contiguous(), matrix), whole((64, 48))[:, 24:])
+    assert torch.equal(by_content("w", matrix.flatten()[100:200], matrix), whole((3072,))[100:200])
+    with pytest.raises(ConfigError, match="values occur twice in it"):
+        by_content("w", full[::2], full)
+
+
 def test_a_placement_that_cannot_be_known_is_refused() -> None:
     part = torch.zeros(4, 6)
     assert torch.equal(by_shape("w", part, (8, 6), {"tp": (1, 2), "dp": (0, 4)}), whole((8, 6))[4:])

@@ -91,6 +91,9 @@ class Adapter:
     ignored: ClassVar[int | None] = None
     """Label that the loss leaves out. Where there is one, samples have different numbers of labels, so that a mean of
     means is seen."""
+    tolerance: ClassVar[float | None] = None
+    """Relative distance that a gradient may have; None: 1e-9 in fp64, 1e-4 in fp32, 3e-2 and 1e-2 where gradients or
+    outputs of modules are bf16 or fp16."""
     modules_seen: ClassVar[bool] = True
     """Outputs of modules are compared too, so that the first difference can be named."""
 

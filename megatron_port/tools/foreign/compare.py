@@ -26,6 +26,8 @@ LOSS = 0.1
 """Of that: the loss, which averages errors."""
 VAGUE = {"imprecise": 1, "unlike": 2}
 """Relations that say little; findings with them come last."""
+NOISE = 1e-3
+"""Times the rms of a gradient: elements below say nothing of an update."""
 FLOOR = 1e-2
 """Of the tolerance, times the rms of all gradients: what a gradient that is zero in exact arithmetic may have."""
 
@@ -117,9 +119,13 @@ def _pattern(names: Sequence[str], everything: Sequence[str] = ()) -> str:
 
 
 class Comparison:
-    """The records of a case. ``axes``: of its ranks; ``numbers``: what factors may be, by name."""
+    """The records of a case. ``axes``: of its ranks; ``numbers``: what factors may be, by name; ``tolerance``: None: as
+    the types of gradients and of what modules return have it."""
 
-    def __init__(self, folder: Path, size: int, axes: Mapping[str, int], numbers: Mapping[str, float]) -> None:
+    def __init__(
+        self, folder: Path, size: int, axes: Mapping[str, int], numbers: Mapping[str, float],
+        tolerance: float | None = None,
+    ) -> None:
         self.reference = read(folder / "reference", 0)
         self.ranks = [read(folder / "layout", rank) for rank in range(size)]
         self.axes, self.counts = axes, list[int]()
@@ -136,9 +142,12 @@ class Comparison:
             self.numbers |= {"the step's labels": float(labels), "samples": float(len(self.counts))}
         gradients = self.reference.gradients[0]
         dtype = next((part.value.dtype for part in gradients.values()), torch.float32)
-        found = [part.value.dtype for record in self.ranks for part in record.gradients[0].values()]
-        self.tolerance = max((TOLERANCES.get(d, 1e-4) for d in (dtype, *found)), default=1e-4)
+        found = {part.value.dtype for record in self.ranks for part in record.gradients[0].values()}
+        computed = {output.value.dtype for output in self.reference.outputs}
+        self.tolerance = tolerance or max(TOLERANCES.get(d, 1e-4) for d in {dtype, *found, *computed})
         self.verdict = Verdict()
+        self._rms: dict[int, float] = {}
+        """Of all gradients of a step."""
 
     def run(self) -> Verdict:
         """Compare everything."""
@@ -154,17 +163,14 @@ class Comparison:
             if verdict.findings:
                 break  # what follows is wrong too
         self._untold()
+        self._nothing()
         verdict.findings.sort(key=lambda finding: VAGUE.get(finding.relation.kind, 0))
-        difference = first_difference(self.reference.outputs, self.ranks, self._of_outputs())
+        difference = first_difference(self.reference.outputs, self.ranks, self.tolerance)
         if verdict.findings:
             verdict.difference = difference
         elif difference is not None:
             verdict.notes.append(f"{difference.module}: {difference.words}; all gradients are right all the same")
         return verdict
-
-    def _of_outputs(self) -> float:
-        types = {o.value.dtype for o in self.reference.outputs}
-        return max([self.tolerance, *(TOLERANCES.get(t, 1e-4) for t in types)])
 
     # Gradients and updates
 
@@ -173,6 +179,8 @@ class Comparison:
         right = self._right(step, what)
         elements = sum(t.numel() for t in right.values())
         rms = math.sqrt(sum(float(t.square().sum()) for t in right.values()) / max(1, elements))
+        if what == "gradient":
+            self._rms[step] = rms
         found: dict[str, tuple[Relation, list[int], list[str]]] = {}
         compared = 0
         for name, tensor in right.items():
@@ -201,9 +209,28 @@ class Comparison:
 
     def _right(self, step: int, what: str) -> dict[str, Tensor]:
         if what == "gradient":
-            return {name: p.value.double() for name, p in self.reference.gradients[step].items()}
+            none = {name: torch.zeros_like(self.reference.weights[0][name].value, dtype=torch.float64)
+                    for name in self.reference.absent[step] if name in self.reference.weights[0]}
+            return none | {name: p.value.double() for name, p in self.reference.gradients[step].items()}
         before, after = self.reference.weights[step], self.reference.weights[step + 1]
-        return {name: after[name].value.double() - before[name].value.double() for name in after if name in before}
+        changes = {name: after[name].value.double() - before[name].value.double() for name in after if name in before}
+        return {name: change.masked_fill(self._noise(step, name), 0) for name, change in changes.items()}
+
+    def _noise(self, step: int, name: str) -> Tensor:
+        """Return where the gradients so far are too small to say which way an element goes: Adam makes whole steps of
+        their rounding."""
+        found = torch.zeros(self.reference.weights[0][name].value.shape, dtype=torch.bool)
+        for earlier in range(step + 1):
+            if (part := self.reference.gradients[earlier].get(name)) is not None:
+                size = part.value.double().abs()
+                found |= size < NOISE * size.square().mean().sqrt()
+                if float(size.norm()) <= 10 * self._floor(self._rms[earlier], size.numel()):
+                    found |= True
+        return found
+
+    def _floor(self, rms: float, count: int) -> float:
+        """Return the distance that rounding explains in a gradient of so many elements."""
+        return self.tolerance * FLOOR * rms * math.sqrt(count)
 
     def _parts(self, step: int, what: str, name: str) -> dict[int, Part]:
         out = {}
@@ -213,14 +240,16 @@ class Comparison:
                     out[record.rank] = Part(table[name].value.double(), table[name].index)
             elif name in record.weights[step] and name in record.weights[step + 1]:
                 before, after = record.weights[step][name], record.weights[step + 1][name]
-                out[record.rank] = Part(after.value.double() - before.value.double(), after.index)
+                noise = self._noise(step, name).flatten()[after.index.clamp(min=0)]
+                change = after.value.double() - before.value.double()
+                out[record.rank] = Part(change.masked_fill(noise, 0), after.index)
         return out
 
     def _wrong(
         self, step: int, what: str, name: str, right: Tensor, parts: Mapping[int, Part], rms: float
     ) -> Wrong | None:
         """Return the tensor if it is wrong on some rank."""
-        floor = self.tolerance * FLOOR * rms * math.sqrt(right.numel())
+        floor = self._floor(rms, right.numel()) * (1 if step == 0 else 10)
         if what == "update":
             weight = self.reference.weights[step][name].value
             floor += 4 * torch.finfo(weight.dtype).eps * float(weight.double().norm())
@@ -250,6 +279,19 @@ class Comparison:
         if self.samples is None or any(name not in g for g in self.samples.gradients):
             return None
         return torch.stack([g[name].value.double().flatten() for g in self.samples.gradients])
+
+    def _nothing(self) -> None:
+        """Find fault where nothing was compared: an adapter that tells nothing passes nothing."""
+        told = any(record.gradients[0] for record in self.ranks)
+        moved = any(bool(change.any()) for change in self._right(0, "update").values())
+        if not self.verdict.findings and not ((told and self.reference.gradients[0]) or moved):
+            words = "has nothing to compare: neither gradients nor updates are told; see Adapter.gradients and update"
+            self.verdict.findings.append(Finding("the adapter", 0, [], [], Relation("nothing", words)))
+        if all(x is None for record in (self.reference, *self.ranks) for x in record.losses):
+            self.verdict.notes.append("no loss is told, so none was compared")
+        none = [n for n in self.reference.absent[0] if not any(n in r.gradients[0] for r in self.ranks)]
+        if none:
+            self.verdict.notes.append(f"neither one process nor a rank has a gradient of {_pattern(none)}")
 
     def _untold(self) -> None:
         """Note what no rank told."""
@@ -287,7 +329,9 @@ class Comparison:
         words = f"is {mean:.6g}, the right one {right:.6g}"
         if wrong.named(ratio):
             words += f": {wrong.number(ratio)} times it"
-        if not same:
+        if not math.isfinite(mean):
+            words = f"is {mean}, the right one {right:.6g}"
+        elif not same:
             words = "differs between ranks: " + ", ".join(f"{r}: {x:.6g}" for r, x in list(told.items())[:4])
             words += f"; the right one is {right:.6g}"
         elif self.samples is not None and (mean_of_means := self._mean_of_means(mean, bound)):
@@ -325,10 +369,15 @@ class Comparison:
         if not told or not right or known:
             return
         self.verdict.compared["norms"] = self.verdict.compared.get("norms", 0) + len(told)
-        bad = {rank: x for rank, x in told.items() if abs(x - right) > self.tolerance * (1 + 9 * bool(step)) * right}
+        bound = self.tolerance * (1 + 9 * bool(step)) * right
+        bad = {rank: x for rank, x in told.items() if not abs(x - right) <= bound}  # a norm that is no number, too
         if not bad:
             return
         rank, value = next(iter(bad.items()))
+        if not math.isfinite(value):
+            words = f"is {value}, the right one {right:.6g}"
+            self.verdict.findings.append(Finding("gradient norm", step, [], sorted(bad), Relation("norm", words)))
+            return
         tables = [record.gradients[step] for record in self.ranks]
         _, found, cause = of_norm(value, right, tables, rank, self.axes, FLOOR * self.tolerance)
         if not found:

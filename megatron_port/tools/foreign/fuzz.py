@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,8 +41,8 @@ class Drawn:
         return list(self.verdict.lines()) if self.verdict is not None else [f"the trainer failed: {self.failure}"]
 
 
-def draw(session: Session, sizes: Sequence[int], seed: int) -> Drawn:
-    """Return a legal case.
+def draw(session: Session, sizes: Sequence[int], seed: int, fixed: Mapping[str, Any] | None = None) -> Drawn:
+    """Return a legal case, with the options ``fixed``.
 
     Raises:
         ConfigError: none was found.
@@ -50,6 +51,7 @@ def draw(session: Session, sizes: Sequence[int], seed: int) -> Drawn:
     for _ in range(TRIES):
         size = r.choice(list(sizes))
         options = {name: r.choice(list(values)) for name, values in session.kind.space.items()}
+        options |= fixed or {}
         try:
             session.options(options, size)
         except ConfigError as error:
@@ -107,20 +109,31 @@ def reproduction(spec: str, case: Drawn) -> str:
     )
 
 
-def record(case: Drawn) -> dict[str, Any]:
-    """Return a case as JSON's types."""
-    return {"seed": case.seed, "ranks": case.ranks, "options": case.options, "equal": case.ok, "said": case.lines}
+def what_is_drawn(session: Session, sizes: Sequence[int], fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a draw depends on beside its seed: adapter and text of its file, ranks, options that are fixed."""
+    file = Path(session.spec.partition(":")[0])
+    text = file.read_bytes() if file.is_file() else b""
+    return {"adapter": session.spec, "text": hashlib.sha256(text).hexdigest()[:16], "sizes": sorted(sizes),
+            "fixed": dict(fixed)}
 
 
-def recorded(file: Path) -> dict[int, Mapping[str, Any]]:
-    """Return the cases of a file by seed; a last line that is not whole is left out."""
+def record(case: Drawn, of: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a case as JSON's types. ``of``: :func:`what_is_drawn`."""
+    return {"seed": case.seed, "ranks": case.ranks, "options": case.options, "equal": case.ok, "said": case.lines,
+            "of": dict(of)}
+
+
+def recorded(file: Path, of: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+    """Return the cases of a file by seed, of the same adapter, ranks and options; a last line that is not whole is left
+    out."""
     found = {}
     for line in file.read_text().splitlines() if file.is_file() else ():
         try:
             row = json.loads(line)
         except ValueError:
             continue
-        found[int(row["seed"])] = row
+        if row.get("of") == dict(of):
+            found[int(row["seed"])] = row
     return found
 
 

@@ -99,9 +99,14 @@ def by_content(name: str, part: Tensor, full: Tensor) -> Tensor:
     part, full = part.detach().double(), full.detach().to(part.dtype).double()
     if part.shape == full.shape and torch.equal(part, full):
         return whole(full.shape)
+    if (run := _run(part, full)) is not None:
+        return run
     values, order = full.flatten().sort(stable=True)
     at = torch.searchsorted(values, part.flatten()).clamp(max=len(values) - 1)
     found = torch.where(values[at] == part.flatten(), order[at], -1).reshape(part.shape)
+    if (part.dim() != full.dim() or full.dim() == 1) and len(full.unique()) < full.numel():
+        raise ConfigError(f"{name}: values occur twice in it, so what this rank has loaded does not say which part it "
+                          "has; state it in Adapter.placements")
     if part.dim() != full.dim():
         return found
     index: Tensor = torch.zeros((), dtype=torch.int64)
@@ -128,6 +133,20 @@ def by_content(name: str, part: Tensor, full: Tensor) -> Tensor:
             f"{list(full.shape)}; state how it is placed in Adapter.placements"
         )
     return index
+
+
+def _run(part: Tensor, full: Tensor) -> Tensor | None:
+    """Return the map of what is one run of neighbouring rows, columns or flat elements; None: it is none, or several
+    fit."""
+    flat = part.dim() != full.dim()
+    unlike = [0] if flat else [d for d in range(full.dim()) if part.shape[d] != full.shape[d]]
+    if len(unlike) != 1:
+        return None
+    dim, source = unlike[0], full.flatten() if flat else full
+    index, size = whole(source.shape), part.numel() if flat else part.shape[dim]
+    fits = [at for at in range(source.shape[dim] - size + 1)
+            if torch.equal(source.narrow(dim, at, size), part.flatten() if flat else part)]
+    return index.narrow(dim, fits[0], size).reshape(part.shape) if len(fits) == 1 else None
 
 
 def described(index: Tensor, shape: Sequence[int]) -> str:

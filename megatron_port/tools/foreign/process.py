@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,26 @@ def batch_of(adapter: Adapter, step: int, seed: int = 0) -> Batch:
 
 def disturbed(name: str, weight: Tensor, seed: int) -> Tensor:
     """Return a weight with noise by its name, so that no norm is 1 and no bias 0, which would hide what is wrong."""
+    if not weight.is_floating_point():
+        if weight.is_complex():
+            raise ConfigError(f"{name} is complex, which is not compared; leave it out of Adapter.parameters")
+        return weight.detach().cpu()
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
-    std = 0.1 if weight.dim() < 2 else 0.5 / math.sqrt(weight.shape[-1])
+    std = 0.1 if weight.dim() < 2 else 0.5 / math.sqrt(max(1, weight.shape[-1]))
     noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
     return (weight.detach().cpu().double() + std * noise).to(weight.dtype)
+
+
+def tensors_in(result: Any) -> Iterator[Tensor]:
+    """Yield the tensors of what a module returns: of tuples, dictionaries and dataclasses within one another."""
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, Mapping):
+        yield from (tensor for value in result.values() for tensor in tensors_in(value))
+    elif isinstance(result, (tuple, list)):
+        yield from (tensor for value in result for tensor in tensors_in(value))
+    elif is_dataclass(result) and not isinstance(result, type):
+        yield from (tensor for one in fields(result) for tensor in tensors_in(getattr(result, one.name)))
 
 
 def places(adapter: Adapter, world: World) -> dict[str, tuple[int, int]]:
@@ -135,9 +152,11 @@ class Process:
             value = whole_sum.redistribute(placements=settled)
             return Part(local(value).detach().clone(), of_dtensor(value, full))
         value = local(value).detach()
+        index = self.maps.get(name)
+        if index is not None and index.shape == value.shape:
+            return Part(value.clone(), index)
         if value.shape == full:
             return Part(value.clone(), whole(full))
-        index = self.maps.get(name)
         if index is None or index.numel() != value.numel():
             raise ConfigError(
                 f"{name}: rank {self.world.rank} gives {list(value.shape)}, which is neither the whole "
@@ -179,8 +198,8 @@ class Process:
             if torch._C._current_graph_task_id() != -1:
                 return
             call, calls[name] = calls.get(name, 0), calls.get(name, 0) + 1
-            for part, tensor in enumerate(result if isinstance(result, (tuple, list)) else (result,)):
-                if isinstance(tensor, Tensor) and tensor.is_floating_point() and 0 < tensor.numel() <= MOST_OUTPUT:
+            for part, tensor in enumerate(tensors_in(result)):
+                if tensor.is_floating_point() and 0 < tensor.numel() <= MOST_OUTPUT:
                     if any(p.is_partial() for p in getattr(tensor, "placements", ())):
                         continue  # a sum that is not made yet
                     record.outputs.append(Output(name, call, part, local(tensor).detach().clone()))

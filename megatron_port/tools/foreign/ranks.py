@@ -11,6 +11,7 @@ import faulthandler
 import importlib
 import importlib.util
 import inspect
+import itertools
 import json
 import os
 import signal
@@ -35,6 +36,8 @@ PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor")
 ENDS_S = 3.0
 """For the others to end, after a rank has failed."""
 STACKS_S = 1.0
+MOST_WORDS = 600
+"""Characters of a trainer's error."""
 
 
 def find_adapter(spec: str) -> type[Adapter]:
@@ -52,12 +55,12 @@ def find_adapter(spec: str) -> type[Adapter]:
         assert made is not None and made.loader is not None
         module = importlib.util.module_from_spec(made)
         sys.modules[made.name] = module
-        made.loader.exec_module(module)
+        _imported(path, lambda: made.loader.exec_module(module))  # type: ignore[union-attr]
     else:
         shipped = shipped_adapters()
         if path not in shipped:
             raise ConfigError(f"no adapter {path!r}; give a file FILE.py, or one of {', '.join(shipped)}")
-        module = importlib.import_module(f"{__package__}.adapters.{shipped[path]}")
+        module = importlib.import_module(f"{__package__}.adapters.{shipped[path]}")  # it names what is not installed
     found = {name: kind for name, kind in vars(module).items()
              if inspect.isclass(kind) and issubclass(kind, Adapter) and kind.__module__ == module.__name__
              and (name == wanted if wanted else not name.startswith("_"))}
@@ -65,6 +68,18 @@ def find_adapter(spec: str) -> type[Adapter]:
         named = ", ".join(found) or "none"
         raise ConfigError(f"{path}: one subclass of Adapter is needed, there is {named}; name it as {path}:CLASS")
     return next(iter(found.values()))
+
+
+def _imported(path: str, load: Callable[[], None]) -> None:
+    """Run an adapter's file. Raises ConfigError with its own error and line."""
+    try:
+        load()
+    except PortError:
+        raise
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        where = f"line {lines[-1]}: " if lines else ""
+        raise ConfigError(f"{path} cannot be imported: {where}{type(error).__name__}: {error}") from error
 
 
 def shipped_adapters() -> dict[str, str]:
@@ -100,6 +115,8 @@ class Case:
         self._options, self._size, self._until = case["options"], case["ranks"], time.monotonic() + case["seconds"]
         for name in (REFERENCE, SAMPLES, LAYOUT):
             (self._folder / name).mkdir(parents=True, exist_ok=True)
+            for old in (*(self._folder / name).glob("rank-*.*"), self._folder / name / "counts.json"):
+                old.unlink(missing_ok=True)  # of an earlier case: a record that is not written again must not be read
 
     def _fork(self, folder: str, rank: int, size: int, port: int, work: Callable[[Adapter], None]) -> int:
         """Start a process; return its id."""
@@ -132,7 +149,7 @@ class Case:
 
     def _wait(self, running: dict[int, str]) -> str:
         """Wait for processes, of which ``running`` has the logs; return what went wrong, empty: nothing."""
-        until, failed, logs = self._until, "", dict(running)
+        until, failed, signalled, logs = self._until, "", 0, dict(running)
         while running and time.monotonic() < until:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
@@ -140,6 +157,7 @@ class Case:
                 continue
             log = running.pop(pid, "")
             if status and not failed:
+                signalled = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
                 failed, until = log, min(until, time.monotonic() + ENDS_S)
         hung = list(running)
         for pid in hung:
@@ -151,7 +169,8 @@ class Case:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         if failed:
-            return f"{failed}: {_last_words(Path(failed))}"
+            ended = f"{signal.Signals(signalled).name} killed it; " if signalled else ""
+            return f"{failed}: {ended}{_last_words(Path(failed))}"
         if hung:
             named = ", ".join(Path(logs[pid]).stem for pid in hung)
             return f"{named} did not end in time; their stacks are in {Path(logs[hung[0]]).parent}"
@@ -179,9 +198,15 @@ class Case:
 
 
 def _last_words(log: Path) -> str:
+    """Return the error that ended a process, from its first line on."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     said = [line for line in lines if line.startswith("error: ")]
-    return said[-1].removeprefix("error: ") if said else lines[-1].strip() if lines else "it ended without a word"
+    if said:
+        return said[-1].removeprefix("error: ")
+    starts = [i for i, line in enumerate(lines) if line.startswith("Traceback")]
+    after = lines[starts[-1] + 1 :] if starts else lines[-1:]
+    words = " ".join(line.strip() for line in itertools.dropwhile(lambda line: line.startswith(" "), after))
+    return words[:MOST_WORDS] or "it ended without a word"
 
 
 class Ranks:

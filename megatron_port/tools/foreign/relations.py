@@ -124,6 +124,15 @@ def absent(wrong: Wrong) -> Relation | None:
     return Relation("absent", f"has no {wrong.what}", "it takes no part in the loss there, or hooks dropped it")
 
 
+def unwanted(wrong: Wrong) -> Relation | None:
+    """One process has none, or zero."""
+    if bool(wrong.right.any()):
+        return None
+    size = max(float(wrong.parts[r].value.abs().max()) for r in wrong.ranks)
+    return Relation("unwanted", f"is up to {size:.2g}, where one process has none",
+                    "a parameter that takes no part in the loss is used on ranks, or a buffer was not cleared")
+
+
 def not_finite(wrong: Wrong) -> Relation | None:
     """It has elements that are no numbers."""
     count = max(int((~wrong.parts[r].value.isfinite()).sum()) for r in wrong.ranks)
@@ -451,8 +460,8 @@ def unlike(wrong: Wrong) -> Relation:
 
 
 CATALOGUE: tuple[Callable[[Wrong], Relation | None], ...] = (
-    absent, not_finite, zero, factor, not_reduced, other_part, of_step_before, by_sample, permuted, by_slice, masked,
-    rounded, one_rank,
+    absent, not_finite, unwanted, zero, factor, not_reduced, other_part, of_step_before, by_sample, permuted, by_slice,
+    masked, rounded, one_rank,
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +16,9 @@ from megatron_port.tools.foreign.ranks import LAYOUT, REFERENCE, SAMPLES, Ranks,
 
 SECONDS = 120.0
 """For one case."""
+
+
+RESERVED = {"spec", "ranks", "seed", "seconds", "folder"}
 
 
 class CaseFailed(EnvironmentFault):
@@ -30,6 +35,9 @@ class Session:
     def __init__(self, spec: str, ranks: Ranks) -> None:
         self.spec, self.ranks = spec, ranks
         self.kind: type[Adapter] = find_adapter(spec)
+        if taken := sorted(RESERVED & {*self.kind.layout, *self.kind.model}):
+            raise ConfigError(f"{self.kind.__name__} has an option {', '.join(taken)}, which is an argument of "
+                              "compare(); name it differently")
 
     def options(self, given: Mapping[str, Any], size: int) -> dict[str, Any]:
         """Return all options of a layout.
@@ -42,6 +50,14 @@ class Session:
             raise ConfigError(f"{self.kind.__name__} has no option {', '.join(unknown)}; it has "
                               f"{', '.join(sorted(known)) or 'none'}")
         options = {**known, **given}
+        for name, value in options.items():
+            try:
+                plain = json.loads(json.dumps(value)) == value
+            except TypeError:
+                plain = False
+            if not plain:
+                raise ConfigError(f"{self.kind.__name__}'s option {name} is {value!r}; options are numbers, strings, "
+                                  "booleans, None and lists of them")
         if why := self.kind().legal(options, size):
             raise ConfigError(f"{size} ranks cannot have {', '.join(f'{k}={v}' for k, v in options.items())}: {why}")
         return options
@@ -54,22 +70,24 @@ class Session:
 
         Args:
             seed: of weights and batches.
-            folder: keeps logs and records; None: they go.
+            folder: keeps logs and records; None: a temporary one, which stays where the trainer failed.
 
         Raises:
             ConfigError: the layout is not legal; CaseFailed: a process ended early or hung.
         """
         options = self.options(given, size)
-        with tempfile.TemporaryDirectory(prefix="parity-") as scratch:
-            out = folder or Path(scratch)
-            wrong = self.ranks.run(self.spec, out, options, size, seed=seed, seconds=seconds)
-            for part in (REFERENCE, LAYOUT):
-                if wrong.get(part):
-                    raise CaseFailed(f"{part}: {wrong[part]}")
-            adapter = self.kind()
-            numbers = {name: float(value) for name, value in options.items()
-                       if isinstance(value, int) and not isinstance(value, bool) and value > 1}
-            verdict = Comparison(out, size, adapter.axes(World(0, size, options)), numbers).run()
+        out = folder or Path(tempfile.mkdtemp(prefix="parity-"))
+        wrong = self.ranks.run(self.spec, out, options, size, seed=seed, seconds=seconds)
+        for part in (REFERENCE, LAYOUT):
+            if wrong.get(part):
+                raise CaseFailed(f"{part}: {wrong[part]}")  # its folder stays, for the logs
+        adapter = self.kind()
+        numbers = {name: float(value) for name, value in options.items()
+                   if isinstance(value, int) and not isinstance(value, bool) and value > 1}
+        axes = adapter.axes(World(0, size, options))
+        verdict = Comparison(out, size, axes, numbers, adapter.tolerance).run()
+        if folder is None:
+            shutil.rmtree(out, ignore_errors=True)
         if wrong.get(SAMPLES):
             verdict.notes.append(f"no evidence by sample: {wrong[SAMPLES]}")
         return verdict
