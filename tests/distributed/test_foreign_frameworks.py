@@ -1,21 +1,25 @@
-"""Megatron-core and DeepSpeed against themselves on one process: healthy layouts are equal, and planted copies of known
-bugs, or those that the installed version has, are found and named. More layouts: benchmarks/foreign.py."""
+"""Megatron-core, DeepSpeed and torchtitan against themselves on one process: healthy layouts are equal, and planted
+copies of known bugs, or those that the installed version has, are found and named. More: benchmarks/foreign.py."""
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_port.tools.foreign.ranks import Ranks
+from megatron_port.core.errors import ConfigError
+from megatron_port.tools.foreign.ranks import Ranks, find_adapter
 from megatron_port.tools.foreign.session import Session
 
 BUGS = Path(__file__).resolve().parents[1] / "foreign_adapters" / "megatron_bugs.py"
+MISTAKES = BUGS.parent / "titan_mistakes.py"
 needs_megatron = pytest.mark.skipif(not importlib.util.find_spec("megatron"), reason="megatron-core is not installed")
 needs_deepspeed = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="deepspeed is not installed")
+needs_titan = pytest.mark.skipif(not importlib.util.find_spec("torchtitan"), reason="torchtitan is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +61,36 @@ def test_deepspeed_is_itself_without_zero(ranks: Ranks, options: dict[str, Any])
     verdict = Session("deepspeed-zero", ranks).compare(options, 2)
     assert verdict.equal, "\n".join(verdict.lines())
     assert verdict.compared["updates"] == 37
+
+
+@needs_titan
+@pytest.mark.parametrize(("size", "options"), [
+    (4, {"replicas": 2, "tp": 2, "sp": True, "chunks": 2, "accumulate": 2}),
+    (4, {"pp": 2, "tp": 2, "backend": "full_dtensor", "schedule": "Interleaved1F1B"}),
+    (2, {"fp64": False, "recompute": True, "tied": True, "reshard": "never"}),
+])
+def test_torchtitan_is_itself_on_one_process(ranks: Ranks, size: int, options: dict[str, Any]) -> None:
+    verdict = Session("torchtitan", ranks).compare(options, size)
+    assert verdict.equal and not verdict.notes, "\n".join(verdict.lines())
+    assert verdict.compared["gradients"] == verdict.compared["updates"] >= 16
+    assert verdict.worst < (1e-12 if options.get("fp64", True) else 1e-5)
+
+
+@needs_titan
+@pytest.mark.parametrize(("options", "words"), [
+    ({"mistake": "own labels"}, "is a mean of means"),
+    ({"mistake": "divided again"}, "is 1/2 (1 / the size of shard) times the right one"),
+    ({"mistake": "norm of a stage", "pp": 2}, "it is that of this rank's tensors alone"),
+])
+def test_mistakes_in_torchtitan_are_named(ranks: Ranks, options: dict[str, Any], words: str) -> None:
+    verdict = Session(str(MISTAKES), ranks).compare(options, 2)
+    said = "\n".join(verdict.lines())
+    assert not verdict.equal and words in said, said
+
+
+def test_torchtitan_that_is_not_installed_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("torchtitan", "torchtitan.components"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "megatron_port.tools.foreign.adapters.torchtitan", raising=False)
+    with pytest.raises(ConfigError, match=r"needs torchtitan 0\.3\.0, .*; run: pip install torchtitan==0\.3\.0 triton"):
+        find_adapter("torchtitan")

@@ -183,6 +183,16 @@ def megatron_dispatcher() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
 
 
+def titan_on_cpu() -> None:
+    """Replace the device of torchtitan's meshes, "cuda" where no accelerator is found, by "cpu"; give its table of
+    types fp64, which its settings do not offer."""
+    from torchtitan import config
+    from torchtitan.distributed import parallel_dims
+
+    parallel_dims.device_type = "cpu"
+    config.TORCH_DTYPE_MAP["float64"] = torch.float64
+
+
 def gloo_unequal() -> None:
     """Replace all-gather and reduce-scatter of parts of unequal sizes, which nccl has and gloo has not, by gathers and
     sums that are padded to the largest."""
