@@ -64,7 +64,10 @@ class TorchTitan(Adapter):
     """``backend``: its way to divide a model; spmd_types, a third one, needs a nightly torch, whose FSDP knows it.
     ``chunks``: parts of the sequence, whose logits are computed one after the other. ``accumulate``: passes of a step;
     under pp, micro-batches have one sample."""
-    model: ClassVar[Mapping[str, Any]] = {"fp64": True, "layers": 2, "groups": 2, "fused_qkv": True, "tied": False}
+    model: ClassVar[Mapping[str, Any]] = {
+        "fp64": True, "layers": 2, "groups": 2, "fused_qkv": True, "tied": False, "unused": 0,
+    }
+    """``unused``: words of the vocabulary that no sample has, so that tp need not divide it."""
     space: ClassVar[Mapping[str, Any]] = {
         "replicas": (1, 2), "tp": (1, 2, 4), "sp": (False, True), "pp": (1, 2), "accumulate": (1, 2),
         "backend": ("partial_dtensor", "full_dtensor"), "reshard": ("default", "always", "never"),
@@ -107,14 +110,15 @@ class TorchTitan(Adapter):
     def build(self, world: World) -> State:
         self.world = world
         dtype = torch.float64 if world["fp64"] else torch.float32
-        config = _config(world, self.vocabulary, self.sequence)
+        vocabulary = self.vocabulary + world["unused"]
+        config = _config(world, vocabulary, self.sequence)
         set_llama3_sharding_config(config, enable_sp=world["sp"])
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
             with torch.device("meta"):
                 whole = config.build()
-            loss = _loss(world, self.vocabulary)
+            loss = _loss(world, vocabulary)
             parts, schedule, dims = self._divided(whole, config, loss, world, str(dtype).removeprefix("torch."))
             for part in parts:
                 for module in part.modules():
@@ -198,7 +202,7 @@ class TorchTitan(Adapter):
                 inputs, labels, more = typed[backend](state.dims, inputs, labels, more)
         with context():
             if state.schedule is None:
-                loss, _ = state.loss(state.parts[0](inputs, **more), labels, count)
+                loss: Tensor = state.loss(state.parts[0](inputs, **more), labels, count)[0]
                 loss.backward()
                 return loss
             found: list[Tensor] | None = [] if state.parts[-1].lm_head is not None else None
