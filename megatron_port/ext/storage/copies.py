@@ -62,7 +62,7 @@ from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.agree import agreed, broadcast_text
 from megatron_port.core.dist.record import StatePiece
 from megatron_port.core.errors import CheckpointError, DamagedCheckpoint, EnvironmentFault
-from megatron_port.core.io.files import free_bytes, read_regular, write_text
+from megatron_port.core.io.files import atomic_file, free_bytes, read_regular, write_text
 from megatron_port.core.io.logging import Logger
 from megatron_port.core.package import package_versions
 from megatron_port.core.train.folders import FOLDER, run_folder
@@ -141,16 +141,16 @@ def no_memory(path: Path, error: OSError, size: int = 0, *, tier: str = "memory"
 
 
 def _write_list(
-    path: Path, key: CopyKey, about: Mapping[str, Any], entry: FileEntry | None, pieces: str
+    path: Path, key: CopyKey, about: Mapping[str, Any], entry: FileEntry | None, pieces: str, *, durable: bool = False
 ) -> None:
-    """Write a rank's list, behind its own hash. ``pieces``: their JSON, which is the same from copy to copy."""
+    """Write a rank's list, behind its own hash. ``pieces``: their JSON, which is the same from copy to copy;
+    ``durable``: it is whole or the one before it is there, also after a power cut."""
     body = (
         f'{{"key":{json.dumps(asdict(key))},"about":{json.dumps(about)},'
         f'"file":{json.dumps(None if entry is None else asdict(entry))},"pieces":{pieces}}}'
     )
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(f"{xxhash.xxh3_128_hexdigest(body.encode())}\n{body}")
-    os.replace(unfinished, path)
+    with atomic_file(path, durable=durable, parents=False) as stream:
+        stream.write(f"{xxhash.xxh3_128_hexdigest(body.encode())}\n{body}".encode())
 
 
 def run_number(run: str) -> int:
@@ -396,12 +396,29 @@ def _proved(folder: Path, rank: int) -> tuple[CopyKey | None, str]:
         if found.entry is not None:
             proved = _prove(folder / shard_name(rank), found.entry)
             pieces = json.dumps([asdict(piece) for piece in found.pieces])
-            _write_list(folder / listing_name(rank), found.key, found.about, proved, pieces)
+            if proved != found.entry:
+                with suppress(OSError):  # full, or read-only: the copy is whole, and is read again (whole_entry)
+                    _write_list(folder / listing_name(rank), found.key, found.about, proved, pieces, durable=True)
     except DamagedCheckpoint as error:
         return None, str(error)
-    except OSError as error:
-        return None, f"{folder}: {error.strerror or error}"
     return found.key, ""
+
+
+def _listed(folder: Path, rank: int) -> tuple[CopyKey | None, str]:
+    """Return which copy a rank's list is of, as :func:`_proved` without reading the file."""
+    try:
+        found = _found(folder, rank)
+    except DamagedCheckpoint as error:
+        return None, str(error)
+    return (None if found is None else found.key), ""
+
+
+def whole_entry(folder: Path, rank: int, entry: FileEntry) -> FileEntry:
+    """Return a proved file's entry with the hash of the whole, which its list lacks where that could not be written.
+
+    Raises DamagedCheckpoint.
+    """
+    return entry if entry.hash else _prove(folder / shard_name(rank), entry)
 
 
 def remove_old_copies(config: RunConfig) -> bool:
@@ -462,13 +479,14 @@ _ROW = len(astuple(CopyKey(0, 0, 0, 0, 0))) + 2
 """Numbers of a file that is proved: its place among the two copies, its rank, and its key."""
 
 
-def _held(folder: Path, share: slice) -> tuple[list[tuple[int, ...]], list[str]]:
+def _held(folder: Path, share: slice, read: bool) -> tuple[list[tuple[int, ...]], list[str]]:
     """Prove this process's share of the files that its node holds. Return a row for each, and what is wrong."""
+    look = _proved if read else _listed
     rows, faults = [], []
     for slot, name in enumerate(SLOTS):
         listed = (_LISTING.fullmatch(path.name) for path in (folder / name).glob("rank-*.json"))
         for rank in sorted(int(found.group(1)) for found in listed if found)[share]:
-            key, fault = _proved(folder / name, rank)
+            key, fault = look(folder / name, rank)
             if key is not None:
                 rows.append((slot, rank, *astuple(key)))
             elif fault:
@@ -490,7 +508,9 @@ def _gathered(session: Session, rows: list[tuple[int, ...]]) -> list[list[tuple[
     return [[tuple(row) for row in found.tolist() if row[0] >= 0] for found in every]
 
 
-def whole_copies(session: Session, run: str, below: int = -1, tier: str = "memory") -> list[Whole]:
+def whole_copies(
+    session: Session, run: str, below: int = -1, tier: str = "memory", *, read: bool = True
+) -> list[Whole]:
     """Return the run's copies of which every file is there and proved, newest first. Collective.
 
     A file that is not what was copied is named in the log, and its copy passed over.
@@ -500,6 +520,7 @@ def whole_copies(session: Session, run: str, below: int = -1, tier: str = "memor
         below: copies of this step and of later ones are not used, as something other than an update may be in them.
             Negative: all are.
         tier: of ``TIERS``, where they are looked for.
+        read: files are read through; else their lists alone say what is there.
     """
     folder, info = copies_folder(session.config, tier), session.info
     said = Logger(info.rank, info.world_size, info.hostname).log_any
@@ -508,7 +529,7 @@ def whole_copies(session: Session, run: str, below: int = -1, tier: str = "memor
     if folder.is_dir() or folder.is_symlink():
         faults = list(filter(None, map(_foreign, (folder.parent, folder, *(folder / name for name in SLOTS)))))[:1]
         if not faults:
-            rows, faults = _held(folder, slice(info.local_rank, None, info.local_world_size))
+            rows, faults = _held(folder, slice(info.local_rank, None, info.local_world_size), read)
     for fault in faults:
         said(f"{fault}: the {tier} is faulty, or something else wrote there; this copy is passed over")
     holders: dict[tuple[CopyKey, int], dict[int, int]] = {}
@@ -565,7 +586,7 @@ def _committed(folder: Path, key: CopyKey, tier: str) -> tuple[Path, Manifest] |
             return None
         about = about or found.about
         if found.entry is not None:
-            files[shard_name(rank)] = found.entry
+            files[shard_name(rank)] = whole_entry(folder, rank, found.entry)
             pieces += found.pieces
     told = dict(about["lineage"])
     parent = told.pop("parent", None)

@@ -69,6 +69,7 @@ from megatron_port.ext.storage.copies import (
     forget_damaged,
     no_memory,
     whole_copies,
+    whole_entry,
 )
 
 _HEADER = struct.Struct("!BQQ")
@@ -362,14 +363,15 @@ def _commit(session: Session, directory: Path, folder: Path, key: CopyKey, write
 def _write(work: Path, folder: Path, rank: int, *, verify: bool) -> None:
     """Write one rank's file and list, as a save does (``checkpoint.writer``). Its bytes have been proved."""
     listed = copy_list(folder, rank)
+    entry = listed.entry and whole_entry(folder, rank, listed.entry)
     target = work / shard_name(rank)
     try:
-        if listed.entry is not None:
+        if entry is not None:
             shutil.copyfile(folder / shard_name(rank), target)
             fsync_file(target)
             if verify:
-                check_written(target, listed.entry)
+                check_written(target, entry)
     except OSError as error:
         raise disk_error(error, target) from error
-    body = {"file": listed.entry and asdict(listed.entry), "pieces": [asdict(piece) for piece in listed.pieces]}
+    body = {"file": entry and asdict(entry), "pieces": [asdict(piece) for piece in listed.pieces]}
     write_text(work / listing_name(rank), json.dumps(body))
