@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from megatron_port.core.config.conflicts import Rule, Table, native_only
+
+
+def _inside(folder: str, *places: str) -> bool:
+    path = Path(os.path.normpath(folder))
+    return any(Path(os.path.normpath(place)) in (path, *path.parents) for place in places)
+
 
 RECOVERY = (Table(asked='launch.when_lost "replace"', on=lambda c: c.launch.when_lost == "replace", rows=(
     native_only("which keeps a process's groups and state beyond a run", 'use engine = "native", or when_lost "stop"'),
@@ -15,7 +24,7 @@ RECOVERY = (Table(asked='launch.when_lost "replace"', on=lambda c: c.launch.when
     Rule(lambda c: not c.checkpoint.memory_interval or c.checkpoint.disk_interval % c.checkpoint.memory_interval,
          "{asked} is no multiple of checkpoint.memory_interval, and copies on disks are made of those in memory; set "
          "memory_interval = 1"),
-    Rule(lambda c: c.checkpoint.disk_folder.startswith((c.checkpoint.memory_folder, "/dev/shm", "/run/")),
+    Rule(lambda c: _inside(c.checkpoint.disk_folder, c.checkpoint.memory_folder, "/dev/shm", "/run"),
          "{asked} with checkpoint.disk_folder {c.checkpoint.disk_folder}, where copies in memory are: what takes those "
          "would take these; name a folder on a disk of each node, or set disk_interval = 0"),
 )), Table(asked="watch.replace_percent", on=lambda c: c.watch.replace_percent > 0, rows=(
