@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_port.core.checkpoint.format import Lineage, SavedState, plain, read_manifest, step_of
 from megatron_port.core.dist.agree import agree, agreed, broadcast_text
 from megatron_port.core.dist.process import SAVE
-from megatron_port.core.errors import CheckpointError, EnvironmentFault
+from megatron_port.core.errors import CheckpointError, EnvironmentFault, PeerLost
 from megatron_port.core.train.hooks import Ending, LoopHook, LoopState, TakenStep, every
 from megatron_port.ext.storage.copies import (
     SLOTS,
@@ -18,6 +18,7 @@ from megatron_port.ext.storage.copies import (
     described,
     own_folder,
     remove_copies,
+    whole_copies,
 )
 from megatron_port.run.agent_link import KeptRank, Restart
 from megatron_port.run.hooks import PeriodicSave, position
@@ -53,7 +54,7 @@ class StateCopying(LoopHook):
         ctx, folder, fence = state.ctx, copies_folder(state.config), state.session.fence
         if state.config.checkpoint.memory_interval:
             run = broadcast_text(fence.run if state.session.is_rank_zero else None) or ""
-            self._partner, self._disk = self._sender(folder), self._writer()
+            self._partner, self._disk = self._sender(folder), self._writer(run)
             self._copies = StateCopies(folder, rank=ctx.rank, world=ctx.topology.world_size, run=run, epoch=fence.epoch,
                                        spare=self._resumed_from(folder), partner=self._partner, disk=self._disk)
         if self._kept is not None:
@@ -85,17 +86,43 @@ class StateCopying(LoopHook):
         return Partner(folder, store, rank=info.rank, world=info.world_size, step=info.local_world_size,
                        master=info.master_addr)
 
-    def _writer(self) -> DiskCopies | None:
-        """Return what writes this rank's copies to the node's disk; None: nothing does. Collective."""
+    def _writer(self, run: str) -> DiskCopies | None:
+        """Return what writes this rank's copies to the node's disk; None: nothing does, or a disk refuses. Collective.
+
+        ``run``: its id.
+        """
         if not self.state.config.checkpoint.disk_interval:
             return None
-        from megatron_port.ext.storage.disk_copies import DiskCopies  # few runs write them
+        from megatron_port.ext.storage.disk_copies import DiskCopies, file_system  # few runs write them
 
-        folder, info = copies_folder(self.state.config, "disk"), self.state.session.info
-        if self._partner is not None:  # as in memory, see _sender
-            agreed(lambda: own_folder(folder, fresh=True, tier="disk") if info.local_rank == 0 else None)
-        return agreed(lambda: DiskCopies(folder, rank=info.rank, interval=self.state.config.checkpoint.disk_interval,
-                                         spare=self._resumed_from(folder)))
+        folder, session, spare = copies_folder(self.state.config, "disk"), self.state.session, None
+        try:
+            if self._partner is not None:  # as in memory, see _sender
+                agreed(lambda: own_folder(folder, fresh=True, tier="disk") if session.info.local_rank == 0 else None)
+            else:
+                spare = self._kept_on_disk(folder, run)
+            disk = agreed(lambda: DiskCopies(folder, rank=session.info.rank, spare=spare,
+                                             interval=self.state.config.checkpoint.disk_interval))
+        except PeerLost:
+            raise
+        except (CheckpointError, EnvironmentFault) as error:
+            session.logger.log(f"{error}\ntraining continues without copies on the nodes' disks")
+            return None
+        if file_system(folder) in ("tmpfs", "ramfs"):
+            session.logger.log(f"{folder} is in memory ({file_system(folder)}), not on a disk: what takes the copies in "
+                               "memory takes these; set checkpoint.disk_folder to a folder on a disk of each node")
+        return disk
+
+    def _kept_on_disk(self, folder: Path, run: str) -> int | None:
+        """Return which of the two copies on the disk stays until there is another; None: neither. Collective.
+
+        What the run was resumed from; else the newest that is not later: memory that it was resumed from may go.
+        """
+        resumed = self._resumed_from(folder)
+        if resumed is not None:
+            return resumed
+        found = whole_copies(self.state.session, run, self.state.progress.step + 1, "disk", read=False)
+        return found[0][1] if found else None
 
     def _resumed_from(self, folder: Path) -> int | None:
         """Return which of the two copies the run has been resumed from; None: neither."""

@@ -29,8 +29,10 @@ from megatron_port.core.config.loader import load
 from megatron_port.core.config.schema import LayoutConfig
 from megatron_port.core.dist.record import StatePiece
 from megatron_port.core.errors import CheckpointError, ConfigError, EnvironmentFault
+from megatron_port.ext.storage import copies as copies_module
+from megatron_port.ext.storage import disk_copies as module
 from megatron_port.ext.storage.copies import SLOTS, TIERS, StateCopies, copies_folder, described, remove_copies
-from megatron_port.ext.storage.disk_copies import DiskCopies
+from megatron_port.ext.storage.disk_copies import DiskCopies, file_system
 from megatron_port.ext.storage.partner_copies import committed_copies
 from megatron_port.ext.telemetry.flops import parameter_count
 from megatron_port.run.copying import StateCopying
@@ -60,6 +62,12 @@ def pieces(step: int, size: int = 40_000) -> list[StatePiece]:
             for kind in ("weight", "exp_avg")]
 
 
+def described_at(step: int) -> dict[str, Any]:
+    state = SavedState(step=step, samples=step, tokens=step, layout=LayoutConfig(), config={}, extra={},
+                       scalars={"optimizer_steps": step}, kinds={"w": ("weight", "exp_avg")})
+    return described(state, Lineage(run="r", commit=3))
+
+
 class Rank:
     """A rank alone, whose loop is that of ``run.copying``."""
 
@@ -75,9 +83,7 @@ class Rank:
                 self.errors += [str(error)] if error else []
                 if not error:
                     self.disk.keep()
-            state = SavedState(step=step, samples=step, tokens=step, layout=LayoutConfig(), config={}, extra={},
-                               scalars={"optimizer_steps": step}, kinds={"w": ("weight", "exp_avg")})
-            self.copies.take(pieces(step), step, described(state, Lineage(run="r", commit=3)))
+            self.copies.take(pieces(step), step, described_at(step))
 
     def written(self) -> None:
         """Wait until the disk has the last copy, or has refused it."""
@@ -278,6 +284,143 @@ def test_going_back_drops_what_is_later(run: Any) -> None:
     assert on_disk(run) == [] and rank.disk.due(4), "the next copy is the first"
 
 
+def test_after_going_back_the_copy_resumed_from_stays_until_there_is_another(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one takes the empty place, also where power is cut before it is written."""
+    first = Rank(run)
+    first.take(1)
+    assert first.disk.finish() is None
+    rank = Rank(run, epoch=6, spare=0)
+    rank.take(2)
+    assert rank.disk.finish() is None
+    rank.disk.keep()
+    rank.disk.forget()
+    assert on_disk(run) == [1]
+    with held(monkeypatch, "fsync") as release:
+        rank.copies.take(pieces(2), 2, described_at(2))
+        assert (copies_folder(run, "disk") / SLOTS[0] / listing_name(0)).exists()
+        rank.disk.close()
+        release()
+        assert rank.disk.finish() is None
+    assert on_disk(run) == [1]
+
+
+def test_after_going_back_the_places_are_taken_in_turn_again(run: Any) -> None:
+    first = Rank(run)
+    first.take(1)
+    assert first.disk.finish() is None
+    rank = Rank(run, epoch=6, spare=0)
+    rank.take(2)
+    assert rank.disk.finish() is None
+    rank.disk.keep()
+    rank.disk.forget()
+    for step, left in ((2, [2, 1]), (3, [3, 2]), (6, [6, 3])):
+        rank.take(step)
+        rank.written()
+        assert on_disk(run) == left
+    assert not rank.errors
+
+
+def hook_of(run: Any, step: int, said: list[str]) -> StateCopying:
+    """The hook of a run alone that was resumed at ``step`` from no copy on a disk."""
+    hook = StateCopying.__new__(StateCopying)
+    alone = session(run)
+    alone.logger.log = said.append
+    hook.state = SimpleNamespace(  # type: ignore[assignment]
+        session=alone, config=run, checkpoints=[], progress=SimpleNamespace(step=step))
+    hook._partner = None
+    return hook
+
+
+def test_a_start_from_memory_keeps_the_newest_copy_on_the_disk(run: Any) -> None:
+    """Until its own first one is there: memory may go before that."""
+    first = Rank(run)
+    first.take(1, 2, 3)
+    assert first.disk.finish() is None and on_disk(run) == [3, 1]
+    writer = hook_of(run, 4, [])._writer("r")
+    assert writer is not None and on_disk(run) == [3] and writer._next == 0
+    assert hook_of(run, 2, [])._writer("r") is not None and on_disk(run) == [], "of a later step than it begins at"
+
+
+def test_a_start_keeps_no_copy_of_another_run(run: Any) -> None:
+    first = Rank(run)
+    first.take(1, 2, 3)
+    assert first.disk.finish() is None
+    assert hook_of(run, 4, [])._writer("another") is not None and on_disk(run) == []
+
+
+@pytest.mark.parametrize("call", ["mkdir", "unlink", "fsync"])
+def test_a_disk_that_refuses_at_the_start_costs_a_line(
+    run: Any, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Read-only: all ranks train without copies on disks."""
+    real, said = getattr(os, call), list[str]()
+
+    def refused(path: Any, *rest: Any, **more: Any) -> Any:
+        if call == "fsync" or str(path).startswith(str(copies_folder(run, "disk"))):
+            raise OSError(30, "Read-only file system")
+        return real(path, *rest, **more)
+
+    first = Rank(run)
+    first.take(1)
+    assert first.disk.finish() is None
+    if call == "mkdir":
+        shutil.rmtree(copies_folder(run, "disk") / SLOTS[1])
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, refused)
+        with pytest.raises((CheckpointError, EnvironmentFault), match=r"Read-only file system.*checkpoint.disk_"):
+            DiskCopies(copies_folder(run, "disk"), rank=0, interval=INTERVAL)
+        assert hook_of(run, 2, said)._writer("r") is None
+    line, = said
+    assert "Read-only file system" in line and line.endswith("training continues without copies on the nodes' disks")
+
+
+def test_a_disk_that_is_memory_is_named(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert file_system(Path("/proc")) == "proc" and file_system(Path("/nowhere")) == ""
+    for kind, count in (("tmpfs", 1), ("ext4", 0)):
+        said: list[str] = []
+        monkeypatch.setattr(module, "file_system", lambda _, kind=kind: kind)
+        assert hook_of(run, 2, said)._writer("r") is not None
+        assert len(said) == count and all("is in memory (tmpfs), not on a disk" in line for line in said)
+
+
+def test_new_folders_outlive_a_power_cut(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(module, "fsync_directory", synced.append)
+    Rank(run)
+    folder = copies_folder(run, "disk")
+    assert synced == [folder, folder.parent, folder.parent.parent]
+
+
+def test_a_copy_proved_on_a_full_disk_is_used(
+    run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its list cannot be written again, and the hash of the whole file is of the file as it is read."""
+    rank = Rank(run)
+    rank.take(1)
+    assert rank.disk.finish() is None
+    shutil.rmtree(copies_folder(run))
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(copies_module, "_write_list", full)
+        assert found(run) == [("disk", 1)]
+    assert "passed over" not in capsys.readouterr().out
+    real, synced = os.fsync, list[str]()
+
+    def noted(handle: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    assert found(run) == [("disk", 1)] and any(listing_name(0) in name for name in synced), "the list is replaced whole"
+    synced.clear()
+    assert found(run) == [("disk", 1)] and not any(listing_name(0) in name for name in synced), "and only once"
+
+
 def test_a_folder_that_is_not_there_is_named(run: Any) -> None:
     with pytest.raises(EnvironmentFault, match=r"checkpoint.disk_folder to .*, or checkpoint.disk_interval = 0"):
         DiskCopies(Path("/nowhere/a/b"), rank=0, interval=1)
@@ -294,6 +437,19 @@ def test_settings_that_contradict_one_another(more: tuple[str, ...], message: st
 
     run = load(None, ["data.synthetic=true", "checkpoint.memory_interval=1", *more]).config
     with pytest.raises(ConfigError, match=f"checkpoint.disk_interval.*{message}"):
+        check(run)
+
+
+@pytest.mark.parametrize(("memory", "disk", "refused"), [
+    ("/scratch", "/scratch2", False), ("/scratch/", "/scratch/a", True), ("/scratch/a", "/scratch/b", False),
+    ("/m", "/run", True), ("/m", "/runs", False), ("/m", "/d/../dev/shm", True), ("/m", "/dev/shm-2", False),
+])
+def test_a_folder_in_memory_is_told_by_its_parents(memory: str, disk: str, refused: bool) -> None:
+    from megatron_port.core.config.checks import check
+
+    run = load(None, ["data.synthetic=true", "checkpoint.memory_interval=1", "checkpoint.disk_interval=3",
+                      f"checkpoint.memory_folder={memory}", f"checkpoint.disk_folder={disk}"]).config
+    with pytest.raises(ConfigError, match="where copies in memory are") if refused else contextlib.nullcontext():
         check(run)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from megatron_port.core.checkpoint.format import shard_name
 from megatron_port.core.checkpoint.writer import listing_name
 from megatron_port.core.errors import CheckpointError
-from megatron_port.core.io.files import atomic_file
+from megatron_port.core.io.files import atomic_file, fsync_directory
 from megatron_port.core.train.hooks import every
 from megatron_port.ext.storage.copies import SLOTS, no_memory, own_folder
 
@@ -33,17 +33,26 @@ class DiskCopies:
     Args:
         folder: ``copies_folder``'s for the disk; made here.
         interval: steps between copies.
-        spare: the copy that the run was resumed from: it is kept until there is another. None: none of them.
+        spare: the copy that is kept until there is another: what the run was resumed from, or the newest of those that
+            are there. None: none of them.
+
+    Raises:
+        CheckpointError: the disk refuses the folders.
+        EnvironmentFault: as ``own_folder``.
     """
 
     def __init__(self, folder: Path, *, rank: int, interval: int, spare: int | None = None) -> None:
         own_folder(folder, tier="disk")
         self._places = [(folder / name / shard_name(rank), folder / name / listing_name(rank)) for name in SLOTS]
         for slot, (_, listing) in enumerate(self._places):
-            listing.parent.mkdir(mode=0o700, exist_ok=True)
-            if slot != spare:
-                listing.unlink(missing_ok=True)
-        self._interval, self._next = interval, 0 if spare is None else 1 - spare
+            try:
+                listing.parent.mkdir(mode=0o700, exist_ok=True)
+                if slot != spare:
+                    listing.unlink(missing_ok=True)
+            except OSError as error:
+                raise no_memory(listing, error, tier="disk") from error
+        _sync_names(folder)
+        self._interval, self._next, self._spare = interval, 0 if spare is None else 1 - spare, spare
         self._steps: dict[Path, int] = {}
         """Steps of the copies of this start, by list."""
         self._thread: threading.Thread | None = None
@@ -65,6 +74,8 @@ class DiskCopies:
             return
         target, target_list = self._places[self._next]
         self._steps[target_list], self._source = step, file
+        if self._next == self._spare:
+            self._spare = None
         self._read.clear()
 
         def run() -> None:
@@ -117,11 +128,14 @@ class DiskCopies:
             self._next = 1 - self._next
 
     def forget(self, below: int = 0) -> None:
-        """Drop the copies of this start of step ``below`` and of later ones."""
+        """Drop the copies of this start of step ``below`` and of later ones. The next one takes an empty place."""
         for listing, step in list(self._steps.items()):
             if step >= below:
                 listing.unlink(missing_ok=True)
                 del self._steps[listing]
+        held = [slot for slot, (_, listing) in enumerate(self._places) if listing in self._steps or slot == self._spare]
+        if len(held) == 1:
+            self._next = 1 - held[0]
 
     def close(self) -> None:
         """Have a copy that is not finished stay without a list; wait until memory is not read any more."""
@@ -129,3 +143,25 @@ class DiskCopies:
             self._unwanted.set()
         if self._source is not None:
             self._read.wait()
+
+
+def _sync_names(folder: Path) -> None:
+    """Make a folder of copies, and those above it that are this package's, outlive a power cut."""
+    for place in (folder, *folder.parents[:2]):
+        try:
+            fsync_directory(place)
+        except PermissionError:  # another user's that may be entered and not read
+            continue
+        except OSError as error:
+            raise no_memory(folder / SLOTS[0], error, tier="disk") from error
+
+
+def file_system(path: Path) -> str:
+    """Return the kind of the file system that a path is on, by the kernel's table; empty: it cannot be told."""
+    try:
+        device, table = os.stat(path).st_dev, Path("/proc/self/mountinfo").read_text(errors="replace")
+    except OSError:
+        return ""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    rows = [line.partition(" - ") for line in table.splitlines()]
+    return next((kind.split()[0] for mount, _, kind in rows if number in mount.split()[2:3] and kind), "")
