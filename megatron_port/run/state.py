@@ -92,7 +92,7 @@ def _of_job(copies: Found, session: Session, since: int) -> Found:
 
 
 def _with_copies(copies: Found, session: Session, *, known: Found) -> Found:
-    """Return the run's checkpoints and its copies in the nodes' memory, newest first, without those that are known.
+    """Return the run's checkpoints and its copies on the nodes, newest first, without those that are known.
 
     Raises CheckpointError: there is neither.
     """
@@ -104,7 +104,7 @@ def _with_copies(copies: Found, session: Session, *, known: Found) -> Found:
     except CheckpointError as error:
         if not own and not known:
             raise
-        session.logger.log(f"{error}; the copies in memory are whole" if own else str(error))
+        session.logger.log(f"{error}; the copies on the nodes are whole" if own else str(error))
         return own
     newer = [copy for copy in own if not saved or _when(copy[1]) >= _when(saved[0][1])]
     return [*newer, *saved, *(copy for copy in own if copy not in newer)]
