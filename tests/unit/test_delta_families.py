@@ -40,6 +40,8 @@ def with_table(**changes: object) -> dict[str, object]:
     ({"mlp_layer_types": ["dense"] * 2}, "mlp_layer_types is .* for 3 layers"),
     ({"mlp_layer_types": ["sparse", "dense", "dense"]}, r"makes layers \[1, 2\] of 3 dense"),
     (with_table(full_attn_layers=[]), "layer_types is .*neither"),
+    (with_table(kda_layers=None), "linear_attn_config has kda_layers None; expected a list"),
+    (with_table(full_attn_layers=3), "linear_attn_config has full_attn_layers 3; expected a list"),
     (with_table(num_heads="4"), "linear_num_heads is '4'"),
     (with_table(gate_lower_bound=-5.0), "linear_attn_config has 'gate_lower_bound'"),
     ({"linear_attn_config": [1]}, r"linear_attn_config is \[1\]"), ({"num_shared_experts": 0}, "n_shared_experts is 0"),

@@ -5,6 +5,7 @@ Their logits, gradients, tensors and fields are in the tests of all families.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +22,11 @@ from megatron_port.core.errors import CheckpointError
 from megatron_port.ext.families import family_named, family_names
 from megatron_port.run.same_model import model_differences
 from megatron_port.tools.inference.cache import CacheSlot, KeyValueCache
-from megatron_port.tools.interop.hf_config import another_family, family_for, model_from_hf
+from megatron_port.tools.interop.hf_config import another_family, family_for, hf_config, model_from_hf
 from megatron_port.tools.interop.hf_files import HFFolder
 from megatron_port.tools.interop.hf_names import hf_mapping
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 FAMILIES = [name for name in family_names() if family_named(name).names.mixers]
 PROMPT, NEW = 7, 200
 
@@ -146,6 +147,9 @@ def test_bamba_is_read_as_its_published_files_are_written() -> None:
 @pytest.mark.parametrize(("family", "change", "said"), [
     ("granitemoehybrid", {"layer_types": ["mamba"] * 2}, "layer_types is .* for 3 layers"),
     ("granitemoehybrid", {"layer_types": ["conv"] * 3}, "layer_types is"),
+    ("granitemoehybrid", {"layers_block_type": ["mamba"] * 2}, "layers_block_type is .* for 3 layers"),
+    ("granitemoehybrid", {"layer_types": ["mamba"] * 3, "layers_block_type": ["attention"] * 3},
+     "layer_types and layers_block_type are one field by two names, and differ"),
     ("granitemoehybrid", {"shared_intermediate_size": 0}, "shared_intermediate_size is 0"),
     ("granitemoehybrid", {"position_embedding_type": "learned"}, "position_embedding_type is 'learned'"),
     ("granitemoehybrid", {"attention_bias": True}, "attention_bias is True"),
@@ -181,6 +185,12 @@ def test_granite_4_is_read_as_its_published_files_are_written() -> None:
     assert model.mixer_pattern == ("mamba2", "attention") and model.rope_pattern == ("none",)
     assert model.moe.num_experts == 64 and model.logits_divisor == 6.0
     assert len(notes) == 1 and "2 fields left out" in notes[0]
+    kinds = ["linear_attention", "full_attention"]
+    for lists in ({"layer_types": None, "layers_block_type": kinds}, {"layers_block_type": kinds},
+                  {"layers_block_type": None}):
+        assert model_from_hf({**body, **lists}, "config.json").mixer_pattern == ("mamba2", "attention")
+    with_two = {**body, "layer_types": None, "layers_block_type": kinds}
+    assert transformers.GraniteMoeHybridConfig.from_dict(with_two).layer_types == kinds
     plain = {"layer_types": ["attention"] * 2, "num_local_experts": 0, "position_embedding_type": "rope"}
     assert family_for(model_from_hf({**body, **plain}, "config.json")) == "granite"
     without = model_from_hf({**body, "layer_types": ["attention"] * 2}, "config.json")
@@ -202,6 +212,17 @@ def test_nemotron_h_is_read_as_its_published_files_are_written() -> None:
     for said in ("'M-M[*]-' is not what layers_block_type says", "num_hidden_layers 5 is not read: there are 2 blocks",
                  "tie_word_embeddings is not read"):
         assert any(re.search(said, note) for note in notes), said
+
+
+@pytest.mark.parametrize("family", ["mamba2", "bamba", "granitemoehybrid"])
+def test_a_least_time_step_without_a_largest_is_strict_json(family: str, tmp_path: Path) -> None:
+    """JSON has no infinity: it is written as transformers writes it, which reads it back."""
+    body = {**hf.small(family).to_dict(), "time_step_limit": [0.25, float("inf")]}
+    model = model_from_hf(body, "config.json")
+    written = hf_config(model, dtype="float32", eos=None, bos=None)
+    (tmp_path / "config.json").write_text(json.dumps(written, allow_nan=False))
+    assert model_from_hf(written, "config.json").recurrent == model.recurrent and model.recurrent.step_min == 0.25
+    assert tuple(transformers.AutoConfig.from_pretrained(tmp_path).time_step_limit) == (0.25, float("inf"))
 
 
 def test_mamba2_is_exported_whatever_only_other_layers_read() -> None:

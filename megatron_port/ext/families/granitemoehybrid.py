@@ -53,15 +53,17 @@ def read_positions(f: Fields, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_mixers(f: Fields, layers: int) -> list[str]:
-    """Return the mixers of the layers that ``layer_types`` names."""
-    for name in ("layer_types", "layers_block_type"):
-        f.asked.add(name)
-    kinds = f.values.get("layer_types", f.values.get("layers_block_type"))
-    if kinds is None:
-        kinds = ["linear_attention"] * layers
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _MIXERS for kind in kinds):
-        raise f.fault(f"layer_types is {kinds!r:.80}; expected {' or '.join(_MIXERS)} for {layers} layers")
-    return [_MIXERS[kind] for kind in kinds]
+    """Return the mixers of the layers that ``layer_types`` names, or the same list by its other name."""
+    names = ("layer_types", "layers_block_type")
+    f.asked.update(names)
+    found: list[list[str]] = []
+    for name, kinds in ((name, f.values[name]) for name in names if f.values.get(name) is not None):
+        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _MIXERS for kind in kinds):
+            raise f.fault(f"{name} is {kinds!r:.80}; expected {' or '.join(_MIXERS)} for {layers} layers")
+        found.append([_MIXERS[kind] for kind in kinds])
+    if found[1:] and found[0] != found[1]:
+        raise f.fault("layer_types and layers_block_type are one field by two names, and differ; leave one of them")
+    return found[0] if found else [MIXER] * layers
 
 
 def write(model: ModelConfig) -> dict[str, Any]:

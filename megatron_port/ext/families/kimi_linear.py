@@ -58,6 +58,9 @@ def _recurrences(f: Fields, layers: int) -> tuple[RecurrentConfig, list[str]]:
     if not isinstance(table, Mapping) or (unknown := sorted(table.keys() - names.keys() - _LISTS.keys())):
         what = f"has {unknown[0]!r:.60}" if isinstance(table, Mapping) else f"is {table!r:.60}"
         raise f.fault(f"linear_attn_config {what}; expected a table of {', '.join((*names, *_LISTS))}")
+    for name, numbers in ((name, table[name]) for name in _LISTS if name in table):
+        if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
+            raise f.fault(f"linear_attn_config has {name} {numbers!r:.60}; expected a list of layers, from 1")
     f = f.changed(**{names[name]: value for name, value in table.items() if name in names})
     kinds = f.values.get("layer_types")
     if kinds is None and _LISTS.keys() <= table.keys():

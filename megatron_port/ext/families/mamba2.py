@@ -82,8 +82,9 @@ def write(model: ModelConfig) -> dict[str, Any]:
 
 
 def limit_there(r: RecurrentConfig) -> dict[str, Any]:
-    """``time_step_limit``, where there is one."""
-    return {"time_step_limit": [r.step_min, r.step_max or math.inf]} if r.step_min or r.step_max else {}
+    """``time_step_limit``, where there is one; infinity as transformers 5 writes it, since JSON has no number for it."""
+    most = r.step_max or {"__float__": "Infinity"}
+    return {"time_step_limit": [r.step_min, most]} if r.step_min or r.step_max else {}
 
 
 def expansion(model: ModelConfig) -> int:
