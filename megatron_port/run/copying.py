@@ -108,9 +108,10 @@ class StateCopying(LoopHook):
         except (CheckpointError, EnvironmentFault) as error:
             session.logger.log(f"{error}\ntraining continues without copies on the nodes' disks")
             return None
-        if file_system(folder) in ("tmpfs", "ramfs"):
-            session.logger.log(f"{folder} is in memory ({file_system(folder)}), not on a disk: what takes the copies in "
-                               "memory takes these; set checkpoint.disk_folder to a folder on a disk of each node")
+        kind = file_system(folder)
+        if kind in ("tmpfs", "ramfs"):
+            session.logger.log(f"{folder} is in memory ({kind}), not on a disk: what takes the copies in memory takes "
+                               "these; set checkpoint.disk_folder to a folder on a disk of each node")
         return disk
 
     def _kept_on_disk(self, folder: Path, run: str) -> int | None:

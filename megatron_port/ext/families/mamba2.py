@@ -82,7 +82,7 @@ def write(model: ModelConfig) -> dict[str, Any]:
 
 
 def limit_there(r: RecurrentConfig) -> dict[str, Any]:
-    """``time_step_limit``, where there is one; infinity as transformers 5 writes it, since JSON has no number for it."""
+    """``time_step_limit``, where there is one; infinity as transformers 5 writes it, for JSON has none."""
     most = r.step_max or {"__float__": "Infinity"}
     return {"time_step_limit": [r.step_min, most]} if r.step_min or r.step_max else {}
 
