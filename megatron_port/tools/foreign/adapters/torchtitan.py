@@ -47,7 +47,7 @@ class State(NamedTuple):
     parts: list[Any]
     """Models of this rank's stages."""
     schedule: Any
-    """Of the pipeline, or None."""
+    """Schedule of the pipeline, or None."""
     loss: Any
     dims: Any
     """ParallelDims; None in the reference."""
