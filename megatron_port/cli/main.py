@@ -218,8 +218,7 @@ def _dispatch(arguments: list[str]) -> int:
         from megatron_port.cli.completion import complete
 
         return complete(parser, COMMANDS)
-    if arguments[:2] == ["parity", "foreign"]:
-        arguments = arguments[1:]
+    arguments = command_of(arguments)
     name = arguments[0] if arguments else ""
     if not name:
         parser.print_help()
@@ -233,6 +232,11 @@ def _dispatch(arguments: list[str]) -> int:
     module.add_parser(parser.add_subparsers(dest="command", metavar="command"))
     args = parser.parse_args(arguments)
     return int((module.run if hasattr(module, "run") else args.act)(args) or 0)
+
+
+def command_of(arguments: list[str]) -> list[str]:
+    """Return the arguments with the command that ``parity foreign`` stands for: its options are others."""
+    return arguments[1:] if arguments[:2] == ["parity", "foreign"] else arguments
 
 
 def _unknown(name: str) -> str:

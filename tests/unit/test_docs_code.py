@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_port.cli.main import COMMANDS, _top_parser
+from megatron_port.cli.main import COMMANDS, _top_parser, command_of
 from megatron_port.core.config.loader import load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,6 +75,7 @@ def calls(body: str) -> Iterator[list[str]]:
 
 def parse_command(words: list[str]) -> list[str]:
     """Parse the words of ``megatron-port`` as it does; return its overrides."""
+    words = command_of(words)
     assert words[0] in COMMANDS, words
     parser = _top_parser()
     module = importlib.import_module(f"megatron_port.cli.{words[0]}")

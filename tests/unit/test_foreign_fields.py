@@ -79,6 +79,8 @@ READ_AND_HARMLESS = {  # labels, tokens with a meaning, what is returned, dropou
     # Mamba-2's: initial values, rounding, what a call returns
     "time_step_rank", "time_step_floor", "time_step_min", "time_step_max", "rescale_prenorm_residual",
     "residual_in_fp32", "num_logits_to_keep", "use_mamba_kernels", "z_loss_coefficient",
+    # OLMo Hybrid's: initial values
+    "linear_dt_min", "linear_dt_max", "linear_dt_init_floor", "linear_a_log_min", "linear_a_log_max",
 }
 
 

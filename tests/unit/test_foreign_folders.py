@@ -43,7 +43,7 @@ def with_another_head(folder: Path, family: str) -> tuple[str, str]:
     return head, table
 
 
-UNTIED = ("nemotron_h",)
+UNTIED = ("nemotron_h", "kimi_linear")
 """Families whose tables transformers never ties."""
 
 

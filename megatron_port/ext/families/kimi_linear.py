@@ -39,8 +39,7 @@ def read(f: Fields) -> dict[str, Any]:
     )
     values = read_latent(f, hidden=2304, ffn=9216, vocab=163840, layers=27, heads=32)
     if values["tie_embeddings"]:
-        f.notes.append(f"{f.where}: tie_word_embeddings is true, and transformers ties nothing in this family; the "
-                       "head has a matrix of its own")
+        f.notes.append(f"{f.where}: tie_word_embeddings is not read: transformers ties no tables of this family")
     recurrent, kinds = _recurrences(f, values["num_layers"])
     return values | mixers([_MIXERS[kind] for kind in kinds]) | {
         "tie_embeddings": False, "rope_pattern": ("none",), "moe": _experts(f, values["num_layers"]),
