@@ -31,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
                         help="FILE.py or FILE.py:CLASS with an Adapter, or the name of a shipped one; none: list them")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], metavar="N",
                         help="processes of the layout (default 2); several: --fuzz draws one of them")
-    parser.add_argument("--set", dest="overrides", metavar="NAME=VALUE", action="append", default=[],
+    parser.add_argument("--set", dest="chosen", metavar="NAME=VALUE", action="append", default=[],
                         help="replace one option of the adapter (repeatable), e.g. --set tp=2")
     parser.add_argument("--fuzz", type=int, metavar="N", help="draw N layouts from the adapter's space")
     parser.add_argument("--seed", type=int, default=0, help="of the first draw (default 0); the others follow")
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         session = Session(args.adapter, ranks)
         if args.fuzz:
             return _fuzz(args, session)
-        verdict = session.compare(options_of(args.overrides), args.ranks[0], folder=args.out, seconds=args.seconds)
+        verdict = session.compare(options_of(args.chosen), args.ranks[0], folder=args.out, seconds=args.seconds)
     if args.json:
         print_json(verdict.as_json())
     else:
@@ -88,7 +88,7 @@ def _fuzz(args: argparse.Namespace, session: Session) -> int:
 
     out: Path = args.out or Path.cwd()
     out.mkdir(parents=True, exist_ok=True)
-    file, fixed, rows = out / "draws.jsonl", options_of(args.overrides), []
+    file, fixed, rows = out / "draws.jsonl", options_of(args.chosen), []
     of = fuzz.what_is_drawn(session, args.ranks, fixed)
     done = fuzz.recorded(file, of)
     for seed in range(args.seed, args.seed + args.fuzz):

@@ -92,7 +92,7 @@ def test_run_files(home):
 NO_PATHS = {"profile", "profile_ranks", "kind", "skip", "json_key", "split", "suffix", "eod", "chat_fields",
             "chat_ignore", "prompt", "stop", "tasks", "layouts", "plugin", "drop_layers", "factor", "after", "gpu",
             "vary", "asked", "price", "study", "nodes", "overrides", "master_addr", "shell",
-            "schedule", "faults"}
+            "schedule", "faults", "chosen"}
 """Arguments of text that are no paths; ``resume`` and ``data`` of a run become ``--set``, which expands them."""
 
 
