@@ -143,7 +143,7 @@ class Comparison:
         gradients = self.reference.gradients[0]
         dtype = next((part.value.dtype for part in gradients.values()), torch.float32)
         found = {part.value.dtype for record in self.ranks for part in record.gradients[0].values()}
-        computed = {output.value.dtype for output in self.reference.outputs}
+        computed = {output.value.dtype for output in self.reference.outputs} & {torch.bfloat16, torch.float16}
         self.tolerance = tolerance or max(TOLERANCES.get(d, 1e-4) for d in {dtype, *found, *computed})
         self.verdict = Verdict()
         self._rms: dict[int, float] = {}
@@ -165,7 +165,9 @@ class Comparison:
         self._untold()
         self._nothing()
         verdict.findings.sort(key=lambda finding: VAGUE.get(finding.relation.kind, 0))
-        difference = first_difference(self.reference.outputs, self.ranks, self.tolerance)
+        types = {output.value.dtype for output in self.reference.outputs}
+        bound = max([self.tolerance, *(TOLERANCES.get(t, 1e-4) for t in types)])
+        difference = first_difference(self.reference.outputs, self.ranks, bound)
         if verdict.findings:
             verdict.difference = difference
         elif difference is not None:
