@@ -109,13 +109,16 @@ def test_an_adapter_that_cannot_be_read_is_named(ranks: Ranks, tmp_path: Path) -
     for text, words in (
         ("import no_such_package\n", r"adapter\.py cannot be imported: line 1: ModuleNotFoundError: No module named"),
         ("x = 1\n", "one subclass of Adapter is needed, there is none"),
-        ("from megatron_port.parity import Adapter\nclass A(Adapter):\n    layout = {'seed': 1}\n",
+        ("from megatron_port.parity import Adapter\nclass A(Adapter):\n    pass\n",
+         "A has no method build, step, which an adapter needs"),
+        ("from megatron_port.tools.foreign.adapters.ddp import Ddp\nclass A(Ddp):\n    layout = {'seed': 1}\n",
          r"A has an option seed, which is an argument of compare\(\)"),
     ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=words):
             Session(str(file), ranks)
-    file.write_text("from megatron_port.parity import Adapter\nclass A(Adapter):\n    layout = {'kind': int}\n")
+    file.write_text("from megatron_port.tools.foreign.adapters.ddp import Ddp\n"
+                    "class A(Ddp):\n    layout = {'kind': int}\n")
     with pytest.raises(ConfigError, match="A's option kind is <class 'int'>; options are numbers, strings"):
         Session(str(file), ranks).compare({}, 2)
 

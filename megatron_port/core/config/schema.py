@@ -252,7 +252,7 @@ class CheckpointConfig:
     """auto (newest complete checkpoint of the run folder, if any) | never | a path or s3:// URL (of a checkpoint, or a
     folder of them). A damaged one is passed over for the one before it, with a line; a URL or a single one is not."""
     optimizer_state: Literal["same", "fresh"] = "same"
-    """What to do with a checkpoint of another optimizer rule than optimizer.name: same (refuse it) | fresh (take the
+    """Handling of a checkpoint of another optimizer rule than optimizer.name: same (refuse it) | fresh (take the
     weights; the new rule's state and count of updates start afresh, once). One of the same rule is always continued."""
     lease_seconds: Positive = 60.0
     """One attempt at a time uses a run folder. The next takes over once its heartbeat has not changed for so many
@@ -283,7 +283,7 @@ class BackendConfig:
     """Let several ranks compute on one GPU. Their collectives then use gloo and host memory: slow, but it lets you try
     layouts. false: ranks that find themselves on one GPU stop."""
     own_kernels: Literal["auto", "on", "off"] = "auto"
-    """What ``auto`` means for the ops below: auto (own kernels where built and supported) | on (they, or stop) | off"""
+    """Meaning of ``auto`` for the ops below: auto (own kernels where built and supported) | on (they, or stop) | off"""
     attention: Literal["auto", "own", "math", "sdpa", "flash_attn", "varlen", "fa3", "fa4", "ck", "aiter"] = "auto"
     """auto (GPUs: by configs/kernels; own under dropout) | own (GPUs: fp16, bf16, heads of up to 128) | math | sdpa |
     flash_attn | varlen (torch's, for documents and windows) | fa3 | fa4 (for torch's flash) | ck | aiter (AMD)"""

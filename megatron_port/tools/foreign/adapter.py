@@ -1,4 +1,4 @@
-"""What parity has to know of a trainer that is not ours: an :class:`Adapter`, some thirty lines of its user.
+"""The adapter of another trainer: what parity has to know of it, in some thirty lines of its user.
 
 The reference is the same trainer on one process. Both start from the same weights and get the same batches, of which
 each rank takes its share as the trainer does. ``megatron_port.parity`` exports what an adapter needs.
@@ -7,6 +7,7 @@ each rank takes its share as the trainer does. ``megatron_port.parity`` exports 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -73,7 +74,7 @@ Placement = Shard | Sequence[Shard] | Tensor | None
 index in the flat whole parameter and -1 for padding."""
 
 
-class Adapter:
+class Adapter(ABC):
     """One trainer. Subclass it in a file of your own and give that file to ``megatron-port parity foreign``.
 
     :meth:`build` and :meth:`step` have to be written. The others have defaults that suit most trainers.
@@ -109,17 +110,18 @@ class Adapter:
         """Join the other ranks. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set."""
         torch.distributed.init_process_group("gloo", rank=world.rank, world_size=world.size)
 
+    @abstractmethod
     def build(self, world: World) -> Any:
         """Return model, optimizer and what else a step needs, as any object."""
-        raise NotImplementedError(f"{type(self).__name__} has no method build")
 
+    @abstractmethod
     def step(self, state: Any, batch: Batch, world: World) -> Any:
         """Forward and backward pass, gradients reduced as before an update. Return the loss, or None on ranks that do
         not know it. Gradients of the step before must be gone."""
-        raise NotImplementedError(f"{type(self).__name__} has no method step")
 
     def update(self, state: Any) -> None:
         """Update the weights. By default they stay."""
+        return
 
     def modules(self, state: Any) -> Iterable[tuple[str, nn.Module]]:
         """Yield the modules of this rank, each with the prefix of its names. By default ``state`` or ``state.model``,
@@ -152,7 +154,8 @@ class Adapter:
         return False
 
     def loaded(self, state: Any) -> None:
-        """Take up what was loaded, such as copies of the weights in the optimizer."""
+        """Take up what was loaded, such as copies of the weights in the optimizer. By default there are none."""
+        return
 
     def gradients(self, state: Any) -> Mapping[str, Tensor | None]:
         """Return this rank's gradients by the reference's names, each as its parameter is placed, or whole. A name that

@@ -23,13 +23,13 @@ from megatron_port.tools.foreign.relations import Relation, Wrong, relate
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Relative distance of a gradient, by its type; ten times that in the second step, whose weights differ already."""
 LOSS = 0.1
-"""Of that: the loss, which averages errors."""
+"""Part of that for the loss, which averages errors."""
 VAGUE = {"imprecise": 1, "unlike": 2}
 """Relations that say little; findings with them come last."""
 NOISE = 1e-3
 """Times the rms of a gradient: elements below say nothing of an update."""
 FLOOR = 1e-2
-"""Of the tolerance, times the rms of all gradients: what a gradient that is zero in exact arithmetic may have."""
+"""Part of the tolerance, times the rms of all gradients, that a gradient may have which is zero in exact arithmetic."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Finding:
 
 @dataclass
 class Verdict:
-    """What a comparison found."""
+    """The findings of a comparison."""
 
     findings: list[Finding] = field(default_factory=list)
     difference: Difference | None = None
@@ -147,7 +147,7 @@ class Comparison:
         self.tolerance = tolerance or max(TOLERANCES.get(d, 1e-4) for d in {dtype, *found, *computed})
         self.verdict = Verdict()
         self._rms: dict[int, float] = {}
-        """Of all gradients of a step."""
+        """Rms of all gradients, by step."""
 
     def run(self) -> Verdict:
         """Compare everything."""

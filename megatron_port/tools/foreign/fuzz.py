@@ -37,7 +37,7 @@ class Drawn:
 
     @property
     def lines(self) -> list[str]:
-        """What was found."""
+        """The words for what was found."""
         return list(self.verdict.lines()) if self.verdict is not None else [f"the trainer failed: {self.failure}"]
 
 

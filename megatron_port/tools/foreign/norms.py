@@ -1,4 +1,4 @@
-"""What a wrong gradient norm is of the right one: which tensors, or parts of them, it counts otherwise."""
+"""Causes of a wrong gradient norm: which tensors, or parts of them, it counts otherwise than the right one."""
 
 from __future__ import annotations
 

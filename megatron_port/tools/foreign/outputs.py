@@ -16,7 +16,7 @@ from megatron_port.tools.foreign.placement import ranges
 from megatron_port.tools.foreign.record import Output, Record
 
 MOST_ROWS = 4096
-"""Of the reference; a module with more is not compared."""
+"""Rows of the reference's output; a module with more is not compared."""
 
 
 @dataclass(frozen=True)

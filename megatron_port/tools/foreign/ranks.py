@@ -32,7 +32,7 @@ from megatron_port.tools.foreign.process import Process
 REFERENCE, SAMPLES, LAYOUT = "reference", "samples", "layout"
 """Folders of a case."""
 PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor")
-"""What every process would import by itself, for seconds: optimizers import torch's compiler."""
+"""Modules that every process would import by itself, for seconds: optimizers import torch's compiler."""
 ENDS_S = 3.0
 """For the others to end, after a rank has failed."""
 STACKS_S = 1.0

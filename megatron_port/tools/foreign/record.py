@@ -1,4 +1,4 @@
-"""What one process of a trainer leaves behind: losses, norms, gradients, weights, outputs of modules, on disk."""
+"""Records of one process of a trainer on disk: losses, norms, gradients, weights, outputs of modules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank has of a tensor."""
+    """The part of a tensor that a rank has."""
 
     value: Tensor
     index: Tensor

@@ -1,4 +1,4 @@
-"""What relation a wrong tensor has to the right one: a catalogue, from the plainest to the vaguest.
+"""Relations of a wrong tensor to the right one: a catalogue, from the plainest to the vaguest.
 
 A relation is a function of a :class:`Wrong` that returns what it has found or None. Add one to :data:`CATALOGUE`; the
 first that holds is said. Everything is computed in fp64 from what the ranks recorded.
@@ -23,13 +23,13 @@ FACTOR = 1e-3
 
 @dataclass(frozen=True)
 class Relation:
-    """What was found."""
+    """A relation that holds."""
 
     kind: str
     words: str
     """Said of the tensor: "is 2 (the size of dp) times the right one"."""
     cause: str = ""
-    """What is usually behind it."""
+    """The usual cause."""
     off: float = 0.0
     """Relative distance that remains if the relation is taken as true."""
 

@@ -35,6 +35,8 @@ class Session:
     def __init__(self, spec: str, ranks: Ranks) -> None:
         self.spec, self.ranks = spec, ranks
         self.kind: type[Adapter] = find_adapter(spec)
+        if missing := sorted(self.kind.__abstractmethods__):
+            raise ConfigError(f"{self.kind.__name__} has no method {', '.join(missing)}, which an adapter needs")
         if taken := sorted(RESERVED & {*self.kind.layout, *self.kind.model}):
             raise ConfigError(f"{self.kind.__name__} has an option {', '.join(taken)}, which is an argument of "
                               "compare(); name it differently")

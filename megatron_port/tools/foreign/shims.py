@@ -1,4 +1,4 @@
-"""What trainers written for GPUs need to run on a CPU. Each shim is a function that says what it replaces.
+"""Shims with which trainers written for GPUs run on a CPU. Each shim is a function that says what it replaces.
 
 A shim changes the process that calls it, which serves one case and ends: call it in ``Adapter.start``. None changes
 what is computed, but for rounding: ``fp64_stays`` computes more precisely than the trainer asks for.
@@ -54,7 +54,7 @@ _FACTORIES = {torch.zeros, torch.ones, torch.empty, torch.full, torch.tensor}
 
 
 class _Stream:
-    """A stream of a device that has one order of execution."""
+    """A stand-in for a CUDA stream: on a CPU all work is in one order."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass

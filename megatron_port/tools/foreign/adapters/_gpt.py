@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from megatron_port.tools.foreign.adapter import Batch, World
 
 WIDTH, HEADS, LAYERS = 32, 4, 2
 
@@ -55,3 +58,26 @@ class Gpt(nn.Module):
 def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the sum of the losses of all labels that are not -100."""
     return cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def step_of_replicas(
+    state: Any, batch: Batch, world: World, sums: Callable[[Batch], Tensor], reduces: Callable[[bool], None]
+) -> float:
+    """Take a step of a trainer that averages gradients over all ranks; return the step's loss.
+
+    Args:
+        state: (model, optimizer).
+        sums: returns the sum of a micro-batch's losses, over the step's labels.
+        reduces: tells the wrapper whether the next backward pass reduces gradients; one process has no wrapper.
+    """
+    state[1].zero_grad()
+    count = world["micro_batches"]
+    mine, total = batch.share(world.rank, world.size), torch.zeros((), dtype=torch.float64)
+    for index in range(count):
+        if world.size > 1:
+            reduces(index == count - 1)
+        loss = sums(mine.share(index, count)) * world.size
+        loss.backward()
+        total += loss.detach()
+    torch.distributed.all_reduce(total)
+    return float(total) / world.size

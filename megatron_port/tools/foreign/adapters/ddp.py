@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_port.tools.foreign.adapter import Adapter, Batch, World
-from megatron_port.tools.foreign.adapters._gpt import Gpt, loss_sum
+from megatron_port.tools.foreign.adapters._gpt import Gpt, loss_sum, step_of_replicas
 
 
 class Ddp(Adapter):
@@ -27,20 +27,14 @@ class Ddp(Adapter):
         return wrapped, torch.optim.AdamW(wrapped.parameters(), lr=1e-3, eps=1e-5)
 
     def step(self, state: Any, batch: Batch, world: World) -> float:
-        model, optimizer = state
-        optimizer.zero_grad()
-        labels = (batch.labels != self.ignored).sum()
-        mine, total = batch.share(world.rank, world.size), torch.zeros((), dtype=torch.float64)
-        count = world["micro_batches"]
-        for index in range(count):
-            micro = mine.share(index, count)
-            if isinstance(model, DistributedDataParallel):
-                model.require_backward_grad_sync = index == count - 1
-            loss = loss_sum(model(micro.tokens), micro.labels) * (world.size / labels)
-            loss.backward()
-            total += loss.detach()
-        torch.distributed.all_reduce(total)
-        return float(total) / world.size
+        model, labels = state[0], (batch.labels != self.ignored).sum()
+
+        def reduces(last: bool) -> None:
+            model.require_backward_grad_sync = last
+
+        return step_of_replicas(
+            state, batch, world, lambda micro: loss_sum(model(micro.tokens), micro.labels) / labels, reduces
+        )
 
     def update(self, state: Any) -> None:
         state[1].step()

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from megatron_port.tools.foreign.adapter import Adapter, Batch, World
-from megatron_port.tools.foreign.adapters._gpt import Gpt, loss_sum
+from megatron_port.tools.foreign.adapters._gpt import Gpt, loss_sum, step_of_replicas
 
 
 class Fsdp2(Adapter):
@@ -41,19 +41,11 @@ class Fsdp2(Adapter):
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
 
     def step(self, state: Any, batch: Batch, world: World) -> float:
-        model, optimizer = state
-        optimizer.zero_grad()
-        labels = (batch.labels != self.ignored).sum()
-        mine, total = batch.share(world.rank, world.size), torch.zeros((), dtype=torch.float64)
-        for index in range(world["micro_batches"]):
-            micro = mine.share(index, world["micro_batches"])
-            if world.size > 1:
-                model.set_requires_gradient_sync(index == world["micro_batches"] - 1)
-            loss = loss_sum(model(micro.tokens), micro.labels) * (world.size / labels)
-            loss.backward()
-            total += loss.detach()
-        torch.distributed.all_reduce(total)
-        return float(total) / world.size
+        model, labels = state[0], (batch.labels != self.ignored).sum()
+        return step_of_replicas(
+            state, batch, world, lambda micro: loss_sum(model(micro.tokens), micro.labels) / labels,
+            lambda last: model.set_requires_gradient_sync(last),
+        )
 
     def update(self, state: Any) -> None:
         state[1].step()

@@ -9,6 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_port.tools.foreign.adapter import Adapter, Batch, World
+from megatron_port.tools.foreign.adapters._gpt import step_of_replicas
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 KINDS: Mapping[str, Mapping[str, Any]] = {
@@ -42,22 +43,17 @@ class Transformers(Adapter):
         return wrapped, torch.optim.AdamW(wrapped.parameters(), lr=1e-3, eps=1e-5)
 
     def step(self, state: Any, batch: Batch, world: World) -> float:
-        model, optimizer = state
-        optimizer.zero_grad()
-        items, count = int((batch.labels != self.ignored).sum()), world["micro_batches"]
-        mine, total = batch.share(world.rank, world.size), torch.zeros(())
-        for index in range(count):
-            micro = mine.share(index, count)
-            if world.size > 1:
-                model.require_backward_grad_sync = index == count - 1
+        model, items = state[0], int((batch.labels != self.ignored).sum())
+
+        def sums(micro: Batch) -> Any:
             # Our labels are the tokens that follow, so they are not shifted again.
-            found = model(input_ids=micro.tokens, labels=micro.labels, shift_labels=micro.labels,
-                          num_items_in_batch=items)
-            loss = found.loss * world.size
-            loss.backward()
-            total += loss.detach()
-        torch.distributed.all_reduce(total)
-        return float(total) / world.size
+            return model(input_ids=micro.tokens, labels=micro.labels, shift_labels=micro.labels,
+                         num_items_in_batch=items).loss
+
+        def reduces(last: bool) -> None:
+            model.require_backward_grad_sync = last
+
+        return step_of_replicas(state, batch, world, sums, reduces)
 
     def update(self, state: Any) -> None:
         state[1].step()
