@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import random
@@ -282,6 +283,23 @@ def test_going_back_drops_what_is_later(run: Any) -> None:
     assert on_disk(run) == [1]
     rank.disk.forget()
     assert on_disk(run) == [] and rank.disk.due(4), "the next copy is the first"
+
+
+def test_a_copy_that_counts_no_more_and_stays_is_named(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later start would take it for the run's state: the disk has become read-only meanwhile."""
+    rank = Rank(run)
+    rank.take(1)
+    assert rank.disk.finish() is None
+
+    def refused(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    with pytest.raises(CheckpointError, match=r"step 1 counts no more.*\(Read-only file system\).*remove it"):
+        rank.disk.forget()
+    monkeypatch.undo()
+    rank.disk.forget()
+    assert on_disk(run) == [], "tried again"
 
 
 def test_after_going_back_the_copy_resumed_from_stays_until_there_is_another(

@@ -128,10 +128,21 @@ class DiskCopies:
             self._next = 1 - self._next
 
     def forget(self, below: int = 0) -> None:
-        """Drop the copies of this start of step ``below`` and of later ones. The next one takes an empty place."""
+        """Drop the copies of this start of step ``below`` and of later ones. The next one takes an empty place.
+
+        Raises:
+            CheckpointError: the disk keeps one, from which a later start would resume.
+        """
         for listing, step in list(self._steps.items()):
             if step >= below:
-                listing.unlink(missing_ok=True)
+                try:
+                    listing.unlink(missing_ok=True)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"{listing}: the copy of step {step} counts no more, but the disk keeps it "
+                        f"({error.strerror or error}), and the next start would resume from it; remove it, or set "
+                        "checkpoint.disk_interval = 0"
+                    ) from error
                 del self._steps[listing]
         held = [slot for slot, (_, listing) in enumerate(self._places) if listing in self._steps or slot == self._spare]
         if len(held) == 1:
