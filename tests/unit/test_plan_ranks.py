@@ -68,6 +68,10 @@ MODELS: dict[str, dict[str, Any]] = {
         **LLAMA, "num_layers": 1, "hidden_size": 64, "vocab_size": 64, "seq_length": 512, "num_query_groups": 0,
         "mixer": "gated_delta", "recurrent": RecurrentConfig(key_size=32, value_size=32),
     },
+    "one gated layer": {
+        **LLAMA, "num_layers": 1, "attention_gate": True, "head_dim": 128, "num_query_groups": 0, "seq_length": 64,
+        "vocab_size": 64, "ffn_hidden_size": 32,
+    },
     "hybrid": {**LLAMA, "mixer_pattern": ("gated_delta", "attention")},
     "window": {**GPT, "sliding_window": 40, "attention_pattern": ("window", "full"), "attention_dropout": 0.1},
 }
@@ -179,9 +183,10 @@ def test_memory_of_a_rank(model: str, dtype: str, layout: dict, stage: int) -> N
         assert build_every_rank(config, topology_of(config))[stage].static_bytes == int(planned.static)
 
 
-def test_what_a_recurrence_needs_in_passing_is_planned() -> None:
+@pytest.mark.parametrize("model", ["one recurrent layer", "one gated layer"])
+def test_what_a_mixer_needs_in_passing_is_planned(model: str) -> None:
     """Of a small model of one layer, whose peak is there."""
-    test_memory_of_a_rank("one recurrent layer", "fp32", {}, 0)
+    test_memory_of_a_rank(model, "fp32", {}, 0)
 
 
 @pytest.mark.parametrize(("model", "dtype", "layout", "tuning"), [
