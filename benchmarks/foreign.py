@@ -6,8 +6,8 @@ Options are drawn from the adapter's space, on 2 and on 4 ranks in turn, until t
 ``--case "4 tp=2 sp=True"`` records one layout that is named. A line a case: options, verdict, seconds.
 
 A draw that differs and meets the conditions of a known finding (:data:`FINDINGS`) is run once more with the finding's
-cause patched, or its option off. It counts as that finding's if it is equal then. ``--again`` does so with differing draws
-that the record has. The process exits with 1 if another case was not equal.
+cause patched, or its option off. It counts as that finding's if it is equal then. ``--again`` does so with differing
+draws that the record has. The process exits with 1 if another case was not equal.
 """
 
 from __future__ import annotations

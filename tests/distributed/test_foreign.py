@@ -42,6 +42,7 @@ def ranks() -> Iterator[Ranks]:
 
 LOOP = module("loop_mistakes").MISTAKES
 TORCH = module("torch_mistakes")
+CONTEXT = module("context_mistakes")
 ODD = module("odd_trainers")
 
 
@@ -69,6 +70,17 @@ def test_a_mistake_with_a_wrapper_is_found_and_named(
     assert not verdict.equal and words in said, said
 
 
+@pytest.mark.parametrize("way", CONTEXT.HELD)
+@pytest.mark.parametrize(("mistake", "words"), CONTEXT.MISTAKES.items())
+def test_a_mistake_in_the_labels_of_positions_is_named(ranks: Ranks, mistake: str, words: str, way: str) -> None:
+    session = Session(f"{FILES / 'context_mistakes.py'}:Context", ranks)
+    verdict = session.compare({"mistake": mistake, "cp": 2, "way": way}, 2)
+    said = "\n".join(verdict.lines())
+    assert not verdict.equal and words.format(*CONTEXT.HELD[way]) in said, said
+    assert len(verdict.findings) == (2 if "own labels" in mistake else 1), said  # small tensors are named as large ones
+    assert ("a mean of the means of cp ranks" in said) == (mistake.endswith(("labels", "micro-batches"))), said
+
+
 @pytest.mark.parametrize(("adapter", "size", "options"), [
     ("ddp", 4, {"micro_batches": 2, "fp64": False}),
     ("fsdp2", 4, {"replicas": 2, "micro_batches": 2}),
@@ -76,6 +88,7 @@ def test_a_mistake_with_a_wrapper_is_found_and_named(
     ("pipelining", 2, {"micro_batches": 4, "schedule": "InterleavedZeroBubble"}),
     ("transformers-ddp", 2, {"family": "mixtral", "tied": True}),
     (f"{FILES / 'loop_mistakes.py'}:Script", 4, {"micro_batches": 2}),
+    (f"{FILES / 'context_mistakes.py'}:Context", 4, {"cp": 2}),
     (str(ROOT / "examples" / "other_trainer" / "adapter.py"), 2, {"micro_batches": 2}),
 ])
 def test_a_healthy_trainer_is_equal(ranks: Ranks, adapter: str, size: int, options: dict[str, Any]) -> None:

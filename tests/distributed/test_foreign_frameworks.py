@@ -46,7 +46,8 @@ def test_megatron_core_is_itself_on_one_process(ranks: Ranks, size: int, options
     (2, {"tp": 2, "sinks": True}, "softmax_offset the first rank's part alone is counted"),
     (2, {"bug": "11 norm of heads", "tp": 2, "qk_norm": True}, "is not summed over tp"),
     (2, {"bug": "positions", "cp": 2, "rope": False}, "embedding.position_embeddings"),
-], ids=["sinks", "norm of heads", "positions"])
+    (2, {"cp": 2, "per_token": False}, "each cp rank divides by its own number of labels, 2 samples at a time"),
+], ids=["sinks", "norm of heads", "positions", "labels of cp"])
 def test_megatron_cores_bugs_are_named(ranks: Ranks, size: int, options: dict[str, Any], words: str) -> None:
     verdict = Session(str(BUGS), ranks).compare(options, size)
     said = "\n".join(verdict.lines())

@@ -178,7 +178,7 @@ CASES: tuple[tuple[int, dict[str, Any], str], ...] = (
     (2, {"bug": "5 padding mask", "tp": 2, "sp": True, "experts": 4, "padded": True, "balance": "aux_loss",
          "main_loss": False}, "mlp.router"),
     (2, {"tp": 2, "sinks": True}, "softmax_offset the first rank's part alone is counted"),
-    (2, {"cp": 2, "per_token": False}, "is off by"),  # its cause is not named
+    (2, {"cp": 2, "per_token": False}, "each cp rank divides by its own number of labels"),
     (2, {"bug": "10 router counts", "tp": 2, "sp": True, "experts": 4, "padded": True, "balance": "aux_loss",
          "main_loss": False}, "the size of tp"),
     (2, {"bug": "11 norm of heads", "tp": 2, "qk_norm": True}, "is not summed over tp"),

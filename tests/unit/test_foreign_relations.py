@@ -18,6 +18,7 @@ from megatron_port.core.errors import ConfigError
 from megatron_port.tools.foreign.adapter import Shard
 from megatron_port.tools.foreign.outputs import first_difference
 from megatron_port.tools.foreign.placement import by_content, by_shape, described, ranges, sharded, stated, whole
+from megatron_port.tools.foreign.positions import Cell, divisions
 from megatron_port.tools.foreign.process import disturbed
 from megatron_port.tools.foreign.record import Output, Part, Record, read
 from megatron_port.tools.foreign.relations import Wrong, relate
@@ -123,6 +124,43 @@ def test_each_rank_s_own_samples_are_named() -> None:
 
     found = relate(wrong({"dp": 2}, RIGHT, own, samples=SAMPLES, counts=COUNTS))
     assert "rank 0 counts samples 0-3; rank 1 counts samples 4-7, divided by their own labels" in found.words, found
+
+
+LABELS = [3, 4, 1, 2, 4, 4, 2, 1, 1, 3, 4, 4, 2, 1, 3, 1]
+CELLS = [Cell(sample, block, LABELS[4 * sample + block]) for sample in range(4) for block in range(4)]
+BY_CELL = drawn(6, 16, 60)
+"""Gradients of each cell, a mean over its labels."""
+
+
+OWN = "a mean of means: each cp rank divides by its own number of labels"
+
+
+def of_labels(over: Callable[[Cell], int]) -> Tensor:
+    """The sum over all labels, each over a number of its own."""
+    parts = [gradient * cell.labels / over(cell) for cell, gradient in zip(CELLS, BY_CELL, strict=True)]
+    return sum(parts, torch.zeros(60, dtype=torch.float64)).reshape(12, 5)
+
+
+@pytest.mark.parametrize(("held", "samples", "words"), [
+    ([(0, 1), (2, 3)], 4, " (rank 0 of cp 0-7; rank 1 of cp 8-15)"),
+    ([(0, 3), (1, 2)], 4, " (rank 0 of cp 0-3, 12-15; rank 1 of cp 4-11)"),
+    ([(0, 3), (1, 2)], 2, ", 2 samples at a time (rank 0 of cp 0-3, 12-15; rank 1 of cp 4-11)"),
+    ([(0, 1), (2, 3)], 1, ", 1 samples at a time (rank 0 of cp 0-7; rank 1 of cp 8-15)"),
+])
+def test_ranks_that_divide_by_their_own_labels_are_named(held: list[tuple[int, int]], samples: int, words: str) -> None:
+    def own(cell: Cell) -> int:
+        mine = next(blocks for blocks in held if cell.block in blocks)
+        return sum(c.labels for c in CELLS if c.block in mine and c.sample // samples == cell.sample // samples)
+
+    right, shares = of_labels(lambda cell: sum(c.labels for c in CELLS)), 2 * 4 // samples
+    for factor, said in ((1.0, "is "), (2.0, "is 2 (the size of cp) times ")):
+        made = factor / shares * of_labels(own)
+        found = relate(wrong({"cp": 2}, right, lambda place, expected, made=made: made.clone(),  # type: ignore[misc]
+                             counts=[1] * 4, by_cell=BY_CELL, cells=CELLS, divisions=list(divisions(2, 16, 4))))
+        assert found.kind == "positions" and found.words == said + OWN + words, found
+    other = wrong({"cp": 2}, right, lambda place, expected: of_labels(lambda cell: 1 + cell.block),
+                  counts=[1] * 4, by_cell=BY_CELL, cells=CELLS, divisions=list(divisions(2, 16, 4)))
+    assert relate(other).kind == "unlike"
 
 
 @pytest.mark.parametrize(("value", "kind", "words"), [
@@ -231,6 +269,12 @@ def test_the_first_module_that_differs_is_named() -> None:
     found = first_difference(reference, anew, 1e-9)
     assert found is not None and found.module == "positions"
     assert "8 of 16 that one process has are on no rank" in found.words
+    spoiled = hidden[:, 8:].clone()
+    spoiled[1, 2, 5] = math.nan
+    found = first_difference(reference, [halves[0], rank(1, ("positions", table[8:]), ("first", spoiled))], 1e-9)
+    assert found is not None and found.words == "1 of 32 rows on rank 1 have NaN, the first in row 10, column 5"
+    masked = [outputs("mask", hidden.masked_fill(hidden > 0, -math.inf)), *reference]
+    assert first_difference(masked, [rank(0, ("mask", hidden), ("first", hidden))], 1e-9) is None
     scaled = [halves[0], rank(1, ("positions", table[8:]), ("first", 2 * hidden[:, 8:]))]
     found = first_difference(reference, scaled, 1e-9)
     assert found is not None and (found.module, found.before) == ("first", "positions")

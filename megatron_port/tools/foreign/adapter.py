@@ -103,7 +103,8 @@ class Adapter(ABC):
         return ""
 
     def axes(self, world: World) -> Mapping[str, int]:
-        """Return the axes that ranks are arranged in, with their sizes; neighbouring ranks differ in the last one."""
+        """Return the axes that ranks are arranged in, with their sizes; neighbouring ranks differ in the last one.
+        Ranks of ``cp`` have other positions of the same samples."""
         return {"dp": world.size}
 
     def start(self, world: World) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_port.tools.foreign.norms import of_norm, written
 from megatron_port.tools.foreign.outputs import Difference, first_difference
 from megatron_port.tools.foreign.placement import ranges
+from megatron_port.tools.foreign.positions import AXIS, Cell, Division, divisions
 from megatron_port.tools.foreign.record import STEPS, Part, Record, read
 from megatron_port.tools.foreign.relations import Relation, Wrong, relate
 
@@ -133,6 +134,13 @@ class Comparison:
         if (folder / "samples" / "counts.json").is_file():
             self.samples = read(folder / "samples", 0)
             self.counts = json.loads((folder / "samples" / "counts.json").read_text())
+        self.by_cell: Record | None = None
+        self.cells, self.divisions = list[Cell](), list[Division]()
+        if (folder / "positions" / "cells.json").is_file():
+            self.by_cell = read(folder / "positions", 0)
+            told = json.loads((folder / "positions" / "cells.json").read_text())
+            self.cells = [Cell(**cell) for cell in told["cells"]]
+            self.divisions = list(divisions(axes[AXIS], told["sequence"], len(self.counts)))
         labels = sum(self.counts)
         sizes = {f"the size of {axis}": float(n) for axis, n in axes.items()}
         if size not in axes.values():
@@ -261,9 +269,11 @@ class Comparison:
         wrong = Wrong(
             name=name, right=right, parts=parts, ranks=[], axes=self.axes, tolerance=tolerance, floor=floor, what=what,
             earlier=None if earlier is None else earlier.value.double(),
-            samples=self._basis(name) if step == 0 and what == "gradient" else None, counts=self.counts,
-            numbers=self.numbers,
+            counts=self.counts, numbers=self.numbers,
         )
+        if step == 0 and what == "gradient":
+            wrong.samples, wrong.by_cell = _basis(self.samples, name), _basis(self.by_cell, name)
+            wrong.cells, wrong.divisions = self.cells, self.divisions
         if float(right.norm()) > floor:
             wrong.ranks = list(missing)
         for rank, part in parts.items():
@@ -276,11 +286,6 @@ class Comparison:
             elif step == 0 and what == "gradient" and size > floor:
                 self.verdict.worst = max(self.verdict.worst, distance / size)
         return wrong if wrong.ranks else None
-
-    def _basis(self, name: str) -> Tensor | None:
-        if self.samples is None or any(name not in g for g in self.samples.gradients):
-            return None
-        return torch.stack([g[name].value.double().flatten() for g in self.samples.gradients])
 
     def _nothing(self) -> None:
         """Find fault where nothing was compared: an adapter that tells nothing passes nothing."""
@@ -296,10 +301,12 @@ class Comparison:
             self.verdict.notes.append(f"neither one process nor a rank has a gradient of {_pattern(none)}")
 
     def _untold(self) -> None:
-        """Note what no rank told."""
-        held = {name for record in self.ranks for name in record.weights[0]}
-        if lost := sorted(self.reference.weights[0].keys() - held):
-            self.verdict.notes.append(f"no rank has {_pattern(lost)}")
+        """Find what no rank has, and note gradients that no rank tells."""
+        held = {name for r in self.ranks for name in (*r.weights[0], *r.gradients[0], *r.absent[0])}
+        if held and (lost := sorted(self.reference.weights[0].keys() - held)):
+            why = "a stage or an expert is not built, or Adapter.name gives it another's name"
+            self.verdict.findings.append(Finding("weight", 0, lost, [], Relation("lost", "is on no rank", why),
+                                                 _pattern(lost)))
         untold = sorted(n for n in self.reference.gradients[0] if not self._parts(0, "gradient", n))
         if untold:
             self.verdict.notes.append(f"no rank tells the gradient of {_pattern(untold)}; judged by its update alone")
@@ -338,6 +345,8 @@ class Comparison:
             words += f"; the right one is {right:.6g}"
         elif self.samples is not None and (mean_of_means := self._mean_of_means(mean, bound)):
             words += f": a mean of the means of {mean_of_means} parts of the step"
+        if self._mean_of_positions(mean, bound):
+            words += f": a mean of the means of {AXIS} ranks, each over its own number of labels"
         self.verdict.findings.append(Finding("loss", step, [], sorted(told), Relation("loss", words)))
 
     def _own_losses(self, told: Mapping[int, float], bound: float) -> bool:
@@ -363,6 +372,13 @@ class Comparison:
                 return groups
         return 0
 
+    def _mean_of_positions(self, value: float, bound: float) -> bool:
+        if self.by_cell is None:
+            return False
+        losses = torch.tensor([x or 0.0 for x in self.by_cell.losses], dtype=torch.float64)
+        means = [float(division.means(self.cells, losses)) for division in self.divisions]
+        return any(abs(mean - value) <= bound * abs(value) for mean in means)
+
     def _norms(self, step: int, known: bool) -> None:
         """Compare gradient norms that ranks tell; where gradients are wrong already, the norm follows."""
         told = {r.rank: x for r in self.ranks if (x := r.norms[step]) is not None}
@@ -387,3 +403,10 @@ class Comparison:
             found = f"{wrong.number(value / right)} times it"
         words = f"{written(value, right)}: {found}"
         self.verdict.findings.append(Finding("gradient norm", step, [], sorted(bad), Relation("norm", words, cause)))
+
+
+def _basis(record: Record | None, name: str) -> Tensor | None:
+    """Return [steps, elements], the gradients of a parameter."""
+    if record is None or any(name not in gradients for gradients in record.gradients):
+        return None
+    return torch.stack([gradients[name].value.double().flatten() for gradients in record.gradients])

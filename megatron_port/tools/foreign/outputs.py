@@ -37,8 +37,8 @@ def first_difference(reference: Sequence[Output], ranks: Sequence[Record], toler
     found = [_rows(record.outputs) for record in ranks]
     for key, rows in right.items():
         held = {record.rank: mine[key] for record, mine in zip(ranks, found, strict=True) if key in mine}
-        if not held or not len(rows) or len(rows) > MOST_ROWS:
-            continue
+        if not held or not len(rows) or len(rows) > MOST_ROWS or not bool(rows.isfinite().all()):
+            continue  # as masks of -inf that a module returns
         words = _difference(rows, held, tolerance)
         if words:
             return Difference(key[0], words + _turned(list(right), ranks, found), before, order)
@@ -93,6 +93,8 @@ def _rows(outputs: Iterable[Output]) -> dict[tuple[str, int], Tensor]:
 
 def _difference(right: Tensor, held: Mapping[int, Tensor], tolerance: float) -> str:
     """Return words for what differs; empty: nothing."""
+    if words := _not_finite(held):
+        return words
     total, right = len(right), torch.unique(right, dim=0)
     seen, unlike = torch.zeros(len(right), dtype=torch.bool), {}
     size = right.norm(dim=1).clamp(min=1e-3 * float(right.norm(dim=1).max()) + 1e-30)
@@ -110,6 +112,19 @@ def _difference(right: Tensor, held: Mapping[int, Tensor], tolerance: float) -> 
         return (f"all rows are right, but {int((~seen).sum())} of {len(right)} that one process has are on no rank: "
                 "ranks repeat positions, samples or experts where they should have others")
     return ""
+
+
+def _not_finite(held: Mapping[int, Tensor]) -> str:
+    """Return where ranks have elements that are no numbers, and one process has none; empty: nowhere."""
+    lost = {rank: ~rows.isfinite() for rank, rows in held.items() if not bool(rows.isfinite().all())}
+    if not lost:
+        return ""
+    rank, where = next(iter(sorted(lost.items())))
+    row, column = where.nonzero()[0].tolist()
+    kind = "NaN" if bool(held[rank].isnan().any()) else "infinity"
+    words = (f"{int(where.any(1).sum())} of {len(where)} rows on rank {rank} have {kind}, the first in row {row}, "
+             f"column {column}")
+    return words + (f"; so on ranks {ranges(sorted(lost))}" if len(lost) > 1 else "")
 
 
 def _nearest(rows: Tensor, right: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:

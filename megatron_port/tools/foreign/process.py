@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,9 +27,11 @@ from megatron_port.tools.foreign.placement import (
     stated,
     whole,
 )
+from megatron_port.tools.foreign.positions import Cell
 from megatron_port.tools.foreign.record import STEPS, Output, Part, Record
 
-WEIGHTS = "weights.safetensors"
+WEIGHTS, ALIASES = "weights.safetensors", "aliases.json"
+T = TypeVar("T")
 MOST_OUTPUT = 1 << 20
 """Elements of a module's output; larger ones are not compared."""
 
@@ -94,14 +98,19 @@ class Process:
         torch.manual_seed(1234)
         adapter.start(world)
         self.state = adapter.build(world)
+        self.aliases: dict[str, str] = {}
+        """Other names of tied parameters, which ranks may find first."""
         parameters = dict(adapter.parameters(self.state))
         if reference:
+            (folder / ALIASES).write_text(json.dumps(self._tied(parameters)))
             weights = {name: disturbed(name, local(p), seed) for name, p in parameters.items()}
             for name, weight in weights.items():
                 if weight.shape != parameters[name].shape:
                     raise ConfigError(f"{name} is divided on one process, {list(weight.shape)}")
             save_file(weights, str(folder / WEIGHTS))
         self.whole = load_file(str(folder / WEIGHTS))
+        self.aliases = json.loads((folder / ALIASES).read_text())
+        parameters = self._named(parameters)
         if unknown := sorted(parameters.keys() - self.whole.keys()):
             known = ", ".join(list(self.whole)[:3])
             raise ConfigError(
@@ -110,14 +119,44 @@ class Process:
             )
         self.maps = self._load(parameters)
 
+    def _tied(self, parameters: Mapping[str, Tensor]) -> dict[str, str]:
+        """Return the names that parameters have beside those of ``parameters``: of modules that share one."""
+        known, found = {id(value): name for name, value in parameters.items()}, {}
+        try:
+            modules = list(self.adapter.modules(self.state))
+        except TypeError:
+            return {}
+        for prefix, module in modules:
+            for own, value in module.named_parameters(remove_duplicate=False):
+                name = self.adapter.name(f"{prefix}{own}")
+                if name not in parameters and id(value) in known:
+                    found[name] = known[id(value)]
+        return found
+
+    def _named(self, values: Mapping[str, T]) -> dict[str, T]:
+        """Return what is given by name, tied parameters by the name that one process finds first.
+
+        Raises:
+            ConfigError: this rank has two of a tied one.
+        """
+        found: dict[str, T] = {}
+        for name, value in values.items():
+            first = self.aliases.get(name, name)
+            if first in found and found[first] is not value:
+                raise ConfigError(f"rank {self.world.rank} has {name} apart from {first}, which are one parameter on "
+                                  "one process: the ranks do not tie them")
+            found[first] = value
+        return found
+
     def _load(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Load the weights; return the map of each parameter."""
         adapter, state = self.adapter, self.state
         if adapter.load(state, self.whole):
             adapter.loaded(state)
             return {name: by_content(name, local(p), self.whole[name])
-                    for name, p in adapter.parameters(state).items()}
-        given, axes, maps = adapter.placements(state, self.world), places(adapter, self.world), {}
+                    for name, p in self._named(adapter.parameters(state)).items()}
+        given = {self.aliases.get(name, name): at for name, at in adapter.placements(state, self.world).items()}
+        axes, maps = places(adapter, self.world), {}
         with torch.no_grad():
             for name, parameter in parameters.items():
                 full = self.whole[name]
@@ -167,7 +206,7 @@ class Process:
 
     def parts(self, values: Mapping[str, Tensor | None]) -> dict[str, Part]:
         """Return those that are there, with their maps."""
-        return {name: self._part(name, value) for name, value in values.items() if value is not None}
+        return {name: self._part(name, value) for name, value in self._named(values).items() if value is not None}
 
     def run(self, *, outputs: bool = True) -> Record:
         """Take the steps."""
@@ -181,7 +220,7 @@ class Process:
             record.losses.append(None if loss is None else float(loss))
             gradients = adapter.gradients(state)
             record.gradients.append(self.parts(gradients))
-            record.absent.append(sorted(name for name, value in gradients.items() if value is None))
+            record.absent.append(sorted(n for n, value in self._named(gradients).items() if value is None))
             norm = adapter.norm(state)
             record.norms.append(None if norm is None else float(norm))
             adapter.update(state)
@@ -226,9 +265,29 @@ class Process:
         batch = batch_of(self.adapter, 0, self._seed)
         for sample in range(len(batch)):
             one = batch[sample : sample + 1]
-            loss = self.adapter.step(self.state, one, self.world)
-            record.losses.append(float(loss))
-            record.gradients.append(self.parts(self.adapter.gradients(self.state)))
+            self._alone(one, record)
             counts.append(int((one.labels != self.adapter.ignored).sum()) if self.adapter.ignored is not None
                           else one.labels.numel())
         return record, counts
+
+    def by_cell(self, blocks: int) -> tuple[Record, list[Cell]]:
+        """Run each block of positions of each sample of the first step with its labels alone; return losses and
+        gradients, and the cells. ``blocks``: of a sample."""
+        record, cells = Record(self.world.rank), []
+        batch, ignored = batch_of(self.adapter, 0, self._seed), self.adapter.ignored
+        assert ignored is not None
+        length = batch.labels.shape[1] // blocks
+        for sample, block in itertools.product(range(len(batch)), range(blocks)):
+            at = slice(block * length, (block + 1) * length)
+            labels = torch.full_like(batch.labels[sample : sample + 1], ignored)
+            labels[:, at] = batch.labels[sample, at]
+            if count := int((labels != ignored).sum()):
+                self._alone(Batch(batch.tokens[sample : sample + 1], labels), record)
+                cells.append(Cell(sample, block, count))
+        return record, cells
+
+    def _alone(self, batch: Batch, record: Record) -> None:
+        """Take a step with a batch; add its loss and gradients to a record."""
+        loss = self.adapter.step(self.state, batch, self.world)
+        record.losses.append(float(loss))
+        record.gradients.append(self.parts(self.adapter.gradients(self.state)))

@@ -1,8 +1,8 @@
 """The ranks of cases, forked from one process that has imported the trainer: ``python -m …foreign.ranks``.
 
 A case is a line of JSON on standard input: adapter, folder, options, ranks, seed, seconds. Its reference, the
-reference sample by sample, and its ranks are forked, each with a log in the folder; a line of JSON on standard output
-says how they ended.
+reference sample by sample (under cp by positions, too), and its ranks are forked, each with a log in the folder; a line
+of JSON on standard output says how they ended.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megatron_port.core.errors import ConfigError, EnvironmentFault, PortError
 from megatron_port.core.io.variables import variables
 from megatron_port.tools.foreign.adapter import Adapter, World
+from megatron_port.tools.foreign.positions import AXIS, blocks_of
 from megatron_port.tools.foreign.process import Process
 
-REFERENCE, SAMPLES, LAYOUT = "reference", "samples", "layout"
+REFERENCE, SAMPLES, POSITIONS, LAYOUT = "reference", "samples", "positions", "layout"
 """Folders of a case."""
 PRELOADED = ("torch", "torch._dynamo", "torch.distributed.tensor")
 """Modules that every process would import by itself, for seconds: optimizers import torch's compiler."""
@@ -106,6 +108,14 @@ def _samples(adapter: Adapter, options: Mapping[str, Any], case: Path, seed: int
     (case / SAMPLES / "counts.json").write_text(json.dumps(counts))
 
 
+def _positions(adapter: Adapter, options: Mapping[str, Any], case: Path, seed: int, blocks: int) -> None:
+    process = Process(adapter, World(0, 1, {**options, **adapter.layout}), case, seed=seed)
+    record, cells = process.by_cell(blocks)
+    record.write(case / POSITIONS)
+    told = {"cells": [asdict(cell) for cell in cells], "sequence": adapter.sequence}
+    (case / POSITIONS / "cells.json").write_text(json.dumps(told))
+
+
 class Case:
     """One layout's processes."""
 
@@ -113,9 +123,9 @@ class Case:
         self._kind, self._folder = kind, Path(case["folder"])
         self._seed = case["seed"]
         self._options, self._size, self._until = case["options"], case["ranks"], time.monotonic() + case["seconds"]
-        for name in (REFERENCE, SAMPLES, LAYOUT):
+        for name in (REFERENCE, SAMPLES, POSITIONS, LAYOUT):
             (self._folder / name).mkdir(parents=True, exist_ok=True)
-            for old in (*(self._folder / name).glob("rank-*.*"), self._folder / name / "counts.json"):
+            for old in (self._folder / name).glob("*.*"):
                 old.unlink(missing_ok=True)  # of an earlier case: a record that is not written again must not be read
 
     def _fork(self, folder: str, rank: int, size: int, port: int, work: Callable[[Adapter], None]) -> int:
@@ -194,7 +204,18 @@ class Case:
         found = {LAYOUT: self._wait(running)}
         log = str(case / SAMPLES / "rank-00000.log")
         pid = self._fork(SAMPLES, 0, 1, free_port(), lambda adapter: _samples(adapter, options, case, seed))
-        return {**found, SAMPLES: self._wait({pid: log})}
+        found[SAMPLES] = self._wait({pid: log})
+        if blocks := self._blocks():
+            log = str(case / POSITIONS / "rank-00000.log")
+            pid = self._fork(POSITIONS, 0, 1, free_port(), lambda a: _positions(a, options, case, seed, blocks))
+            found[POSITIONS] = self._wait({pid: log})
+        return found
+
+    def _blocks(self) -> int:
+        """Return into how many blocks a sample's positions fall whose labels are to be told apart; 0: none."""
+        adapter = self._kind()
+        ranks = adapter.axes(World(0, self._size, self._options)).get(AXIS, 1)
+        return blocks_of(ranks, adapter.sequence) if adapter.ignored is not None else 0
 
 
 def _last_words(log: Path) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_port.tools.foreign.placement import described, ranges
+from megatron_port.tools.foreign.positions import AXIS, Cell, Division
 from megatron_port.tools.foreign.record import Part
 
 FACTOR = 1e-3
@@ -56,6 +57,11 @@ class Wrong:
     """[samples, elements]: gradients of the samples, each as if it were the step's only one."""
     counts: Sequence[int] = ()
     """Labels of each sample."""
+    by_cell: Tensor | None = None
+    """[cells, elements]: gradients of blocks of positions, each as if its labels were the step's only ones."""
+    cells: Sequence[Cell] = ()
+    divisions: Sequence[Division] = ()
+    """Which positions ranks may have."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """Numbers of the layout and of the batch that factors may be, by name."""
 
@@ -332,6 +338,26 @@ def _groups(wrong: Wrong, weights: Tensor) -> int:
     return 0
 
 
+def by_position(wrong: Wrong) -> Relation | None:
+    """It is a mean of the means of ranks that have other positions."""
+    if wrong.by_cell is None:
+        return None
+    values = torch.cat([wrong.parts[r].value.flatten() for r in wrong.ranks])
+    for division in wrong.divisions:
+        mean = division.means(wrong.cells, wrong.by_cell).reshape(wrong.right.shape)
+        made = torch.cat([wrong.of(wrong.parts[r], mean).flatten() for r in wrong.ranks])
+        c = wrong.scale(values, made)
+        if c and wrong.near(values, c * made):
+            times = "" if abs(c - 1) < FACTOR else f"{wrong.number(c)} times "
+            each = f", {division.samples} samples at a time" if division.samples < len(wrong.counts) else ""
+            return Relation(
+                "positions", f"is {times}a mean of means: each {AXIS} rank divides by its own number of labels"
+                f"{each} ({division.words})", f"a masked loss is averaged over a rank's positions first; sum losses "
+                f"and labels over {AXIS}, then divide", wrong.off(values, c * made),
+            )
+    return None
+
+
 def permuted(wrong: Wrong) -> Relation | None:
     """It has the right rows or elements in another order, or is transposed."""
     words = ""
@@ -460,8 +486,8 @@ def unlike(wrong: Wrong) -> Relation:
 
 
 CATALOGUE: tuple[Callable[[Wrong], Relation | None], ...] = (
-    absent, not_finite, unwanted, zero, factor, not_reduced, other_part, of_step_before, by_sample, permuted, by_slice,
-    masked, rounded, one_rank,
+    absent, not_finite, unwanted, zero, factor, not_reduced, other_part, of_step_before, by_sample, by_position,
+    permuted, by_slice, masked, rounded, one_rank,
 )
 
 

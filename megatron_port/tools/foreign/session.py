@@ -12,7 +12,7 @@ from typing import Any
 from megatron_port.core.errors import ConfigError, EnvironmentFault
 from megatron_port.tools.foreign.adapter import Adapter, World
 from megatron_port.tools.foreign.compare import Comparison, Verdict
-from megatron_port.tools.foreign.ranks import LAYOUT, REFERENCE, SAMPLES, Ranks, find_adapter
+from megatron_port.tools.foreign.ranks import LAYOUT, POSITIONS, REFERENCE, SAMPLES, Ranks, find_adapter
 
 SECONDS = 120.0
 """For one case."""
@@ -90,8 +90,9 @@ class Session:
         verdict = Comparison(out, size, axes, numbers, adapter.tolerance).run()
         if folder is None:
             shutil.rmtree(out, ignore_errors=True)
-        if wrong.get(SAMPLES):
-            verdict.notes.append(f"no evidence by sample: {wrong[SAMPLES]}")
+        for part in (SAMPLES, POSITIONS):
+            if wrong.get(part):
+                verdict.notes.append(f"no evidence by {part.removesuffix('s')}: {wrong[part]}")
         return verdict
 
 
