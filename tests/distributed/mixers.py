@@ -22,6 +22,8 @@ from megatron_port.core.registry import MIXERS
 from megatron_port.ext.mixers.recurrent_spec import RecurrentKind
 from megatron_port.ext.mixers.settings import ATTENTION_SETTINGS
 
+NAMES = ("gated_delta", "kda", "mamba2", "short_conv")
+"""Mixers that are drawn, in an order that the draws of a seed depend on."""
 CHOICES: dict[str, tuple[Any, ...]] = {
     "convolution_bias": (False, True), "chunk": (2, 3, 5, 64), "segment": (4, 6, 2048), "step_min": (0.0, 0.7),
     "step_max": (0.0, 1.0), "gated_norm": ("group", "all", "none"), "norm_before_gate": (False, True),
@@ -45,7 +47,6 @@ class MixerDraw(Draw):
 def draw(seed: int) -> MixerDraw:
     """A run of the fuzz whose layers have other mixers, or some of them."""
     r = random.Random(f"mixers-{seed}")
-    names = [name for name in MIXERS.builtin if name != ATTENTION]
     while True:
         one = drawing.draw(r.randrange(10_000_000))
         config, t = one.config, one.topology
@@ -62,7 +63,7 @@ def draw(seed: int) -> MixerDraw:
         if r.random() < 0.3:
             sizes["key_heads"] = 1
         # The first in turn, so that few seeds have each.
-        pattern = [names[seed % len(names)], *r.choices((ATTENTION, *names), k=r.randint(0, 2))]
+        pattern = [NAMES[seed % len(NAMES)], *r.choices((ATTENTION, *NAMES), k=r.randint(0, 2))]
         r.shuffle(pattern)
         read = {setting for name in {*pattern} - {ATTENTION} for setting in MIXERS.get(name, RecurrentKind).reads}
         recurrent = RecurrentConfig(**{setting: value for setting, value in sizes.items() if setting in read})
@@ -82,7 +83,7 @@ def draw(seed: int) -> MixerDraw:
         data = dataclasses.replace(config.data, synthetic=not config.data.train)
         checkpoint = dataclasses.replace(config.checkpoint, initial_weights="frozen")
         legal = dataclasses.replace(config, data=data, checkpoint=checkpoint)
-        if names[seed % len(names)] in model.mixers and not problems(legal, world_size=t.world_size):
+        if NAMES[seed % len(NAMES)] in model.mixers and not problems(legal, world_size=t.world_size):
             return MixerDraw(seed, config, t)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from megatron_port.core.config.checks import tables_of
 from megatron_port.core.config.conflicts import Conflict, Rule, Table, native_only
 from megatron_port.core.config.layout import either, multiples
+from megatron_port.core.config.model import ATTENTION, MixerKind
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.registry import LOSSES, MIXERS, OBJECTIVES
 from megatron_port.core.registry import PROVIDERS as OP_PROVIDERS
@@ -261,9 +262,13 @@ def _blocks(config: RunConfig) -> list[str]:
     if config.optimizer.name != "adamw-8bit" or tp < 2:
         return []
     sizes = {
-        "attention's output projection": m.num_attention_heads * m.value_size, "the MLP's second matrix": m.ffn_size,
-        "the shared expert's second matrix": m.moe.shared_ffn_hidden_size,
+        "the MLP's second matrix": m.ffn_size, "the shared expert's second matrix": m.moe.shared_ffn_hidden_size,
     }
+    for name in m.mixers:
+        if name == ATTENTION:
+            sizes["attention's output projection"] = m.num_attention_heads * m.value_size
+        else:
+            sizes[f"model.mixer {name!r}'s output projection"] = MIXERS.get(name, MixerKind).spec(m, 0).output.inputs
     return [
         f"optimizer.name 'adamw-8bit' has a scale for each {STATE_BLOCK} elements of a row, and "
         f"layout.tensor_parallel_size {tp} leaves each rank {n // tp} of the {n} inputs of {what}; use a size that "
@@ -272,4 +277,4 @@ def _blocks(config: RunConfig) -> list[str]:
     ]
 
 
-NARROW_STATE = (Table(more=(_blocks,)),)
+NARROW_STATE = (Table(on=lambda c: set(c.model.mixers) <= set(MIXERS.names), sized=True, more=(_blocks,)),)
