@@ -173,6 +173,16 @@ def make_batches(config: RunConfig, ctx: ParallelContext, reordering: Reordering
     return batches
 
 
+CYCLE = 4
+"""Steps after which the samples of :func:`cycled_batches` are the first again."""
+
+
+def cycled_batches(config: RunConfig, ctx: ParallelContext, reordering: Reordering | None = None) -> Batches:
+    """This rank's micro-batches of a step, of few samples, so that a long run learns them."""
+    made = functools.cache(make_batches(config, ctx, reordering))
+    return lambda step: made(step % CYCLE)
+
+
 def providers_of(config: RunConfig) -> Providers:
     """What the case's ``backend`` asks for, on the CPU."""
     return choose_providers(
@@ -237,6 +247,11 @@ def run_cases(cases: Sequence[tuple[RunConfig, Topology, int, int]]) -> list[Ran
     return [run_case(*case) for case in cases]
 
 
+def run_cycled(config: RunConfig, topology: Topology, steps: int) -> RankTrace:
+    """Train on this rank, on few samples, and record the first step's gradients."""
+    return run_case(config, topology, steps, 1, None, cycled_batches)
+
+
 def digest(trace: RankTrace) -> str:
     """Return the SHA-256 of one rank's record, to the bit."""
     out = hashlib.sha256(repr((trace.losses, trace.grad_norms, trace.eval_loss, trace.final_eval_loss)).encode())
@@ -258,13 +273,16 @@ def _alone(config: RunConfig) -> RunConfig:
     )
 
 
-def single_run(config: RunConfig, *, steps: int, gradient_steps: int = 1, order: Order = None) -> Run:
+def single_run(
+    config: RunConfig, *, steps: int, gradient_steps: int = 1, order: Order = None,
+    make: Callable[[RunConfig, ParallelContext, Reordering | None], Batches] = make_batches,
+) -> Run:
     """The reference: one process, the native engine, in this very process, one thread."""
     config = _alone(config)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return Run.of([run_case(config, Topology(), steps, gradient_steps, order)])
+        return Run.of([run_case(config, Topology(), steps, gradient_steps, order, make)])
     finally:
         torch.set_num_threads(threads)
 

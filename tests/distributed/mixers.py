@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 import sys
@@ -18,10 +19,14 @@ from fuzz import record, record_parser
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.model import ATTENTION, RecurrentConfig
 from megatron_port.core.config.schema import ModelConfig
+from megatron_port.core.errors import ConfigError
 from megatron_port.core.registry import MIXERS
 from megatron_port.ext.mixers.recurrent_spec import RecurrentKind
 from megatron_port.ext.mixers.settings import ATTENTION_SETTINGS
+from megatron_port.run.build import check_parameter_groups
 
+HALF = 1000
+"""Draws from this seed on are in half precision, and judged as the fuzz judges those."""
 NAMES = ("gated_delta", "kda", "mamba2", "short_conv")
 """Mixers that are drawn, in an order that the draws of a seed depend on."""
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -46,13 +51,16 @@ class MixerDraw(Draw):
 
 def draw(seed: int) -> MixerDraw:
     """A run of the fuzz whose layers have other mixers, or some of them."""
-    r = random.Random(f"mixers-{seed}")
+    r, dtypes = random.Random(f"mixers-{seed}"), ("bf16", "fp16") if seed >= HALF else ("fp64",)
     while True:
         one = drawing.draw(r.randrange(10_000_000))
         config, t = one.config, one.topology
-        # In fp32 what is made of length 1 has few digits of its gradient at these sizes, on one process as well.
-        if config.precision.dtype != "fp64" or config.fine_tuning.enabled or config.optimizer.name in ("lion", "came"):
-            continue  # which divide gradients by their own size: those of documents of one token are 0 but for rounding
+        # In fp32 what is made of length 1 has few digits of its gradient at these sizes, on one process as well. Lion
+        # and CAME divide gradients by their own size: those of documents of one token are 0 but for rounding.
+        if config.precision.dtype not in dtypes or config.optimizer.name in ("lion", "came"):
+            continue
+        if config.fine_tuning.enabled:
+            continue
         keys = t.tp * r.choice((1, 1, 2))
         sizes: dict[str, Any] = {
             "heads": keys * r.choice((1, 2, 3)), "key_heads": keys, "key_size": r.choice((4, 5, 8)),
@@ -83,7 +91,10 @@ def draw(seed: int) -> MixerDraw:
         data = dataclasses.replace(config.data, synthetic=not config.data.train)
         checkpoint = dataclasses.replace(config.checkpoint, initial_weights="frozen")
         legal = dataclasses.replace(config, data=data, checkpoint=checkpoint)
-        if NAMES[seed % len(NAMES)] in model.mixers and not problems(legal, world_size=t.world_size):
+        if NAMES[seed % len(NAMES)] not in model.mixers or problems(legal, world_size=t.world_size):
+            continue
+        with contextlib.suppress(ConfigError):  # a group of the parameters of a block that a layer does without
+            check_parameter_groups(config)
             return MixerDraw(seed, config, t)
 
 

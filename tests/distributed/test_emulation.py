@@ -12,16 +12,22 @@ import torch.distributed as dist
 from cases import Order, RoundingEmulation, make_config, run_case, run_cases, single_run, within_rounding
 from pool import RankPool
 
+from megatron_port.core.config.model import RecurrentConfig
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.layers import linear
 from megatron_port.tools.parity.comparison import FIRST_STEP, FP32, NOISE_FACTOR, Run, compare
-from megatron_port.tools.parity.emulation import RoundingNoise, SplitSumLinearKernels, ring_sum
+from megatron_port.tools.parity.emulation import RoundingNoise, SplitSumLinearKernels
+from megatron_port.tools.parity.rank_sums import ring_sum
 from megatron_port.tools.parity.run_record import RankTrace
 
 LLAMA = {"activation": "swiglu", "normalization": "rmsnorm", "add_bias": False, "num_query_groups": 4,
          "position_embedding": "rope"}
 GPT = {"tie_embeddings": True, "hidden_dropout": 0.1}
+SIZES: dict[str, Any] = {"heads": 4, "key_size": 8, "value_size": 8, "chunk": 4, "segment": 6}
+KDA = {"mixer_pattern": ("kda", "attention", "gated_delta"), "recurrent": RecurrentConfig(**SIZES)}
+MAMBA = {"mixer_pattern": ("mamba2", "kda"), "recurrent": RecurrentConfig(**SIZES, key_heads=1)}
+"""Of one group: B and C are rows that all heads read."""
 
 
 def test_emulation_of_a_run() -> None:
@@ -68,6 +74,9 @@ CASES = [
     # 32 and 21 of the 53 ids, and none on two ranks.
     (_case("native", "bf16", LLAMA, "off", sequence_parallel=True, vocab_padding_multiple=32), Topology(4, 1, 1)),
     (_case("native", "bf16", GPT, "off", pipeline_schedule="zb-h1"), Topology(2, 2, 1)),
+    (_case("native", "bf16", KDA, "off", sequence_parallel=True), Topology(2, 1, 1)),
+    (_case("native", "bf16", MAMBA, "off"), Topology(2, 1, 1)),
+    (_case("native", "fp16", MAMBA, "off", sequence_parallel=True), Topology(4, 1, 1)),
     (_case("deepspeed", "bf16", GPT, "off", sequence_parallel=True), Topology(2, 1, 2)),
     (_case("deepspeed", "bf16", LLAMA, "on"), Topology(2, 2, 1)),
     (_case("deepspeed", "bf16", GPT, "on"), Topology(1, 2, 2)),

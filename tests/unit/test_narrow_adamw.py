@@ -13,6 +13,7 @@ import torch
 from record_torchao import HYPER, RECORD, blocks, weights_and_gradients
 
 from megatron_port.core.config.checks import problems
+from megatron_port.core.config.model import RecurrentConfig
 from megatron_port.core.config.schema import (
     BatchConfig,
     DataConfig,
@@ -205,6 +206,9 @@ def test_bytes_and_which_parameters_are_narrow() -> None:
 @pytest.mark.parametrize(("change", "says"), [
     ({"num_attention_heads": 4, "head_dim": 64, "ffn_hidden_size": 384}, "leaves each rank 192 of the 384 inputs"),
     ({"num_attention_heads": 4, "head_dim": 32, "ffn_hidden_size": 512}, "leaves each rank 64 of the 128 inputs"),
+    ({"num_attention_heads": 4, "head_dim": 64, "ffn_hidden_size": 512, "mixer_pattern": ("attention", "mamba2"),
+      "recurrent": RecurrentConfig(heads=8, value_size=16)},
+     "64 of the 128 inputs of the output projection of model.mixer 'mamba2'"),
 ])
 def test_a_layout_that_would_cut_blocks_is_refused(change: dict[str, Any], says: str) -> None:
     model = ModelConfig(**{"hidden_size": 128, "num_layers": 2, "vocab_size": 53, "seq_length": 16, **change})
@@ -214,7 +218,7 @@ def test_a_layout_that_would_cut_blocks_is_refused(change: dict[str, Any], says:
     )
     assert any(says in problem for problem in problems(config))
     assert not problems(dataclasses.replace(config, optimizer=OptimizerConfig(name="adamw-bf16")))
-    fits = dataclasses.replace(model, head_dim=64, ffn_hidden_size=512)
+    fits = dataclasses.replace(model, head_dim=64, ffn_hidden_size=512, mixer_pattern=(), recurrent=RecurrentConfig())
     assert not problems(dataclasses.replace(config, model=fits))
 
 

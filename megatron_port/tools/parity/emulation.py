@@ -38,6 +38,7 @@ from megatron_port.core.model.spec import GroupedAttentionSpec
 from megatron_port.core.optim.gradients import LossScaler
 from megatron_port.ext.experts.moe import Experts, MoE
 from megatron_port.ext.mixers.projection_norm import ProjectionNorm
+from megatron_port.ext.mixers.recurrent import Recurrent
 from megatron_port.ext.weights.few_bits import FewBitLinearKernels
 from megatron_port.ext.weights.low_rank import FactoredColumnLinear
 from megatron_port.ext.weights.shared_layers import separate_use
@@ -53,6 +54,8 @@ from megatron_port.tools.parity.comparison import (
     first_step,
     spread,
 )
+from megatron_port.tools.parity.rank_sums import ring_sum
+from megatron_port.tools.parity.shared_rows import split_units
 
 Pieces = tuple[slice, ...]
 
@@ -104,6 +107,8 @@ class RoundingEmulation:
                 module.kernels = self._kernels(module.kernels, outputs=outputs, packed=packed)
             elif isinstance(module, Head):
                 self._cut_head(module)
+            elif isinstance(module, Recurrent) and module.shared is not None:
+                split_units(module, tp)
             elif isinstance(module, Norm) and (
                 module.gradient == "heads" or (self.sequence_parallel and module.gradient == "tokens")
             ):
@@ -169,29 +174,6 @@ class RoundingEmulation:
 def _equal(size: int, pieces: int) -> Pieces:
     share = size // pieces
     return tuple(slice(i * share, (i + 1) * share) for i in range(pieces))
-
-
-def ring_chunk(elements: int, element_size: int, ranks: int) -> int:
-    """Return the elements of a chunk of gloo's ring, one chunk per rank: two segments of whole elements."""
-    segment_bytes = -(-elements * element_size // (2 * ranks))
-    return 2 * -(-segment_bytes // element_size)
-
-
-def ring_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the ranks' parts as gloo's ring computes it, rounded after every addition.
-
-    Chunk c starts on the rank before c, goes down the ranks, and ends on c.
-    """
-    ranks, flat = len(parts), [part.reshape(-1) for part in parts]
-    total = torch.empty_like(flat[0])
-    size = ring_chunk(total.numel(), total.element_size(), ranks)
-    for chunk in range(ranks):
-        at = slice(chunk * size, (chunk + 1) * size)
-        first, *others = ((chunk - 1 - i) % ranks for i in range(ranks))
-        total[at] = flat[first][at]
-        for rank in others:
-            total[at] += flat[rank][at]
-    return total.view_as(parts[0])
 
 
 @dataclass(frozen=True)
@@ -615,6 +597,8 @@ class RoundingNoise:
                 module.register_forward_hook(lambda _module, _inputs, out: noisy(out))
             elif isinstance(module, SelfAttention):
                 _around_attention(module, noisy)
+            elif isinstance(module, Recurrent):
+                _around_recurrence(module, noisy)
             if isinstance(module, MLP | Experts):
                 _around_activation(module, noisy)
             if isinstance(module, Experts):
@@ -626,6 +610,14 @@ def _around_attention(module: SelfAttention, noisy: Callable[[Any], Any]) -> Non
     split, values = module.split, module.values
     module.split = lambda y: noisy(split(y))  # type: ignore[method-assign]
     module.values = lambda out: values(noisy(out))  # type: ignore[method-assign]
+
+
+def _around_recurrence(module: Recurrent, noisy: Callable[[Any], Any]) -> None:
+    """Add errors to the rows that units share, and to the result; all between is in fp32 in half precision, too."""
+    mix, shared = module.mix, module.shared
+    module.mix = lambda packed: noisy(mix(packed))  # type: ignore[method-assign]
+    if isinstance(shared, nn.Module):
+        shared.register_forward_hook(lambda _module, _inputs, out: noisy(out))
 
 
 def _around_activation(module: MLP | Experts, noisy: Callable[[Any], Any]) -> None:
