@@ -25,7 +25,7 @@ from megatron_port.ext.mixers.recurrent_spec import RecurrentKind
 from megatron_port.ext.mixers.settings import ATTENTION_SETTINGS
 from megatron_port.run.build import check_parameter_groups
 
-HALF = 1000
+HALF = 2000
 """Draws from this seed on are in half precision, and judged as the fuzz judges those."""
 NAMES = ("gated_delta", "kda", "mamba2", "short_conv")
 """Mixers that are drawn, in an order that the draws of a seed depend on."""
