@@ -71,12 +71,12 @@ def test_a_mistake_with_a_wrapper_is_found_and_named(
 
 
 @pytest.mark.parametrize("way", CONTEXT.HELD)
-@pytest.mark.parametrize(("mistake", "words"), CONTEXT.MISTAKES.items())
-def test_a_mistake_in_the_labels_of_positions_is_named(ranks: Ranks, mistake: str, words: str, way: str) -> None:
+@pytest.mark.parametrize("mistake", CONTEXT.MISTAKES)
+def test_a_mistake_in_the_labels_of_positions_is_named(ranks: Ranks, mistake: str, way: str) -> None:
     session = Session(f"{FILES / 'context_mistakes.py'}:Context", ranks)
     verdict = session.compare({"mistake": mistake, "cp": 2, "way": way}, 2)
     said = "\n".join(verdict.lines())
-    assert not verdict.equal and words.format(*CONTEXT.HELD[way]) in said, said
+    assert not verdict.equal and CONTEXT.MISTAKES[mistake].format(*CONTEXT.HELD[way]) in said, said
     assert len(verdict.findings) == (2 if "own labels" in mistake else 1), said  # small tensors are named as large ones
     assert ("a mean of the means of cp ranks" in said) == (mistake.endswith(("labels", "micro-batches"))), said
 

@@ -1,5 +1,6 @@
-"""Megatron-core, DeepSpeed and torchtitan against themselves on one process: healthy layouts are equal, and planted
-copies of known bugs, or those that the installed version has, are found and named. More: benchmarks/foreign.py."""
+"""Megatron-core, DeepSpeed, torchtitan and nanotron against themselves on one process: healthy layouts are equal, and
+planted copies of known bugs, or those that the installed version has, are found and named. More:
+benchmarks/foreign.py."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ BUGS = Path(__file__).resolve().parents[1] / "foreign_adapters" / "megatron_bugs
 MISTAKES = BUGS.parent / "titan_mistakes.py"
 needs_megatron = pytest.mark.skipif(not importlib.util.find_spec("megatron"), reason="megatron-core is not installed")
 needs_deepspeed = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="deepspeed is not installed")
+needs_nanotron = pytest.mark.skipif(not importlib.util.find_spec("nanotron"), reason="nanotron is not installed")
 needs_titan = pytest.mark.skipif(not importlib.util.find_spec("torchtitan"), reason="torchtitan is not installed")
 
 
@@ -89,9 +91,41 @@ def test_mistakes_in_torchtitan_are_named(ranks: Ranks, options: dict[str, Any],
     assert not verdict.equal and words in said, said
 
 
-def test_torchtitan_that_is_not_installed_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("torchtitan", "torchtitan.components"):
+@needs_nanotron
+@pytest.mark.parametrize(("size", "options"), [
+    (4, {"tp": 2, "mode": "reduce_scatter", "pp": 2, "tied": True, "overlap": True}),
+    (4, {"tp": 2, "groups": 2, "zero": 1, "recompute": True, "z_loss": True, "interleaved": True}),
+    (2, {"fp64": False, "engine": "afab", "pp": 2}),
+])
+def test_nanotron_is_itself_on_one_process(ranks: Ranks, size: int, options: dict[str, Any]) -> None:
+    verdict = Session("nanotron", ranks).compare(options, size)
+    assert verdict.equal and not verdict.notes, "\n".join(verdict.lines())
+    assert verdict.compared["gradients"] == verdict.compared["updates"] >= 14
+    assert verdict.worst < (1e-12 if options.get("fp64", True) else 1e-5)
+
+
+@needs_nanotron
+@pytest.mark.parametrize(("options", "words"), [
+    ({"mistake": "tied apart", "pp": 2, "tied": True}, "is not summed over pp"),
+    ({"mistake": "tied apart", "tp": 2, "mode": "reduce_scatter"}, "is not summed over tp"),
+    ({"mistake": "summed over replicas"}, "is 2 (the size of dp"),
+])
+def test_mistakes_in_nanotron_are_named(ranks: Ranks, options: dict[str, Any], words: str) -> None:
+    verdict = Session(str(BUGS.parent / "nanotron_mistakes.py"), ranks).compare(options, 2)
+    said = "\n".join(verdict.lines())
+    assert not verdict.equal and words in said, said
+
+
+@pytest.mark.parametrize(("package", "words"), [
+    ("torchtitan", r"needs torchtitan 0\.3\.0, .*; run: pip install torchtitan==0\.3\.0 triton"),
+    ("nanotron", r"needs nanotron at commit 2411b02, .*; run: pip install --no-deps git\+https://.*nanotron@2411b02"),
+])
+def test_a_framework_that_is_not_installed_is_named_with_the_command(
+    monkeypatch: pytest.MonkeyPatch, package: str, words: str
+) -> None:
+    for name in [package, *(name for name in sys.modules if name.startswith((f"{package}.", "flash_attn")))]:
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, "megatron_port.tools.foreign.adapters.torchtitan", raising=False)
-    with pytest.raises(ConfigError, match=r"needs torchtitan 0\.3\.0, .*; run: pip install torchtitan==0\.3\.0 triton"):
-        find_adapter("torchtitan")
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"megatron_port.tools.foreign.adapters.{package}", raising=False)
+    with pytest.raises(ConfigError, match=words):
+        find_adapter(package)

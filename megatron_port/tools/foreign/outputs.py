@@ -18,6 +18,9 @@ from megatron_port.tools.foreign.record import Output, Record
 MOST_ROWS = 4096
 """Rows of the reference's output; a module with more is not compared."""
 
+PACKED = ((1,), (1, 1), (1, 1, 1), (2, 1, 1), (4, 1, 1), (8, 1, 1))
+"""Relative sizes of features that are packed: a gate and what it gates; queries, keys and values, of groups too."""
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -143,13 +146,15 @@ def _nearest(rows: Tensor, right: Tensor, size: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _blocks(right: Tensor, width: int) -> Iterator[Tensor]:
-    """Yield what a rank may have of rows: equal blocks, of packed features (a gate and what it gates; queries, keys and
-    values) the same block of each."""
+    """Yield what a rank may have of rows: equal blocks, of packed features the same block of each."""
     count = right.shape[1] // width
-    for packed in (1, 2, 3) if count > 1 else (1,):
-        if right.shape[1] % (packed * count) == 0:
-            pieces = right.unflatten(1, (packed, count, -1))
-            yield from (pieces[:, :, block].flatten(1) for block in range(count))
+    for packed in PACKED if count > 1 else PACKED[:1]:
+        unit, rest = divmod(right.shape[1], sum(packed))
+        if rest or any(share * unit % count for share in packed):
+            continue
+        pieces = right.split([share * unit for share in packed], 1)
+        for block in range(count):
+            yield torch.cat([piece.chunk(count, 1)[block] for piece in pieces], 1)
 
 
 def _partial(right: Tensor, held: Mapping[int, Tensor], size: Tensor, tolerance: float) -> bool:

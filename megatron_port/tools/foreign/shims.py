@@ -219,6 +219,17 @@ def gloo_unequal() -> None:
     changed.all_gather, changed.reduce_scatter = all_gather, reduce_scatter
 
 
+def gloo_flat() -> None:
+    """Flatten what is reduced and scattered: gloo wants a first dimension that ranks divide, nccl counts elements."""
+    scatter = torch.distributed.reduce_scatter_tensor
+
+    def reduce_scatter_tensor(output: Tensor, input: Tensor, *rest: Any, **more: Any) -> Any:
+        return scatter(output.view(-1), input.reshape(-1), *rest, **more)
+
+    changed: Any = torch.distributed
+    changed.reduce_scatter_tensor = reduce_scatter_tensor
+
+
 class _Gathered(torch.autograd.Function):
     """Sequences of all ranks of a group, one after the other: [s, …] → [ranks x s, …]."""
 
