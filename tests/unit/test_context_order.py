@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_port.core.config.model import RecurrentConfig
+from megatron_port.core.config.schema import DataConfig, LayoutConfig, ModelConfig, RunConfig
 from megatron_port.core.data.dataset import document_starts
 from megatron_port.core.layers.attention import AttentionMask
 from megatron_port.ext.context.balance import (
@@ -16,10 +20,12 @@ from megatron_port.ext.context.balance import (
     balanced_chunks,
     block_size,
     contiguous_chunks,
+    divisions_by_documents,
     imbalance,
     runs_of,
     zigzag_chunks,
 )
+from megatron_port.ext.mixers.chunks import chunk_starts
 
 
 def drawn_starts(draw: np.random.Generator, seq: int, batch: int) -> np.ndarray:
@@ -33,12 +39,20 @@ def drawn_starts(draw: np.random.Generator, seq: int, batch: int) -> np.ndarray:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 3), st.sampled_from([(0,), (5,), (0, 3, 3)]), st.integers(0, 999))
-def test_work_is_what_the_masks_of_the_layers_show(seq: int, batch: int, windows: tuple[int, ...], seed: int) -> None:
+@given(st.integers(1, 40), st.integers(1, 3), st.integers(0, 999), st.sampled_from([
+    ((0, 0),), ((5, 0),), ((0, 0), (3, 0), (3, 0)), ((0, 4), (0, 4), (0, 0)), ((2, 7),),
+]))
+def test_work_is_what_the_masks_of_the_layers_show(
+    seq: int, batch: int, seed: int, sights: tuple[tuple[int, int], ...]
+) -> None:
     starts = drawn_starts(np.random.default_rng(seed), seq, batch)
-    masks = [AttentionMask(window=window, first=torch.from_numpy(starts)) for window in windows]
+    x, documents = torch.zeros(seq, batch), torch.from_numpy(starts)
+    masks = [
+        AttentionMask(window=window, first=chunk_starts(documents, seq, x, chunk) if chunk else documents)
+        for window, chunk in sights
+    ]
     seen = torch.stack([mask.visible(seq, seq, torch.device("cpu")).sum((0, 1, 3)) for mask in masks]).sum(0)
-    assert attention_work(starts, windows).tolist() == seen.tolist()
+    assert attention_work(starts, sights).tolist() == seen.tolist()
 
 
 @pytest.mark.parametrize(("seq", "ranks"), [(512, 2), (1024, 4), (8192, 8), (8192, 16), (32768, 4)])
@@ -58,13 +72,26 @@ def test_each_rank_has_as_many_blocks_and_as_much_work(seq: int, ranks: int) -> 
     assert worse >= 20, "these samples would not need a balance"
 
 
+def test_layers_without_attention_are_not_balanced() -> None:
+    model = ModelConfig(
+        num_layers=4, mixer_pattern=("short_conv", "attention"), attention_chunk=64, sliding_window=32,
+        attention_pattern=("full", "full", "window", "chunk"), recurrent=RecurrentConfig(heads=4),
+    )
+    config = RunConfig(
+        model=model, layout=LayoutConfig(context_parallel_size=2, cp_order="balanced"),
+        data=DataConfig(attention_documents="within"),
+    )
+    found = divisions_by_documents(config, 2)
+    assert isinstance(found, partial) and found.args[0] == ((0, 0), (0, 64))
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_one_document_or_a_narrow_window_needs_no_cuts(ranks: int) -> None:
     starts, size = np.zeros((2, 4096), dtype=np.int32), block_size(4096, ranks)
     work = attention_work(starts).reshape(-1, size).sum(axis=1)
     found = balanced_chunks(work, ranks)
     assert imbalance(found, work) <= GOOD and sum(map(runs_of, found)) <= 2 * ranks
-    windowed = attention_work(starts, (4,)).reshape(-1, size).sum(axis=1)
+    windowed = attention_work(starts, ((4, 0),)).reshape(-1, size).sum(axis=1)
     assert balanced_chunks(windowed, ranks) == contiguous_chunks(len(work), ranks)
 
 

@@ -432,11 +432,10 @@ class ColumnParallelLinear(nn.Module):
         self.shared_weight: nn.Parameter | None = None
         self.shared_bias: nn.Parameter | None = None
         name, init, zeros = f"{layer}.{spec.name}", InitSpec("normal", spec.std), InitSpec("zeros")
-        row_runs = () if spec.groups is None else spec.groups.row_runs
         if rows is not None:
             dtype, device, shape = context.dtype, context.ctx.device, (spec.outputs, spec.inputs)
             self.weight, self.shared_weight = (
-                r.parameter(f"{name}.weight", shape, init, dtype, device, row_runs) for r in rows
+                r.parameter(f"{name}.weight", shape, init, dtype, device, spec.row_runs) for r in rows
             )
             if spec.bias:
                 self.bias, self.shared_bias = (
@@ -447,7 +446,7 @@ class ColumnParallelLinear(nn.Module):
         shards = (Shard(len(lead), ("tp",)),)
         self.weight = context.parameter(make_record(
             f"{name}.weight", (*lead, spec.outputs, spec.inputs), context.ctx, init=init, decay=True, shards=shards,
-            row_runs=row_runs,
+            row_runs=spec.row_runs,
         ))
         if spec.bias:
             self.bias = context.parameter(make_record(
@@ -521,7 +520,7 @@ class UnsplitLinear(nn.Module):
         name, over = f"{layer}.{spec.name}", SEQUENCE if context.sequence_parallel else REPLICAS
         self.weight = context.parameter(make_record(
             f"{name}.weight", (spec.outputs, spec.inputs), context.ctx, init=InitSpec("normal", spec.std), decay=True,
-            partial_over=over,
+            partial_over=over, row_runs=spec.row_runs,
         ))
         if spec.bias:
             self.bias = context.parameter(make_record(

@@ -77,6 +77,8 @@ class ParameterSpec:
     features that ranks divide; the part of the tokens that it ``routed``, its own share under any layout."""
     tied: bool = False
     """The token table where embedding and head, or what follows that, both have it: one parameter in several units."""
+    row_runs: tuple[int, ...] = ()
+    """Rows of each matrix in turn, where one packs several (``ParameterRecord.row_runs``)."""
 
     @property
     def numel(self) -> int:
@@ -129,6 +131,8 @@ class LinearSpec:
     """The rows are a fused projection of queries, keys and values."""
     rank: int = 0
     """Its weight is a product of two factors, [out, rank] and [rank, in]; 0: it is one matrix."""
+    row_runs: tuple[int, ...] = ()
+    """Of its weight, as of a parameter."""
 
     @property
     def factors(self) -> tuple[LinearSpec, ...]:
@@ -156,7 +160,7 @@ class LinearSpec:
         rows = Split(len(lead), groups=self.groups)
         weight = ParameterSpec(
             name=f"{self.name}.weight", shape=(*lead, self.outputs, self.inputs), init="normal", std=self.std,
-            decay=True, split=rows if column else Split(1),
+            decay=True, split=rows if column else Split(1), row_runs=self.row_runs,
         )
         if self.parallel == "none":
             weight = replace(weight, split=None, gradient="tokens")

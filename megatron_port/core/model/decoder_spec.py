@@ -169,6 +169,7 @@ def attention_spec(model: ModelConfig, index: int) -> AttentionSpec:
     qkv = LinearSpec(
         name="attention.qkv", inputs=model.hidden_size, outputs=groups.rows_held(1), parallel="column",
         bias=model.add_bias or model.qkv_bias, std=model.matrix_std, groups=groups, rank=model.qkv_rank,
+        row_runs=groups.row_runs,
     )
     plain: AttentionSpec = GroupedAttentionSpec(
         qkv=qkv, query_norm=_qk_norm("query", model, groups), key_norm=_qk_norm("key", model, groups), **shared

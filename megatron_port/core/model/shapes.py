@@ -20,12 +20,11 @@ def model_records(model: ModelConfig) -> dict[str, ParameterRecord]:
 
 def _record(spec: ParameterSpec) -> ParameterRecord:
     experts = spec.split is not None and spec.split.experts
-    groups = spec.split.groups if spec.split is not None and len(spec.shape) > 1 else None
     shards = () if spec.split is None else (Shard(spec.split.dim, ("ep" if experts else "tp",)),)
     return make_record(
         spec.name, spec.shape, ParallelContext.single(), init=InitSpec(spec.init, spec.std), decay=spec.decay,
         shards=shards, partial_over=SEQUENCE if experts else REPLICAS,
-        row_runs=() if groups is None else groups.row_runs,
+        row_runs=spec.row_runs,
     )
 
 

@@ -1,19 +1,22 @@
 """Which blocks of a sequence each context-parallel rank gets, so that all have as many and attention costs them alike.
 
 What attention of a token costs is the number of keys that it sees: with documents those of its own document up to
-itself, under a window no more than that. A division of the sequence that is fixed beforehand fits no micro-batch's
-documents, so :func:`balanced_chunks` finds one for each. It is a function of where the documents start and of nothing
-else: every rank and every stage finds the same one for itself.
+itself, under a window no more than that, with chunks those of its own. (Without attention a layer's tokens cost alike.)
+A division of the sequence that is fixed beforehand fits no micro-batch's documents, so :func:`balanced_chunks` finds
+one for each. It is a function of where the documents start and of nothing else: every rank and every stage finds the
+same one for itself.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 
 from megatron_port.core.config.schema import RunConfig
+from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.ext.context.division import ChunkDivision
 
 LARGEST_BLOCK = 128
@@ -21,6 +24,8 @@ LARGEST_BLOCK = 128
 GOOD = 1.02
 """Work of the busiest rank, over the mean, at which no fewer neighbours are torn apart for less."""
 
+Sight = tuple[int, int]
+"""Window and chunk of a layer's attention, 0 for none."""
 Chunks = tuple[tuple[int, ...], ...]
 """The numbers of each rank's chunks, ascending."""
 
@@ -31,14 +36,15 @@ def divisions_by_documents(config: RunConfig, ranks: int) -> Callable[[np.ndarra
     model = config.model
     if config.layout.cp_order != "balanced" or config.data.attention_documents != "within":
         return None
-    windows = tuple(model.window_of(layer) for layer in range(model.num_layers + model.mtp_layers))
-    return partial(divided_by_documents, windows, ranks)
+    spec = model_spec(model)
+    mixers = [layer.mixer.attention for layer in (*spec.layers, *(part.layer for part in spec.head.predictions))]
+    sights = tuple((attention.window, attention.chunk) for attention in mixers if attention is not None)
+    return partial(divided_by_documents, sights, ranks)
 
 
-def divided_by_documents(windows: Sequence[int], ranks: int, starts: np.ndarray) -> ChunkDivision:
-    """Return the division of sequences with these document starts, int32 [batch, seq], by the work that they leave.
-    ``windows``: of each layer, 0 for none."""
-    work = attention_work(starts, windows).reshape(-1, block_size(starts.shape[1], ranks)).sum(axis=1)
+def divided_by_documents(sights: Sequence[Sight], ranks: int, starts: np.ndarray) -> ChunkDivision:
+    """Return the division of sequences with these document starts, int32 [batch, seq], by the work that they leave."""
+    work = attention_work(starts, sights).reshape(-1, block_size(starts.shape[1], ranks)).sum(axis=1)
     return ChunkDivision(len(work), balanced_chunks(work, ranks))
 
 
@@ -56,16 +62,16 @@ def block_size(seq_length: int, ranks: int) -> int:
     return next(size for size in range(most, 0, -1) if chunk % size == 0)
 
 
-def attention_work(starts: np.ndarray, windows: Sequence[int] = (0,)) -> np.ndarray:
+def attention_work(starts: np.ndarray, sights: Sequence[Sight] = ((0, 0),)) -> np.ndarray:
     """Return the keys that the token at each position sees, over samples and layers: int64 [seq].
 
-    ``starts``: int [batch, seq], where in its sample the document of each position starts; ``windows``: of each layer,
-    0 for none.
+    ``starts``: int [batch, seq], where in its sample the document of each position starts; ``sights``: of each layer
+    that has attention.
     """
-    seen = np.arange(1, starts.shape[1] + 1) - starts
-    total = np.zeros(starts.shape[1], dtype=np.int64)
-    for window in set(windows):
-        total += list(windows).count(window) * (np.minimum(seen, window) if window else seen).sum(0, dtype=np.int64)
+    at, total = np.arange(starts.shape[1]), np.zeros(starts.shape[1], dtype=np.int64)
+    for (window, chunk), layers in Counter(sights).items():
+        seen = at + 1 - (np.maximum(starts, at - at % chunk) if chunk else starts)
+        total += layers * (np.minimum(seen, window) if window else seen).sum(0, dtype=np.int64)
     return total
 
 

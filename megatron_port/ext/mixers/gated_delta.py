@@ -82,11 +82,13 @@ def gated_delta(model: ModelConfig, index: int) -> GatedDeltaSpec:
     """Return the mixer of a layer (from 0)."""
     r = sizes_of(model)
     each = r.heads // r.key_heads
-    convolved, plain = 2 * r.key_size + each * r.value_size, each * (r.value_size + 2)
+    values = each * r.value_size
+    convolved, plain = (r.key_size, r.key_size, values), (values, each, each)
     return GatedDeltaSpec(
-        units=r.key_heads, convolved=convolved, plain=plain, kernel=r.kernel, heads=r.heads, key_size=r.key_size,
-        value_size=r.value_size, chunk=r.chunk, segment=r.segment, output=output(model, r.heads * r.value_size),
-        packed=projection(model, r.key_heads * (convolved + plain)), most=2.0 if r.negative_eigenvalues else 1.0,
+        units=r.key_heads, convolved=sum(convolved), plain=sum(plain), kernel=r.kernel, heads=r.heads,
+        key_size=r.key_size, value_size=r.value_size, chunk=r.chunk, segment=r.segment,
+        packed=projection(model, (*convolved, *plain), r.key_heads), output=output(model, r.heads * r.value_size),
+        most=2.0 if r.negative_eigenvalues else 1.0,
     )
 
 

@@ -36,5 +36,5 @@ def gated_attention(plain: GroupedAttentionSpec) -> GatedAttentionSpec:
     """Return an attention with gates."""
     groups = plain.groups
     groups = Groups(2 * groups.heads, groups.groups, groups.head_size)
-    qkv = replace(plain.qkv, outputs=groups.rows_held(1), groups=groups)
+    qkv = replace(plain.qkv, outputs=groups.rows_held(1), groups=groups, row_runs=groups.row_runs)
     return GatedAttentionSpec(**{**vars(plain), "qkv": qkv})

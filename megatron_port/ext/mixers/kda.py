@@ -98,11 +98,11 @@ class KimiDeltaSpec(RecurrentSpec):
 def kda(model: ModelConfig, index: int) -> KimiDeltaSpec:
     """Return the mixer of a layer (from 0)."""
     r = sizes_of(model)
-    convolved = 2 * r.key_size + r.value_size
+    convolved = r.key_size, r.key_size, r.value_size
     return KimiDeltaSpec(
-        units=r.heads, convolved=convolved, plain=1, kernel=r.kernel, heads=r.heads, key_size=r.key_size,
+        units=r.heads, convolved=sum(convolved), plain=1, kernel=r.kernel, heads=r.heads, key_size=r.key_size,
         value_size=r.value_size, chunk=r.chunk, segment=r.segment, std=model.matrix_std,
-        packed=projection(model, r.heads * (convolved + 1)), shared=shared_projection(model, 2 * r.value_size),
+        packed=projection(model, (*convolved, 1), r.heads), shared=shared_projection(model, 2 * (r.value_size,)),
         output=output(model, r.heads * r.value_size),
     )
 

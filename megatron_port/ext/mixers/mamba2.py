@@ -113,15 +113,16 @@ def mamba2(model: ModelConfig, index: int) -> Mamba2Spec:
     r = sizes_of(model)
     one = r.key_heads == 1
     units = r.heads if one else r.key_heads
-    each, keys = r.heads // units, 2 * r.key_size
-    convolved, plain = each * r.value_size + (0 if one else keys), each * (r.value_size + 1)
+    each, keys = r.heads // units, 2 * (r.key_size,)
+    values = each * r.value_size
+    convolved, plain = (values, *(() if one else keys)), (values, each)
     return Mamba2Spec(
-        units=units, convolved=convolved, plain=plain, kernel=r.kernel, convolution_bias=r.convolution_bias,
+        units=units, convolved=sum(convolved), plain=sum(plain), kernel=r.kernel, convolution_bias=r.convolution_bias,
         heads=r.heads, key_size=r.key_size, value_size=r.value_size, chunk=r.chunk, segment=r.segment,
         groups=r.key_heads, step_min=r.step_min, step_max=r.step_max, gated_norm=r.gated_norm,
         norm_before_gate=r.norm_before_gate,
-        packed=projection(model, units * (convolved + plain)),
-        shared=shared_projection(model, keys) if one else None, shared_convolved=keys if one else 0,
+        packed=projection(model, (*convolved, *plain), units),
+        shared=shared_projection(model, keys) if one else None, shared_convolved=sum(keys) if one else 0,
         output=output(model, r.heads * r.value_size),
     )
 

@@ -215,17 +215,18 @@ def shared_keys(model: ModelConfig) -> Iterator[str]:
                "as many heads of values")
 
 
-def projection(model: ModelConfig, rows: int, *, bias: bool = False) -> LinearSpec:
-    """Return the projection of a layer's input to the rows of all units."""
+def projection(model: ModelConfig, row_runs: tuple[int, ...], units: int, *, bias: bool = False) -> LinearSpec:
+    """Return the projection of a layer's input to the rows of all units; ``row_runs``: rows of each matrix that a unit
+    has a part of, in turn."""
     return LinearSpec(
-        name="attention.packed", inputs=model.hidden_size, outputs=rows, parallel="column", bias=bias,
-        std=model.matrix_std,
+        name="attention.packed", inputs=model.hidden_size, outputs=units * sum(row_runs), parallel="column", bias=bias,
+        std=model.matrix_std, row_runs=row_runs,
     )
 
 
-def shared_projection(model: ModelConfig, rows: int) -> LinearSpec:
+def shared_projection(model: ModelConfig, row_runs: tuple[int, ...]) -> LinearSpec:
     """Return the projection of a layer's input to the rows that all units read."""
-    return replace(projection(model, rows), name="attention.shared", parallel="none")
+    return replace(projection(model, row_runs, 1), name="attention.shared", parallel="none")
 
 
 def output(model: ModelConfig, features: int, *, bias: bool = False) -> LinearSpec:

@@ -49,7 +49,7 @@ def short_conv(model: ModelConfig, index: int) -> ShortConvSpec:
     channels, bias = hidden // r.heads, r.convolution_bias
     return ShortConvSpec(
         units=r.heads, convolved=channels, plain=channels, kernel=r.kernel, segment=r.segment, convolution_bias=bias,
-        packed=projection(model, 3 * hidden, bias=bias), output=output(model, hidden, bias=bias),
+        packed=projection(model, 3 * (channels,), r.heads, bias=bias), output=output(model, hidden, bias=bias),
     )
 
 

@@ -8,7 +8,7 @@ hold copies, which are then equal to the bit. A step moves each element there an
 not lie whole, in the dtype that the rule computes in; the planner counts the same bytes.
 
 What is a matrix of its own is said by the record: each of a stack (experts, the gate and the up projection), and of a
-fused projection of queries, keys and values the rows of each (``ParameterRecord.row_runs``).
+fused projection the rows of each of its parts (``ParameterRecord.row_runs``).
 """
 
 from __future__ import annotations
@@ -447,7 +447,7 @@ class Muon(MatrixRule):
     """Muon (Jordan et al., 2024; Liu et al., arXiv 2502.16982) by the formula of torch.optim.Muon.
 
     Its matrices are those of linears within layers, adapters and routers among them: each expert's, gate and up apart,
-    and of a fused projection queries, keys and values apart. Embeddings, head, biases and norms are AdamW's.
+    and of a fused projection each of its parts, such as queries. Embeddings, head, biases and norms are AdamW's.
     """
 
     options: MuonOptions = field(default_factory=MuonOptions)
