@@ -32,8 +32,6 @@ SIZES: dict[str, Any] = {"heads": 4, "key_size": 8, "value_size": 8, "chunk": 8}
 def _case(dtype: str, pattern: tuple[str, ...], key_heads: int, **layout: Any) -> RunConfig:
     recurrent = RecurrentConfig(**SIZES, key_heads=key_heads)
     model = {**MODEL, "num_layers": 2, "mixer_pattern": pattern, "recurrent": recurrent}
-    if "attention" not in pattern:
-        model["position_embedding"] = "none"
     config = make_config(dtype=dtype, model=model, layout=layout, global_batch_size=4)
     return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, lr=2e-3))
 

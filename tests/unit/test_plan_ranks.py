@@ -73,6 +73,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocab_size": 64, "ffn_hidden_size": 32,
     },
     "hybrid": {**LLAMA, "mixer_pattern": ("gated_delta", "attention")},
+    "nemotron": {
+        **LLAMA, "activation": "relu2", "rope_pattern": ("none",), "mixer_pattern": ("mamba2", "attention"),
+        "mlp_pattern": ("none", "mlp"), "recurrent": RecurrentConfig(heads=4, key_heads=2, key_size=24, segment=64),
+    },
     "window": {**GPT, "sliding_window": 40, "attention_pattern": ("window", "full"), "attention_dropout": 0.1},
 }
 
@@ -132,6 +136,8 @@ CASES = [
     ("recurrent", "bf16", {**FULL, **P2}, 0), ("hybrid", "bf16", {**SP, **ZERO1}, 0),
     ("hybrid", "fp32", {**EVERY_SITE, "cp_order": "contiguous", **CP2}, 0), ("recurrent", "fp32", {**SWAPPED, **T2}, 0),
     ("dropout", "fp32", {**T2, **PARTITIONED, "recompute": ("input:partition+norm1+residual:partition+norm2",) * 4}, 0),
+    ("nemotron", "bf16", {**SP, **P2}, 1),
+    ("nemotron", "fp32", {}, 0), ("nemotron", "bf16", {**CP2, **FULL}, 0),
 ]
 
 
