@@ -132,7 +132,7 @@ class LinearSpec:
     rank: int = 0
     """Its weight is a product of two factors, [out, rank] and [rank, in]; 0: it is one matrix."""
     row_runs: tuple[int, ...] = ()
-    """Of its weight, as of a parameter."""
+    """Rows of each matrix of its weight, as ``ParameterSpec`` says."""
 
     @property
     def factors(self) -> tuple[LinearSpec, ...]:
