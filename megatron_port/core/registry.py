@@ -181,12 +181,13 @@ FAMILIES = Registry("model family", "model.family", {
        for name in ("llama", "qwen2", "qwen3", "granite", "starcoder2", "mistral", "phi3", "deepseek_v3", "olmo2",
                     "smollm3", "gptj", "falcon", "gemma2", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe",
                     "deepseek_v2", "gpt_oss", "qwen3_next", "qwen3_5_text", "lfm2", "bamba", "kimi_linear",
-                    "olmo_hybrid", "granitemoehybrid", "mamba2", "nemotron_h")},
+                    "olmo_hybrid", "granitemoehybrid", "mamba2", "nemotron_h", "falcon_h1")},
 })
 """By ``model_type`` of Hugging Face. ``auto`` is the first of the others that computes a model."""
 MIXERS = Registry("mixer", "model.mixer", {
     "attention": None,
-    **{name: f"megatron_port.ext.mixers.{name}:KIND" for name in ("gated_delta", "kda", "mamba2", "short_conv")},
+    **{name: f"megatron_port.ext.mixers.{name}:KIND"
+       for name in ("gated_delta", "kda", "mamba2", "short_conv", "attention_mamba2")},
 })
 """Sequence mixers of a layer (``config.model.MixerKind``)."""
 PROVIDERS = {
@@ -283,6 +284,7 @@ PARTS = Registry("part", "", {
     "rotary scaling, linear": "megatron_port.ext.mixers.rotary_scalings:LINEAR",
     "rotary scaling, llama3": "megatron_port.ext.mixers.rotary_scalings:LLAMA3",
     "rotary scaling, yarn": "megatron_port.ext.mixers.rotary_scalings:YARN",
+    "scaled feed-forward block": "megatron_port.ext.mixers.scaled_mlp_spec:scaled_mlp",
     "snapshot hashes": "megatron_port.ext.health.snapshot_hashes:SnapshotHashes",
     "stages of shared layers": "megatron_port.ext.weights.shared_layers:stages_of_shared_layers",
     "TensorBoard": "megatron_port.ext.telemetry.trackers:TensorBoardSink",
@@ -308,7 +310,7 @@ CONFLICTS = Registry("table of conflicts", "", {setting: target for target, sett
         "model.position_embedding", "model.rotary_percent", "model.rope_pattern", "model.rope_scaling",
         "model.attention_scale", "model.window_rope_theta", "model.shared_norm", "model.mup_base_size",
         "model.qk_norm_over", "model.norm_bias", "model.qkv_bias", "model.mlp_bias", "model.head_bias",
-        "model.norm_pattern"),
+        "model.norm_pattern", "model.mlp_multipliers"),
     "megatron_port.ext.families.settings:WINDOWS": ("model.attention_pattern", "model.attention_chunk"),
     "megatron_port.ext.kernels.settings:PROVIDERS": ("backend.attention",),
     "megatron_port.ext.mixers.settings:LATENTS": (

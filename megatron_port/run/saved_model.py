@@ -52,7 +52,7 @@ def _typed(defaults: Any, table: dict[str, Any], name: str) -> Any:
         value, default = table[key], getattr(defaults, key)
         if is_dataclass(default) and isinstance(value, dict):
             value = _typed(default, value, f"{name}.{key}")
-        elif isinstance(value, list) and all(isinstance(entry, str) for entry in value):
+        elif isinstance(value, list) and all(isinstance(entry, str | int | float) for entry in value):
             value = tuple(value)  # JSON and TOML have arrays alone
         if type(value) is not type(default) and not (isinstance(value, int) and isinstance(default, float)):
             raise TypeError(f"{name}.{key} is {value!r}")

@@ -36,6 +36,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 """Values of further settings of ``model.recurrent``."""
 LATER: dict[str, tuple[Any, ...]] = {"norm_epsilon": (0.0, 1e-3), "negative_eigenvalues": (False, True)}
 """Those that came later, each from numbers of its own, so that the others stay as they were drawn."""
+BESIDE, WITH_BESIDE = "attention_mamba2", range(1000, HALF)
+"""A mixer, and the seeds that draw it, with its factors."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class MixerDraw(Draw):
 def draw(seed: int) -> MixerDraw:
     """A run of the fuzz whose layers have other mixers, or some of them."""
     r, dtypes = random.Random(f"mixers-{seed}"), ("bf16", "fp16") if seed >= HALF else ("fp64",)
+    beside = seed in WITH_BESIDE
     while True:
         one = drawing.draw(r.randrange(10_000_000))
         config, t = one.config, one.topology
@@ -70,8 +73,12 @@ def draw(seed: int) -> MixerDraw:
         sizes |= {name: random.Random(f"{name}-{seed}").choice(values) for name, values in LATER.items()}
         if r.random() < 0.3:
             sizes["key_heads"] = 1
+        if beside:
+            sizes |= {"multipliers": r.choice(((), (0.5, 0.75, 1.5, 1.25, 0.875))), "attention_multiplier": 0.75,
+                      "result_multiplier": r.choice((1.0, 0.625))}
         # The first in turn, so that few seeds have each.
-        pattern = [NAMES[seed % len(NAMES)], *r.choices((ATTENTION, *NAMES), k=r.randint(0, 2))]
+        first = BESIDE if beside else NAMES[seed % len(NAMES)]
+        pattern = [first, *r.choices((ATTENTION, *NAMES), k=r.randint(0, 2))]
         r.shuffle(pattern)
         read = {setting for name in {*pattern} - {ATTENTION} for setting in MIXERS.get(name, RecurrentKind).reads}
         recurrent = RecurrentConfig(**{setting: value for setting, value in sizes.items() if setting in read})
@@ -86,12 +93,14 @@ def draw(seed: int) -> MixerDraw:
             model = dataclasses.replace(model, mixer_pattern=tuple(pattern))
         if ATTENTION not in model.mixers:
             plain = ModelConfig()
-            model = dataclasses.replace(model, **{name: getattr(plain, name) for name in ATTENTION_SETTINGS})
+            kept = {s for name in model.mixers for s in MIXERS.get(name, RecurrentKind).settings}
+            unread = (name for name in ATTENTION_SETTINGS if name not in kept)
+            model = dataclasses.replace(model, **{name: getattr(plain, name) for name in unread})
         config = dataclasses.replace(config, model=model)
         data = dataclasses.replace(config.data, synthetic=not config.data.train)
         checkpoint = dataclasses.replace(config.checkpoint, initial_weights="frozen")
         legal = dataclasses.replace(config, data=data, checkpoint=checkpoint)
-        if NAMES[seed % len(NAMES)] not in model.mixers or problems(legal, world_size=t.world_size):
+        if first not in model.mixers or problems(legal, world_size=t.world_size):
             continue
         with contextlib.suppress(ConfigError):  # a group of the parameters of a block that a layer does without
             check_parameter_groups(config)

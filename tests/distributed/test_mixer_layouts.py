@@ -11,10 +11,24 @@ SEEDS = (2, 40, 43, 44, 70, 97, 102, 112)
 """A cheap set that covers what the last test asks; 300 are a record (benchmarks/evidence/mixers.md)."""
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+BESIDE = (1002, 1003, 1011, 1018, 1026)
+"""Of attention and Mamba-2 beside one another."""
+
+
+@pytest.mark.parametrize("seed", SEEDS + BESIDE)
 def test_mixers_train_as_on_one_process(ranks: RankPool, seed: int) -> None:
     results = run_draws(ranks, [draw(seed)], patience=90.0)
     assert len(results) == 1 and not failures(results), failures(results)
+
+
+def test_the_draws_of_attention_beside_a_recurrence_cover_what_they_should() -> None:
+    draws = [draw(s) for s in BESIDE]
+    layouts = [d.config.layout for d in draws]
+    assert {2, 4} <= {d.topology.tp for d in draws} and any(d.topology.pp > 1 for d in draws)
+    assert {"zigzag", "balanced"} <= {layout.cp_order for layout in layouts if layout.context_parallel_size > 1}
+    assert any(d.config.data.attention_documents == "within" for d in draws if d.topology.cp > 1)
+    assert any(layout.sequence_parallel for layout in layouts)
+    assert any(d.config.model.recurrent.multipliers for d in draws)
 
 
 def test_the_draws_cover_what_they_should() -> None:

@@ -93,6 +93,11 @@ OWN: dict[str, dict[str, Any]] = {
         "block_ffn_dim_multiplier": 1.3,
     },
     "bamba": {"attn_layer_indices": [1], **_MAMBA},
+    "falcon_h1": {
+        **_MAMBA, "mamba_d_ssm": 128, "embedding_multiplier": 3.0, "lm_head_multiplier": 0.7, "key_multiplier": 0.4,
+        "attention_in_multiplier": 1.3, "attention_out_multiplier": 0.9, "ssm_in_multiplier": 1.25,
+        "ssm_out_multiplier": 0.6, "ssm_multipliers": [0.875, 0.75, 1.25, 0.8125, 1.125], "mlp_multipliers": [0.8, 1.4],
+    },
     "kimi_linear": {
         **_LATENT, **_FEW, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "q_lora_rank": None, "num_local_experts": 6, "n_group": 3, "topk_group": 2, "n_shared_experts": 2,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from megatron_port.core.dist.mesh import REPLICAS, SHARDED, WORLD, Topology, purposes
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.ext.experts.spec import MoESpec, moe_of
+from megatron_port.ext.mixers.recurrent_spec import RecurrentSpec
 from megatron_port.tools.plan.case import Case
 from megatron_port.tools.plan.elements import (
     bucket_elements,
@@ -64,17 +65,20 @@ def pass_traffic(case: Case, stage: int) -> Traffic:
         skipped = (layers - with_experts) * ends_at_product(case) * full * (not m.down_rank)
         exits = entries + leaving * (1 + full) - skipped
         if case.sequence_parallel:
-            # Once more in the backward pass at the entries of a layer's regions and the head's.
-            gathered = entries * (2 + full) + leaving + first + 2 * last
+            # Once more in the backward pass at the entries of a layer's regions and the head's, where inputs are
+            # gathered and not results (of the projection that all units of a recurrence share).
+            parts = [(part, count) for layer, count in stage_kinds(case, stage) for part in layer.mixer.parts]
+            results = sum(count * part.shared_rows for part, count in parts if isinstance(part, RecurrentSpec))
+            gathered = entries * (2 + full) + leaving + first + 2 * last - results / m.hidden_size
             out.add("tp", "all-gather", gathered * whole)
             out.add("tp", "reduce-scatter", (exits + first + last) * whole)
         else:
             out.add("tp", "all-reduce", (exits + first + last) * whole)
             joined = 2 + (full and not ends_at_product(case))
             out.add("tp", "all-gather", with_experts * joined * whole)
-        over_heads = model_spec(m).layers[0].mixer.norms_over_ranks
-        passes = 3 if case.recompute == "full" else 2
-        out.add("tp", "all-reduce", layers * over_heads * passes * tokens * case.wide)
+        for mixer in model_spec(m).layers[0].mixer.parts:  # recurrences are computed again in any case
+            passes = (3 if case.recompute == "full" else 2) + mixer.recomputes
+            out.add("tp", "all-reduce", layers * mixer.norms_over_ranks * passes * tokens * case.wide)
         if last:  # maximum, and sum with the target's logit, of each token
             out.add("tp", "all-reduce", 3 * tokens * case.wide)
     for moe, count in routing:

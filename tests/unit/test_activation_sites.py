@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_port.core.config.model import RecurrentConfig
 from megatron_port.core.config.schema import BackendConfig, LayoutConfig, ModelConfig
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.layers.dropout import DropoutStream
@@ -49,6 +50,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {**LLAMA, "norm_placement": "sandwich", "norm_zero_centered": True, "activation": "geglu_tanh"},
     "gated": {**LLAMA, "attention_gate": True, "qk_norm": True}, "gated, dropout": {
         "attention_gate": True, "hidden_dropout": 0.1, "attention_dropout": 0.1,
+    },
+    "beside": {
+        **LLAMA, "mixer": "attention_mamba2", "mlp_multipliers": (0.5, 0.8), "recurrent": RecurrentConfig(
+            heads=4, key_heads=2, key_size=24, value_size=40, gated_norm="none", attention_multiplier=0.7,
+        ),
     },
     "gpt-j": {"parallel_residual": True, "shared_norm": True, "hidden_dropout": 0.1},
 }

@@ -55,7 +55,7 @@ SHAPES = {
     "qwen3": ("qwen3-tiny", "qwen3-0.6b", "qwen3-8b"), "qwen3_moe": ("qwen3-30b-a3b", "qwen3-235b-a22b"),
     "qwen3_next": ("qwen3-next-80b-a3b",), "lfm2": ("lfm2-1.2b",), "bamba": ("bamba-9b",),
     "kimi_linear": ("kimi-linear-48b-a3b",), "olmo_hybrid": ("olmo-hybrid-7b",),
-    "granitemoehybrid": ("granite-4.0-h-tiny",), "mamba2": ("mamba-codestral-7b",),
+    "granitemoehybrid": ("granite-4.0-h-tiny",), "falcon_h1": ("falcon-h1-0.5b",), "mamba2": ("mamba-codestral-7b",),
     "nemotron_h": ("nemotron-h-8b", "nemotron-3-nano-30b-a3b"),
     "deepseek_v2": ("deepseek-v2-lite",), "deepseek_v3": ("deepseek-v3",), "olmo2": ("olmo-2-7b", "olmo-2-32b"),
     "olmoe": ("olmoe-1b-7b",), "phi3": ("phi-4",), "starcoder2": ("starcoder2-3b",), "smollm3": ("smollm3-3b",),

@@ -58,6 +58,12 @@ CASES = {
         "bamba", attn_layer_indices=[0, 2], mamba_n_groups=2, mamba_conv_bias=False, mamba_d_conv=3, mlp_bias=True,
         attention_bias=True, time_step_limit=(0.5, 0.9), rope_parameters={**hf.YARN, "partial_rotary_factor": 0.75},
     ),
+    "falcon_h1": lambda: hf.small("falcon_h1"),
+    "falcon_h1 of groups, normed, yarn": lambda: hf.small(
+        "falcon_h1", mamba_n_groups=2, mamba_conv_bias=False, mamba_d_conv=3, mamba_rms_norm=True, mamba_d_ssm=None,
+        mamba_norm_before_gate=False, time_step_limit=(0.5, 0.9), rope_parameters=dict(hf.YARN),
+        tie_word_embeddings=True, mlp_multipliers=None, ssm_multipliers=None,
+    ),
     "kimi_linear": lambda: hf.small("kimi_linear"),
     "kimi_linear by number, query latent, all dense": lambda: hf.small(
         "kimi_linear", layer_types=None, linear_attn_config={
@@ -204,6 +210,8 @@ def test_the_embeddings_scale_is_rounded_before_it_is_applied(tmp_path: Path) ->
     pytest.param("qwen3_next", {}, id="qwen3_next"),
     ("qwen3_5_text", {}), ("lfm2", {}), ("lfm2", {"conv_bias": False, "num_key_value_heads": 4}),
     ("bamba", {}), ("bamba", {"mamba_n_groups": 4, "num_key_value_heads": 4}),
+    pytest.param("falcon_h1", {}, id="falcon_h1"),
+    ("falcon_h1", {"mamba_n_groups": 2, "mamba_rms_norm": True, "num_key_value_heads": 4}),
     ("granitemoehybrid", {}), ("granitemoehybrid", {"num_local_experts": 0, "mamba_n_groups": 4}),
     pytest.param("nemotron_h", {}, id="nemotron_h"),
     ("nemotron_h", {

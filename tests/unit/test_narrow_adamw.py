@@ -209,6 +209,9 @@ def test_bytes_and_which_parameters_are_narrow() -> None:
     ({"num_attention_heads": 4, "head_dim": 64, "ffn_hidden_size": 512, "mixer_pattern": ("attention", "mamba2"),
       "recurrent": RecurrentConfig(heads=8, value_size=16)},
      "64 of the 128 inputs of the output projection of model.mixer 'mamba2'"),
+    ({"num_attention_heads": 4, "head_dim": 64, "ffn_hidden_size": 512, "mixer": "attention_mamba2", "add_bias": False,
+      "recurrent": RecurrentConfig(heads=8, value_size=16)},
+     "64 of the 128 inputs of the second output projection of model.mixer 'attention_mamba2'"),
 ])
 def test_a_layout_that_would_cut_blocks_is_refused(change: dict[str, Any], says: str) -> None:
     model = ModelConfig(**{"hidden_size": 128, "num_layers": 2, "vocab_size": 53, "seq_length": 16, **change})

@@ -98,10 +98,15 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "experts": (ROUTED, "bf16"),
     "hybrid": ({**LLAMA, "mixer_pattern": ("gated_delta", "attention"), "recurrent": RecurrentConfig(
         key_heads=2, kernel=3)}, "bf16"),
+    "beside": ({**LLAMA, "mixer": "attention_mamba2", "recurrent": RecurrentConfig(
+        heads=4, key_heads=4, kernel=3, attention_multiplier=0.7)}, "bf16"),
+    "one group": ({**LLAMA, "mixer": "attention_mamba2", "recurrent": RecurrentConfig(
+        heads=4, key_heads=1, kernel=3, key_size=5)}, "bf16"),
     "factored": ({**LLAMA, "qkv_rank": 9, "output_rank": 8, "up_rank": 10, "down_rank": 12}, "bf16"),
 }
 CASES = [*(("gpt", i) for i in range(15) if i not in (1, 2, 4, 7)), ("dropout", 4), ("dropout", 7), ("llama", 6),
-         *(("hybrid", i) for i in (7, *range(26, 30))),
+         *(("hybrid", i) for i in (7, *range(26, 30))), *(("beside", i) for i in (2, 3, 7, *range(26, 30))),
+         *(("one group", i) for i in (2, 3, 7, *range(26, 30))),
          ("fp64", 3), ("factored", 7), ("factored", 8), *(("llama", i) for i in range(26, 30)),
          ("shared", 15), ("shared", 16), ("one head", 15), *(("experts", i) for i in (*EXPERTS, 30))]
 

@@ -77,6 +77,12 @@ MODELS: dict[str, dict[str, Any]] = {
         **LLAMA, "activation": "relu2", "rope_pattern": ("none",), "mixer_pattern": ("mamba2", "attention"),
         "mlp_pattern": ("none", "mlp"), "recurrent": RecurrentConfig(heads=4, key_heads=2, key_size=24, segment=64),
     },
+    "beside": {
+        **LLAMA, "mixer": "attention_mamba2", "mlp_multipliers": (0.5, 0.8), "recurrent": RecurrentConfig(
+            heads=4, key_heads=2, key_size=24, value_size=40, segment=64, gated_norm="none", attention_multiplier=0.7,
+            multipliers=(0.5, 0.6, 0.7, 0.8, 0.9), result_multiplier=0.3,
+        ),
+    },
     "window": {**GPT, "sliding_window": 40, "attention_pattern": ("window", "full"), "attention_dropout": 0.1},
 }
 
@@ -135,6 +141,8 @@ CASES = [
     ("recurrent", "fp32", {**SP, **CP2}, 0), ("hybrid", "fp32", {**P2, **CP2}, 1),
     ("recurrent", "bf16", {**FULL, **P2}, 0), ("hybrid", "bf16", {**SP, **ZERO1}, 0),
     ("hybrid", "fp32", {**EVERY_SITE, "cp_order": "contiguous", **CP2}, 0), ("recurrent", "fp32", {**SWAPPED, **T2}, 0),
+    ("beside", "fp32", {}, 0), ("beside", "bf16", {**SP, **P2}, 1), ("beside", "fp32", {**T2, **EVERY_SITE}, 0),
+    ("beside", "bf16", {**CP2, **FULL}, 0), ("beside", "fp32", {**SWAPPED, **SP, **CP2}, 0),
     ("dropout", "fp32", {**T2, **PARTITIONED, "recompute": ("input:partition+norm1+residual:partition+norm2",) * 4}, 0),
     ("nemotron", "bf16", {**SP, **P2}, 1),
     ("nemotron", "fp32", {}, 0), ("nemotron", "bf16", {**CP2, **FULL}, 0),

@@ -51,6 +51,12 @@ MODELS = {
     "mamba2, one group": mamba_of(heads=4, key_heads=1, convolution_bias=True, step_min=0.4, step_max=1.5),
     "mamba2, norm of all": mamba_of(heads=6, key_heads=3, gated_norm="all", norm_before_gate=True),
     "mamba2, norm of groups": mamba_of(heads=6, key_heads=3, norm_before_gate=True),
+    "mamba2, factors": mamba_of(
+        heads=4, key_heads=2, multipliers=(0.5, 0.7, 1.3, 0.8, 1.2), result_multiplier=0.6, convolution_bias=True,
+    ),
+    "mamba2, one group, factors": mamba_of(
+        heads=4, key_heads=1, multipliers=(0.5, 0.7, 1.3, 0.8, 1.2), gated_norm="none", convolution_bias=True,
+    ),
     "mamba2, no norm": mamba_of(heads=2, key_heads=2, gated_norm="none", step_max=0.8),
     "kda": replace(MODEL, mixer="kda", recurrent=RecurrentConfig(heads=3, key_size=5, value_size=4)),
     "kda, chunks": replace(MODEL, mixer="kda", recurrent=RecurrentConfig(
@@ -128,15 +134,17 @@ def normed(x: torch.Tensor) -> torch.Tensor:
 def mamba_rows(p: dict[str, torch.Tensor], x: torch.Tensor, r: RecurrentConfig) -> tuple[torch.Tensor, ...]:
     """x [n, heads, value], B, C [n, groups, key], gate [n, heads, value] and time step [n, heads] of one document."""
     h, g, k, v = r.heads, r.key_heads, r.key_size, r.value_size
-    rows = x @ p["packed.weight"].T
+    rows, (of_gate, of_value, of_key, of_query, of_step) = x @ p["packed.weight"].T, r.multipliers or (1.0,) * 5
     if g == 1:
         values, gate, step = rows.view(len(x), h, -1).split((v, v, 1), dim=-1)
-        channels = torch.cat((values.flatten(1), x @ p["shared.weight"].T), dim=-1)
+        b, c = (x @ p["shared.weight"].T).split(k, dim=-1)
+        channels = torch.cat((of_value * values.flatten(1), of_key * b, of_query * c), dim=-1)
         weight = torch.cat((p["convolution.weight"], p["shared_convolution.weight"]))
         bias = torch.cat((p["convolution.bias"], p["shared_convolution.bias"])) if r.convolution_bias else None
     else:
         rows = rows.view(len(x), g, -1)
-        mixed, gate, step = rows.split((h // g * v + 2 * k, h // g * v, h // g), dim=-1)
+        values, b, c, gate, step = rows.split((h // g * v, k, k, h // g * v, h // g), dim=-1)
+        mixed = torch.cat((of_value * values, of_key * b, of_query * c), dim=-1)
         channels, weight, bias = mixed.flatten(1), p["convolution.weight"], p.get("convolution.bias")
     y = silu(torch.stack(convolved(channels, weight, bias)))
     if g == 1:
@@ -145,8 +153,8 @@ def mamba_rows(p: dict[str, torch.Tensor], x: torch.Tensor, r: RecurrentConfig) 
         values, b, c = y.view(len(x), g, -1).split((h // g * v, k, k), dim=-1)
     heads = len(x), h, v
     return (
-        values.reshape(heads), b.reshape(len(x), g, k), c.reshape(len(x), g, k), gate.reshape(heads),
-        step.reshape(len(x), h),
+        values.reshape(heads), b.reshape(len(x), g, k), c.reshape(len(x), g, k), of_gate * gate.reshape(heads),
+        of_step * step.reshape(len(x), h),
     )
 
 
@@ -172,7 +180,7 @@ def mamba2(p: dict[str, torch.Tensor], x: torch.Tensor, model: ModelConfig) -> t
         out.append((row * gate[t] if r.norm_before_gate or r.gated_norm == "none" else row).flatten())
         if r.gated_norm == "none":
             out[-1] = (y[t] * gate[t]).flatten()
-    return torch.stack(out) @ p["output.weight"].T
+    return r.result_multiplier * torch.stack(out) @ p["output.weight"].T
 
 
 def kda(p: dict[str, torch.Tensor], x: torch.Tensor, model: ModelConfig) -> torch.Tensor:

@@ -6,6 +6,7 @@ Their logits, gradients, tensors and fields are in the tests of all families.
 from __future__ import annotations
 
 import json
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from logit_bounds import stage_of
 from safetensors.torch import load_file, save_file
 
+from megatron_port.core.config.loader import load
 from megatron_port.core.config.model import ATTENTION
 from megatron_port.core.errors import CheckpointError
 from megatron_port.ext.families import family_named, family_names
@@ -142,6 +144,60 @@ def test_bamba_is_read_as_its_published_files_are_written() -> None:
     assert any("partial_rotary_factor 1.0 is not read" in note for note in notes)
     whole = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 1.0}}
     assert model_from_hf({**body, **whole}, "config.json").rotary_percent == 1.0
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    *(({name: True}, f"{name} is True: biases of the projections; only False")
+      for name in ("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias")),
+    ({"mamba_d_ssm": 96}, "mamba_n_heads × mamba_d_head is 4 × 32; expected 96, which is mamba_d_ssm"),
+    ({"mamba_n_groups": 3}, "4 heads do not divide by 3 groups"), ({"mamba_n_heads": 0}, "mamba_n_heads is 0"),
+    ({"ssm_multipliers": [1.0, 2.0]}, r"ssm_multipliers is \[1.0, 2.0\]; only 5 factors above 0"),
+    ({"mlp_multipliers": [1.0, -1.0]}, "mlp_multipliers is .* only 2 factors above 0"),
+    ({"key_multiplier": 0.0}, "key_multiplier is 0.0; only factors above 0"),
+    ({"lm_head_multiplier": -0.5}, "lm_head_multiplier is -0.5; only"), ({"hidden_act": "gelu"}, "only silu"),
+    ({"lm_head_multiplier": None}, "lm_head_multiplier is null"), ({"time_step_limit": [0.5]}, "time_step_limit is"),
+    ({"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+])
+def test_what_falcon_h1_would_need_is_refused_by_name(change: dict[str, object], said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        model_from_hf({**hf.small("falcon_h1").to_dict(), **change}, "config.json")
+
+
+FALCON: dict[str, Any] = {
+    "model_type": "falcon_h1", "attention_in_multiplier": 1.0, "attention_out_multiplier": 0.9375, "vocab_size": 32784,
+    "attn_layer_indices": None, "embedding_multiplier": 5.656854249492381, "head_dim": 64, "hidden_size": 1024,
+    "intermediate_size": 2048, "key_multiplier": 0.39062499999999994, "lm_head_multiplier": 0.0390625,
+    "mamba_chunk_size": 128, "mamba_d_head": 64, "mamba_d_ssm": 1536, "mamba_d_state": 128, "mamba_expand": 2,
+    "mamba_n_groups": 1, "mamba_n_heads": 24, "mamba_norm_before_gate": False, "mamba_use_mlp": True,
+    "max_position_embeddings": 16384, "mlp_multipliers": [0.8838834764831844, 0.5859375], "num_attention_heads": 8,
+    "num_hidden_layers": 36, "num_key_value_heads": 2, "rope_scaling": None, "rope_theta": 100000000000.0,
+    "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.23570226039551587,
+    "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+}
+
+
+def test_falcon_h1_is_read_as_its_published_files_are_written() -> None:
+    """The shipped shape is what they say; factors are written so that they are read back to the bit."""
+    notes: list[str] = []
+    model = model_from_hf(FALCON, "config.json", notes)
+    assert not model_differences(load("models/falcon-h1-0.5b").config.model, model) and "mamba_use_mlp" in notes[0]
+    written = hf_config(model, dtype="float32", eos=None)
+    for name in ("key_multiplier", "lm_head_multiplier", "mlp_multipliers", "attention_out_multiplier"):
+        assert written[name] == FALCON[name], name
+    assert not model_differences(model, model_from_hf(written, "back"))
+    into = model_from_hf({**FALCON, "attention_in_multiplier": 0.5}, "config.json")  # of both scores and values
+    assert into.attention_scale == model.attention_scale / 4 and into.recurrent.attention_multiplier == 0.46875
+    plain = {"mamba_d_ssm": None, "mamba_d_head": "auto", "ssm_multipliers": None, "ssm_in_multiplier": 1.0}
+    model = model_from_hf({**FALCON, **plain, "mlp_multipliers": None, "mamba_n_heads": 32}, "config.json")
+    assert model.recurrent.value_size == 64 and model.recurrent.multipliers == () and model.mlp_multipliers == ()
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_falcon_h1s_factors_come_back_to_the_bit(number: int) -> None:
+    factor = random.Random(number).uniform(0.01, 3.0)
+    names = ("key_multiplier", "lm_head_multiplier", "attention_in_multiplier", "ssm_in_multiplier")
+    model = model_from_hf({**FALCON, **dict.fromkeys(names, factor)}, "config.json")
+    assert family_for(model) == "falcon_h1"
 
 
 @pytest.mark.parametrize(("family", "change", "said"), [

@@ -158,6 +158,12 @@ class RecurrentConfig:
     """mamba2: norm of the result over the heads that share keys, over all heads, or none (Falcon-H1)."""
     norm_before_gate: bool = False
     """mamba2: the gate is behind the norm, not before it."""
+    multipliers: tuple[float, ...] = ()
+    """mamba2: factors of the projected gates, values, keys, queries and time steps (Falcon-H1); empty: 1 each."""
+    result_multiplier: Positive = 1.0
+    """mamba2: factor of the result (Falcon-H1)."""
+    attention_multiplier: Positive = 1.0
+    """attention_mamba2: factor of what attention adds to the mixer's result (Falcon-H1)."""
     norm_epsilon: NonNegative = 0.0
     """Added to the variance by the norm of the result; 0: model.norm_epsilon."""
     negative_eigenvalues: bool = False
@@ -197,8 +203,8 @@ class ModelConfig:
     """Tokens per sample, s; also the number of learned positions."""
     mixer: str = "attention"
     """Mixer of the positions of a layer: attention | gated_delta (Gated DeltaNet, arXiv 2412.06464) | short_conv (gated
-    short convolution: LFM2) | mamba2 (arXiv 2405.21060) | kda (Kimi Delta Attention, arXiv 2510.26692), or one
-    that a plugin registers."""
+    short convolution: LFM2) | mamba2 (arXiv 2405.21060) | kda (Kimi Delta Attention, arXiv 2510.26692) |
+    attention_mamba2 (attention and mamba2 of one input, added: Falcon-H1), or one that a plugin registers."""
     mixer_pattern: tuple[str, ...] = ()
     """Mixers of the layers, repeated over them (Qwen3-Next: three of gated_delta, one of attention); empty: mixer."""
     mlp_pattern: tuple[Literal["mlp", "none"], ...] = ()
@@ -266,6 +272,8 @@ class ModelConfig:
     """gelu (erf) | gelu_tanh | relu2 (max(x, 0)²: Nemotron-H) | swiglu (SiLU gate) | geglu_tanh (gelu_tanh gate: Gemma)
     | swiglu_clamped (g · sigmoid(1.702 g) · (u + 1) with g at most 7 and u within ±7: GPT-OSS); torch's ops with any
     provider: relu2 and the last two"""
+    mlp_multipliers: tuple[float, ...] = ()
+    """swiglu: factors of the gate, before its activation, and of the result (Falcon-H1); empty: 1 each."""
     add_bias: bool = True
     """Biases in all linears of the layers and (with layernorm) norms."""
     qkv_bias: bool = False

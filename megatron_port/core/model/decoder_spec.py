@@ -192,7 +192,7 @@ def mlp_spec(model: ModelConfig, name: str = "mlp", width: int = 0) -> MLPSpec:
     """Return a block by the name of its parameters. Only the matrices of dense layers may be factored."""
     bias, dense = model.add_bias or model.mlp_bias, name == "mlp"
     width = width or model.ffn_size
-    return MLPSpec(
+    plain = MLPSpec(
         up=LinearSpec(
             name=f"{name}.up", inputs=model.hidden_size, outputs=width, parallel="column", bias=bias,
             std=model.matrix_std, packed=2 if model.gated else 1, rank=model.up_rank if dense else 0,
@@ -203,3 +203,4 @@ def mlp_spec(model: ModelConfig, name: str = "mlp", width: int = 0) -> MLPSpec:
         ),
         activation=model.activation,
     )
+    return PARTS.function("scaled feed-forward block")(plain, model) if model.mlp_multipliers else plain

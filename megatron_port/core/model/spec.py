@@ -74,6 +74,11 @@ class MixerSpec(ABC):
         return None
 
     @property
+    def parts(self) -> tuple[MixerSpec, ...]:
+        """Mixers of the layer's input whose results are summed, that of a second one in the value ``beside``."""
+        return (self,)
+
+    @property
     def linears(self) -> tuple[LinearSpec, ...]:
         """In the order of the forward pass."""
         return *self.projections, *self.output.factors
@@ -393,10 +398,12 @@ class LayerSpec:
         out: list[Op] = []
         entry, stream = _normed(out, "norm1", self.norm1, INPUT)
         out += self.mixer.ops(entry)
-        output = self.mixer.output
-        out.append(Op(
-            kind="row", run="attention.output", site="residual", reads=("mixed",), writes=("attention",), part=output,
-        ))
+        output, several = self.mixer.output, len(self.mixer.parts) > 1
+        last = "attention alone" if several else "attention"
+        out += [Op(kind="row", run="attention.output", site="residual", reads=("mixed",), writes=(last,), part=output)]
+        if several:
+            read = last, "beside"
+            out += [Op(kind="sum", run="attention.summed", site="residual", reads=read, writes=("attention",))]
         attention, bias = _branch(out, "attention", output.bias, self.post_norm1, "residual")
         if not self.parallel_residual:
             out.append(_add("attention", attention, stream, bias, "residual"))
@@ -442,7 +449,7 @@ class LayerSpec:
     def region_widths(self, hidden: int) -> list[tuple[int, int]]:
         """Features that enter and that leave each region which tensor-parallel ranks divide: the residual stream's
         ``hidden``, or the rank of a factored linear at that end."""
-        out = [(self.mixer.entry_rank or hidden, self.mixer.output.rank or hidden)]
+        out = [(mixer.entry_rank or hidden, mixer.output.rank or hidden) for mixer in self.mixer.parts]
         block = self.mlp.dense_block
         return out if block is None else [*out, (block.up.rank or hidden, block.down.rank or hidden)]
 

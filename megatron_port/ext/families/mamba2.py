@@ -66,6 +66,11 @@ def check_width(f: Fields, recurrent: RecurrentConfig, hidden: int, expand: int,
     if inner != expand * hidden:
         raise f.fault(f"{product} is {recurrent.heads} × {recurrent.value_size}; expected expand × hidden_size, "
                       f"{expand} × {hidden}")
+    check_groups(f, recurrent)
+
+
+def check_groups(f: Fields, recurrent: RecurrentConfig) -> None:
+    """Raise CheckpointError unless the groups divide the heads."""
     if recurrent.key_heads < 1 or recurrent.heads % recurrent.key_heads:
         raise f.fault(f"{recurrent.heads} heads do not divide by {recurrent.key_heads} groups")
 

@@ -148,6 +148,15 @@ OPTIONS = (
         Conflict("model.head_bias", "the bias would not be divided with the logits", "leave one of the two out"),
         Conflict("model.kv_lora_rank", "inputs of latents do not grow with the width", "use 0"),
     )),
+    Table(sized=True, asked="model.mlp_multipliers {c.model.mlp_multipliers}", on=lambda c: c.model.mlp_multipliers,
+          link="does not go with", rows=(
+        Conflict("model.activation", use='use "swiglu"', allowed=("swiglu",)),
+        Conflict("model.mlp_bias", "the last bias would not be multiplied", "use false"),
+        Conflict("model.add_bias", "the last bias would not be multiplied", "use false"),
+        Conflict("model.moe.num_experts", "experts have none", "use 0"),
+        Rule(lambda c: len(c.model.mlp_multipliers) != 2 or min(c.model.mlp_multipliers) <= 0,
+             "{asked}: give two above 0, of the gate and of the result, or none"),
+    )),
     Table(sized=True, rows=(
         Rule(lambda c: c.model.qk_norm_over != "head" and not c.model.qk_norm,
              'model.qk_norm_over "{c.model.qk_norm_over}" needs qk_norm = true'),

@@ -268,8 +268,9 @@ def _blocks(config: RunConfig) -> list[str]:
         if name == ATTENTION:
             sizes["attention's output projection"] = m.num_attention_heads * m.value_size
         else:
-            spec = MIXERS.get(name, MixerKind).spec(m, 0)
-            sizes[f"the output projection of model.mixer {name!r}"] = spec.output.inputs
+            for number, part in enumerate(MIXERS.get(name, MixerKind).spec(m, 0).parts):
+                which = "second output" if number else "output"
+                sizes[f"the {which} projection of model.mixer {name!r}"] = part.output.inputs
     return [
         f"optimizer.name 'adamw-8bit' has a scale for each {STATE_BLOCK} elements of a row, and "
         f"layout.tensor_parallel_size {tp} leaves each rank {n // tp} of the {n} inputs of {what}; use a size that "

@@ -7,7 +7,7 @@ silu(gate) and normed, or normed first. Of one group, B and C are the same on al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,9 @@ class Mamba2Spec(RecurrentSpec):
     """0: any."""
     gated_norm: str
     norm_before_gate: bool
+    multipliers: tuple[float, ...] = (1.0,) * 5
+    """Factors of gates, values, keys, queries and time steps."""
+    result_multiplier: float = 1.0
 
     @property
     def own(self) -> Mapping[str, ParameterSpec]:
@@ -61,10 +64,29 @@ class Mamba2Spec(RecurrentSpec):
         return found if self.gated_norm == "none" else {**found, "norm": norm}
 
     @property
+    def norms_over_ranks(self) -> int:
+        return int(self.gated_norm == "all" or (self.gated_norm == "group" and self.groups == 1))
+
+    @property
     def scratch(self) -> tuple[float, float]:
         k, v, c = self.heads * self.key_size, self.heads * self.value_size, self.heads * self.chunk
         channels = self.units * self.convolved + self.shared_convolved
         return 4.2 * k + 1.9 * v + 1.8 * c + 2.2 * channels, 5.3 * k + 10.9 * v + 2.1 * c + 1.6 * channels
+
+    def taps(self, weights: Sequence[Tensor]) -> Tensor:
+        """The convolution is linear in each channel, so the factors of values, keys and queries are its own."""
+        from torch import cat
+
+        _, *factors, _ = self.multipliers
+        if factors == [1.0] * 3:
+            return super().taps(weights)
+        sizes = self.heads // self.units * self.value_size, self.key_size, self.key_size
+        if self.shared is None:
+            (mine,) = weights
+            parts = mine.unflatten(0, (-1, self.convolved)).split(sizes, dim=1)
+            return cat([part * factor for part, factor in zip(parts, factors, strict=True)], dim=1).flatten(0, 1)
+        parts = weights[0], *weights[1].split(sizes[1:])
+        return cat([part * factor for part, factor in zip(parts, factors, strict=True)])
 
     def _values(self, rows: Rows) -> Tensor:
         """[n, batch, heads, value]"""
@@ -80,7 +102,8 @@ class Mamba2Spec(RecurrentSpec):
         from megatron_port.ext.mixers.recurrence import Operands
 
         each, values = self.heads // self.units, self._values(rows)
-        steps = softplus(rows.plain[..., each * self.value_size :].flatten(-2) + own["step_bias"])
+        steps = _times(rows.plain[..., each * self.value_size :].flatten(-2), self.multipliers[4])
+        steps = softplus(steps + own["step_bias"])
         steps = steps.clamp(self.step_min, self.step_max or None)
         shared = rows.shared[..., None, :] if self.shared is not None else rows.convolved[..., each * self.value_size :]
         keys, queries = silu(shared).split(self.key_size, dim=-1)
@@ -91,11 +114,15 @@ class Mamba2Spec(RecurrentSpec):
         )
 
     def result(self, mixed: Tensor | None, rows: Rows, own: Mapping[str, Tensor], norm: Norm) -> Tensor:
+        return _times(self._result(mixed, rows, own, norm), self.result_multiplier)
+
+    def _result(self, mixed: Tensor | None, rows: Rows, own: Mapping[str, Tensor], norm: Norm) -> Tensor:
         from torch.nn.functional import silu
 
         assert mixed is not None
         out = (mixed + own["skip"][:, None] * self._values(rows)).flatten(-2)
-        gate = silu(rows.plain[..., : self.heads // self.units * self.value_size].flatten(-2))
+        gate = rows.plain[..., : self.heads // self.units * self.value_size].flatten(-2)
+        gate = silu(_times(gate, self.multipliers[0]))
         if self.gated_norm == "none":
             return out * gate
         if not self.norm_before_gate:
@@ -106,6 +133,10 @@ class Mamba2Spec(RecurrentSpec):
             size = self.heads // self.groups * self.value_size
             out = norm(out.unflatten(-1, (-1, size)), own["norm"].unflatten(0, (-1, size))).flatten(-2)
         return out * gate if self.norm_before_gate else out
+
+
+def _times(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else x * factor
 
 
 def mamba2(model: ModelConfig, index: int) -> Mamba2Spec:
@@ -120,7 +151,8 @@ def mamba2(model: ModelConfig, index: int) -> Mamba2Spec:
         units=units, convolved=sum(convolved), plain=sum(plain), kernel=r.kernel, convolution_bias=r.convolution_bias,
         heads=r.heads, key_size=r.key_size, value_size=r.value_size, chunk=r.chunk, segment=r.segment,
         groups=r.key_heads, step_min=r.step_min, step_max=r.step_max, gated_norm=r.gated_norm,
-        norm_before_gate=r.norm_before_gate,
+        norm_before_gate=r.norm_before_gate, multipliers=r.multipliers or (1.0,) * 5,
+        result_multiplier=r.result_multiplier,
         packed=projection(model, (*convolved, *plain), units),
         shared=shared_projection(model, keys) if one else None, shared_convolved=sum(keys) if one else 0,
         output=output(model, r.heads * r.value_size),
@@ -133,6 +165,9 @@ def _faults(model: ModelConfig) -> Iterator[str]:
     if 0 < r.step_max < r.step_min:
         yield (f"model.recurrent.step_max {r.step_max} is below step_min {r.step_min}; use at least that, or 0 for any "
                "time step")
+    if r.multipliers and (len(r.multipliers) != 5 or min(r.multipliers) <= 0):
+        yield (f"model.recurrent.multipliers {list(r.multipliers)}: give five above 0, of gates, values, keys, queries "
+               "and time steps, or none")
     if r.gated_norm == "none" and r.norm_before_gate:
         yield ('model.recurrent.norm_before_gate is of the norm that gated_norm = "none" leaves out; leave it out, or '
                'use "group" or "all"')
@@ -140,5 +175,5 @@ def _faults(model: ModelConfig) -> Iterator[str]:
 
 KIND = RecurrentKind(mamba2, faults=_faults, reads=frozenset({
     "heads", "key_heads", "key_size", "value_size", "kernel", "convolution_bias", "step_min", "step_max", "gated_norm",
-    "norm_before_gate", "norm_epsilon", "chunk", "segment",
+    "norm_before_gate", "norm_epsilon", "multipliers", "result_multiplier", "chunk", "segment",
 }))

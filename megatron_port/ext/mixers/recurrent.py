@@ -162,7 +162,7 @@ class Recurrent(nn.Module):
             ahead = torch.cat((mine.new_zeros(lacking, *mine.shape[1:]), ahead))
         weights = [upcast(p) for p in self.convolution]
         bias = torch.cat(weights[1::kinds]) if self.spec.convolution_bias else None
-        found = convolve(mine, ahead, torch.cat(weights[::kinds]), bias, run.reach)
+        found = convolve(mine, ahead, self.spec.taps(weights[::kinds]), bias, run.reach)
         together = self.spec.shared_convolved
         convolved, common = found.split((found.shape[-1] - together, together), dim=-1)
         rows = Rows(convolved.unflatten(-1, (self.units, -1)), plain, torch.cat((common, shared), dim=-1))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -91,6 +91,11 @@ class RecurrentSpec(MixerSpec):
     @property
     def projections(self) -> tuple[LinearSpec, ...]:
         return (self.packed,) if self.shared is None else (self.packed, self.shared)
+
+    @property
+    def entry_rank(self) -> int:
+        """The layer's input, and the shared rows."""
+        return 0 if self.shared is None else self.packed.inputs + self.shared.outputs
 
     @property
     def shared_rows(self) -> int:
@@ -176,6 +181,13 @@ class RecurrentSpec(MixerSpec):
         [n, batch, units, ...]; ``wide``: fp32 or fp64, in which anything is computed."""
         convolved, plain = rows.split((self.convolved, self.plain), dim=-1)
         return convolved, plain
+
+    def taps(self, weights: Sequence[Tensor]) -> Tensor:
+        """Return the weights of the convolution [channels, kernel] from those of the units' channels, and of those that
+        they share; a mixer may scale them in place of its rows."""
+        from torch import cat
+
+        return cat(tuple(weights))
 
     @abstractmethod
     def operands(self, rows: Rows, own: Mapping[str, Tensor]) -> Operands | None:

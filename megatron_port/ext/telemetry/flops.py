@@ -147,7 +147,7 @@ def hardware_flops(
         copied = 2 * seq * layer.copied_numel(tp)
         forward = layer.forward_flops(seq, document) + copied + adapter_flops(layer, tuning, seq)
         core = layer.mixer.flops(seq, document)
-        always = core if layer.mixer.recomputes else 0.0
+        always = sum(part.flops(seq, document) for part in layer.mixer.parts if part.recomputes)
         again = {"none": always, "selective": core, "full": forward + always}
         total += count * (again[recompute] + passes * copied)
     if chunked_head:
@@ -164,6 +164,6 @@ def site_flops(layer: LayerSpec, site: str, seq: int, tp: int = 1, document: flo
     projections = sum(p.weight_numel for p in layer.mixer.projections)
     matrices = {
         "qkv": projections + layer.copied_numel(tp), "hidden": layer.dense.up.weight_numel if layer.mlp.linears else 0,
-        "residual": layer.mixer.output.weight_numel,
+        "residual": sum(part.output.weight_numel for part in layer.mixer.parts),
     }
     return layer.mixer.flops(seq, document) if site == "core" else 2 * seq * matrices.get(site, 0)

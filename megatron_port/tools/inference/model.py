@@ -281,7 +281,8 @@ class InferenceModel:
     def padded(self, length: int) -> int:
         """Return the shortest length of sequences that the context-parallel ranks divide evenly, ``length`` or more,
         with as many positions in each chunk as a convolution reads. What is behind a token changes nothing for it."""
-        chunks, mixers = self.stage.partition.chunks, [layer.mixer for layer in model_spec(self.model).layers]
+        chunks, layers = self.stage.partition.chunks, model_spec(self.model).layers
+        mixers = [part for layer in layers for part in layer.mixer.parts]
         read = [mixer.kernel - 1 for mixer in mixers if isinstance(mixer, RecurrentSpec)] if chunks > 1 else []
         return max(-(-length // chunks), *read, 0) * chunks
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -526,6 +527,10 @@ def _real_buffers(network: nn.Module, config: Any, source: HFFolder) -> None:
                 continue
             if hasattr(child, "scalar_embed_scale"):  # Gemma's embedding, made of sizes
                 child.register_buffer("embed_scale", torch.tensor(child.scalar_embed_scale), persistent=False)
+                continue
+            if hasattr(child, "mup_vector"):  # Falcon-H1's factors, made of sizes
+                factors = import_module(type(child).__module__).compute_mup_vector(config)
+                child.register_buffer("mup_vector", factors, persistent=False)
                 continue
             made = type(child)(config)
             if next(made.parameters(), None) is None:

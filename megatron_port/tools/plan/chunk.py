@@ -196,8 +196,8 @@ def site_bytes(case: Case, layer: LayerSpec | None = None, *, scores: bool = Tru
     m, t, w = case.model, case.tp, case.width
     layer = layer or model_spec(m).layers[0]
     attention = layer.mixer.attention
-    if attention is None:
-        return metered_bytes(case, layer)
+    if attention is None or attention is not layer.mixer:
+        return _metered(case, layer)
     torchs = case.kernels == "torch"
     tokens, stream = stream_of(case)
     mask = {"own": 0, "torch": w}.get(case.kernels, 1) * (m.hidden_dropout > 0)
@@ -237,6 +237,19 @@ def site_bytes(case: Case, layer: LayerSpec | None = None, *, scores: bool = Tru
         "activation": tokens / t * (layer.dense.down.kept_features(t) + gate) * w,
         "output": stream * mask + post(layer.post_norm2) + between(layer.dense.down.rank),
     }
+
+
+def _metered(case: Case, layer: LayerSpec) -> dict[Site, float]:
+    """Return what the meter counts, of copies in an RMSNorm that much as its argument."""
+    found, argument = metered_bytes(case, layer), stream_of(case)[1] * case.width
+    norms: tuple[tuple[Site, Site, NormSpec | None], ...] = (
+        ("input", "norm1", layer.norm1), ("residual", "norm2", layer.norm2)
+    )
+    for site, reader, norm in norms if case.kernels == "torch" and case.width != case.wide else ():
+        if norm is not None and norm.kind == "rmsnorm" and not (site == "residual" and layer.parallel_residual):
+            found[site] += argument
+            found[reader] -= argument
+    return found
 
 
 def layer_activation_bytes(case: Case, recompute: str | None = None, layer: LayerSpec | None = None) -> float:

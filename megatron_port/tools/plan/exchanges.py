@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
 from megatron_port.core.model.spec import LayerSpec, MixerSpec
 from megatron_port.ext.experts.spec import MoESpec
+from megatron_port.ext.mixers.recurrent_spec import RecurrentSpec
 from megatron_port.tools.plan.case import Case
 from megatron_port.tools.plan.rates import Cost, Links, Rates, Span, span
 
@@ -57,6 +58,8 @@ def passed_bytes(case: Case, mixer: MixerSpec, *, kept: bool = False) -> float:
     """Return the bytes of all ranks' rows and states that each of them gathers for a mixer with a state; with those
     that it keeps beside them."""
     narrow, wide, beside = mixer.passed
+    if isinstance(mixer, RecurrentSpec):  # every tensor-parallel rank has all rows that units share
+        narrow += (case.tp - 1) * (mixer.kernel - 1) * mixer.shared_convolved
     runs = 1 if case.cp_order == "contiguous" else 2
     if case.cp_order == "balanced" and case.document:  # at most, where no two blocks are neighbours
         from megatron_port.ext.context.balance import block_size  # with numpy
@@ -68,6 +71,10 @@ def passed_bytes(case: Case, mixer: MixerSpec, *, kept: bool = False) -> float:
 def context_bytes(case: Case, layer: LayerSpec) -> dict[str, float]:
     """Return the bytes of the buffers that a layer hands to the collectives of its mixer in the forward and the
     backward pass of a micro-batch, by kind."""
+    if len(layer.mixer.parts) > 1:
+        found = [context_bytes(case, replace(layer, mixer=part)) for part in layer.mixer.parts]
+        kinds = dict.fromkeys(kind for one in found for kind in one)
+        return {kind: sum(one.get(kind, 0.0) for one in found) for kind in kinds}
     if layer.mixer.attention is None:
         every = passed_bytes(case, layer.mixer)
         return {"all-gather": (1 + (case.recompute == "full")) * every, "reduce-scatter": every}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_port.core.model.ops import Site
 from megatron_port.core.model.spec import LayerSpec, LinearSpec, MLPSpec, PredictionSpec
@@ -108,7 +108,10 @@ HEAD_SIZES = (32, 64, 96, 128, 192, 256)
 def attention_seconds(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, float]:
     """Forward and backward of the attention core (scores, softmax, product with v), nothing recomputed."""
     m, t, w = case.model, case.tp, case.width
-    attention = layer.mixer.attention
+    attention, parts = layer.mixer.attention, layer.mixer.parts
+    if len(parts) > 1:
+        found = [attention_seconds(case, replace(layer, mixer=part), rates) for part in parts]
+        return sum(forward for forward, _ in found), sum(backward for _, backward in found)
     if attention is None:
         operations = layer.mixer.flops(m.seq_length, case.document) / m.seq_length * stream_of(case)[0] / t
         forward, backward = rates.core(operations, w)
@@ -294,7 +297,7 @@ def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
         shown = regions[0] * waits[0], regions[1] * waits[1]
     beside = _beside_exchange(case, layer, rates, links, forward, backward + again)
     starts = start_seconds(case, layer, rates)
-    shared = context_cost(case, layer, rates, links, (core, core_back), again=case.recompute in ("selective", "full"))
+    shared = _context(case, layer, rates, links, again=case.recompute in ("selective", "full"))
     return shared + Cost(
         forward=forward, backward=backward + again,
         forward_tensor=shown[0] + means + shares, backward_tensor=shown[1] + tensor_again + means + shares,
@@ -303,6 +306,15 @@ def layer_cost(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
         fillable=max(expert.fillable - beside[0], 0.0), forward_starts=starts[0],
         backward_starts=starts[1] + ((rates.host_recompute or starts[0]) if case.recompute == "full" else 0.0),
     )
+
+
+def _context(case: Case, layer: LayerSpec, rates: Rates, links: Links, *, again: bool) -> Cost:
+    """Cost of what context-parallel ranks exchange for each part of the layer's mixer."""
+    out = Cost()
+    for part in layer.mixer.parts if case.cp > 1 else ():
+        one = replace(layer, mixer=part)
+        out += context_cost(case, one, rates, links, attention_seconds(case, one, rates), again=again)
+    return out
 
 
 def start_seconds(case: Case, layer: LayerSpec, rates: Rates) -> tuple[float, float]:
@@ -383,10 +395,11 @@ def site_costs(case: Case, layer: LayerSpec, rates: Rates, links: Links, group: 
     normed = layer.mixer.normalized_features(t)
     moved = (0.0 if _splits_by_views(case, layer) else heads) + (normed + heads if normed else 0)
     rotated = rates.stream(split * moved * 2 * w, 1)
-    output, up = layer.mixer.output.factors, () if dense is None else dense.up.factors
+    output = [linear for part in layer.mixer.parts for linear in part.output.factors]
+    up = () if dense is None else dense.up.factors
     projections = sum(product(linear) for linear in layer.mixer.projections)
     core = attention_seconds(case, layer, rates)
-    keys = forward_again(context_cost(case, layer, rates, links, core, again=False))
+    keys = forward_again(_context(case, layer, rates, links, again=False))
     return {
         "norm1": norm, "norm2": norm,
         "qkv": Cost(

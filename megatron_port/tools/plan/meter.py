@@ -636,6 +636,12 @@ def _add(t: Tape, s: Sizes, op: Op, x: Value, residual: Value) -> Value:
     )
 
 
+def _sum(t: Tape, s: Sizes, op: Op, x: Value, other: Value) -> Value:
+    """``AttentionBesideRecurrent.summed``."""
+    scaled = s.case.model.recurrent.attention_multiplier != 1.0
+    return t.note(t.block(x.size), [x, other], lambda grad, saved: [t.block(x.size) if scaled else grad, grad])
+
+
 def _norm(t: Tape, s: Sizes, op: Op, x: Value) -> tuple[Value, Value]:
     return normalize(t, s, x, op.part)
 
@@ -662,7 +668,7 @@ def _experts(t: Tape, s: Sizes, op: Op, x: Value) -> Value:
 
 
 RULES: dict[str, Rule] = {
-    "norm": _norm, "branch norm": _branch_norm, "bias": _bias, "add": _add, "biased add": _add,
+    "norm": _norm, "branch norm": _branch_norm, "bias": _bias, "add": _add, "biased add": _add, "sum": _sum,
     "column": lambda t, s, op, x: enter(t, s, x, op.part), "row": lambda t, s, op, x: leave_by(t, s, x, op.part),
     "activation": _activation, "heads": heads, "latent heads": heads, "gated heads": heads,
     "scores": attend, "padded scores": attend, "experts": _experts,

@@ -11,6 +11,7 @@ from itertools import count
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.core.model.ops import Site
 from megatron_port.core.model.spec import LayerSpec, LinearSpec, MLPSpec, NormSpec
+from megatron_port.ext.mixers.scaled_mlp_spec import ScaledMLPSpec
 from megatron_port.ext.weights.adapter_spec import AdapterSpec, adapter_spec, layer_adapters, parts_of
 from megatron_port.tools.plan.case import Case
 from megatron_port.tools.plan.rates import Rates
@@ -443,6 +444,7 @@ def gated(t: Tape, s: Sizes, x: Value, mlp: MLPSpec) -> Value:
     """A gated activation: one op, or two of torch's; GPT-OSS's makes parts and masks beside its gradient."""
     size = x.size / 2
     beside = (6 + 2 / s.case.width) * size if mlp.activation == "swiglu_clamped" else 0.0
+    beside = 6 * size if isinstance(mlp, ScaledMLPSpec) else beside
 
     def of_both(grad: Block, saved: list[Block]) -> list[Block | None]:
         t.meter.need(2 * size, beside)

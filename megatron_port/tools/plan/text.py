@@ -206,7 +206,8 @@ def explain_context(plan: Plan) -> list[str]:
     case = plan.case
     if case.cp == 1:
         return []
-    out, layers = [], [layer for layer, _ in model_spec(case.model).kinds()]
+    kinds = [layer for layer, _ in model_spec(case.model).kinds()]
+    out, layers = [], [replace(layer, mixer=part) for layer in kinds for part in layer.mixer.parts]
     with_keys = [layer for layer in layers if layer.mixer.attention is not None]
     with_states = [layer for layer in layers if layer.mixer.attention is None]
     if with_keys:
