@@ -10,10 +10,10 @@ import torch
 from test_mixers import layer_of
 from test_recurrences import BATCH, mamba2, refused, rows_in
 
+from megatron_port.core.config.checks import problems
 from megatron_port.core.config.model import RecurrentConfig
-from megatron_port.core.config.schema import ModelConfig
+from megatron_port.core.config.schema import DataConfig, LayoutConfig, ModelConfig, OptimizerConfig, RunConfig
 from megatron_port.core.engine.module import recorded_parameters
-from megatron_port.core.errors import ConfigError
 from megatron_port.core.layers.step import StepContext
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.ext.mixers.scaled_mlp import ScaledSwiGLU
@@ -157,6 +157,11 @@ def test_ranks_that_do_not_divide_the_recurrence_are_refused() -> None:
     assert said.startswith("layout.tensor_parallel_size 4 does not divide model.recurrent.key_heads 2")
 
 
-def test_other_attention_in_a_spec_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="'attention_mamba2' has plain attention"):
-        model_spec(replace(MODEL, attention_gate=True))
+@pytest.mark.parametrize("change", [{"attention_gate": True}, {"kv_lora_rank": 8, "qk_rope_head_dim": 2}])
+def test_other_attention_is_refused_by_name_whatever_else_asks_for_the_spec(change: dict[str, Any]) -> None:
+    run = RunConfig(
+        model=replace(MODEL, **change), data=DataConfig(synthetic=True), optimizer=OptimizerConfig(name="adamw-8bit"),
+        layout=LayoutConfig(tensor_parallel_size=2, vocab_padding_multiple=1), engine="native",
+    )
+    found = problems(run, world_size=2)
+    assert any("is not built for model.mixer 'attention_mamba2'" in line for line in found), found

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from megatron_port.core.config.model import ModelConfig
-from megatron_port.core.errors import ConfigError
 from megatron_port.core.layers.spec import LinearSpec, ParameterSpec
 from megatron_port.core.model.decoder_spec import attention_spec
 from megatron_port.core.model.ops import Op
@@ -76,10 +75,10 @@ class AttentionMamba2Spec(GroupedAttentionSpec):
 
 
 def attention_mamba2(model: ModelConfig, index: int) -> AttentionMamba2Spec:
-    """Return the mixer of a layer (from 0). Raises ConfigError for other attention than this has."""
-    plain, recurrent = attention_spec(model, index), mamba2(model, index)
-    if type(plain) is not GroupedAttentionSpec:
-        raise ConfigError("model.mixer 'attention_mamba2' has plain attention, without gates and latents")
+    """Return the mixer of a layer (from 0). Other attention is refused by name (:func:`_faults`), as checks may ask for
+    the spec before."""
+    plain = attention_spec(replace(model, attention_gate=False, kv_lora_rank=0), index)
+    recurrent = mamba2(model, index)
     output = replace(recurrent.output, name="attention.recurrent_output")
     return AttentionMamba2Spec(**vars(plain), recurrent=replace(recurrent, output=output))
 
