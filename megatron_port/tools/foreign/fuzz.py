@@ -72,9 +72,9 @@ def run(session: Session, case: Drawn, *, seconds: float, folder: Path | None = 
 
 
 def smaller(session: Session, case: Drawn, sizes: Sequence[int]) -> Iterator[Drawn]:
-    """Yield legal cases that are plainer in one way: fewer ranks, or one option as by default."""
+    """Yield cases that are plainer in one way: fewer ranks, two if they can be, or one option as by default."""
     plain = {**session.kind.model, **session.kind.layout}
-    for size in sorted(s for s in sizes if s < case.ranks):
+    for size in sorted(s for s in {2, *sizes} if s < case.ranks):
         yield Drawn(case.seed, size, dict(case.options))
     for name, value in case.options.items():
         if value != plain[name]:
