@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from megatron_port.ext.corpora.prepare import prepare as prepare
     from megatron_port.ext.corpora.tokenizer import get_tokenizer as get_tokenizer
     from megatron_port.run.trainer import Trainer as Trainer
+    from megatron_port.tools.posttrain.learner import Learner as Learner
 
 _WHERE = {
     "build_engine": "megatron_port.api",
@@ -51,13 +52,14 @@ _WHERE = {
     "MicroBatch": "megatron_port.core.data.batch",
     "PortError": "megatron_port.core.errors",
     "learning_rate": "megatron_port.core.optim.schedules",
+    "Learner": "megatron_port.tools.posttrain.learner",
     "Trainer": "megatron_port.run.trainer",
     "Session": "megatron_port.run.session",
 }
 
-__all__ = ["Engine", "IndexedDataset", "MicroBatch", "PortError", "RunConfig", "Session", "Trainer", "__version__",
-           "build_engine", "build_loaders", "build_model", "get_tokenizer", "learning_rate", "load_config",
-           "open_checkpoint", "open_session", "prepare", "run_training"]
+__all__ = ["Engine", "IndexedDataset", "Learner", "MicroBatch", "PortError", "RunConfig", "Session", "Trainer",
+           "__version__", "build_engine", "build_loaders", "build_model", "get_tokenizer", "learning_rate",
+           "load_config", "open_checkpoint", "open_session", "prepare", "run_training"]
 
 install()
 

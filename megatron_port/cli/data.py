@@ -1,5 +1,5 @@
-"""``data list | show | rm | fetch | tokenizer | prepare | index | verify | blend``: from text to corpora for
-training.
+"""``data list | show | rm | fetch | tokenizer | prepare | index | verify | blend | rollouts``: from text to corpora
+for training.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_port.cli import rollouts
 from megatron_port.cli.arguments import ProgressBar, add_action, add_json, add_yes, confirm, print_json, print_table
 from megatron_port.cli.main import add_run_options, load_run
 from megatron_port.core.config.checks import check
@@ -309,7 +310,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:  # type: ignore[
     """Add the ``data`` command and its parts."""
     parser = subparsers.add_parser("data", help="fetch, tokenize, check and blend corpora")
     actions = parser.add_subparsers(dest="action", required=True,
-                                    metavar="list|show|rm|fetch|tokenizer|prepare|index|verify|blend")
+                                    metavar="list|show|rm|fetch|tokenizer|prepare|index|verify|blend|rollouts")
 
     action = add_action(actions, "fetch", get, help="get a real English corpus (5 MB)")
     action.add_argument("directory", type=local_path, help="folder for the text")
@@ -394,6 +395,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:  # type: ignore[
     action.add_argument("--tokens", type=float, default=0.0, metavar="N", help="tokens that the run draws, e.g. 300e9 "
                        "(default: the size of the corpora)")
     action.add_argument("--out", type=local_path, help="also write the [data] part here, for `extends`")
+    rollouts.add_to(actions)
 
 
 def _add_input(parser: argparse.ArgumentParser) -> None:

@@ -153,7 +153,8 @@ LOSSES = Registry(
 """Losses of one token."""
 
 OBJECTIVES = Registry(
-    "objective", "training.loss", {"dpo": "megatron_port.ext.objectives.dpo:PairObjective"},
+    "objective", "training.loss", {"dpo": "megatron_port.ext.objectives.dpo:PairObjective",
+                                   "policy": "megatron_port.ext.objectives.policy:PolicyObjective"},
     derived={
         "next_token": "megatron_port.core.data.objective:Objective",
         "multi_token": "megatron_port.ext.objectives.multi_token:MultiTokenObjective",
@@ -173,7 +174,9 @@ SAMPLES = Registry("order of samples", "", {
     "megatron": "megatron_port.ext.corpora.megatron_order:megatron_samples",
 })
 """By ``data.packing``, else ``data.order``: what makes the dataset of each split of a run from its corpora."""
-SOURCES = Registry("data source", "data.source", {"corpus": None})
+SOURCES = Registry("data source", "data.source", {
+    "corpus": None, "rollouts": "megatron_port.ext.objectives.rollout_source:rollouts",
+})
 FAMILIES = Registry("model family", "model.family", {
     "auto": None,
     "gpt2": "megatron_port.ext.families.gpt2:FAMILY", "gpt_neox": "megatron_port.ext.families.gpt_neox:FAMILY",
@@ -328,6 +331,7 @@ CONFLICTS = Registry("table of conflicts", "", {setting: target for target, sett
     "megatron_port.ext.kernels.settings:NARROW_STATE": ("optimizer.name",),
     "megatron_port.ext.deepspeed.settings:CONFLICTS": ("engine",),
     "megatron_port.ext.objectives.settings:LOSSES": ("training.loss", "training.z_loss"),
+    "megatron_port.ext.objectives.policy_settings:ROLLOUTS": ("data.source", "policy", "rollouts"),
     "megatron_port.ext.memory.settings:OFFLOAD": ("offload",),
     "megatron_port.ext.storage.settings:RECOVERY": ("launch.when_lost", "watch.replace_percent",
                                                           "checkpoint.disk_interval"),
@@ -342,7 +346,10 @@ CONFLICTS = Registry("table of conflicts", "", {setting: target for target, sett
 }.items() for setting in settings})
 """By the settings that ask for a feature: tuples of ``config.conflicts.Table``, which a check reads where one of those
 settings is not at its default; those of ``ALWAYS``, and of a plugin, in every check."""
-SECTIONS = Registry("section", "", {})
+SECTIONS = Registry("section", "", {
+    "policy": "megatron_port.ext.objectives.policy_settings:PolicyConfig",
+    "rollouts": "megatron_port.ext.objectives.policy_settings:RolloutsConfig",
+})
 """By name of its table in a run file: a dataclass of settings, frozen, keyword-only, with a default for each field."""
 
 REGISTRIES = (

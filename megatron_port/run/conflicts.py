@@ -6,7 +6,7 @@ from megatron_port.core.config.conflicts import Rule, Table
 from megatron_port.core.config.loader import did_you_mean
 from megatron_port.core.config.ranges import is_remote, url_fault
 from megatron_port.core.config.schema import RunConfig
-from megatron_port.core.registry import LOOP_HOOKS, OWN_UPDATES, SCHEDULES, SOURCES, unknown_choices
+from megatron_port.core.registry import LOOP_HOOKS, OWN_UPDATES, SCHEDULES, unknown_choices
 
 BYTE_VOCABULARY = 257
 """256 bytes and the end of a document."""
@@ -58,7 +58,7 @@ def _adamw_only(config: RunConfig) -> bool:
 
 def _reads_files(config: RunConfig) -> bool:
     """Return whether the samples come from files of tokens."""
-    return not config.data.synthetic and config.data.source not in SOURCES.added
+    return not config.data.synthetic and config.data.source == "corpus"
 
 
 def _places(config: RunConfig) -> list[str]:
@@ -141,7 +141,7 @@ _BACKEND = Table(sized=True, more=(_gpu_only, _own_ops, _hooks), rows=(
          "backend.optimizer own is for engine native, not {c.engine!r}; use auto"),
 ))
 _DATA = Table(more=(_places, _blend, _vocabulary), rows=(
-    Rule(lambda c: c.data.source in SOURCES.added and (c.data.synthetic or c.data.train or c.data.mask_eod_loss),
+    Rule(lambda c: c.data.source != "corpus" and (c.data.synthetic or c.data.train or c.data.mask_eod_loss),
          "data.source {c.data.source!r} brings its own samples; leave out data.train, data.synthetic and "
          "data.mask_eod_loss, or set data.source = 'corpus'"),
     Rule(lambda c: _reads_files(c) and not c.data.train,
@@ -170,7 +170,7 @@ _PACKING = Table(asked='data.packing "{c.data.packing}"', on=lambda c: c.data.pa
     Rule(lambda c: c.data.order == "megatron",
          "{asked} with data.order 'megatron', which cuts documents where a sample ends; use order 'stateless'"),
     Rule(lambda c: c.data.synthetic, "{asked} with data.synthetic, whose samples are whole; leave one of the two out"),
-    Rule(lambda c: c.data.source in SOURCES.added,
+    Rule(lambda c: c.data.source != "corpus",
          "{asked} with data.source {c.data.source!r}, which brings its own samples; leave packing out"),
 ))
 _STEP = Table(more=(_chunks,), rows=(

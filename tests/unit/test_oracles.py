@@ -15,6 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import pytest
 
 from megatron_port.core.config.schema import ParameterGroup, RunConfig
+from megatron_port.core.registry import SECTIONS
 from megatron_port.tools.compress.request import Request
 from megatron_port.tools.inference.generation import Sampling
 
@@ -49,6 +50,7 @@ def options(kind: Any, prefix: str = "") -> Iterator[str]:
 
 
 ALL = [*options(RunConfig), *options(ParameterGroup, "group."), *options(Sampling, "generate."),
+       *(option for name in SECTIONS.builtin for option in options(SECTIONS.get(name, type), f"{name}.")),
        *options(Request, "compress."), "optimizer.decay"]  # names of a registry, each of which is a formula
 
 

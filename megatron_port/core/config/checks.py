@@ -21,7 +21,7 @@ from megatron_port.core.registry import ALWAYS, CONFLICTS, PARTS, SECTIONS, choi
 
 __all__ = ["check", "problems", "resolve", "topology_sizes"]
 
-_PLAIN = {name: value_of(RunConfig(), name) for name in CONFLICTS.builtin if name != ALWAYS}
+_PLAIN = {name: value_of(RunConfig(), name) for name in CONFLICTS.builtin if name not in (ALWAYS, *SECTIONS.names)}
 """Values of the settings that ask for a feature, where they do not."""
 
 
@@ -55,8 +55,8 @@ def tables_of(config: RunConfig) -> Iterator[Table]:
     feature that nobody asks for contradicts nothing."""
     seen: set[int] = set()
     for name in CONFLICTS.names:
-        if name in SECTIONS.added and not hasattr(config, name):
-            continue  # a configuration that names none of this process' plugins
+        if name in SECTIONS.names and not hasattr(config, name):
+            continue  # a configuration that names none of them
         if name in _PLAIN and value_of(config, name) == _PLAIN[name]:
             continue
         tables = CONFLICTS.get(name, tuple)

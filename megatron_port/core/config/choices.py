@@ -128,16 +128,16 @@ def _problem(load: Callable[[], Any]) -> str:
     return ""
 
 
-# Sections of the configuration that plugins register (``registry.SECTIONS``): a field of RunConfig for each.
+# Sections that few runs have (``registry.SECTIONS``), plugins' among them: a field for each in a class of RunConfig's.
 
-def with_sections() -> type[RunConfig]:
-    """Return the class of configurations with every registered section; RunConfig where there is none.
+def with_sections(named: Sequence[str] = ()) -> type[RunConfig]:
+    """Return the class of configurations with plugins' sections, and those of the package that are ``named``.
 
     Raises:
         ConfigError: a section that cannot be one: its name is a setting's, or it is no dataclass with defaults.
     """
-    added = tuple((name, SECTIONS.get(name, type)) for name in SECTIONS.added)
-    return _extended(added) if added else RunConfig
+    wanted = [*(name for name in SECTIONS.builtin if name in named), *SECTIONS.added]
+    return _extended(tuple((name, SECTIONS.get(name, type)) for name in wanted)) if wanted else RunConfig
 
 
 @functools.cache  # one class for the same sections, so that equal configurations compare equal
@@ -157,7 +157,7 @@ def _extended(sections: tuple[tuple[str, type], ...]) -> type[RunConfig]:
 
 
 def added_sections(config: RunConfig) -> dict[str, Any]:
-    """Return the sections of plugins in a configuration that are not at their defaults, by name."""
+    """Return the registered sections of a configuration that are not at their defaults, by name."""
     own = {field.name for field in dataclasses.fields(RunConfig)}
     found = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in own}
     return {name: section for name, section in found.items() if section != type(section)()}

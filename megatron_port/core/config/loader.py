@@ -87,7 +87,7 @@ def load(
     unknown = [name for _, name, _, _ in reader.deferred]
     reader.problems += plugin_problems(reader.values, reader.origins.get("plugins", DEFAULT), unknown)
     if root is RunConfig and (unknown or reader.values.get("plugins")):
-        reader.read_sections(with_sections())
+        reader.read_sections(with_sections(unknown))
     if reader.problems:
         raise ConfigError(reader.problems)
     config = _build(reader.root, reader.values)

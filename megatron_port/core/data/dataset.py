@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import isqrt
 from pathlib import Path
@@ -26,8 +26,8 @@ class Sample:
     """int32 [seq]: where in the sample the document of each position starts; None: the sample is one document"""
     counted: np.ndarray | None = None
     """bool [seq]: whether the label of a position has a loss; None: all do"""
-    reference: np.ndarray | None = None
-    """float64 [2], of a pair: the reference's log-probability of the chosen and the rejected answer"""
+    side: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """What the run's objective reads beside the tokens (``data.objective``), by name"""
 
 
 def document_starts(edges: np.ndarray, seq_length: int) -> np.ndarray:

@@ -28,7 +28,7 @@ from megatron_port.core.data.objective import Objective, WholeSamples, objective
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.positions import WHOLE_SEQUENCE, Division, SequencePartition, sequence_partition
 from megatron_port.core.errors import DataError
-from megatron_port.core.registry import PARTS, SAMPLES, SOURCES
+from megatron_port.core.registry import PARTS, SAMPLES
 
 # What a rank is given of each micro-batch: by its pipeline stage, and by its place among the context-parallel ranks.
 #
@@ -360,7 +360,7 @@ def build_loaders(run_config: RunConfig, *, dp_rank: int, dp_size: int, need_tok
     fingerprint: list[dict[str, Any]] = []
     remote = False
     sets: list[TokenDataset | None]
-    if data.source in SOURCES.added:
+    if data.source != "corpus":
         sets = PARTS.function("plugin data source")(run, SPLITS)
     elif data.synthetic:
         sets = synthetic_datasets(run)

@@ -122,8 +122,8 @@ class NativeEngine:
     def _make_parts(self) -> StepParts:
         """Return the parts of a step."""
         sharded, ctx, progress = self.sharded, self.ctx, self.progress
-        count = Count(
-            self.objective, ctx, self.config.model.seq_length, self.values, self.scaler, self.norms, progress)
+        count = Count(self.forward_backward, ctx, self.config.model.seq_length, self.values, self.scaler, self.norms,
+                      progress)
         self._masks: Masks | None = None
         if self.config.sparsity.enabled:
             self._masks = STEP_PARTS.function("gradient masks")(sharded, self.config.sparsity)
@@ -145,6 +145,13 @@ class NativeEngine:
     def on_gradients(self, hook: GradientHook | None) -> None:
         self._show.hook = hook
 
+    def set_objective(self, objective: Objective) -> None:
+        """Train and evaluate by another objective from now on, which adds nothing to the model; alike on all ranks."""
+        self.objective = self.forward_backward.objective = objective
+        for chunk in self.chunks:
+            chunk.objective = objective
+        self.sums.auxiliary = AuxiliarySums(objective.sums, self.ctx.device)
+
     def capture_steps(self, capturer: Any) -> None:
         """Capture the fourth step as CUDA graphs, by a ``kernels.step_graphs.GraphCapturer``, and replay them from then
         on. To be called before the first step."""
@@ -165,13 +172,17 @@ class NativeEngine:
         plain = self.parts if probe is None else STEP_PARTS.function("probed step")(self.parts, probe)
         replayed, captured = probe is None and self.on_gradients is None, self.captured
         run_parts(plain.plain(self.sharded) if captured is None else captured.parts(plain, replayed=replayed), state)
+        return self.read_result(state, replay=probe is not None)
+
+    def read_result(self, state: StepState, *, replay: bool = False) -> StepResult:
+        """Return what a step came to, when all of its parts have run. ``replay``: its update was not applied."""
         self._losses = state.losses
         # The step's one host synchronisation (one more for each mask's count and torch's AdamW).
         tallies = {name: total.to("cpu", non_blocking=True) for name, total in state.totals.items()}
         found, auxiliary = state.read_outcome()
         self._differing, used_scale = int(found.differing), self.scaler.scale
         loss, finite = found.loss_sum / max(found.counted, 1.0), math.isfinite(found.norm)
-        if probe is None:
+        if not replay:
             self.scaler.account(loss, found.norm, applied=not found.skipped)
             if not found.skipped:
                 self.norms.account(found.norm)

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from megatron_port.core.data.batch import MicroBatch
-from megatron_port.core.data.objective import Objective
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import REPLICAS
 from megatron_port.core.dist.process import OPTIMIZER, REDUCE, ProgressTracker
@@ -135,16 +134,16 @@ class Count:
     """Counts the step's loss tokens, and sets the numbers that kernels read (:class:`StepValues`)."""
 
     def __init__(
-        self, objective: Objective, ctx: ParallelContext, seq_length: int, values: StepValues, scaler: LossScaler,
+        self, runner: ForwardBackward, ctx: ParallelContext, seq_length: int, values: StepValues, scaler: LossScaler,
         norms: NormStatistics, progress: ProgressTracker,
     ) -> None:
-        self.objective, self.ctx, self.seq_length, self.values = objective, ctx, seq_length, values
+        self.runner, self.ctx, self.seq_length, self.values = runner, ctx, seq_length, values
         self.scaler, self.norms, self.progress = scaler, norms, progress
 
     def run(self, state: StepState) -> None:
         """Run the part."""
         self.progress.at(REDUCE, "tokens of the step")
-        tokens = global_count(state.micro_batches, self.objective, self.ctx, seq_length=self.seq_length)
+        tokens = global_count(state.micro_batches, self.runner.objective, self.ctx, seq_length=self.seq_length)
         scale, (largest_loss, largest_norm), (mean, deviation) = self.scaler.scale, state.limits.largest, self.norms.now
         self.values.set(StepNumbers(
             lr=state.lr, loss_factor=scale * loss_weight(tokens), tokens=tokens,

@@ -101,7 +101,8 @@ class Tallies:
         return self._views(flat)
 
 
-class ModuleSums(NamedTuple):
+@dataclass
+class ModuleSums:
     """Sums that modules add to during a step."""
 
     auxiliary: AuxiliarySums

@@ -80,7 +80,7 @@ class GPTStage(nn.Module):
             if spec.head.predictions:
                 further = PARTS.function("multi-token prediction modules")(spec.head, build, self.head, table)
         self.predictions = nn.ModuleList(further)
-        self.objective, self.step = build.objective, build.step
+        self.objective, self.step, self.context_group = build.objective, build.step, build.ctx.over("cp")
         self.auxiliary_names = self.objective.sums
         self.on_logits: Callable[[torch.Tensor, StepContext], None] | None = None
         """Looks at the logits of each micro-batch before their loss."""

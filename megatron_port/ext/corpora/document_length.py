@@ -9,7 +9,6 @@ import numpy as np
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.dataset import TokenDataset
 from megatron_port.core.errors import DataError
-from megatron_port.core.registry import SOURCES
 
 SAMPLES = 512
 """Samples that are looked at, the first of the run."""
@@ -40,7 +39,7 @@ def with_document_length(config: RunConfig) -> RunConfig:
     """Return the run with ``data.document_length``, as the index of its corpora says, where that is 0, attention stays
     within documents and the corpora are files that are here."""
     data = config.data
-    if data.attention_documents != "within" or data.document_length or data.source in SOURCES.added:
+    if data.attention_documents != "within" or data.document_length or data.source != "corpus":
         return config
     # With torch, which a plan needs for this alone.
     from megatron_port.core.data.loader import corpus_datasets, drawn_samples, open_corpora, synthetic_datasets

@@ -221,7 +221,7 @@ class PairDataset(PackedDataset):
 
     def sample(self, index: int) -> Sample:
         found = super().sample(index)
-        return Sample(found.tokens, found.starts, found.counted, self.reference[index])
+        return Sample(found.tokens, found.starts, found.counted, {"reference": self.reference[index]})
 
 
 def packed_samples(

@@ -59,7 +59,7 @@ class PairObjective(Objective):
 
     def side(self, samples: WholeSamples) -> dict[str, torch.Tensor]:
         """Return the references, zeros for samples that fill up a batch."""
-        found = [np.zeros(2) if row.reference is None else row.reference for row in samples.rows]
+        found = [row.side.get(REFERENCE, np.zeros(2)) for row in samples.rows]
         return {REFERENCE: torch.from_numpy(np.stack(found))} if found else {}
 
     def count(self, batch: MicroBatch, positions: float) -> torch.Tensor | float:

@@ -11,7 +11,8 @@ from typing import Any
 from megatron_port.core.config.conflicts import Conflict, Rule, Table, always, native_only
 from megatron_port.core.config.features import NO_ADAPTERS, NO_QUANTISATION, NO_SPARSITY, NO_TEACHER
 from megatron_port.core.config.schema import ModelConfig, RunConfig
-from megatron_port.core.registry import OBJECTIVES, SOURCES
+from megatron_port.core.registry import OBJECTIVES
+from megatron_port.ext.objectives.policy_settings import POLICY
 
 
 def _too_short(config: RunConfig) -> list[str]:
@@ -70,13 +71,14 @@ LOSSES = (
         Conflict("data.synthetic", "which has no pairs",
                  "name corpora made by `data prepare --preference` in data.train"),
         Conflict("data.source", "which brings its own samples", "leave it out",
-                 when=lambda c: c.data.source in SOURCES.added),
+                 when=lambda c: c.data.source != "corpus"),
         Conflict("data.mask_eod_loss", "the corpus says which tokens count", "leave it out"),
         Conflict("layout.context_parallel_size", "which divides a pair", "use 1",
                  when=lambda c: c.layout.context_parallel_size > 1),
         Conflict("model.mtp_layers", "only the model's own predictions are answers", "set 0",
                  when=lambda c: c.model.mtp_layers > 0),
     )),
+    *POLICY,
 )
 
 

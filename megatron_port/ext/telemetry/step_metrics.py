@@ -103,7 +103,8 @@ PEAK = Chart("Share of peak, model (MFU, %)", zero=True)
 SECONDS = Chart("Seconds per step", zero=True)
 MEMORY = Chart("Memory of the reporting rank", zero=True, form="bytes")
 SCALE = Chart("Loss scale", varies=True)
-CHARTS = (LOSS, RATE, NORM, TOKENS, TFLOPS, PEAK, SECONDS, MEMORY, SCALE)
+REWARD = Chart("Reward")
+CHARTS = (LOSS, REWARD, RATE, NORM, TOKENS, TFLOPS, PEAK, SECONDS, MEMORY, SCALE)
 """In the order of the report."""
 
 
@@ -147,6 +148,22 @@ OWN: tuple[Metric, ...] = (
         "reward_accuracy", float, label="accuracy", form="{:.3f}", tag="rewards/accuracy",
         help="Share of these pairs whose own margin is above 0.",
     ),
+    Metric(
+        "reward", float, label="reward", form="{:.3f}", chart=REWARD, tag="rewards/mean",
+        help='With `training.loss = "policy"` ([post-training.md](post-training.md)): mean reward of the step\'s '
+             "answers. `loss` is then the policy's, a mean as `policy.method` says.",
+    ),
+    Metric("answer_tokens", float, unit="tokens", tag="rewards/answer_tokens",
+           help="Mean number of sampled tokens of these answers."),
+    Metric("policy_ratio", float, tag="policy/ratio",
+           help="Mean ratio of the new and the old policy over these tokens."),
+    Metric("policy_clipped", float, tag="policy/clipped", help="Share of these tokens whose ratio was clipped."),
+    Metric("policy_kl", float, unit="nats per token", tag="policy/kl",
+           help="KL of the old policy and the new one, estimated by exp(d) - d - 1 with d = old - new."),
+    Metric("policy_reference_kl", float, unit="nats per token", tag="policy/reference_kl",
+           help="The same of the reference, where `policy.kl` is not 0."),
+    Metric("policy_entropy", float, unit="nats per token", label="entropy", form="{:.3f}", tag="policy/entropy",
+           help="Mean entropy of the predictions of these tokens, where `policy.entropy` is not 0."),
     Metric(
         "cross_entropy", float, unit="nats per token", label="CE", form="{:.4f}", tag="loss/cross_entropy",
         help="With a teacher ([compression.md](compression.md#learning-from-a-teacher)): the part of `loss` that is of "

@@ -19,7 +19,14 @@ from typing import TypeVar
 
 from megatron_port.core.config.features import NO_ADAPTERS, FineTuningConfig
 from megatron_port.core.config.layout import topology_sizes
-from megatron_port.core.config.schema import CalibrationConfig, ClusterConfig, HardwareConfig, ModelConfig, RunConfig
+from megatron_port.core.config.schema import (
+    CalibrationConfig,
+    ClusterConfig,
+    DataConfig,
+    HardwareConfig,
+    ModelConfig,
+    RunConfig,
+)
 from megatron_port.core.dist.mesh import Topology
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.package import shipped_folder
@@ -549,6 +556,12 @@ def nonsense(machine: Machine) -> list[str]:
 
 MEMORY_FOLDERS = "/dev/shm", "/run/"
 """Folders in memory; a ``checkpoint.memory_folder`` that is not below one of them is taken for a disk."""
+
+
+def checked_data(config: RunConfig) -> DataConfig:
+    """Return the data settings that a plan is checked with: the run's own, or drawn tokens where it names none yet."""
+    named = config.data.train or config.data.source != "corpus"
+    return config.data if named else DataConfig(synthetic=True)
 
 
 def case_of(config: RunConfig, world_size: int | None = None, *, allow_fractions: bool = False) -> tuple[Case, bool]:

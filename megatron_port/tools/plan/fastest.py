@@ -23,12 +23,12 @@ from typing import Any
 from megatron_port.core.config.checks import problems
 from megatron_port.core.config.choices import CHOICES
 from megatron_port.core.config.layout import divisors, with_values
-from megatron_port.core.config.schema import DataConfig, RunConfig
+from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.pipeline.partition import balanced_layers
 from megatron_port.ext.memory.settings import chosen_chunk
 from megatron_port.tools.plan.activation_plan import plan_activations
-from megatron_port.tools.plan.case import Case, Machine, case_of
+from megatron_port.tools.plan.case import Case, Machine, case_of, checked_data
 from megatron_port.tools.plan.chunk import chunk_bytes
 from megatron_port.tools.plan.ledger import chunk_ends
 from megatron_port.tools.plan.memory import StageMemory, held_bytes, host_problem, plan_memory, stage_memory
@@ -164,9 +164,10 @@ def kinds_of(config: RunConfig, case: Case, world: int) -> list[Kind]:
     out = []
     dp = {"layout.data_parallel_size": 0, "layout.context_parallel_size": 1}
     bare = with_values(config, {
-        **NEUTRAL, **dp, "offload.optimizer": "none", "offload.weights": "none", "offload.nvme_path": "",
-        "layout.shard_size": 0, "layout.reshard": "forward", "layout.pipeline_schedule": "1f1b",
-        "layout.zero_stage": 1, "activations.policy": "none", "activations.layers": (), "activations.budget": 0.0,
+        **NEUTRAL, **dp, "data": checked_data(config), "offload.optimizer": "none", "offload.weights": "none",
+        "offload.nvme_path": "", "layout.shard_size": 0, "layout.reshard": "forward",
+        "layout.pipeline_schedule": "1f1b", "layout.zero_stage": 1, "activations.policy": "none",
+        "activations.layers": (), "activations.budget": 0.0,
     })
     for name in (config.engine, *(str(e) for e in CHOICES["engine"] if e != config.engine)):
         mine = with_values(bare, {"engine": name})
@@ -469,7 +470,7 @@ def _changes(config: RunConfig, case: Case, machine: Machine) -> Iterator[Change
 def _fitting(config: RunConfig, changes: list[Change], machine: Machine) -> list[Way]:
     out = []
     for change in changes:
-        changed = replace(with_values(config, change), data=DataConfig(synthetic=True))
+        changed = replace(with_values(config, change), data=checked_data(config))
         try:
             if problems(changed):
                 continue

@@ -18,9 +18,9 @@ from megatron_port.core.config.checks import problems
 from megatron_port.core.config.choices import CHOICES
 from megatron_port.core.config.dump import leaves
 from megatron_port.core.config.layout import divisors, expert_cuts, legal_tensor_sizes, with_values
-from megatron_port.core.config.schema import DataConfig, RunConfig
+from megatron_port.core.config.schema import RunConfig
 from megatron_port.ext.memory.sites import layer_choices
-from megatron_port.tools.plan.case import Case, Machine, balanced_split
+from megatron_port.tools.plan.case import Case, Machine, balanced_split, checked_data
 from megatron_port.tools.plan.elements import expert_elements, stage_elements, trained_elements
 from megatron_port.tools.plan.exchanges import work_imbalance
 from megatron_port.tools.plan.memory import StageMemory, held_bytes, stage_memory
@@ -37,7 +37,6 @@ NEUTRAL: dict[str, Any] = {
     "layout.tensor_parallel_size": 1, "layout.pipeline_parallel_size": 1, "layout.virtual_pipeline_size": 1,
     "layout.pipeline_split": (), "layout.sequence_parallel": False, "layout.expert_parallel_size": 1,
     "batch.micro_batch_size": 1, "cluster.nodes": 0,
-    "data": DataConfig(synthetic=True),
 }
 """A layout that any run has: what is wrong with it is not the layout's fault."""
 
@@ -322,7 +321,7 @@ def finalists(
 
 def is_legal(config: RunConfig, case: Case) -> bool:
     """Whether training would take a run with this layout."""
-    changed = replace(with_values(config, settings_of(config, case)), data=DataConfig(synthetic=True))
+    changed = replace(with_values(config, settings_of(config, case)), data=checked_data(config))
     return not problems(changed, world_size=case.world)
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from megatron_port.core.config.checks import check
-from megatron_port.core.config.schema import DataConfig, RunConfig
+from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.errors import ConfigError
 from megatron_port.core.model.decoder_spec import model_spec
 from megatron_port.ext.experts.spec import MoESpec, moe_of
@@ -23,7 +23,7 @@ from megatron_port.ext.telemetry.flops import (
 from megatron_port.run.elastic import starved_pipeline
 from megatron_port.tools.plan import arithmetic
 from megatron_port.tools.plan.activation_plan import describe, stage_counts, with_activation_plan
-from megatron_port.tools.plan.case import Case, Machine, case_of, machine_of
+from megatron_port.tools.plan.case import Case, Machine, case_of, checked_data, machine_of
 from megatron_port.tools.plan.chunk import layer_activation_bytes, layer_bytes
 from megatron_port.tools.plan.exchanges import (
     context_bytes,
@@ -159,8 +159,7 @@ def _refuse(config: RunConfig, tokens: float | None, fractional: bool) -> None:
         )
     if out:
         raise ConfigError(out)
-    batch, data = config.batch, DataConfig(synthetic=True)  # a plan reads no corpus
-    checked = replace(config, data=data)
+    batch, checked = config.batch, replace(config, data=checked_data(config))
     if fractional and not batch.rampup_start:
         t, p = config.layout.tensor_parallel_size, config.layout.pipeline_parallel_size
         world = config.cluster.nodes * config.cluster.gpus_per_node
