@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 4 examples/addition/grpo.py layout.tensor_parallel_size=2 layout.data_parallel_size=2
 
-First it reads some sums, so that it answers about one in ten rightly. From then on it is told no answer: it samples
+First it reads some sums, after which few of its answers are right. From then on it is told no answer: it samples
 eight for each of 64 questions, a function below rewards them, and the policy learns from its own samples. The rollouts
-are kept in the run's folder; ``megatron-port report runs/addition`` draws the reward. Started again, it continues.
+are kept in the run's folder; ``megatron-port report runs/addition`` draws the reward. Started again, it continues from
+the last checkpoint, and steps that it repeats are what they were.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from megatron_port.ext.objectives.rollout_source import group_advantages, labels
 from megatron_port.tools.inference.generation import Sampling
 
 PLUS, EQUALS = 10, 11
-QUESTIONS, ANSWERS, READING = 64, 8, 90
-"""Of a step; steps of reading before the first sample"""
+QUESTIONS, ANSWERS, READING = 64, 8, 0.15
+"""Questions and answers of a step; share of the steps that reads sums before the first sample"""
 HELD_OUT = 200
 
 
@@ -104,9 +105,10 @@ def main() -> None:
         if resumed:
             say(f"continuing from {resumed.name}")
         policy = PolicyObjective(session.config, PolicyConfig(clip_high=0.28))
+        reading = int(READING * config.training.steps)
         for step in range(learner.step, config.training.steps):
-            if step >= READING:
-                if (step - READING) % 40 == 0:
+            if step >= reading:
+                if (step - reading) % 40 == 0:
                     say(f"step {step}: {100 * share_right(learner):.1f} % of held-out sums are right")
                 explore(learner, step, policy, run_folder(session.config))
             else:

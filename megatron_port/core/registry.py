@@ -154,6 +154,7 @@ LOSSES = Registry(
 
 OBJECTIVES = Registry(
     "objective", "training.loss", {"dpo": "megatron_port.ext.objectives.dpo:PairObjective",
+                                   "orpo": "megatron_port.ext.objectives.orpo:OddsRatioObjective",
                                    "policy": "megatron_port.ext.objectives.policy:PolicyObjective"},
     derived={
         "next_token": "megatron_port.core.data.objective:Objective",
@@ -331,7 +332,7 @@ CONFLICTS = Registry("table of conflicts", "", {setting: target for target, sett
     "megatron_port.ext.kernels.settings:NARROW_STATE": ("optimizer.name",),
     "megatron_port.ext.deepspeed.settings:CONFLICTS": ("engine",),
     "megatron_port.ext.objectives.settings:LOSSES": ("training.loss", "training.z_loss"),
-    "megatron_port.ext.objectives.policy_settings:ROLLOUTS": ("data.source", "policy", "rollouts"),
+    "megatron_port.ext.objectives.policy_settings:ROLLOUTS": ("data.source", "policy", "rollouts", "orpo"),
     "megatron_port.ext.memory.settings:OFFLOAD": ("offload",),
     "megatron_port.ext.storage.settings:RECOVERY": ("launch.when_lost", "watch.replace_percent",
                                                           "checkpoint.disk_interval"),
@@ -347,6 +348,7 @@ CONFLICTS = Registry("table of conflicts", "", {setting: target for target, sett
 """By the settings that ask for a feature: tuples of ``config.conflicts.Table``, which a check reads where one of those
 settings is not at its default; those of ``ALWAYS``, and of a plugin, in every check."""
 SECTIONS = Registry("section", "", {
+    "orpo": "megatron_port.ext.objectives.settings:OrpoConfig",
     "policy": "megatron_port.ext.objectives.policy_settings:PolicyConfig",
     "rollouts": "megatron_port.ext.objectives.policy_settings:RolloutsConfig",
 })

@@ -61,7 +61,7 @@ def config_hash(config: RunConfig) -> str:
         parts["loss"] = config.training.loss
     if config.training.z_loss:
         parts["z_loss"] = config.training.z_loss
-    if config.training.on_pairs:
+    if config.training.loss == "dpo":
         parts["dpo_beta"] = config.training.dpo_beta
     if config.fine_tuning.enabled:
         parts["fine_tuning"] = {k: v for k, v in as_dict(config.fine_tuning).items() if k != "adapters"}

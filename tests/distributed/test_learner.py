@@ -187,6 +187,36 @@ def test_stated_log_probabilities_are_those_of_the_pass_that_trains_bit_for_bit(
             assert found == (1.0, 0.0, True)
 
 
+def test_gradients_of_batches_are_added_until_the_update(tmp_path: Path) -> None:
+    """One batch twice has twice its gradients; the next update begins anew. A step of the engine's own is the same."""
+    config = make_config(dtype="fp64", model=LLAMA)
+    norms, weights = [], []
+    for times in (1, 2):
+        session = session_of(config, Topology(), str(tmp_path))
+        try:
+            learner = Learner(session)
+            for _ in range(2):
+                for _ in range(times):
+                    learner.forward_backward([text_of(i) for i in range(4)])
+                norms.append(learner.optim_step(lr=0.0).grad_norm)
+            learner.forward_backward([text_of(i) for i in range(4)])
+            learner.optim_step(lr=1e-2)
+            weights.append(next(iter(learner.weights()))[1])
+        finally:
+            session.ctx.close()
+    assert norms == pytest.approx([norms[0], norms[0], 2 * norms[0], 2 * norms[0]], rel=1e-12)
+    session = session_of(config, Topology(), str(tmp_path))
+    try:
+        learner = Learner(session)
+        for step in range(3):
+            batches = learner._divided([text_of(i) for i in range(4)], training=True)
+            result = learner.engine.train_step(batches, step=step, lr=1e-2 * (step == 2))
+        assert result.grad_norm == norms[0]
+        assert torch.equal(next(iter(learner.weights()))[1], weights[0])
+    finally:
+        session.ctx.close()
+
+
 def test_mistakes_are_named(tmp_path: Path) -> None:
     session = session_of(make_config(dtype="fp32", model=LLAMA), Topology(), str(tmp_path))
     try:

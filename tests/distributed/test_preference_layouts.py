@@ -34,13 +34,13 @@ GPT = {"hidden_dropout": 0.1, "num_layers": 4}
 Rewards = list[dict[str, float]]
 
 
-def preferring(model: dict[str, Any], *, tuning: str = "none", **layout: Any) -> RunConfig:
+def preferring(model: dict[str, Any], *, tuning: str = "none", loss: str = "dpo", **layout: Any) -> RunConfig:
     """A run on pairs."""
     config = make_config(dtype="fp64", model=model, layout=layout, data={
         "attention_documents": "within", "position_reset": model.get("position_embedding") != "rope"})
     tuned: Any = {"method": tuning, "rank": 3} if tuning != "none" else {}
     return dataclasses.replace(
-        config, training=TrainingConfig(loss="dpo", dpo_beta=0.4), fine_tuning=FineTuningConfig(**tuned))
+        config, training=TrainingConfig(loss=loss, dpo_beta=0.4), fine_tuning=FineTuningConfig(**tuned))
 
 
 LAYOUTS: dict[str, list[tuple[RunConfig, Topology]]] = {
@@ -54,7 +54,10 @@ LAYOUTS: dict[str, list[tuple[RunConfig, Topology]]] = {
         (preferring(LLAMA, tuning="dora", zero_stage=2), Topology(tp=2, dp=2)),
         (preferring(GPT, virtual_pipeline_size=2, zero_stage=1), Topology(pp=2, dp=2)),
     ],
-    "three axes": [(preferring(LLAMA, tuning="lora", sequence_parallel=True, zero_stage=1), Topology(2, 2, 2))],
+    "three axes": [
+        (preferring(LLAMA, tuning="lora", sequence_parallel=True, zero_stage=1), Topology(2, 2, 2)),
+        (preferring(LLAMA, loss="orpo", sequence_parallel=True, zero_stage=1), Topology(2, 2, 2)),
+    ],
 }
 """Of one number of ranks each."""
 
@@ -111,7 +114,8 @@ def test_pairs_train_as_on_one_process(ranks: RankPool, axes: str) -> None:
     for number, (config, topology) in enumerate(cases):
         alone = dataclasses.replace(plain(config), layout=LayoutConfig(vocab_padding_multiple=1))
         (trace, rewards), = run_pairs([(alone, Topology())])
-        assert len({abs(r["reward_margin"]) for r in rewards}) == 3 and 0 < rewards[0]["reward_accuracy"] < 8
+        margin = "reward_margin" if config.training.loss == "dpo" else "log_odds_ratio"
+        assert len({abs(r[margin]) for r in rewards}) == 3 and 0 < rewards[0]["reward_accuracy"] < 8
         found = compare(
             Run.of([trace]), Run.of([result[number][0] for result in results]), FP64, config.model, lr=1e-2)
         assert not [str(d) for d in found if not d.ok], topology

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -182,3 +183,34 @@ torch.testing.assert_close(state["exp_avg"], torch.tensor(m, dtype=torch.float64
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{EXAMPLES / 'optimizer'}"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
+
+
+def adding(folder: Path, layout: tuple[str, ...], steps: int, ranks: int = 1) -> list[dict[str, Any]]:
+    """Run the example whose policy learns to add, in fp64; the lines of its metrics."""
+    script = str(EXAMPLES / "addition" / "grpo.py")
+    sizes = [f"output_dir={folder}", "precision.dtype=fp64", f"training.steps={steps}", "checkpoint.save_interval=6",
+             "batch.micro_batch_size=64", *layout]
+    started = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d",
+               "--rdzv-endpoint=localhost:0", script] if ranks > 1 else [sys.executable, script]
+    done = subprocess.run([*started, *sizes], capture_output=True, text=True, timeout=400, check=False,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in (folder / "addition" / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_policy_learns_the_same_on_any_layout_and_when_it_is_stopped(tmp_path: Path) -> None:
+    """Samples, rewards and losses: of one process; of two ranks; of one that ends, and another layout that goes on."""
+    alone = adding(tmp_path / "alone", (), 14)
+    assert len({row["reward"] for row in alone if "reward" in row}) > 8
+    split = adding(tmp_path / "split", ("layout.tensor_parallel_size=2",), 14, ranks=2)
+    stopped = tmp_path / "stopped"
+    adding(stopped, ("optimizer.decay_steps=14",), 14)
+    for path in (stopped / "addition" / "checkpoints").glob("*12"):
+        shutil.rmtree(path)  # so that the last six steps and more are taken again
+    again = adding(stopped, ("layout.data_parallel_size=2", "batch.micro_batch_size=32"), 14, ranks=2)
+    assert [row["step"] for row in again] == list(range(1, 15))
+    for rows in (split, again):
+        for ours, theirs in zip(rows, alone, strict=True):
+            for name in ("loss", "reward", "grad_norm", "policy_ratio"):
+                assert ours.get(name, 0) == pytest.approx(theirs.get(name, 0), rel=1e-7, abs=1e-9), (name, ours["step"])

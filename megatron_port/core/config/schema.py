@@ -225,11 +225,6 @@ class TrainingConfig:
     hooks: tuple[str, ...] = ()
     """Hooks of the loop that plugins register (CONTRIBUTING.md), in the order in which they are asked."""
 
-    @property
-    def on_pairs(self) -> bool:
-        """Whether samples are pairs of answers, and the loss is a mean over them."""
-        return self.loss == "dpo"
-
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:

@@ -33,20 +33,37 @@ REFERENCE = "reference"
 """Side tensor, float64 [batch, 2]: the reference's log-probability of the chosen and the rejected answer."""
 
 
-class PairObjective(Objective):
-    """The mean over pairs of answers; what contradicts it is in ``objectives_settings.LOSSES``."""
+class AnswerPairs(Objective):
+    """A mean over pairs of answers; what contradicts it is in ``objectives.settings.LOSSES``."""
 
-    sums = REWARDS
-    side_layout = MappingProxyType({REFERENCE: "sample"})
     documents_of_sample = 2
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self.run, self.beta = config, config.training.dpo_beta
+        self.run = config
 
     def check_corpora(self, corpora: Sequence[IndexedDataset]) -> None:
         """Check that corpora hold pairs. Raises DataError."""
-        check_pairs(corpora)
+        check_pairs(corpora, self.run.training.loss)
+
+    def datasets(self, corpus: IndexedDataset) -> Callable[..., TokenDataset]:
+        """Return what makes the datasets of pairs of a corpus."""
+        return partial(PARTS.function("preference pairs"), corpus, np.zeros(corpus.num_documents))
+
+    def count(self, batch: MicroBatch, positions: float) -> torch.Tensor | float:
+        """Return the number of pairs."""
+        return super().count(batch, positions) if batch.loss_mask is None else batch.loss_mask.any(dim=1).sum().double()
+
+
+class PairObjective(AnswerPairs):
+    """The loss of pairs beside a frozen reference."""
+
+    sums = REWARDS
+    side_layout = MappingProxyType({REFERENCE: "sample"})
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.beta = config.training.dpo_beta
 
     def datasets(self, corpus: IndexedDataset) -> Callable[..., TokenDataset]:
         """Return what makes the datasets of pairs of a corpus, with the reference that lies beside it."""
@@ -61,10 +78,6 @@ class PairObjective(Objective):
         """Return the references, zeros for samples that fill up a batch."""
         found = [row.side.get(REFERENCE, np.zeros(2)) for row in samples.rows]
         return {REFERENCE: torch.from_numpy(np.stack(found))} if found else {}
-
-    def count(self, batch: MicroBatch, positions: float) -> torch.Tensor | float:
-        """Return the number of pairs."""
-        return super().count(batch, positions) if batch.loss_mask is None else batch.loss_mask.any(dim=1).sum().double()
 
     def loss(
         self, stage: GPTStage, logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None,

@@ -109,8 +109,8 @@ def _again(prefix: str | Path) -> str:
     return f"run `megatron-port evaluate MODEL --reference {prefix}`"
 
 
-def check_pairs(corpora: Sequence[IndexedDataset]) -> None:
-    """Check that corpora hold pairs.
+def check_pairs(corpora: Sequence[IndexedDataset], loss: str) -> None:
+    """Check that corpora hold pairs, which ``loss`` takes.
 
     Raises:
         DataError: one does not, or is in a store.
@@ -119,8 +119,8 @@ def check_pairs(corpora: Sequence[IndexedDataset]) -> None:
         pairs = corpus.meta.pairs if corpus.meta is not None else 0
         if not pairs:
             raise DataError(
-                f'{corpus.name}: training.loss "dpo" takes pairs of answers, and this corpus has none; make one with '
-                "`data prepare --preference`"
+                f'{corpus.name}: training.loss "{loss}" takes pairs of answers, and this corpus has none; make one '
+                "with `data prepare --preference`"
             )
         if corpus.remote or pairs * 2 != corpus.num_documents:
             raise DataError(

@@ -80,6 +80,9 @@ ROLLOUTS = (Table(rows=(
     Rule(lambda c: policy_of(c) != PolicyConfig() and c.training.loss != "policy",
          '[policy] with training.loss {c.training.loss!r}, which has none of these settings; set training.loss = '
          '"policy", or leave the section out'),
+    Rule(lambda c: hasattr(c, "orpo") and c.orpo != type(c.orpo)() and c.training.loss != "orpo",
+         '[orpo] with training.loss {c.training.loss!r}, which has none of its settings; set training.loss = "orpo", '
+         "or leave the section out"),
     Rule(lambda c: rollouts_of(c) != RolloutsConfig() and c.data.source != "rollouts",
          '[rollouts] with data.source {c.data.source!r}, which reads none; set data.source = "rollouts", or leave the '
          "section out"),

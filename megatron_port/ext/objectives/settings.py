@@ -5,11 +5,12 @@ The settings that contradict each (``registry.CONFLICTS``), and the configuratio
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_port.core.config.conflicts import Conflict, Rule, Table, always, native_only
 from megatron_port.core.config.features import NO_ADAPTERS, NO_QUANTISATION, NO_SPARSITY, NO_TEACHER
+from megatron_port.core.config.ranges import Positive
 from megatron_port.core.config.schema import ModelConfig, RunConfig
 from megatron_port.core.registry import OBJECTIVES
 from megatron_port.ext.objectives.policy_settings import POLICY
@@ -19,6 +20,18 @@ def _too_short(config: RunConfig) -> list[str]:
     depths, length = config.model.mtp_layers, config.model.seq_length
     return [f"model.mtp_layers {depths} does not go with seq_length {length}: module {depths} would have no token to "
             f"predict; use at least {depths + 1}"] if length <= depths else []
+
+
+PAIRS = ("dpo", "orpo")
+"""Losses of pairs of answers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrpoConfig:
+    """The loss of pairs without a reference (`training.loss = "orpo"`; docs/preferences.md)."""
+
+    weight: Positive = 0.1
+    """Factor of the odds ratio's part (lambda of arXiv 2403.07691)."""
 
 
 MULTI_TOKEN = (Table(
@@ -58,7 +71,7 @@ LOSSES = (
              "training.z_loss {c.training.z_loss} is a part of the loss cross_entropy, and training.loss is "
              "{c.training.loss!r}, which brings its own terms; use 0"),
     )),
-    Table(asked='training.loss "dpo"', on=lambda c: c.training.on_pairs, rows=(
+    Table(asked='training.loss "{c.training.loss}"', on=lambda c: c.training.loss in PAIRS, rows=(
         native_only("whose loss is a mean over tokens"),
         Conflict("data.attention_documents", "the rejected answer would see the chosen one",
                  "use attention_documents = 'within'", refused=("across",)),

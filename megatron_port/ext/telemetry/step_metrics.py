@@ -149,6 +149,10 @@ OWN: tuple[Metric, ...] = (
         help="Share of these pairs whose own margin is above 0.",
     ),
     Metric(
+        "log_odds_ratio", float, label="log odds ratio", form="{:.4f}", tag="rewards/log_odds_ratio",
+        help='With `training.loss = "orpo"`: mean log of the ratio of the odds of the chosen and the rejected answer.',
+    ),
+    Metric(
         "reward", float, label="reward", form="{:.3f}", chart=REWARD, tag="rewards/mean",
         help='With `training.loss = "policy"` ([post-training.md](post-training.md)): mean reward of the step\'s '
              "answers. `loss` is then the policy's, a mean as `policy.method` says.",

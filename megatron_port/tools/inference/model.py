@@ -449,7 +449,7 @@ def reference_config(config: RunConfig, prefix: str, overrides: Sequence[str]) -
             f"layout.context_parallel_size {config.layout.context_parallel_size}; change them by --set"
         )
     corpus = IndexedDataset(prefix)
-    check_pairs([corpus])
+    check_pairs([corpus], "dpo")
     given = any(o.replace(" ", "").startswith("model.seq_length=") for o in overrides)
     if given or config.model.position_embedding == "learned":
         return config
