@@ -153,9 +153,8 @@ LOSSES = Registry(
 """Losses of one token."""
 
 OBJECTIVES = Registry(
-    "objective", "training.loss", {"dpo": "megatron_port.ext.objectives.dpo:PairObjective",
-                                   "orpo": "megatron_port.ext.objectives.orpo:OddsRatioObjective",
-                                   "policy": "megatron_port.ext.objectives.policy:PolicyObjective"},
+    "objective", "training.loss", {name: f"megatron_port.ext.objectives.{name}:{kind}Objective" for name, kind in (
+        ("dpo", "Pair"), ("orpo", "OddsRatio"), ("policy", "Policy"))},
     derived={
         "next_token": "megatron_port.core.data.objective:Objective",
         "multi_token": "megatron_port.ext.objectives.multi_token:MultiTokenObjective",
@@ -348,10 +347,8 @@ CONFLICTS = Registry("table of conflicts", "", {setting: target for target, sett
 """By the settings that ask for a feature: tuples of ``config.conflicts.Table``, which a check reads where one of those
 settings is not at its default; those of ``ALWAYS``, and of a plugin, in every check."""
 SECTIONS = Registry("section", "", {
-    "orpo": "megatron_port.ext.objectives.settings:OrpoConfig",
-    "policy": "megatron_port.ext.objectives.policy_settings:PolicyConfig",
-    "rollouts": "megatron_port.ext.objectives.policy_settings:RolloutsConfig",
-})
+    name: f"megatron_port.ext.objectives.policy_settings:{name.capitalize()}Config" for name in (
+        "orpo", "policy", "rollouts")})
 """By name of its table in a run file: a dataclass of settings, frozen, keyword-only, with a default for each field."""
 
 REGISTRIES = (

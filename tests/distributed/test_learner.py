@@ -190,7 +190,8 @@ def test_stated_log_probabilities_are_those_of_the_pass_that_trains_bit_for_bit(
 def test_gradients_of_batches_are_added_until_the_update(tmp_path: Path) -> None:
     """One batch twice has twice its gradients; the next update begins anew. A step of the engine's own is the same."""
     config = make_config(dtype="fp64", model=LLAMA)
-    norms, weights = [], []
+    norms: list[Any] = []
+    weights = []
     for times in (1, 2):
         session = session_of(config, Topology(), str(tmp_path))
         try:

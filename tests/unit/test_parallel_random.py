@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from dropped import dropped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,7 +36,7 @@ def residual_mask(s: DropoutStream, *, op: str = "layers.0.mlp", p: float = 0.3,
 def probs_mask(s: DropoutStream, *, heads: int = HEADS, offset: int = 0, op: str = "probs") -> torch.Tensor:
     assert s.samples is not None
     ones = torch.ones(len(s.samples.sample_ids), heads, SEQ, SEQ)
-    return s.dropout_probabilities(ones, 0.3, op=op, head_offset=offset) != 0
+    return dropped(s, ones, 0.3, op=op, head_offset=offset) != 0
 
 
 @settings(max_examples=30, deadline=None)
@@ -99,7 +100,7 @@ def test_keep_rate_and_scale(p: float) -> None:
     for dims in ((0, 1), (1, 2), (0, 2)):
         kept = (y != 0).double().mean(dims)
         assert float((kept - (1 - p)).abs().max()) < 6 * math.sqrt(p * (1 - p) * kept.numel() / n)
-    probs = stream().dropout_probabilities(torch.ones(4, 5, 70, 70), p, op="a", head_offset=0)
+    probs = dropped(stream(), torch.ones(4, 5, 70, 70), p, op="a", head_offset=0)
     assert abs(float((probs != 0).double().mean()) - (1 - p)) < 5 * math.sqrt(p * (1 - p) / probs.numel())
 
 
@@ -180,7 +181,7 @@ def test_nothing_is_dropped_when_off() -> None:
     s.enabled = False
     assert s.dropout(x, 0.5, op="a") is x
     probs = torch.rand(len(IDS), HEADS, SEQ, SEQ)
-    assert s.dropout_probabilities(probs, 0.5, op="a", head_offset=0) is probs
+    assert dropped(s, probs, 0.5, op="a", head_offset=0) is probs
 
 
 def test_a_forgotten_micro_batch_is_an_error() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from dropped import dropped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -194,8 +195,8 @@ def test_attention_dropout_of_two_runs(rank: int) -> None:
     rows = zigzag(rank, 2).held(SEQ)
     stream = build_of(WHOLE_SEQUENCE).stream
     probs = torch.rand(BATCH, 2, SEQ, SEQ, generator=torch.Generator().manual_seed(1)) + 1.0
-    want = rows.take(stream.dropout_probabilities(probs, 0.2, op="p", head_offset=1), dim=2)
-    got = stream.dropout_probabilities(rows.take(probs, dim=2), 0.2, op="p", head_offset=1, positions=rows)
+    want = rows.take(dropped(stream, probs, 0.2, op="p", head_offset=1), dim=2)
+    got = dropped(stream, rows.take(probs, dim=2), 0.2, op="p", head_offset=1, positions=rows)
     assert torch.equal(got, want) and bool((got == 0).any())
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dropped import dropped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from twin import data as twin_data
@@ -159,8 +160,8 @@ def test_masks_are_the_twins(
     stream.set_micro_batch(step, samples)
     got = stream.dropout(torch.ones(rows, len(samples), width, dtype=torch.float64), p, op=op)
     assert torch.equal(got.transpose(0, 1), streams.dropout_factors(seed, step, samples, op, (rows, width), p))
-    probs = stream.dropout_probabilities(
-        torch.ones(len(samples), 2, rows, rows, dtype=torch.float64), p, op=op, head_offset=0
+    probs = dropped(
+        stream, torch.ones(len(samples), 2, rows, rows, dtype=torch.float64), p, op=op, head_offset=0
     )
     assert torch.equal(probs, streams.dropout_factors(seed, step, samples, op, (2, rows, rows), p))
 

@@ -153,18 +153,6 @@ class DropoutStream:
         keep = self.keep_mask(op, p, row, width=width or local, offset=width_offset, count=local, batch_dim=1)
         return x * keep.to(x.dtype) * keep_scale(p)
 
-    def dropout_probabilities(
-        self, probs: torch.Tensor, p: float, *, op: str, head_offset: int, positions: Positions | None = None
-    ) -> torch.Tensor:
-        """Drop attention probabilities [batch, heads/tp, queries, keys] of all keys of the sequence.
-
-        ``positions``: of the queries (None: from 0 on).
-        """
-        if p == 0.0 or not self.enabled:
-            return probs
-        positions = positions or Positions.contiguous(probs.shape[2])
-        return self.probability_dropout(p, op=op, head_offset=head_offset, positions=positions).drop(probs)
-
     def probability_dropout(
         self, p: float, *, op: str, head_offset: int, positions: Positions, keys: Positions | None = None,
         seq_length: int = 0,

@@ -15,7 +15,7 @@ from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.layers.step import StepContext
 from megatron_port.core.model.decoder import GPTStage
 from megatron_port.ext.objectives.dpo import AnswerPairs
-from megatron_port.ext.objectives.settings import OrpoConfig
+from megatron_port.ext.objectives.policy_settings import OrpoConfig
 
 SUMS = ("log_odds_ratio", "reward_accuracy")
 """Names of the sums of a step over its pairs, and of their means in metrics.jsonl."""

@@ -1,4 +1,4 @@
-"""Settings of training on rollouts: the loss (``[policy]``) and where the rollouts are (``[rollouts]``)."""
+"""Settings of learning from answers: policies (``[policy]``), their rollouts (``[rollouts]``), pairs (``[orpo]``)."""
 
 from __future__ import annotations
 
@@ -53,6 +53,14 @@ class RolloutsConfig:
     one ends the run. 0: any age."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class OrpoConfig:
+    """The loss of pairs without a reference (`training.loss = "orpo"`; docs/preferences.md)."""
+
+    weight: Positive = 0.1
+    """Factor of the odds ratio's part (lambda of arXiv 2403.07691)."""
+
+
 def policy_of(config: RunConfig) -> PolicyConfig:
     """Return the policy loss's settings of a run, the defaults where it has no such table."""
     found: PolicyConfig = getattr(config, "policy", PolicyConfig())
@@ -80,7 +88,7 @@ ROLLOUTS = (Table(rows=(
     Rule(lambda c: policy_of(c) != PolicyConfig() and c.training.loss != "policy",
          '[policy] with training.loss {c.training.loss!r}, which has none of these settings; set training.loss = '
          '"policy", or leave the section out'),
-    Rule(lambda c: hasattr(c, "orpo") and c.orpo != type(c.orpo)() and c.training.loss != "orpo",
+    Rule(lambda c: getattr(c, "orpo", OrpoConfig()) != OrpoConfig() and c.training.loss != "orpo",
          '[orpo] with training.loss {c.training.loss!r}, which has none of its settings; set training.loss = "orpo", '
          "or leave the section out"),
     Rule(lambda c: rollouts_of(c) != RolloutsConfig() and c.data.source != "rollouts",

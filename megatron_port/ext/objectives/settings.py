@@ -5,12 +5,11 @@ The settings that contradict each (``registry.CONFLICTS``), and the configuratio
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from megatron_port.core.config.conflicts import Conflict, Rule, Table, always, native_only
 from megatron_port.core.config.features import NO_ADAPTERS, NO_QUANTISATION, NO_SPARSITY, NO_TEACHER
-from megatron_port.core.config.ranges import Positive
 from megatron_port.core.config.schema import ModelConfig, RunConfig
 from megatron_port.core.registry import OBJECTIVES
 from megatron_port.ext.objectives.policy_settings import POLICY
@@ -24,15 +23,6 @@ def _too_short(config: RunConfig) -> list[str]:
 
 PAIRS = ("dpo", "orpo")
 """Losses of pairs of answers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OrpoConfig:
-    """The loss of pairs without a reference (`training.loss = "orpo"`; docs/preferences.md)."""
-
-    weight: Positive = 0.1
-    """Factor of the odds ratio's part (lambda of arXiv 2403.07691)."""
-
 
 MULTI_TOKEN = (Table(
     asked="model.mtp_layers {c.model.mtp_layers}", on=lambda c: c.model.mtp_layers, link="does not go with", sized=True,
