@@ -88,6 +88,7 @@ def main() -> int:
         wrong, compared = differences(home / "runs" / "drill", home / "runs" / "calm", args.steps)
     told = json.loads(drill.stdout)
     faults = told.pop("faults")
+    wrong += [] if faults else ["no fault struck: more steps, or less time between faults"]
     recovered = [fault["recovered_seconds"] for fault in faults if fault["recovered_seconds"] is not None]
     print(json.dumps({
         "what": f"benchmarks/recovery_soak.py {' '.join(sys.argv[1:])}", "load": [load, os.getloadavg()[0]],

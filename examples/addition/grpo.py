@@ -26,7 +26,7 @@ from megatron_port.tools.inference.generation import Sampling
 
 PLUS, EQUALS = 10, 11
 QUESTIONS, ANSWERS, READING = 64, 8, 0.15
-"""Questions and answers of a step; share of the steps that reads sums before the first sample"""
+"""Questions of a step, answers to each; share of the steps that reads sums before the first sample"""
 HELD_OUT = 200
 
 
@@ -83,7 +83,7 @@ def explore(learner: Learner, step: int, policy: PolicyObjective, folder: Path) 
         append(folder / "rollouts", rollouts)
     advantages = group_advantages(
         np.array([r.reward for r in rollouts]), np.array([r.group for r in rollouts]), policy.settings)
-    samples = [labels_of(r, float(a), 8)[0] for r, a in zip(rollouts, advantages, strict=True)]
+    samples = [labels_of(r, float(a), 8) for r, a in zip(rollouts, advantages, strict=True)]
     losses = learner.forward_backward(samples, policy)
     learner.report(losses, learner.optim_step(lr=7e-4))
 

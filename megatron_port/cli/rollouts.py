@@ -17,10 +17,10 @@ def rollouts(args: argparse.Namespace) -> int:
     """Add files of JSON lines to a folder, where there are any, and print what the folder holds.
 
     Raises:
-        DataError: a file or a line is not to be read; nothing of that file is added.
+        DataError: a file or a line is not to be read; nothing is added.
     """
-    for path in args.add or ():
-        append(args.folder, _lines(path))
+    for lines in [_lines(path) for path in args.add or ()]:
+        append(args.folder, lines)
     found = [_facts(RolloutFile.open(path)) for path in files_of(args.folder)]
     if args.json:
         print_json(found)
@@ -41,7 +41,7 @@ def _lines(path: Path) -> list[Rollout]:
                 try:
                     one = from_json(line.decode())
                     problem = one.problem()
-                except (DataError, ValueError, TypeError) as error:
+                except (DataError, ValueError, TypeError, OverflowError) as error:
                     problem = str(error)
                 if problem:
                     raise DataError(f"{path}:{number}: {problem}")

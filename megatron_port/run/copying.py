@@ -201,7 +201,7 @@ class StateCopying(LoopHook):
             self._partner.forget()
         if self._disk is not None:
             self._finish_disk(self._disk)
-            self._disk.forget()
+            agreed(self._disk.forget)
         if self._copies is not None:
             self._copies.forget()
 

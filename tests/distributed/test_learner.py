@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from cases import make_config, providers_of
 from pool import RankPool
 from test_policy_layouts import GPT, LLAMA, MOE, rollout_of
 
+from megatron_port.core.config.features import FineTuningConfig
 from megatron_port.core.config.schema import LayoutConfig, RunConfig
 from megatron_port.core.data.dataset import Sample
 from megatron_port.core.data.objective import Objective
@@ -63,7 +65,7 @@ def answer_of(number: int, logprobs: np.ndarray | None = None) -> Sample:
     rollout, advantage = rollout_of(number)
     if logprobs is not None:
         rollout = dataclasses.replace(rollout, logprobs=np.concatenate([[0.0], logprobs]), further={})
-    return labels_of(rollout, advantage, len(rollout.tokens) - 1)[0]
+    return labels_of(rollout, advantage, len(rollout.tokens) - 1)
 
 
 def session_of(config: RunConfig, topology: Topology, folder: str) -> Session:
@@ -218,6 +220,28 @@ def test_gradients_of_batches_are_added_until_the_update(tmp_path: Path) -> None
         session.ctx.close()
 
 
+def test_log_probabilities_in_between_change_no_update(tmp_path: Path) -> None:
+    """Of fp16 with its scale; the rate that is reported is the update's."""
+    found = []
+    for asks in (False, True):
+        session = session_of(make_config(dtype="fp16", model=LLAMA), Topology(), str(tmp_path / str(asks)))
+        try:
+            learner = Learner(session)
+            losses = learner.forward_backward([text_of(i) for i in range(4)])
+            if asks:
+                learner.logprobs([text_of(5)])
+            result = learner.optim_step(lr=1e-3)
+            learner.logprobs([text_of(5)])
+            learner.report(losses, result)
+            learner.close()
+            (row,) = map(json.loads, (tmp_path / str(asks)).glob("*/metrics.jsonl").__next__().read_text().splitlines())
+            assert result.loss_scale > 1 and row["learning_rate"] == 1e-3
+            found.append((result.grad_norm, next(iter(learner.weights()))[1]))
+        finally:
+            session.ctx.close()
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+
+
 def test_mistakes_are_named(tmp_path: Path) -> None:
     session = session_of(make_config(dtype="fp32", model=LLAMA), Topology(), str(tmp_path))
     try:
@@ -226,8 +250,17 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
             learner.optim_step()
         with pytest.raises(DataError, match=r"sample 1 has 40 tokens; the model takes 2 to 17"):
             learner.forward_backward([text_of(0), Sample(np.zeros(40, np.int64))])
-        with pytest.raises(DataError, match="token id 53 is outside the vocabulary of 53"):
-            learner.forward_backward([Sample(np.full(9, 53))])
+        with pytest.raises(DataError, match="sample 0: token id 53 is outside the vocabulary of 53"):
+            learner.forward_backward([Sample(np.array([1, 2, 3, 53]))])  # a label alone
+        with pytest.raises(DataError, match="sample 0 has no share, which the loss of a policy reads"):
+            learner.forward_backward([text_of(0)], PolicyObjective(session.config, PolicyConfig()))
+        with pytest.raises(DataError, match="sample 0 has no ref_logprobs"):
+            learner.forward_backward([answer_of(0, np.zeros(20)[: len(answer_of(0).tokens) - 1])],
+                                     PolicyObjective(session.config, PolicyConfig(kl=0.1)))
+        with pytest.raises(ConfigError, match="frozen weights"):
+            Learner(dataclasses.replace(session, config=dataclasses.replace(
+                session.config, fine_tuning=FineTuningConfig(method="lora"))))
+        assert learner.forward_backward([text_of(0)], "cross_entropy").count > 2
         with pytest.raises(DataError, match="no samples"):
             learner.logprobs([])
     finally:

@@ -97,7 +97,7 @@ def rollouts(config: RunConfig, ctx: ParallelContext, order: Reordering | None) 
     batches, view = make_batches(config, ctx, order), RankView.on(config, ctx)
 
     def made(batch: MicroBatch) -> MicroBatch:
-        rows = [labels_of(*rollout_of(k), 16)[0] for k in batch.sample_ids]
+        rows = [labels_of(*rollout_of(k), 16) for k in batch.sample_ids]
         mask = torch.from_numpy(np.stack([row.counted for row in rows if row.counted is not None])).float()
         return view.micro_batch(batch.sample_ids, np.stack([row.tokens for row in rows]) if view.reads else None,
                                 mask=mask, labels_masked=True, rows=rows, training=True)

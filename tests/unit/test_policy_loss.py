@@ -105,7 +105,7 @@ def stage_of(vocab: int = VOCAB) -> Any:
 
 def batch_of(rollouts: list[Rollout], how: PolicyConfig, objective: PolicyObjective) -> tuple[MicroBatch, Any]:
     advantages = advantages_of(rollouts, how)
-    rows = [labels_of(r, float(a), SEQ)[0] for r, a in zip(rollouts, advantages, strict=True)]
+    rows = [labels_of(r, float(a), SEQ) for r, a in zip(rollouts, advantages, strict=True)]
     tokens = torch.from_numpy(np.stack([row.tokens for row in rows]))
     mask = torch.from_numpy(np.stack([row.counted for row in rows if row.counted is not None])).float()
     whole = WholeSamples(tuple(range(len(rows))), tokens[:, 1:], mask, None, rows=rows, training=True)

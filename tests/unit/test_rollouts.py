@@ -21,6 +21,7 @@ from megatron_port.core.config.checks import problems
 from megatron_port.core.config.loader import load
 from megatron_port.core.data.loader import build_loaders
 from megatron_port.core.errors import DataError
+from megatron_port.ext.objectives import rollout_files
 from megatron_port.ext.objectives.policy_settings import PolicyConfig
 from megatron_port.ext.objectives.rollout_files import Rollout, RolloutFile, append, files_of, from_json
 from megatron_port.ext.objectives.rollout_source import RolloutDataset, group_advantages
@@ -132,6 +133,41 @@ def test_a_file_that_says_something_else_is_named(tmp_path: Path) -> None:
             RolloutFile.open(path)
 
 
+@pytest.mark.parametrize(("name", "value", "message"), [
+    ("offsets", np.array([0, 1 << 62, -(1 << 62), 5, 40]), "do not divide 4 rollouts"),
+    ("rewards", np.array([0.0, np.nan, 1.0, 1.0]), "a reward is not finite"),
+    ("versions", np.array([0, 1, -1, 2]), "a version is below 0"),
+    ("sampled", None, "a first token is sampled"),
+    ("logprobs", None, "no log-probability"),
+])
+def test_what_no_rollout_can_have_is_named_where_it_is_read(
+    tmp_path: Path, name: str, value: np.ndarray | None, message: str
+) -> None:
+    """Its hash is right: the file is somebody else's."""
+    path = append(tmp_path, drawn(4, 3))
+    tensors = load_file(path)
+    tensors[name] = np.ones_like(tensors[name]) if value is None else value
+    about = {"format": "1", "rollouts": "4", "xxh3": rollout_files._digest(tensors)}
+    save_file(tensors, path, metadata=about)
+    with pytest.raises(DataError, match=message):
+        RolloutFile.open(path)
+    save_file(tensors, path, metadata={**about, "rollouts": "0"})
+    with pytest.raises(DataError, match="not readable"):
+        append(tmp_path, drawn(2, 3))
+
+
+def test_what_a_policy_needs_of_each_rollout_is_named(tmp_path: Path) -> None:
+    bare = [replace(r, further={}) for r in drawn(4, 1)]
+    append(tmp_path, bare)
+    for setting, message in (("policy.kl=0.1", "no ref_logprobs, which policy.kl needs"),
+                             ("policy.correction=2.0", "no old_logprobs, which policy.correction needs"),
+                             ('policy.method="ppo"', "no advantages, which policy.method")):
+        with pytest.raises(DataError, match=message):
+            RolloutDataset(run_on(tmp_path, setting)).sample(0)
+    side = RolloutDataset(run_on(tmp_path)).sample(0).side
+    np.testing.assert_array_equal(side["old_logprobs"], side["sampled_logprobs"])
+
+
 def test_steps_read_rollouts_in_order_and_the_loss_finds_what_it_needs(tmp_path: Path) -> None:
     rollouts = drawn(8, 5)
     append(tmp_path, rollouts[:6])
@@ -158,7 +194,7 @@ def test_steps_read_rollouts_in_order_and_the_loss_finds_what_it_needs(tmp_path:
 
 def test_a_step_waits_for_rollouts_that_come_in_time(tmp_path: Path) -> None:
     append(tmp_path, drawn(2, 1))
-    source = RolloutDataset(run_on(tmp_path, "rollouts.wait_seconds=20"))
+    source = RolloutDataset(run_on(tmp_path, "rollouts.wait_seconds=10"))
     late = threading.Timer(0.6, lambda: append(tmp_path, drawn(2, 2)))
     begun = time.monotonic()
     late.start()
@@ -186,6 +222,11 @@ def test_lines_of_other_engines_are_read() -> None:
     np.testing.assert_allclose(found.further["advantages"], [0, 0, 0.5, 0.5, 0.5])
     with pytest.raises(DataError, match=r"keys are missing: \['reward'\]"):
         from_json(json.dumps({k: v for k, v in line.items() if k != "reward"}))
+    for wrong, message in (([1], "a list, and no object"), ({**line, "group": 1.7}, "group has 1.7"),
+                           ({**line, "token_ids": [7, 8.5, 9]}, "token_ids has 8.5"),
+                           ({**line, "group": 1 << 70}, "no whole number of 64 bits")):
+        with pytest.raises(DataError, match=message):
+            from_json(json.dumps(wrong))
     with pytest.raises(DataError, match=r"keys are unknown: \['finish'\]"):
         from_json(json.dumps({**line, "finish": "stop"}))
 
@@ -197,6 +238,10 @@ def test_lines_of_other_engines_are_read() -> None:
     (['rollouts.folder=""'], "without rollouts.folder"),
     (['training.loss="cross_entropy"', 'data.source="corpus"', "policy.kl=0.1"], "[policy] with training.loss"),
     (["policy.entropy=0.1", "activations.head_chunk=64"], "policy.entropy needs whole logits"),
+    (["policy.entropy=0.1", "activations.head_chunk=-1"], "policy.entropy needs whole logits"),
+    (["policy.longest_answer=9"], "policy.longest_answer is dr_grpo's"),
+    (['policy.method="dr_grpo"', "policy.advantage_epsilon=0.1"], "policy.advantage_epsilon"),
+    (["rollouts.wait_seconds=60"], "set watch.data_seconds to as much"),
     (["policy.clip_low=-1"], "policy.clip_low"),
 ])
 def test_settings_that_contradict_one_another_are_named(tmp_path: Path, more: list[str], message: str) -> None:

@@ -18,11 +18,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import numpy as np
 import torch
 
 from megatron_port.core.config.schema import RunConfig
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.data.objective import Objective, WholeSamples
+from megatron_port.core.errors import DataError
 from megatron_port.core.layers.step import StepContext
 from megatron_port.core.model.decoder import GPTStage
 from megatron_port.ext.objectives.policy_settings import PolicyConfig, policy_of
@@ -69,13 +71,21 @@ class PolicyObjective(Objective):
         self.longest = self.settings.longest_answer or config.model.seq_length
 
     def side(self, samples: WholeSamples) -> dict[str, torch.Tensor]:
-        """Return what the rollouts have beside their tokens, zeros for samples that fill up a batch."""
-        names = {name for row in samples.rows for name in row.side}
+        """Return what the rollouts have beside their tokens, zeros for samples that fill up a batch.
+
+        Raises:
+            DataError: a sample that counts lacks what the loss reads.
+        """
+        needed = [SHARE, ADVANTAGES, SAMPLED, OLD, REWARD, *([REFERENCE] if self.settings.kl else [])]
         found = {}
-        for name in sorted(names):
-            like = next(row.side[name] for row in samples.rows if name in row.side)
-            rows = [torch.from_numpy(row.side[name] if name in row.side else like * 0) for row in samples.rows]
-            found[name] = torch.stack(rows)
+        for name in needed if samples.rows else ():
+            rows = []
+            for number, row in zip(samples.ids, samples.rows, strict=True):
+                if name not in row.side and (row.counted is None or row.counted.any()):
+                    raise DataError(f"sample {number} has no {name}, which the loss of a policy reads; make samples by "
+                                    "rollout_source.labels_of")
+                rows.append(row.side.get(name, np.zeros(samples.labels.shape[1])))
+            found[name] = torch.from_numpy(np.stack(rows))
         return found
 
     def known_count(self, batch: MicroBatch, seq_length: int) -> float | None:
@@ -102,7 +112,7 @@ class PolicyObjective(Objective):
         share, advantage = _wanted(side, SHARE).double(), _wanted(side, ADVANTAGES).double()
         on = share > 0
         sampled = _wanted(side, SAMPLED).double()
-        old = policy.detach() if settings.old == "current" else side.get(OLD, sampled).double()
+        old = policy.detach() if settings.old == "current" else _wanted(side, OLD).double()
         found = self._clipped(policy, old, advantage, share, on, stage, context)
         if settings.correction:
             found = found * (old - sampled).exp().clamp(max=settings.correction)

@@ -33,11 +33,11 @@ class PolicyConfig:
     """Factor of the entropy of the predictions, which is maximised."""
     correction: NonNegative = 0.0
     """Bound of the importance-sampling weight old / sampled, for an engine that samples with other numerics than
-    training has (truncated importance sampling). 0: no weight."""
+    training has (truncated importance sampling); old are the trainer's own. 0: no weight."""
     longest_answer: CountOrZero = 0
     """Tokens by which dr_grpo divides an answer's sum. 0: model.seq_length."""
     advantage_epsilon: NonNegative = 1e-4
-    """Added to the deviation of a group's rewards, by which grpo, dapo, gspo and cispo divide."""
+    """Added to the deviation of a group's rewards, by which methods other than dr_grpo divide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,12 @@ POLICY = (Table(asked='training.loss "policy"', on=lambda c: c.training.loss == 
     Conflict("model.mtp_layers", "only the model's own predictions have a loss", "set 0"),
     Conflict("backend.graphs", "captured steps have no place for log-probabilities of rollouts", 'use graphs = "off"',
              refused=("step",)),
-    Rule(lambda c: policy_of(c).entropy > 0 and c.activations.head_chunk > 0,
+    Rule(lambda c: policy_of(c).longest_answer > 0 and policy_of(c).method != "dr_grpo",
+         "policy.longest_answer is dr_grpo's; leave it out, or set policy.method = \"dr_grpo\""),
+    Rule(lambda c: policy_of(c).advantage_epsilon != PolicyConfig().advantage_epsilon
+         and policy_of(c).method == "dr_grpo",
+         'policy.advantage_epsilon is added to what policy.method "dr_grpo" does not divide by; leave it out'),
+    Rule(lambda c: policy_of(c).entropy > 0 and c.activations.head_chunk != 0,
          "policy.entropy needs whole logits; set activations.head_chunk = 0"),
 )),)
 
@@ -98,6 +103,8 @@ ROLLOUTS = (Table(rows=(
     Rule(lambda c: not rollouts_of(c).folder, "{asked} without rollouts.folder; name the folder"),
     Rule(lambda c: c.training.loss != "policy",
          '{asked} with training.loss {c.training.loss!r}, which would learn bad answers as well; use "policy"'),
+    Rule(lambda c: c.watch.enabled and rollouts_of(c).wait_seconds > max(c.watch.data_seconds, c.watch.hang_seconds),
+         "rollouts.wait_seconds is longer than the watch lets a rank read data; set watch.data_seconds to as much"),
     Conflict("batch.rampup_start", "whose steps tell how old a rollout is", "leave the ramp-up out"),
     Rule(lambda c: c.training.eval_batches > 0,
          "{asked} has no samples to evaluate on; set training.eval_batches = 0"),

@@ -41,6 +41,8 @@ PER_TOKEN = {"tokens": "<i4", "sampled": "|u1", "logprobs": "<f4", "old_logprobs
              "advantages": "<f4"}
 PER_ROLLOUT = {"rewards": "<f8", "groups": "<i8", "versions": "<i8"}
 OPTIONAL = ("old_logprobs", "ref_logprobs", "advantages")
+_ROUNDED = 1e-3
+"""Log-probabilities may be above 0 by this much, as engines round."""
 _MAX_BYTES = 1 << 34
 """More than a file of rollouts has."""
 
@@ -54,7 +56,7 @@ class Rollout:
     sampled: np.ndarray
     """Whether the policy sampled each"""
     logprobs: np.ndarray
-    """Log-probability of each sampled token; what others have is ignored"""
+    """Log-probability of each sampled token; entries of other tokens are not read"""
     reward: float
     group: int
     version: int = 0
@@ -81,8 +83,10 @@ class Rollout:
             values = np.asarray(array, dtype=np.float64)[on]
             if name != "sampled" and not np.isfinite(values).all():
                 return f"{name} of a sampled token is not finite"
-            if name.endswith("logprobs") and (values > 1e-3).any():
+            if name.endswith("logprobs") and (values > _ROUNDED).any():
                 return f"{name} has {values.max()}, which is no log-probability"
+        if self.version < 0:
+            return f"the version is {self.version}"
         return "" if np.isfinite(self.reward) else f"the reward is {self.reward}"
 
 
@@ -164,7 +168,7 @@ def files_of(folder: Path) -> list[Path]:
     except OSError as error:
         raise DataError(f"{folder}: no folder of rollouts ({error.strerror or error})") from error
     for path in found:
-        if path.suffix != SUFFIX or not path.stem.isdecimal():
+        if path.suffix != SUFFIX or not path.stem.isdecimal() or len(path.stem) < 12:
             raise DataError(f"{path} is no file of rollouts, which are named by the number of their first one "
                             f"(000000000064{SUFFIX}); move it away")
     return sorted(found, key=lambda path: int(path.stem))
@@ -181,8 +185,8 @@ def _header(path: Path) -> tuple[int, str]:
     try:
         with safe_open(path, framework="numpy") as stream:
             about = stream.metadata() or {}
-        if about.get("format") != "1":
-            raise ValueError(f"format {about.get('format')!r}")
+        if about.get("format") != "1" or int(about["rollouts"]) < 1:
+            raise ValueError(f"format {about.get('format')!r:.20}, {about.get('rollouts')!r:.20} rollouts")
         return int(about["rollouts"]), about["xxh3"]
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise DataError(f"{path}: not readable as rollouts ({error})") from error
@@ -205,12 +209,12 @@ class RolloutFile:
                 raise ValueError(f"{path.stat().st_size} bytes; a file has at most {_MAX_BYTES}")
             with safe_open(path, framework="numpy") as stream:
                 tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118  # no mapping
-        except (OSError, SafetensorError, ValueError) as error:
+        except (OSError, SafetensorError, ValueError, TypeError) as error:  # TypeError: a dtype that numpy lacks
             raise DataError(f"{path}: not readable as rollouts ({error})") from error
         actual = _digest(tensors)
         if actual != digest:
             raise DataError(f"{path} has changed since it was written: its hash is {actual}, and not {digest}")
-        problem = _malformed(tensors, count)
+        problem = _malformed(tensors, count) or _senseless(tensors)
         if problem:
             raise DataError(f"{path}: {problem}")
         return cls(path, int(path.stem), tensors)
@@ -239,13 +243,29 @@ def _malformed(tensors: dict[str, np.ndarray], count: int) -> str:
     if missing or unknown:
         return f"tensors are missing: {missing}" if missing else f"tensors are unknown: {unknown}"
     offsets = tensors["offsets"]
-    if offsets.shape != (count + 1,) or count < 1 or offsets[0] != 0 or (np.diff(offsets) < 2).any():
+    size = len(tensors["tokens"])
+    if offsets.shape != (count + 1,) or offsets[0] != 0 or offsets.max() > size or offsets.min() < 0 or (
+            np.diff(offsets) < 2).any():
         return f"offsets {offsets.shape} do not divide {count} rollouts"
     for name, kind in kinds.items():
         expected = (count,) if name in PER_ROLLOUT else (int(offsets[-1]),) if name in PER_TOKEN else (count + 1,)
         array = tensors.get(name)
         if array is not None and (array.dtype != np.dtype(kind) or array.shape != expected):
             return f"{name} is {array.dtype} {array.shape}; expected {np.dtype(kind)} {expected}"
+    return ""
+
+
+def _senseless(tensors: dict[str, np.ndarray]) -> str:
+    """Return what no rollout can have; empty: nothing. As :meth:`Rollout.problem`, of all at once."""
+    on = tensors["sampled"] == 1
+    if (tensors["sampled"] > 1).any() or on[tensors["offsets"][:-1]].any() or (tensors["tokens"] < 0).any():
+        return "a first token is sampled, or a token's id is below 0"
+    for name in ("logprobs", *OPTIONAL):
+        values = tensors.get(name, np.zeros(1))
+        if not np.isfinite(values).all() or (name.endswith("logprobs") and (values > _ROUNDED).any()):
+            return f"{name} has {values.max()}, which is not finite or no log-probability"
+    if not np.isfinite(tensors["rewards"]).all() or (tensors["versions"] < 0).any():
+        return "a reward is not finite, or a version is below 0"
     return ""
 
 
@@ -256,13 +276,15 @@ def from_json(line: str) -> Rollout:
     Raises:
         DataError: keys are missing or unknown, or lengths differ.
     """
-    raw: dict[str, Any] = json.loads(line)
+    raw: Any = json.loads(line)
+    if not isinstance(raw, dict):
+        raise DataError(f"a {type(raw).__name__}, and no object with keys")
     needed, optional = ("prompt_token_ids", "token_ids", "logprobs", "reward", "group"), (
         "version", "old_logprobs", "ref_logprobs", "advantage")
     missing, unknown = [key for key in needed if key not in raw], sorted(raw.keys() - {*needed, *optional})
     if missing or unknown:
         raise DataError(f"keys are missing: {missing}" if missing else f"keys are unknown: {unknown}")
-    prompt, answer = list(raw["prompt_token_ids"]), list(raw["token_ids"])
+    prompt, answer = ([_integer(token, name) for token in raw[name]] for name in ("prompt_token_ids", "token_ids"))
     zeros = np.zeros(len(prompt), dtype=np.float32)
 
     def padded(values: Sequence[float]) -> np.ndarray:
@@ -273,7 +295,15 @@ def from_json(line: str) -> Rollout:
     if "advantage" in raw:
         further["advantages"] = padded([raw["advantage"]] * len(answer))
     return Rollout(
-        tokens=np.asarray(prompt + answer, dtype=np.int64), reward=float(raw["reward"]), group=int(raw["group"]),
+        tokens=np.asarray(prompt + answer, dtype=np.int64), reward=float(raw["reward"]),
+        group=_integer(raw["group"], "group"),
         sampled=np.concatenate([np.zeros(len(prompt), np.uint8), np.ones(len(answer), np.uint8)]),
-        logprobs=padded(raw["logprobs"]), version=int(raw.get("version", 0)), further=further,
+        logprobs=padded(raw["logprobs"]), version=_integer(raw.get("version", 0), "version"), further=further,
     )
+
+
+def _integer(value: Any, name: str) -> int:
+    """Return a number that is whole and fits int64. Raises DataError."""
+    if isinstance(value, bool) or not isinstance(value, int) or not -(1 << 63) <= value < 1 << 63:
+        raise DataError(f"{name} has {value!r:.40}, which is no whole number of 64 bits")
+    return value

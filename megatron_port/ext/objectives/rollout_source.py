@@ -20,13 +20,13 @@ from megatron_port.ext.objectives.rollout_files import Rollout, RolloutFile, fil
 
 SHARE, ADVANTAGES, SAMPLED, OLD, REFERENCE, REWARD = (
     "share", "advantages", "sampled_logprobs", "old_logprobs", "ref_logprobs", "reward")
-"""Side tensors of a policy's loss, [batch, seq] by label: the label's share of its answer (1 / sampled tokens, 0 where
-it is none); the others as ``rollout_files`` has them, 0 where nothing was sampled; the reward at each sampled label."""
+"""Side tensors of a policy's loss, [batch, seq] by label, 0 where the label was not sampled: its share of its answer
+(1 / sampled tokens), and the others as ``rollout_files`` has them, with the answer's reward at each label."""
 POLL_SECONDS = 0.2
 
 
 def group_advantages(rewards: np.ndarray, groups: np.ndarray, settings: PolicyConfig) -> np.ndarray:
-    """Return each rollout's advantage, float64 [n]: its reward less its group's mean, which all methods but dr_grpo
+    """Return each rollout's advantage, float64 [n]: its reward less its group's mean, which methods other than dr_grpo
     divide by the group's standard deviation (that of a sample, n - 1) plus ``advantage_epsilon``. 0 in groups of one.
     """
     _, place = np.unique(groups, return_inverse=True)
@@ -40,10 +40,11 @@ def group_advantages(rewards: np.ndarray, groups: np.ndarray, settings: PolicyCo
     return found
 
 
-def labels_of(rollout: Rollout, advantage: float, seq_length: int) -> tuple[Sample, int]:
-    """Return a rollout as a sample, filled up to ``seq_length`` with ids 0 that do not count, and its number of labels.
+def labels_of(rollout: Rollout, advantage: float, seq_length: int) -> Sample:
+    """Return a rollout as a sample, filled up to ``seq_length`` with ids 0 that do not count.
 
-    The label of position i is token i + 1, so that arrays by token lose their first entry.
+    The label of position i is token i + 1, so that arrays by token lose their first entry. Where the trainer's own
+    log-probabilities are not given, those of what sampled stand for them.
     """
     length = len(rollout.tokens) - 1
     tokens = np.zeros(seq_length + 1, dtype=np.int64)
@@ -52,18 +53,18 @@ def labels_of(rollout: Rollout, advantage: float, seq_length: int) -> tuple[Samp
     counted[:length] = rollout.sampled[1:]
 
     def by_label(values: np.ndarray | float, dtype: type = np.float32) -> np.ndarray:
+        """Return values of tokens, or one value, at the labels that were sampled."""
         found: np.ndarray = np.zeros(seq_length, dtype=dtype)
-        found[:length] = values if isinstance(values, float) else values[1:]
-        found *= counted
-        return found
+        found[:length] = values if np.ndim(values) == 0 else np.asarray(values)[1:]
+        return np.where(counted, found, 0)
 
-    number = int(counted.sum())
-    given = rollout.further
+    given, number = rollout.further, int(counted.sum())
     side = {SHARE: by_label(1.0 / max(number, 1), np.float64), SAMPLED: by_label(rollout.logprobs),
-            REWARD: by_label(rollout.reward, np.float64),
+            OLD: by_label(given.get(OLD, rollout.logprobs)), REWARD: by_label(rollout.reward, np.float64),
             ADVANTAGES: by_label(given.get("advantages", advantage), np.float64)}
-    side.update({name: by_label(given[name]) for name in (OLD, REFERENCE) if name in given})
-    return Sample(tokens, counted=counted, side=side), number
+    if REFERENCE in given:
+        side[REFERENCE] = by_label(given[REFERENCE])
+    return Sample(tokens, counted=counted, side=side)
 
 
 class RolloutDataset:
@@ -94,31 +95,36 @@ class RolloutDataset:
         Raises:
             DataError: a file before it is missing, or it has not come in time.
         """
-        waited = time.monotonic() + self.settings.wait_seconds
+        until = time.monotonic() + self.settings.wait_seconds
         while True:
             earlier = [path for path in self._files if int(path.stem) <= number]
+            end, problem = 0, f"rollouts before {int(self._files[0].stem)} are missing" if self._files else ""
             if earlier:
                 found = self._open(earlier[-1])
                 end = found[0].first + len(found[0])
                 if number < end:
                     return found
-                if earlier[-1] != self._files[-1]:
-                    raise DataError(f"{self.folder}: rollouts {end} to {int(self._files[len(earlier)].stem) - 1} are "
-                                    "missing; copy the folder again, whole")
-            elif self._files:
-                raise DataError(f"{self.folder}: rollouts before {int(self._files[0].stem)} are missing")
+                after = self._files[len(earlier)] if len(earlier) < len(self._files) else None
+                problem = "" if after is None else f"rollouts {end} to {int(after.stem) - 1} are missing"
             known, self._files = self._files, files_of(self.folder)
-            if self._files == known and time.monotonic() >= waited:
-                end = self._open(known[-1])[0].first + len(self._open(known[-1])[0]) if known else 0
-                raise DataError(
-                    f"{self.folder}: has {end} rollouts, and training wants rollout {number} (waited "
-                    f"{self.settings.wait_seconds:g} s); sample more, set training.steps lower, or "
-                    "rollouts.wait_seconds higher")
-            if self._files == known:
+            if self._files != known:
+                continue
+            if time.monotonic() < until:  # another machine's files may be seen one before the other
                 time.sleep(POLL_SECONDS)
+                continue
+            if problem:
+                raise DataError(f"{self.folder}: {problem}; copy the folder again, whole")
+            raise DataError(
+                f"{self.folder}: has {end} rollouts, and training wants rollout {number} (waited "
+                f"{self.settings.wait_seconds:g} s); sample more, set training.steps lower, or "
+                "rollouts.wait_seconds higher")
 
     def sample(self, index: int) -> Sample:
-        """Return rollout ``index``. Raises DataError: it is damaged, missing, too long, too old, or answers nothing."""
+        """Return rollout ``index``.
+
+        Raises:
+            DataError: it is damaged, missing, too long, too old, or lacks what the policy's settings need.
+        """
         file, advantages = self._file_of(index)
         at = index - file.first
         rollout = file.rollout(at)
@@ -126,11 +132,21 @@ class RolloutDataset:
             raise DataError(f"{file.path}: rollout {index} has {len(rollout.tokens)} tokens, and a sample takes "
                             f"{self.seq_length + 1}; set model.seq_length, or sample shorter answers")
         age, limit = index // self.batch - rollout.version, self.settings.max_staleness
+        if limit and age < 0:
+            raise DataError(f"{file.path}: rollout {index} was sampled by the policy of step {rollout.version}, and "
+                            f"step {index // self.batch} trains on it; these are another run's rollouts")
         if limit and age > limit:
             raise DataError(
                 f"{file.path}: rollout {index} was sampled by the policy of step {rollout.version}, {age} steps before "
                 f"the one that trains on it; rollouts.max_staleness is {limit}: sample again with newer weights")
-        return labels_of(rollout, float(advantages[at]), self.seq_length)[0]
+        wanted = {REFERENCE: "policy.kl" if self.policy.kl else "", OLD: "policy.correction" if
+                  self.policy.correction and self.policy.old == "rollouts" else "",
+                  ADVANTAGES: 'policy.method "ppo"' if self.policy.method == "ppo" else ""}
+        for name, setting in wanted.items():
+            if setting and name not in rollout.further:
+                raise DataError(f"{file.path}: rollout {index} has no {name}, which {setting} needs; write them with "
+                                "the rollouts, or change the setting")
+        return labels_of(rollout, float(advantages[at]), self.seq_length)
 
     def draw(self, seed: int, k: int) -> Sample:
         """Return sample k of the run."""

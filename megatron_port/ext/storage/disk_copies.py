@@ -133,17 +133,20 @@ class DiskCopies:
         Raises:
             CheckpointError: the disk keeps one, from which a later start would resume.
         """
+        kept: tuple[Path, int, OSError] | None = None
         for listing, step in list(self._steps.items()):
             if step >= below:
                 try:
                     listing.unlink(missing_ok=True)
+                    del self._steps[listing]
                 except OSError as error:
-                    raise CheckpointError(
-                        f"{listing}: the copy of step {step} counts no more, but the disk keeps it "
-                        f"({error.strerror or error}), and the next start would resume from it; remove it, or set "
-                        "checkpoint.disk_interval = 0"
-                    ) from error
-                del self._steps[listing]
+                    kept = listing, step, error
+        if kept is not None:
+            raise CheckpointError(
+                f"{kept[0]}: the copy of step {kept[1]} counts no more, but the disk keeps it "
+                f"({kept[2].strerror or kept[2]}), and the next start would resume from it; remove it, or set "
+                "checkpoint.disk_interval = 0"
+            ) from kept[2]
         held = [slot for slot, (_, listing) in enumerate(self._places) if listing in self._steps or slot == self._spare]
         if len(held) == 1:
             self._next = 1 - held[0]

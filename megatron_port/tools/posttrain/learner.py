@@ -13,7 +13,7 @@ is the engine's business. All methods are collective: every rank calls them with
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from megatron_port.core.config.dump import to_toml
 from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.data.dataset import Sample
 from megatron_port.core.data.loader import RankView
-from megatron_port.core.data.objective import Objective
+from megatron_port.core.data.objective import Objective, WholeSamples
+from megatron_port.core.dist.agree import agreed
 from megatron_port.core.dist.positions import sequence_partition
 from megatron_port.core.engine.api import StepResult
 from megatron_port.core.engine.loss_reduction import summed_over_replicas
@@ -37,11 +38,11 @@ from megatron_port.core.io.files import write_text
 from megatron_port.core.layers.step import StepContext
 from megatron_port.core.model.decoder import GPTStage
 from megatron_port.core.optim.schedules import learning_rate
-from megatron_port.core.registry import OBJECTIVES
+from megatron_port.core.registry import LOSSES, OBJECTIVES
 from megatron_port.core.train.folders import run_folder
 from megatron_port.core.train.hooks import Session
 from megatron_port.ext.telemetry.sinks import Telemetry
-from megatron_port.run.build import DTYPES, build_engine
+from megatron_port.run.build import build_engine
 from megatron_port.run.loading import load_into
 from megatron_port.run.saved_model import checkpoint_at, nothing_at
 from megatron_port.run.state import Position, save_state
@@ -85,19 +86,27 @@ class Learner:
 
     Args:
         session: of ``open_session``; engine native.
-        weights: what training begins with: a checkpoint, a run's folder or a Hugging Face folder; empty: the run's
-            initial values.
+        weights: what training begins with: a checkpoint, a run's folder or a Hugging Face folder; empty:
+            ``checkpoint.initial_weights``, or the run's initial values. Steps are not captured.
 
     Raises:
-        ConfigError: the run's engine is another, or its steps are captured.
+        ConfigError: the run's engine is another, or it has frozen weights or a loss of a plugin's.
         CheckpointError: on every rank: ``weights`` are damaged or of another model.
     """
 
     def __init__(self, session: Session, weights: str | Path = "") -> None:
         config = session.config
-        if config.engine != "native":
-            raise ConfigError(f'a Learner drives the parts of a step, which engine {config.engine!r} does not show; '
-                              'set engine = "native"')
+        for wrong, why in (
+            (config.engine != "native",
+             f'engine {config.engine!r}, which does not show the parts of a step; set "native"'),
+            (config.fine_tuning.enabled or config.quantisation.enabled,
+             "frozen weights; leave [fine_tuning] and [quantisation] out"),
+            (config.training.loss in LOSSES.added,
+             f"training.loss {config.training.loss!r}, by which log-probabilities would be another number; set "
+             '"cross_entropy"'),
+        ):
+            if wrong:
+                raise ConfigError(f"a Learner does not go with {why}")
         config = replace(config, backend=replace(config.backend, graphs="off"))
         self.session, self.config = session, config
         engine = build_engine(config, session.ctx, session.providers, progress=session.progress)
@@ -107,11 +116,15 @@ class Learner:
         """Updates taken, and samples consumed."""
         self._own, self._committer = engine.objective, Committer(fence=session.fence)
         self._pending: StepState | None = None
+        self._numbers, self._rate = engine.values.host, 0.0
+        """Numbers of the step that waits, which an evaluation in between overwrites; rate of the last update"""
         self._model: LiveModel | None = None
         self._telemetry: Telemetry | None = None
         self._since = time.monotonic()
+        weights = weights or config.checkpoint.initial_weights
         if weights:
-            self.engine.load_weights(open_weights(Path(weights)).read)
+            found = agreed(lambda: open_weights(Path(weights)))
+            agreed(lambda: engine.load_weights(found.read))
 
     # -- the five verbs ----------------------------------------------------------------------------------------------
 
@@ -124,11 +137,14 @@ class Learner:
 
         Raises:
             DataError: a sample is too long, or has a token that the model lacks.
-            ConfigError: the objective changes the model; or gradients wait and ``[offload]`` has moved them away.
+            ConfigError: the objective changes the model, or reads what this run does not make; or gradients wait, and
+                ``[offload]`` has moved them away or experts' biases are balanced by one batch.
         """
         self._use(self._objective(objective))
-        if self._pending is not None and self.config.offload.optimizer != "none":
-            raise ConfigError("[offload] keeps the gradients of one batch; call optim_step after each forward_backward")
+        moved = self.config.offload.optimizer != "none"
+        if self._pending is not None and (moved or self.config.model.moe.balance_bias):
+            raise ConfigError("[offload] keeps the gradients, and moe.balance_bias the counts, of one batch; call "
+                              "optim_step after each forward_backward")
         micro_batches = self._divided(samples, training=True)
         engine, waiting = self.engine, self._pending
         kept = [] if waiting is None else [piece.gradient.clone() for piece in engine.sharded.pieces]
@@ -144,13 +160,13 @@ class Learner:
         run_parts(parts, state)
         if waiting is not None:  # either batch may forbid the update
             state.skip = torch.maximum(state.skip, waiting.skip)
-        self._pending, self.samples = state, self.samples + len(samples)
+        self._pending, self.samples, self._numbers = state, self.samples + len(samples), engine.values.host
         (loss, count), sums = state.sums.tolist(), state.auxiliary.tolist()
         named = dict(zip(engine.sums.auxiliary.names, sums, strict=True))
         return Losses(loss / max(count, 1.0), count, engine.objective.metrics(named, round(count)))
 
     def optim_step(self, *, lr: float | None = None) -> StepResult:
-        """Update the weights by the gradients that wait.
+        """Update the weights by the gradients that wait. Loss and tokens of the result are the last batch's.
 
         ``lr``: None: the run's schedule says.
 
@@ -161,9 +177,9 @@ class Learner:
         if state is None:
             raise ConfigError("optim_step without gradients; call forward_backward before it")
         rate = learning_rate(self.config.optimizer, self.step, self.config.training.steps) if lr is None else lr
-        engine.values.set(replace(engine.values.host, lr=rate))
+        engine.values.set(replace(self._numbers, lr=rate))
         run_parts([engine.parts.verify, engine.parts.apply, HashAndGather(engine.sharded)], state)
-        self._pending = None
+        self._pending, self._rate = None, rate
         result = engine.read_result(state)
         self.step += 1
         return result
@@ -194,6 +210,7 @@ class Learner:
     def save(self) -> Path:
         """Commit a checkpoint into the run's folder, as ``megatron-port train`` does; return it."""
         self._idle("save")
+        self._use(self._own)
         at = Position(step=self.step, samples=self.samples, skipped=0, objective=self._own.identity())
         return save_state(self.engine, self.session, at, self._committer)
 
@@ -204,6 +221,7 @@ class Learner:
             CheckpointError: on every rank: it is damaged, of another model, or not there.
         """
         self._idle("load")
+        self._use(self._own)
         place = Path(path) if path else run_folder(self.config)
         found = checkpoint_at(place) if place.exists() else None
         if found is None:
@@ -246,9 +264,8 @@ class Learner:
             self._telemetry = Telemetry(
                 folder, self.config, is_rank_zero=self.session.is_rank_zero, warn=self.session.logger.log,
                 resumed_step=self.step - 1, guard=self.session.fence.check)
-        rate = self.engine.values.host.lr
         self._telemetry.step({
-            "step": self.step, "loss": losses.loss, "grad_norm": result.grad_norm, "learning_rate": rate,
+            "step": self.step, "loss": losses.loss, "grad_norm": result.grad_norm, "learning_rate": self._rate,
             "skipped": result.skipped, "loss_scale": result.loss_scale, "samples": self.samples,
             "seconds": now - self._since, **losses.metrics, **more})
         self._since = now
@@ -278,7 +295,13 @@ class Learner:
     def _objective(self, asked: Objective | str | None) -> Objective:
         if asked is None:
             return self._own
+        if asked == "cross_entropy":
+            return Objective(self.config)
         found = OBJECTIVES.function(asked)(self.config) if isinstance(asked, str) else asked
+        if self.config.model.mtp_layers:
+            raise ConfigError(f"{type(found).__name__} with model.mtp_layers, which have no loss by it; set 0")
+        if self.config.activations.head_chunk and getattr(getattr(found, "settings", None), "entropy", 0):
+            raise ConfigError("policy.entropy needs whole logits; set activations.head_chunk = 0")
         if type(found).build is not Objective.build or found.terms:
             raise ConfigError(f"{type(found).__name__} adds to the model, so only a run can have it; set training.loss")
         return found
@@ -298,24 +321,35 @@ class Learner:
             raise DataError("no samples; a global batch has one at least")
         replicas, own, seq = ctx.size("dp"), ctx.index("dp"), self.config.model.seq_length
         view = replace(RankView.on(self.config, ctx), objective=self.engine.objective)
+        moe = self.config.model.moe
+        if training and len(samples) % (size * replicas) and (
+                moe.z_weight or moe.balance_bias or (moe.balance_weight and moe.balance_loss != "none")):
+            raise DataError(f"{len(samples)} samples do not fill micro-batches of {size} on {replicas} replicas, and "
+                            "what fills them up would be balanced over experts; bring a multiple of "
+                            f"{size * replicas}")
+        for number, sample in enumerate(samples):  # on every rank, so that all raise
+            _check(sample, number, seq, self.config.model.vocab_size)
         rounds = -(-len(samples) // (size * replicas))
         documents = self.config.data.attention_documents == "within"
         layout = view.objective.side_layout
         empty = Sample(np.zeros(2, np.int64), counted=np.zeros(1, bool), side={
             name: np.zeros_like(value[:1] if layout.get(name) == "position" else value)
             for name, value in samples[0].side.items()})
+        whole = [_filled(sample, seq, layout) for sample in samples]
+        _ = view.objective.side(WholeSamples(  # likewise: what the objective does not find
+            tuple(range(len(whole))), torch.from_numpy(np.stack([row.tokens for row in whole]))[:, 1:], None, None,
+            rows=whole, training=training))
+        whole += [_filled(empty, seq, layout)] * (rounds * size * replicas - len(whole))
         made = []
         for m in range(rounds):
             numbers = [(m * replicas + own) * size + i for i in range(size)]
-            rows = [_filled(samples[n] if n < len(samples) else empty, n, seq, view) for n in numbers]
+            rows = [whole[n] for n in numbers]
             mask = torch.from_numpy(np.stack([row.counted for row in rows if row.counted is not None])).float()
             starts = [np.zeros(seq, np.int32) if row.starts is None else row.starts for row in rows]
             made.append(view.micro_batch(
                 tuple(self.samples + n for n in numbers),
                 np.stack([row.tokens for row in rows]) if view.reads else None, mask=mask, labels_masked=True,
                 rows=rows, starts=starts if documents else (), training=training))
-        for batch in made:
-            batch.check_ids(self.config.model.vocab_size)
         return made
 
 
@@ -332,15 +366,22 @@ class _Add:
             piece.gradient.add_(before)
 
 
-def _filled(sample: Sample, number: int, seq: int, view: RankView) -> Sample:
-    """Return a sample with ``seq + 1`` tokens; what is added does not count. Raises DataError: it is longer."""
+def _check(sample: Sample, number: int, seq: int, vocab_size: int) -> None:
+    """Raise DataError where the model cannot read a sample."""
     length = len(sample.tokens)
     if not 2 <= length <= seq + 1:
         raise DataError(f"sample {number} has {length} tokens; the model takes 2 to {seq + 1} (model.seq_length + 1)")
+    low, high = int(np.min(sample.tokens)), int(np.max(sample.tokens))
+    if low < 0 or high >= vocab_size:
+        raise DataError(f"sample {number}: token id {low if low < 0 else high} is outside the vocabulary of "
+                        f"{vocab_size}")
+
+
+def _filled(sample: Sample, seq: int, layout: Mapping[str, str]) -> Sample:
+    """Return a sample with ``seq + 1`` tokens; what is added does not count. ``layout``: of side tensors, by name."""
+    length = len(sample.tokens)
+    missing = seq + 1 - length
     counted = np.ones(length - 1, dtype=bool) if sample.counted is None else sample.counted
-    if length == seq + 1:
-        return replace(sample, counted=counted)
-    layout, missing = view.objective.side_layout, seq + 1 - length
 
     def more(values: np.ndarray) -> np.ndarray:
         return np.concatenate([values, np.zeros((missing, *values.shape[1:]), dtype=values.dtype)])
@@ -348,8 +389,9 @@ def _filled(sample: Sample, number: int, seq: int, view: RankView) -> Sample:
     starts = sample.starts
     if starts is not None:
         starts = np.concatenate([starts, np.full(missing, starts[-1], dtype=np.int32)])
-    side = {name: more(value) if layout.get(name) == "position" else value for name, value in sample.side.items()}
-    return Sample(more(sample.tokens), starts, more(counted), side)
+    side = {name: more(value) if layout.get(name) == "position" and len(value) < seq else value
+            for name, value in sample.side.items()}
+    return Sample(more(np.asarray(sample.tokens, dtype=np.int64)), starts, more(counted), side)
 
 
-__all__ = ["DTYPES", "Learner", "Losses", "Sampling"]
+__all__ = ["Learner", "Losses", "Sampling"]
