@@ -8,6 +8,7 @@ import gc
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.data.loader import RankView
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
+from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.layers.providers import Providers
 from megatron_port.core.optim.schedules import BatchSchedule, learning_rate
 from megatron_port.ext.kernels.choose import choose_providers
@@ -240,6 +242,25 @@ def run_case(
             release_deepspeed(engine)
             del engine
             gc.collect()
+
+
+def run_with_sums(
+    cases: Sequence[tuple[RunConfig, Topology]],
+    make: Callable[[RunConfig, ParallelContext, Reordering | None], Batches],
+) -> list[tuple[RankTrace, list[dict[str, float]]]]:
+    """Three steps of each case on this rank, with the named sums of each step."""
+    train_step, seen, out = NativeEngine.train_step, list[dict[str, float]](), []
+
+    def keeping(self: NativeEngine, *args: Any, **options: Any) -> Any:
+        result = train_step(self, *args, **options)
+        seen.append(dict(result.auxiliary))
+        return result
+
+    with patch.object(NativeEngine, "train_step", keeping):
+        for config, topology in cases:
+            trace = run_case(config, topology, 3, 3, make=make)
+            out.append((trace, seen[-3:]))
+    return out
 
 
 def run_cases(cases: Sequence[tuple[RunConfig, Topology, int, int]]) -> list[RankTrace]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from cases import Batches, Reordering, make_batches, make_config, run_case
+from cases import Batches, Reordering, make_batches, make_config, run_with_sums
 from fuzz import plain
 from pool import RankPool
 
@@ -21,7 +20,6 @@ from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.data.loader import RankView
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
-from megatron_port.core.engine.native import NativeEngine
 from megatron_port.ext.objectives.policy_settings import PolicyConfig
 from megatron_port.ext.objectives.rollout_files import Rollout
 from megatron_port.ext.objectives.rollout_source import labels_of
@@ -107,18 +105,7 @@ def rollouts(config: RunConfig, ctx: ParallelContext, order: Reordering | None) 
 
 def run_rollouts(cases: Sequence[tuple[Case, Topology]]) -> list[tuple[RankTrace, Sums]]:
     """Three steps of each case on this rank, with the sums of each step."""
-    train_step, seen, out = NativeEngine.train_step, Sums(), []
-
-    def keeping(self: NativeEngine, *args: Any, **options: Any) -> Any:
-        result = train_step(self, *args, **options)
-        seen.append(dict(result.auxiliary))
-        return result
-
-    with patch.object(NativeEngine, "train_step", keeping):
-        for case, topology in cases:
-            trace = run_case(whole(case), topology, 3, 3, make=rollouts)
-            out.append((trace, seen[-3:]))
-    return out
+    return run_with_sums([(whole(case), topology) for case, topology in cases], rollouts)
 
 
 @pytest.mark.parametrize("axes", LAYOUTS)

@@ -6,12 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from cases import Batches, Reordering, make_batches, make_config, providers_of, run_case
+from cases import Batches, Reordering, make_batches, make_config, providers_of, run_with_sums
 from fuzz import plain
 from pool import RankPool
 
@@ -21,7 +20,6 @@ from megatron_port.core.data.batch import MicroBatch
 from megatron_port.core.data.indexed import CorpusMeta, IndexedDataset
 from megatron_port.core.dist.groups import ParallelContext
 from megatron_port.core.dist.mesh import Topology
-from megatron_port.core.engine.native import NativeEngine
 from megatron_port.ext.corpora.writer import IndexedWriter
 from megatron_port.run.build import build_engine
 from megatron_port.tools.inference.model import WholeDocuments, log_probabilities
@@ -90,19 +88,8 @@ def pairs(config: RunConfig, ctx: ParallelContext, order: Reordering | None) -> 
 
 
 def run_pairs(cases: Sequence[tuple[RunConfig, Topology]]) -> list[tuple[RankTrace, Rewards]]:
-    """Three steps of each case on this rank, with the rewards of each step."""
-    train_step, seen, out = NativeEngine.train_step, Rewards(), []
-
-    def keeping(self: NativeEngine, *args: Any, **options: Any) -> Any:
-        result = train_step(self, *args, **options)
-        seen.append(dict(result.auxiliary))
-        return result
-
-    with patch.object(NativeEngine, "train_step", keeping):
-        for config, topology in cases:
-            trace = run_case(config, topology, 3, 3, make=pairs)
-            out.append((trace, seen[-3:]))
-    return out
+    """Three steps of each case on this rank, with the sums of each step."""
+    return run_with_sums(cases, pairs)
 
 
 @pytest.mark.parametrize("axes", [
