@@ -154,7 +154,7 @@ LOSSES = Registry(
 
 OBJECTIVES = Registry(
     "objective", "training.loss", {name: f"megatron_port.ext.objectives.{name}:{kind}Objective" for name, kind in (
-        ("dpo", "Pair"), ("orpo", "OddsRatio"), ("policy", "Policy"))},
+        ("dpo", "Pair"), ("orpo", "OddsRatio"), ("policy", "Policy"), ("weighted", "Weighted"))},
     derived={
         "next_token": "megatron_port.core.data.objective:Objective",
         "multi_token": "megatron_port.ext.objectives.multi_token:MultiTokenObjective",

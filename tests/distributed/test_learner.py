@@ -61,6 +61,12 @@ def text_of(number: int) -> Sample:
     return Sample(draw.integers(0, 53, length), counted=draw.random(length - 1) < 0.8)
 
 
+def weighted(number: int, factor: float = 1.0) -> Sample:
+    sample = text_of(number)
+    return dataclasses.replace(
+        sample, side={"weights": factor * (1 + np.random.default_rng(number).random(len(sample.tokens) - 1))})
+
+
 def answer_of(number: int, logprobs: np.ndarray | None = None) -> Sample:
     rollout, advantage = rollout_of(number)
     if logprobs is not None:
@@ -98,6 +104,8 @@ def drive(config: RunConfig, topology: Topology, folder: str) -> dict[str, Any]:
         told.append(learner.forward_backward([text_of(20 + i) for i in range(6)], focal))
         told.append(learner.forward_backward([answer_of(i) for i in range(7)], policy))  # is added
         told.append(learner.optim_step(lr=1e-2))
+        told.append(learner.forward_backward([weighted(20 + i) for i in range(5)], "weighted"))
+        told.append(learner.optim_step(lr=1e-2))
         saved = learner.save()
         own = learner.logprobs([answer_of(i) for i in range(7)])
         current = learner.forward_backward(
@@ -105,7 +113,7 @@ def drive(config: RunConfig, topology: Topology, folder: str) -> dict[str, Any]:
         learner.optim_step()
         weights = {name: tensor.clone() for name, tensor in learner.weights()}
         again = learner.load(saved)
-        assert again == saved and learner.step == 3
+        assert again == saved and learner.step == 4
         after = learner.forward_backward([text_of(40 + i) for i in range(4)])
         texts = learner.generate([[1, 2, 3], [7], [5, 6]], Sampling(max_new_tokens=6, temperature=0.0))
         with pytest.raises(ConfigError, match="save while gradients wait"):
@@ -216,6 +224,31 @@ def test_gradients_of_batches_are_added_until_the_update(tmp_path: Path) -> None
             result = learner.engine.train_step(batches, step=step, lr=1e-2 * (step == 2))
         assert result.grad_norm == norms[0]
         assert torch.equal(next(iter(learner.weights()))[1], weights[0])
+    finally:
+        session.ctx.close()
+
+
+def test_weights_are_a_mean_over_their_sum(tmp_path: Path) -> None:
+    """By the log-probabilities of labels; a sample of weight 0 is as good as none, and a common factor is none."""
+    config = make_config(dtype="fp64", model=LLAMA)
+    session = session_of(config, Topology(), str(tmp_path))
+    try:
+        learner, found = Learner(session), []
+        samples = [weighted(i) for i in range(4)]
+        logs = learner.logprobs(samples)
+        counted = [np.where(np.asarray(s.counted), s.side["weights"], 0) for s in samples]
+        expected = -sum((w * p).sum() for w, p in zip(counted, logs, strict=True)) / sum(w.sum() for w in counted)
+        for batch in (samples, [weighted(i, 3.0) for i in range(4)], [*samples, weighted(9, 0.0)]):
+            losses = learner.forward_backward(batch, "weighted")
+            found.append((losses.loss, learner.optim_step(lr=0.0).grad_norm))
+        assert found[0][0] == pytest.approx(expected, rel=1e-12)
+        assert all(one == pytest.approx(found[0], rel=1e-12) for one in found)
+        assert learner.forward_backward(samples, "weighted").count == pytest.approx(sum(w.sum() for w in counted))
+        learner.optim_step(lr=0.0)
+        with pytest.raises(DataError, match="sample 1 has no weights"):
+            learner.forward_backward([weighted(0), text_of(1)], "weighted")
+        with pytest.raises(DataError, match="sample 0 has a weight of -"):
+            learner.forward_backward([weighted(0, -1.0)], "weighted")
     finally:
         session.ctx.close()
 

@@ -73,6 +73,15 @@ def rollouts_of(config: RunConfig) -> RolloutsConfig:
     return found
 
 
+WEIGHTED = (Table(asked='training.loss "weighted"', on=lambda c: c.training.loss == "weighted", rows=(
+    native_only("whose loss is a mean over tokens"),
+    Rule(lambda c: c.data.source == "corpus",
+         "{asked} takes weights with each sample, which corpora lack; bring a data source (CONTRIBUTING.md), or use it "
+         "with a Learner"),
+    Conflict("model.mtp_layers", "only the model's own predictions have weights", "set 0"),
+    Conflict("backend.graphs", "captured steps have no place for weights", 'use graphs = "off"', refused=("step",)),
+)),)
+
 POLICY = (Table(asked='training.loss "policy"', on=lambda c: c.training.loss == "policy", rows=(
     native_only("whose loss is a mean over tokens"),
     Rule(lambda c: c.data.source == "corpus",

@@ -12,7 +12,7 @@ from megatron_port.core.config.conflicts import Conflict, Rule, Table, always, n
 from megatron_port.core.config.features import NO_ADAPTERS, NO_QUANTISATION, NO_SPARSITY, NO_TEACHER
 from megatron_port.core.config.schema import ModelConfig, RunConfig
 from megatron_port.core.registry import OBJECTIVES
-from megatron_port.ext.objectives.policy_settings import POLICY
+from megatron_port.ext.objectives.policy_settings import POLICY, WEIGHTED
 
 
 def _too_short(config: RunConfig) -> list[str]:
@@ -81,7 +81,7 @@ LOSSES = (
         Conflict("model.mtp_layers", "only the model's own predictions are answers", "set 0",
                  when=lambda c: c.model.mtp_layers > 0),
     )),
-    *POLICY,
+    *POLICY, *WEIGHTED,
 )
 
 
