@@ -107,6 +107,7 @@ def drive(config: RunConfig, topology: Topology, folder: str) -> dict[str, Any]:
         told.append(learner.forward_backward([weighted(20 + i) for i in range(5)], "weighted"))
         told.append(learner.optim_step(lr=1e-2))
         saved = learner.save()
+        told.append(learner.evaluate([text_of(30 + i) for i in range(5)]))
         own = learner.logprobs([answer_of(i) for i in range(7)])
         current = learner.forward_backward(
             [answer_of(i, own[i]) for i in range(7)], PolicyObjective(config, PolicyConfig()))
@@ -236,12 +237,16 @@ def test_weights_are_a_mean_over_their_sum(tmp_path: Path) -> None:
         learner, found = Learner(session), []
         samples = [weighted(i) for i in range(4)]
         logs = learner.logprobs(samples)
+        plain = -sum(p[s.counted].sum() for s, p in zip(samples, logs, strict=True)) / sum(
+            int(np.asarray(s.counted).sum()) for s in samples)
+        assert learner.evaluate(samples).loss == pytest.approx(plain, rel=1e-12)
         counted = [np.where(np.asarray(s.counted), s.side["weights"], 0) for s in samples]
         expected = -sum((w * p).sum() for w, p in zip(counted, logs, strict=True)) / sum(w.sum() for w in counted)
         for batch in (samples, [weighted(i, 3.0) for i in range(4)], [*samples, weighted(9, 0.0)]):
             losses = learner.forward_backward(batch, "weighted")
             found.append((losses.loss, learner.optim_step(lr=0.0).grad_norm))
         assert found[0][0] == pytest.approx(expected, rel=1e-12)
+        assert learner.evaluate(samples, "weighted").loss == pytest.approx(expected, rel=1e-12)
         assert all(one == pytest.approx(found[0], rel=1e-12) for one in found)
         assert learner.forward_backward(samples, "weighted").count == pytest.approx(sum(w.sum() for w in counted))
         learner.optim_step(lr=0.0)

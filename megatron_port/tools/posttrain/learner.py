@@ -30,7 +30,7 @@ from megatron_port.core.data.objective import Objective, WholeSamples
 from megatron_port.core.dist.agree import agreed
 from megatron_port.core.dist.positions import sequence_partition
 from megatron_port.core.engine.api import StepResult
-from megatron_port.core.engine.loss_reduction import summed_over_replicas
+from megatron_port.core.engine.loss_reduction import global_count, summed_over_replicas
 from megatron_port.core.engine.native import NativeEngine
 from megatron_port.core.engine.native_step import HashAndGather, Reduce, StepState, run_parts
 from megatron_port.core.errors import ConfigError, DataError
@@ -183,6 +183,15 @@ class Learner:
         result = engine.read_result(state)
         self.step += 1
         return result
+
+    def evaluate(self, samples: Sequence[Sample], objective: Objective | str | None = None) -> Losses:
+        """Return the mean loss of samples by the weights of now, dropout off; arguments as of :meth:`forward_backward`.
+        Gradients that wait stay. The objective's metrics are left out."""
+        self._use(self._objective(objective))
+        batches, ctx = self._divided(samples, training=False), self.session.ctx
+        # Not the result's count, which is whole: weights and shares of answers are not.
+        count = global_count(batches, self.engine.objective, ctx, seq_length=self.config.model.seq_length)
+        return Losses(self.engine.eval_step(batches).loss_sum / max(count, 1.0), count)
 
     def logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """Return the log-probability of each label of each sample by the weights of now, [tokens - 1], dropout off.
