@@ -108,9 +108,10 @@ class PolicyObjective(Objective):
         if settings.entropy:
             extent = head.weight.record.extent[0]  # type: ignore[attr-defined]
             entropy = token_entropies(logits, extent=extent, group=head.group).t().double()
-        policy = -head.token_losses(logits, labels).double()
         share, advantage = _wanted(side, SHARE).double(), _wanted(side, ADVANTAGES).double()
         on = share > 0
+        # Elsewhere a label may be anything, whose exponential and gradient may not be finite.
+        policy = -head.token_losses(logits, labels).double().masked_fill(~on, 0)
         sampled = _wanted(side, SAMPLED).double()
         old = policy.detach() if settings.old == "current" else _wanted(side, OLD).double()
         found = self._clipped(policy, old, advantage, share, on, stage, context)
@@ -120,7 +121,7 @@ class PolicyObjective(Objective):
             apart = _wanted(side, REFERENCE).double() - policy
             divergence = apart.exp() - apart - 1
             found = found + settings.kl * divergence
-            context.add_auxiliary("policy_reference_kl", divergence.masked_fill(~on, 0).sum())
+            context.add_auxiliary("policy_reference_kl", divergence.sum())
         if settings.entropy:
             found = found - settings.entropy * entropy
             context.add_auxiliary("policy_entropy", entropy.masked_fill(~on, 0).sum())
@@ -138,9 +139,9 @@ class PolicyObjective(Objective):
         """Return the losses of tokens [batch, seq] by their clipped ratios."""
         apart = policy - old
         if self.method.whole_answers:  # a sample has one
-            mean = sample_sums(apart.masked_fill(~on, 0) * share, stage.context_group)
+            mean = sample_sums(apart * share, stage.context_group)
             apart = mean.unsqueeze(1).expand_as(policy)
-        ratio = apart.masked_fill(~on, 0).exp()
+        ratio = apart.masked_fill(~on, 0).exp()  # an answer's ratio is at all of its positions
         low, high = 1 - self.settings.clip_low, 1 + self.settings.clip_high
         bounded = ratio.clamp(low, high)
         clipped = torch.where(advantage > 0, ratio > high, ratio < low) & (advantage != 0) & on
