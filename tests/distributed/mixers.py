@@ -102,6 +102,9 @@ def draw(seed: int) -> MixerDraw:
         legal = dataclasses.replace(config, data=data, checkpoint=checkpoint)
         if first not in model.mixers or problems(legal, world_size=t.world_size):
             continue
+        scaled = dataclasses.replace(model, mlp_multipliers=(0.75, 1.25))  # where a gated block without biases is
+        if beside and seed % 2 and not problems(dataclasses.replace(legal, model=scaled), world_size=t.world_size):
+            config = dataclasses.replace(config, model=scaled)
         with contextlib.suppress(ConfigError):  # a group of the parameters of a block that a layer does without
             check_parameter_groups(config)
             return MixerDraw(seed, config, t)

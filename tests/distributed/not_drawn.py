@@ -23,7 +23,8 @@ STEP = (
 ELSEWHERE = {
     "experts": ("model.moe", "layout.expert_parallel_size"),
     "factored": ("model.shared_layers", "model.qkv_rank", "model.output_rank", "model.up_rank", "model.down_rank"),
-    "mixers": ("model.mixer", "model.mixer_pattern", "model.mlp_pattern", "model.recurrent"),
+    "mixers": ("model.mixer", "model.mixer_pattern", "model.mlp_pattern", "model.mlp_multipliers",
+               "model.recurrent"),
     "distilled": ("distillation",), "compressed": ("sparsity", "quantisation"),
 }
 """Module of draws with the same judge → the options or sections that it draws on random layouts, each compared with

@@ -14,6 +14,8 @@ from megatron_port.core.config.dump import leaves
 
 SEEDS = {"compressed": 12, "distilled": 6, "experts": 100, "factored": 20, "mixers": 20}
 """Of each module as many as it takes until all options have changed."""
+FURTHER = {"mixers": range(1000, 1012)}
+"""Attention beside Mamba-2."""
 
 
 def test_no_step_reads_what_is_not_drawn() -> None:
@@ -42,7 +44,7 @@ def test_other_modules_draw_what_they_are_said_to(module: str) -> None:
     values: dict[str, set[object]] = {}
     drawing = importlib.import_module(module)
     draws = [drawing.draw, *([drawing.few_draw] if module == "compressed" else [])]
-    for one in (draw(seed) for draw in draws for seed in range(SEEDS[module])):
+    for one in (draw(seed) for draw in draws for seed in (*range(SEEDS[module]), *FURTHER.get(module, ()))):
         for name, value in leaves(one.config):
             if any(name == key or name.startswith(f"{key}.") for key in ELSEWHERE[module]):
                 values.setdefault(name, set()).add(value)

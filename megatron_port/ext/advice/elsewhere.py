@@ -58,7 +58,10 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     },
     "offload.optimizer": {"disk": "it is nvme here", "ssd": "it is nvme here", "ram": "it is cpu here"},
     "fine_tuning.method": dict.fromkeys(("qlora", "ia3", "prefix", "prompt", "adalora", "galore", "reft"), _NONE),
-    "training.loss": dict.fromkeys(("ppo", "grpo", "kto", "orpo", "simpo", "ipo", "rloo", "mse"), _NONE),
+    "training.loss": {
+        **dict.fromkeys(("kto", "simpo", "ipo", "rloo", "mse"), _NONE),
+        **dict.fromkeys(("ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo"), "it is policy here, by policy.method"),
+    },
     "activations.policy": {"selective_full": _NONE, "uniform": "it is full here", "block": "say plan"},
 }
 """Dotted name → word of the field → what does the same here; empty: nothing does."""
