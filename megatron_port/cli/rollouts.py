@@ -41,7 +41,7 @@ def _lines(path: Path) -> list[Rollout]:
                 try:
                     one = from_json(line.decode())
                     problem = one.problem()
-                except (DataError, ValueError, TypeError, OverflowError) as error:
+                except (DataError, ValueError, TypeError, OverflowError, RecursionError) as error:
                     problem = str(error)
                 if problem:
                     raise DataError(f"{path}:{number}: {problem}")

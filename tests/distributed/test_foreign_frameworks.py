@@ -66,6 +66,14 @@ def test_deepspeed_is_itself_without_zero(ranks: Ranks, options: dict[str, Any])
     assert verdict.compared["updates"] == 37
 
 
+def check_equal(adapter: str, ranks: Ranks, size: int, options: dict[str, Any], *, least: int) -> None:
+    """Compare a framework on ``size`` ranks with itself on one process, by ``least`` parameters or more."""
+    verdict = Session(adapter, ranks).compare(options, size)
+    assert verdict.equal and not verdict.notes, "\n".join(verdict.lines())
+    assert verdict.compared["gradients"] == verdict.compared["updates"] >= least
+    assert verdict.worst < (1e-12 if options.get("fp64", True) else 1e-5)
+
+
 @needs_titan
 @pytest.mark.parametrize(("size", "options"), [
     (4, {"replicas": 2, "tp": 2, "sp": True, "chunks": 2, "accumulate": 2}),
@@ -73,10 +81,7 @@ def test_deepspeed_is_itself_without_zero(ranks: Ranks, options: dict[str, Any])
     (2, {"fp64": False, "recompute": True, "tied": True, "reshard": "never"}),
 ])
 def test_torchtitan_is_itself_on_one_process(ranks: Ranks, size: int, options: dict[str, Any]) -> None:
-    verdict = Session("torchtitan", ranks).compare(options, size)
-    assert verdict.equal and not verdict.notes, "\n".join(verdict.lines())
-    assert verdict.compared["gradients"] == verdict.compared["updates"] >= 16
-    assert verdict.worst < (1e-12 if options.get("fp64", True) else 1e-5)
+    check_equal("torchtitan", ranks, size, options, least=16)
 
 
 @needs_titan
@@ -98,10 +103,7 @@ def test_mistakes_in_torchtitan_are_named(ranks: Ranks, options: dict[str, Any],
     (2, {"fp64": False, "engine": "afab", "pp": 2}),
 ])
 def test_nanotron_is_itself_on_one_process(ranks: Ranks, size: int, options: dict[str, Any]) -> None:
-    verdict = Session("nanotron", ranks).compare(options, size)
-    assert verdict.equal and not verdict.notes, "\n".join(verdict.lines())
-    assert verdict.compared["gradients"] == verdict.compared["updates"] >= 14
-    assert verdict.worst < (1e-12 if options.get("fp64", True) else 1e-5)
+    check_equal("nanotron", ranks, size, options, least=14)
 
 
 @needs_nanotron

@@ -302,10 +302,8 @@ def test_a_copy_that_counts_no_more_and_stays_is_named(run: Any, monkeypatch: py
     assert on_disk(run) == [], "tried again"
 
 
-def test_after_going_back_the_copy_resumed_from_stays_until_there_is_another(
-    run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next one takes the empty place, also where power is cut before it is written."""
+def gone_back(run: Any) -> Rank:
+    """A rank that was resumed from the copy of step 1, and has dropped its own of step 2."""
     first = Rank(run)
     first.take(1)
     assert first.disk.finish() is None
@@ -314,6 +312,14 @@ def test_after_going_back_the_copy_resumed_from_stays_until_there_is_another(
     assert rank.disk.finish() is None
     rank.disk.keep()
     rank.disk.forget()
+    return rank
+
+
+def test_after_going_back_the_copy_resumed_from_stays_until_there_is_another(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one takes the empty place, also where power is cut before it is written."""
+    rank = gone_back(run)
     assert on_disk(run) == [1]
     with held(monkeypatch, "fsync") as release:
         rank.copies.take(pieces(2), 2, described_at(2))
@@ -325,14 +331,7 @@ def test_after_going_back_the_copy_resumed_from_stays_until_there_is_another(
 
 
 def test_after_going_back_the_places_are_taken_in_turn_again(run: Any) -> None:
-    first = Rank(run)
-    first.take(1)
-    assert first.disk.finish() is None
-    rank = Rank(run, epoch=6, spare=0)
-    rank.take(2)
-    assert rank.disk.finish() is None
-    rank.disk.keep()
-    rank.disk.forget()
+    rank = gone_back(run)
     for step, left in ((2, [2, 1]), (3, [3, 2]), (6, [6, 3])):
         rank.take(step)
         rank.written()

@@ -137,7 +137,7 @@ def test_a_file_that_says_something_else_is_named(tmp_path: Path) -> None:
     ("offsets", np.array([0, 1 << 62, -(1 << 62), 5, 40]), "do not divide 4 rollouts"),
     ("rewards", np.array([0.0, np.nan, 1.0, 1.0]), "a reward is not finite"),
     ("versions", np.array([0, 1, -1, 2]), "a version is below 0"),
-    ("sampled", None, "a first token is sampled"),
+    ("sampled", None, "the first token of a rollout is sampled"),
     ("logprobs", None, "no log-probability"),
 ])
 def test_what_no_rollout_can_have_is_named_where_it_is_read(
@@ -150,6 +150,9 @@ def test_what_no_rollout_can_have_is_named_where_it_is_read(
     about = {"format": "1", "rollouts": "4", "xxh3": rollout_files._digest(tensors)}
     save_file(tensors, path, metadata=about)
     with pytest.raises(DataError, match=message):
+        RolloutFile.open(path)
+    save_file(tensors, path, metadata={**about, "engine": "x"})
+    with pytest.raises(DataError, match=r"metadata is unknown: \['engine'\]"):
         RolloutFile.open(path)
     save_file(tensors, path, metadata={**about, "rollouts": "0"})
     with pytest.raises(DataError, match="not readable"):
@@ -227,6 +230,8 @@ def test_lines_of_other_engines_are_read() -> None:
                            ({**line, "group": 1 << 70}, "no whole number of 64 bits")):
         with pytest.raises(DataError, match=message):
             from_json(json.dumps(wrong))
+    with pytest.raises(DataError, match="a key is there twice"):
+        from_json(json.dumps(line)[:-1] + ', "reward": 0}')
     with pytest.raises(DataError, match=r"keys are unknown: \['finish'\]"):
         from_json(json.dumps({**line, "finish": "stop"}))
 

@@ -27,7 +27,7 @@ class Sample:
     counted: np.ndarray | None = None
     """bool [seq]: whether the label of a position has a loss; None: all do"""
     side: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """What the run's objective reads beside the tokens (``data.objective``), by name"""
+    """Arrays that the run's objective reads beside the tokens (``data.objective``), by name"""
 
 
 def document_starts(edges: np.ndarray, seq_length: int) -> np.ndarray:

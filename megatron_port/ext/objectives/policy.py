@@ -8,7 +8,7 @@ With ratio r = exp(policy - old), both the log-probability of the token that was
 
 plus ``kl`` (exp(d) - d - 1), d = reference - policy, less ``entropy`` H. These are means: over an answer's tokens and
 then over answers (grpo, gspo), over all tokens (ppo, dapo, cispo), or over answers of sums that are divided by one
-constant (dr_grpo). All are of the global batch: a token's share of its answer comes with the token, so no layout and no
+constant (dr_grpo). All are over the global batch: each label brings its share of its answer, so no layout and no
 micro-batch enters. Logarithms and sums are in float64, as differences of log-probabilities are small.
 """
 

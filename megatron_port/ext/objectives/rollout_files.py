@@ -187,6 +187,8 @@ def _header(path: Path) -> tuple[int, str]:
             about = stream.metadata() or {}
         if about.get("format") != "1" or int(about["rollouts"]) < 1:
             raise ValueError(f"format {about.get('format')!r:.20}, {about.get('rollouts')!r:.20} rollouts")
+        if about.keys() - {"format", "rollouts", "xxh3"}:
+            raise ValueError(f"metadata is unknown: {sorted(about.keys() - {'format', 'rollouts', 'xxh3'})}")
         return int(about["rollouts"]), about["xxh3"]
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise DataError(f"{path}: not readable as rollouts ({error})") from error
@@ -259,7 +261,7 @@ def _senseless(tensors: dict[str, np.ndarray]) -> str:
     """Return what no rollout can have; empty: nothing. As :meth:`Rollout.problem`, of all at once."""
     on = tensors["sampled"] == 1
     if (tensors["sampled"] > 1).any() or on[tensors["offsets"][:-1]].any() or (tensors["tokens"] < 0).any():
-        return "a first token is sampled, or a token's id is below 0"
+        return "the first token of a rollout is sampled, or an id is below 0"
     for name in ("logprobs", *OPTIONAL):
         values = tensors.get(name, np.zeros(1))
         if not np.isfinite(values).all() or (name.endswith("logprobs") and (values > _ROUNDED).any()):
@@ -276,7 +278,7 @@ def from_json(line: str) -> Rollout:
     Raises:
         DataError: keys are missing or unknown, or lengths differ.
     """
-    raw: Any = json.loads(line)
+    raw: Any = json.loads(line, object_pairs_hook=_once)
     if not isinstance(raw, dict):
         raise DataError(f"a {type(raw).__name__}, and no object with keys")
     needed, optional = ("prompt_token_ids", "token_ids", "logprobs", "reward", "group"), (
@@ -300,6 +302,14 @@ def from_json(line: str) -> Rollout:
         sampled=np.concatenate([np.zeros(len(prompt), np.uint8), np.ones(len(answer), np.uint8)]),
         logprobs=padded(raw["logprobs"]), version=_integer(raw.get("version", 0), "version"), further=further,
     )
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON. Raises DataError: it has a key twice, of which a reader would take one."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise DataError(f"a key is there twice, among {', '.join(key for key, _ in pairs)}")
+    return found
 
 
 def _integer(value: Any, name: str) -> int:

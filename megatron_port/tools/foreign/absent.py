@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class Absent:
-    """What an absent package has under any name. As a decorator it leaves functions as they are."""
+    """Stand-in for any name of an absent package. As a decorator it leaves functions as they are."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass

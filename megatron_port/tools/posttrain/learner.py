@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +27,6 @@ from megatron_port.core.data.dataset import Sample
 from megatron_port.core.data.loader import RankView
 from megatron_port.core.data.objective import Objective, WholeSamples
 from megatron_port.core.dist.agree import agreed
-from megatron_port.core.dist.positions import sequence_partition
 from megatron_port.core.engine.api import StepResult
 from megatron_port.core.engine.loss_reduction import global_count, summed_over_replicas
 from megatron_port.core.engine.native import NativeEngine
@@ -58,7 +56,7 @@ class Losses:
     loss: float
     """Mean loss by the objective, before the update; 0 where nothing counts."""
     count: float
-    """What the mean divides by: tokens, answers, pairs."""
+    """Denominator of the mean: tokens, answers, pairs or weights."""
     metrics: dict[str, float | None] = field(default_factory=dict)
     """Numbers of the objective, by name"""
 
@@ -136,7 +134,7 @@ class Learner:
             objective: an object, or the name of one (``training.loss``); None: the run's own.
 
         Raises:
-            DataError: a sample is too long, or has a token that the model lacks.
+            DataError: a sample is too long, or has an id outside the vocabulary.
             ConfigError: the objective changes the model, or reads what this run does not make; or gradients wait, and
                 ``[offload]`` has moved them away or experts' biases are balanced by one batch.
         """
@@ -201,12 +199,12 @@ class Learner:
         """
         objective, ctx = TokenLogProbabilities(), self.session.ctx
         self._use(objective)
-        micro_batches = self._divided(samples, training=False)
+        micro_batches, partition = self._divided(samples, training=False), RankView.on(self.config, ctx).partition
         self.engine.eval_step(micro_batches)
         wide = torch.float64 if self.engine.dtype == torch.float64 else torch.float32
         table = torch.zeros(len(samples), self.config.model.seq_length, dtype=wide, device=ctx.device)
         for batch, losses in zip(micro_batches, objective.found, strict=bool(objective.found)):
-            division = self._partition().divided(batch.division).held(self.config.model.seq_length)
+            division = partition.divided(batch.division).held(self.config.model.seq_length)
             columns = division.index(table.device)
             for number, row in zip(batch.sample_ids, losses, strict=True):
                 at = number - self.samples
@@ -318,10 +316,6 @@ class Learner:
     def _use(self, objective: Objective) -> None:
         if self.engine.objective is not objective:
             self.engine.set_objective(objective)
-
-    def _partition(self) -> Any:
-        ctx = self.session.ctx
-        return sequence_partition(ctx.mesh, ctx.rank, order=self.config.layout.cp_order)
 
     def _divided(self, samples: Sequence[Sample], *, training: bool) -> list[MicroBatch]:
         """Return this replica's micro-batches of a global batch, filled up with samples that do not count."""
